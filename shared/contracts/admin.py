@@ -1,0 +1,122 @@
+"""What operators ask of the scheduler (through a gateway's admin API, or over NATS directly)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.contracts.base import Frozen, Message, Request
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.node import DeviceStatus, InstanceStatus
+from shared.contracts.plans import PlanRecord
+
+
+class AddModels(Request):
+    """Register or change models, all or none. With `prune`, models not named are removed (their instances drain)."""
+
+    DEADLINE_MS: ClassVar[int] = 300_000
+    kind: Literal["add_models"] = "add_models"
+    specs: tuple[ModelSpec, ...]
+    prune: bool = False
+
+
+class ModelsAdded(Message):
+    kind: Literal["models_added"] = "models_added"
+    added: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+class RemoveModel(Request):
+    kind: Literal["remove_model"] = "remove_model"
+    name: str
+
+
+class WakeModel(Request):
+    """Make the model ready; answers when it is (`ModelAwake`), or why not."""
+
+    DEADLINE_MS: ClassVar[int] = 600_000
+    kind: Literal["wake"] = "wake"
+    name: str
+
+
+class ModelAwake(Message):
+    kind: Literal["awake"] = "awake"
+    instance_id: str
+    plan_id: str | None = None
+    took_ms: float = 0.0
+
+
+class SleepModel(Request):
+    """Have every instance of the model leave its device; running requests finish first. Answers when they are gone."""
+
+    DEADLINE_MS: ClassVar[int] = 120_000
+    kind: Literal["sleep"] = "sleep"
+    name: str
+
+
+class ModelAsleep(Message):
+    kind: Literal["model_asleep"] = "model_asleep"
+    instances: tuple[str, ...] = ()
+    freed_bytes: int = 0
+
+
+class ExplainPlan(Request):
+    """The last placement decision for a model (by name or alias), or a given plan."""
+
+    kind: Literal["explain"] = "explain"
+    model: str | None = None
+    plan_id: str | None = None
+
+
+class PlanExplained(Message):
+    kind: Literal["plan"] = "plan"
+    plan: PlanRecord
+
+
+class ChangeNode(Request):
+    """Cordon: no new instances. Drain: cordon, and every instance leaves as soon as it is idle or its drain time is over."""
+
+    kind: Literal["change_node"] = "change_node"
+    node: str
+    action: Literal["cordon", "uncordon", "drain"]
+
+
+class ViewCluster(Request):
+    kind: Literal["view"] = "view"
+
+
+class NodeView(Frozen):
+    node: str
+    alive: bool
+    cordoned: bool = False
+    loader_alive: bool = False
+    last_seen_ms: int | None = None
+    labels: dict[str, str] = Field(default_factory=dict)
+    devices: tuple[DeviceStatus, ...] = ()
+    instances: tuple[InstanceStatus, ...] = ()
+
+
+class ModelView(Frozen):
+    """`error`: why the last attempt to make it ready failed, until one succeeds."""
+
+    card: ModelCard
+    waiting: int = 0
+    last_plan: PlanRecord | None = None
+    error: str | None = None
+
+
+class ClusterView(Message):
+    kind: Literal["cluster"] = "cluster"
+    scheduler: str
+    epoch: int
+    models: tuple[ModelView, ...] = ()
+    nodes: tuple[NodeView, ...] = ()
+
+
+AdminRequest = Annotated[
+    AddModels | RemoveModel | WakeModel | SleepModel | ExplainPlan | ChangeNode | ViewCluster, Field(discriminator="kind")
+]
+ADMIN_REQUEST: TypeAdapter[AdminRequest] = TypeAdapter(AdminRequest)

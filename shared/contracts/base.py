@@ -1,0 +1,56 @@
+"""The base of every message, and the two that every surface shares: failure and acknowledgement."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+CONTRACT_VERSION = "1.0"
+
+
+class Frozen(BaseModel):
+    """A value inside a message. Unknown fields are dropped, so that a peer one minor version ahead is understood."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Message(Frozen):
+    """One message on the wire, as JSON. `kind` tells messages of one subject apart; `v` is the contract's version.
+
+    A new field needs a default (the previous minor version does not send it); a changed meaning needs a new major.
+    """
+
+    v: str = CONTRACT_VERSION
+
+
+class Request(Message):
+    """A message that wants a reply within `deadline_ms` (a duration: clocks are never compared across hosts)."""
+
+    DEADLINE_MS: ClassVar[int] = 5_000
+    deadline_ms: int = Field(default=5_000, gt=0)
+
+
+class ErrorBody(Frozen):
+    """A `shared.errors.ThawError` on the wire."""
+
+    code: str
+    message: str
+    status: int = 500
+    type: str = "server_error"
+    param: str | None = None
+    retry_after_ms: int | None = None
+    should_retry: bool | None = None
+
+
+class Failure(Message):
+    """The reply to any request that could not be done."""
+
+    kind: Literal["failure"] = "failure"
+    error: ErrorBody
+
+
+class Done(Message):
+    """The reply to a request that has nothing to tell but that it was done."""
+
+    kind: Literal["done"] = "done"

@@ -1,0 +1,47 @@
+"""How gateways tell the scheduler what waits, and how they hear of failure.
+
+Demand is a level, not an edge: a gateway repeats it every second while anything waits, and once with `waiting=0` when nothing does any
+more. A new leader therefore knows all demand within a second.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from shared.contracts.base import ErrorBody, Message, Request
+
+DEMAND_INTERVAL_S = 1.0
+DEMAND_LOST_AFTER_S = 5.0
+
+
+class Demand(Request):
+    DEADLINE_MS: ClassVar[int] = 3_000
+    kind: Literal["demand"] = "demand"
+    gateway: str
+    model: str
+    waiting: int = Field(ge=0)
+    in_flight: int = Field(default=0, ge=0)
+    oldest_wait_ms: int = Field(default=0, ge=0)
+    traceparents: tuple[str, ...] = Field(default=(), max_length=32)
+
+
+class DemandNoted(Message):
+    """`eta_ms`: predicted time until an instance is ready; None when that is not known (no room yet)."""
+
+    kind: Literal["demand_noted"] = "demand_noted"
+    outlook: Literal["ready", "starting", "waiting"]
+    plan_id: str | None = None
+    eta_ms: int | None = None
+    reason: str = ""
+
+
+class LoadFailed(Message):
+    """An attempt to make `model` ready failed for good (the scheduler's own retries included): fail those who wait for it.
+    The next request may try again."""
+
+    kind: Literal["load_failed"] = "load_failed"
+    model: str
+    plan_id: str | None = None
+    error: ErrorBody

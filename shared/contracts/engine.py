@@ -1,0 +1,99 @@
+"""Between a nodeagent and the engine processes it started.
+
+A nodeagent starts an engine by `EngineStart`, one JSON line on the zygote's Unix socket (or in a file for `python -m services.engine`).
+The zygote answers each with `EngineForked` and tells every connected nodeagent of an exit with `EngineExited`, also one line each.
+From then on they speak NATS: the engine publishes `EngineReport` on its node's `engines` subject on every change and at least every
+second, and answers on its control subject. An engine whose nodeagent is gone goes on serving.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.contracts.base import ErrorBody, Frozen, Message, Request
+from shared.contracts.inference import CancelInfer
+from shared.contracts.models import ModelCard
+from shared.contracts.phases import Phase, PhaseSpan
+
+EngineState = Literal["loading", "ready", "draining", "failed", "stopped"]
+
+
+class EngineStart(Message):
+    kind: Literal["start"] = "start"
+    instance_id: str
+    node: str
+    card: ModelCard
+    device: str
+    kv_bytes: int = Field(description="Bytes of KV cache the engine may hold.")
+    traceparent: str | None = None
+    log_path: str
+    environment: dict[str, str] = Field(default_factory=dict, description="THAW_ settings for the engine process.")
+
+
+class EngineForked(Message):
+    kind: Literal["forked"] = "forked"
+    instance_id: str
+    pid: int
+
+
+class EngineExited(Message):
+    kind: Literal["exited"] = "exited"
+    instance_id: str
+    pid: int
+    returncode: int = Field(description="Exit status; -N: ended by signal N.")
+
+
+class ZygoteFailure(Message):
+    kind: Literal["zygote_failure"] = "zygote_failure"
+    instance_id: str
+    error: ErrorBody
+
+
+ZYGOTE_LINE: TypeAdapter[EngineForked | EngineExited | ZygoteFailure] = TypeAdapter(
+    Annotated[EngineForked | EngineExited | ZygoteFailure, Field(discriminator="kind")]
+)
+
+
+class EngineLoad(Frozen):
+    """What an engine has to do just now."""
+
+    active: int = 0
+    waiting: int = 0
+    completed: int = 0
+    generated_tokens: int = 0
+    kv_bytes_used: int = 0
+    idle_ms: int = Field(default=0, description="Since the last request ended; 0 while there is one.")
+
+
+class EngineReport(Message):
+    """`phases` are those of the start, relative to this message's sending; empty on reports after `ready` was acknowledged."""
+
+    kind: Literal["report"] = "report"
+    instance_id: str
+    pid: int
+    state: EngineState
+    phase: Phase | None = None
+    progress: float = Field(default=0.0, ge=0, le=1)
+    load: EngineLoad = EngineLoad()
+    phases: tuple[PhaseSpan, ...] = ()
+    error: ErrorBody | None = None
+    weights_id: str | None = None
+
+
+class PingEngine(Request):
+    kind: Literal["ping"] = "ping"
+
+
+class DrainEngine(Request):
+    """Take no new request; report `stopped` and exit once none is left. With `only_if_idle` a serving engine fails with
+    `instance_busy` and goes on as before."""
+
+    kind: Literal["drain"] = "drain"
+    only_if_idle: bool = False
+    reason: str = ""
+
+
+EngineControl = Annotated[PingEngine | DrainEngine | CancelInfer, Field(discriminator="kind")]
+ENGINE_CONTROL: TypeAdapter[EngineControl] = TypeAdapter(EngineControl)

@@ -1,0 +1,98 @@
+"""Between schedulers, nodeagents, engines and the loader of a node.
+
+Weights lie in one named shared-memory segment per model revision and node, held by every instance that asked for them and removed
+when the last holder lets go. Layout of a segment: one page of `SegmentHeader` (see services/loader/format/segment.py), the index as JSON, then the
+bytes of the weight files, page-aligned.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.contracts.base import ErrorBody, Frozen, Message, Request
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.phases import PhaseSpan
+
+
+class InspectModel(Request):
+    """Read what there is to know of a model without its weights; checks that every shard, the tokenizer and the index are there."""
+
+    DEADLINE_MS: ClassVar[int] = 120_000
+    kind: Literal["inspect"] = "inspect"
+    spec: ModelSpec
+
+
+class Inspected(Message):
+    kind: Literal["inspected"] = "inspected"
+    info: ModelInfo
+
+
+class PrepareWeights(Request):
+    """Start fetching and loading now for `instance_id`; answered at once with `Done`. Repeating it is harmless."""
+
+    kind: Literal["prepare"] = "prepare"
+    token: int
+    instance_id: str
+    card: ModelCard
+    traceparent: str | None = None
+
+
+class AttachWeights(Request):
+    """Answer when the segment's index (`until="index"`) or every byte (`until="complete"`) is there. Starts the load if nobody has."""
+
+    DEADLINE_MS: ClassVar[int] = 600_000
+    kind: Literal["attach"] = "attach"
+    instance_id: str
+    card: ModelCard
+    until: Literal["index", "complete"]
+    traceparent: str | None = None
+
+
+class WeightsAttached(Message):
+    """`phases` (fetch, load) are relative to this message's sending. Files of the model (config, tokenizer) lie in `directory`."""
+
+    kind: Literal["attached"] = "attached"
+    weights_id: str
+    segment: str = Field(description="Name under /dev/shm (POSIX shared memory).")
+    directory: str
+    total_bytes: int
+    loaded_bytes: int
+    phases: tuple[PhaseSpan, ...] = ()
+
+
+class ReleaseWeights(Request):
+    """`instance_id` lets go of its weights; also cancels a load that nobody else waits for. Unknown holders are fine."""
+
+    kind: Literal["release"] = "release"
+    instance_id: str
+
+
+class WeightsReleased(Message):
+    kind: Literal["released"] = "released"
+    freed_bytes: int = Field(description="Bytes of shared memory proved gone (0 while others hold the segment).")
+
+
+LoaderCommand = Annotated[InspectModel | PrepareWeights | AttachWeights | ReleaseWeights, Field(discriminator="kind")]
+LOADER_COMMAND: TypeAdapter[LoaderCommand] = TypeAdapter(LoaderCommand)
+
+
+class SegmentStatus(Frozen):
+    weights_id: str
+    model: str
+    segment: str
+    total_bytes: int
+    loaded_bytes: int
+    holders: tuple[str, ...]
+    error: ErrorBody | None = None
+
+
+class LoaderStatus(Message):
+    """Broadcast on every change and every second."""
+
+    kind: Literal["loader_status"] = "loader_status"
+    node: str
+    boot_id: str
+    segments: tuple[SegmentStatus, ...] = ()
+    bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")

@@ -1,0 +1,44 @@
+"""Named parts of a cold start, and how they are measured and told."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from shared.contracts.base import Frozen
+
+
+class Phase(StrEnum):
+    """The map's words for the parts of a TTFT."""
+
+    QUEUE = "queue"  # waiting in the gateway or in the engine for a slot
+    SCHEDULE = "schedule"  # demand heard → plan persisted and sent
+    RESERVE = "reserve"  # waiting for device memory, victims leaving included
+    CONTAINER = "container"  # engine process or container made
+    CONTEXT = "context"  # device context
+    LIBRARIES = "libraries"  # imports
+    COMPILE = "compile"
+    CAPTURE = "capture"
+    FETCH = "fetch"  # remote → local disk
+    LOAD = "load"  # disk or host memory → memory the engine computes from
+    INIT = "init"  # modules built, tensors bound, tokenizer read
+    RESTORE = "restore"
+    PROFILE = "profile"  # warm-up and probe
+    PREFILL = "prefill"
+    MESH = "mesh"  # messages on their way, and what no process claimed
+
+
+class PhaseSpan(Frozen):
+    """One measured phase. Times are milliseconds on the measuring process's monotonic clock, relative to the origin that the
+    enclosing message names; they are never compared with another host's clock."""
+
+    phase: Phase
+    start_ms: float
+    duration_ms: float = Field(ge=0)
+    process: str = ""
+    detail: dict[str, str | int | float] = Field(default_factory=dict)
+
+    @property
+    def end_ms(self) -> float:
+        return self.start_ms + self.duration_ms

@@ -1,0 +1,82 @@
+"""Every NATS subject, stream and bucket of Thaw.
+
+Two meshes on one NATS server use two NATS accounts, so subjects carry no mesh name. The version in the prefix is the contract's
+major version.
+"""
+
+from __future__ import annotations
+
+import base64
+
+PREFIX = "thaw.v1"
+
+# The scheduler's leader answers these (standbys do not subscribe).
+DEMAND = f"{PREFIX}.scheduler.demand"
+ADMIN = f"{PREFIX}.scheduler.admin"
+
+# Events, heard by whoever cares.
+LOAD_FAILED = f"{PREFIX}.events.load_failed"
+STATUS_WANTED = f"{PREFIX}.events.status_wanted"
+ALL_NODE_STATUS = f"{PREFIX}.node.*.status"
+ALL_LOADER_STATUS = f"{PREFIX}.loader.*.status"
+
+# JetStream.
+CATALOG_BUCKET = "thaw_catalog"
+TRACE_STREAM = "THAW_TRACES"
+TRACE_SUBJECTS = f"{PREFIX}.traces.>"
+
+
+def token(name: str) -> str:
+    """`name` as one subject token or KV key (URL-safe base64, no padding): names may hold dots, slashes and spaces."""
+    return base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
+
+
+def untoken(value: str) -> str:
+    """The name that `token` made `value` from."""
+    return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).decode()
+
+
+def node_command(node: str) -> str:
+    return f"{PREFIX}.node.{token(node)}.command"
+
+
+def node_status(node: str) -> str:
+    return f"{PREFIX}.node.{token(node)}.status"
+
+
+def engine_report(node: str) -> str:
+    """Where the engines of a node tell their nodeagent about themselves."""
+    return f"{PREFIX}.node.{token(node)}.engines"
+
+
+def loader_command(node: str) -> str:
+    return f"{PREFIX}.loader.{token(node)}.command"
+
+
+def loader_status(node: str) -> str:
+    return f"{PREFIX}.loader.{token(node)}.status"
+
+
+def infer(instance_id: str) -> str:
+    return f"{PREFIX}.engine.{instance_id}.infer"
+
+
+def engine_control(instance_id: str) -> str:
+    return f"{PREFIX}.engine.{instance_id}.control"
+
+
+def replies(gateway_id: str) -> str:
+    """The one subscription of a gateway that carries all its streams."""
+    return f"{PREFIX}.replies.{gateway_id}.*"
+
+
+def reply(gateway_id: str, request_id: str) -> str:
+    return f"{PREFIX}.replies.{gateway_id}.{request_id}"
+
+
+def request_trace(request_id: str) -> str:
+    return f"{PREFIX}.traces.request.{token(request_id)}"
+
+
+def load_trace(plan_id: str) -> str:
+    return f"{PREFIX}.traces.load.{token(plan_id)}"

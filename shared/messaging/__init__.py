@@ -1,0 +1,5 @@
+"""NATS as Thaw's processes use it."""
+
+from shared.messaging.mesh import Mesh, Responder
+
+__all__ = ["Mesh", "Responder"]

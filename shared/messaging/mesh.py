@@ -1,0 +1,194 @@
+"""One process's connection to the mesh: typed requests, typed replies, events.
+
+FastStream carries commands and events. The token path (gateway ↔ engine) uses the raw client in `Mesh.nc`: it is three times as fast, and
+its protocol (shared/contracts/inference.py) is not request/reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from faststream.nats import NatsBroker, NatsMessage
+from nats.aio.client import Client
+from nats.errors import ConnectionClosedError, NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
+from pydantic import TypeAdapter, ValidationError
+
+from shared.contracts.base import Failure, Message, Request
+from shared.errors import DeadlineExceeded, InvalidRequest, ThawError, Unreachable, from_body
+from shared.settings import CommonSettings
+from shared.telemetry.tracing import carried, carry
+
+log = logging.getLogger(__name__)
+M = TypeVar("M")
+R = TypeVar("R", bound=Message)
+E = TypeVar("E", bound=Message)
+HEADROOM_BYTES = 16 * 1024
+"""Kept free below `max_payload`: headers count too, and one byte over it closes the connection for good."""
+_CONCURRENT_WORKERS = 256
+
+
+class Responder(Protocol):
+    """A registered handler. It hears messages between `start` and `stop`."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+class Mesh:
+    """Owns the process's NATS connection. `lost` is set when it has closed for good: the process should then end."""
+
+    def __init__(self, settings: CommonSettings, name: str) -> None:
+        self.name = name
+        self.lost = asyncio.Event()
+        self._stopping = False
+        self._broker = NatsBroker(
+            [url.strip() for url in settings.nats_url.get_secret_value().split(",")],
+            name=name,
+            apply_types=False,
+            logger=None,
+            allow_reconnect=True,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; the stub says int, the client takes fractions
+            ping_interval=5,
+            max_outstanding_pings=2,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
+            graceful_timeout=2.0,
+        )
+        self._started = False
+
+    async def start(self) -> None:
+        """Connect (waiting for the server as long as it takes) and start every handler registered so far."""
+        await self._broker.start()
+        self._started = True
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._started:
+            await self.nc.flush(timeout=2)
+        await self._broker.stop()
+
+    @property
+    def nc(self) -> Client:
+        """The raw client."""
+        return self._broker.connection
+
+    @property
+    def max_body(self) -> int:
+        """The largest body in bytes that may be sent; more must be refused before it is published."""
+        return int(self.nc.max_payload) - HEADROOM_BYTES
+
+    async def request(self, subject: str, message: Request, reply: type[R]) -> R:
+        """Send `message` and return its typed reply.
+
+        Raises `Unreachable` if nobody listens, `DeadlineExceeded` after `message.deadline_ms`, and whatever `ThawError` the other side
+        answered with.
+        """
+        try:
+            answer = await self.nc.request(
+                subject, message.model_dump_json().encode(), timeout=message.deadline_ms / 1000, headers=carry()
+            )
+        except NoRespondersError as e:
+            raise Unreachable(f"nobody answers on {subject}: the process is stopped or starting") from e
+        except NatsTimeoutError as e:
+            raise DeadlineExceeded(f"no answer on {subject} within {message.deadline_ms} ms") from e
+        except ConnectionClosedError as e:
+            raise Unreachable("the connection to NATS is closed") from e
+        return _decode(answer.data, reply)
+
+    async def publish(self, subject: str, message: Message) -> None:
+        """Send an event. It is enqueued, not confirmed."""
+        await self.nc.publish(subject, message.model_dump_json().encode(), headers=carry())
+
+    def respond(
+        self,
+        subject: str,
+        adapter: TypeAdapter[M],
+        handler: Callable[[M], Awaitable[Message]],
+        *,
+        queue: str = "",
+        concurrent: bool = False,
+    ) -> Responder:
+        """Answer requests on `subject`; every exception becomes a `Failure`. Serial and in order unless `concurrent`."""
+
+        async def answer(message: NatsMessage) -> bytes:
+            with carried(message.headers):
+                return (await _answer(subject, adapter, handler, message.body)).model_dump_json().encode()
+
+        return self._subscribe(subject, answer, queue, concurrent)
+
+    def listen(self, subject: str, kind: type[E], handler: Callable[[E], Awaitable[None]]) -> Responder:
+        """Hear events of one kind, serially and in order. A malformed or failing one is logged and dropped."""
+
+        async def hear(message: NatsMessage) -> None:
+            with carried(message.headers):
+                try:
+                    await handler(kind.model_validate_json(message.body))
+                except ValidationError as e:
+                    log.warning("dropped a malformed event", extra={"subject": subject, "error": str(e)})
+                except Exception:
+                    log.exception("an event handler failed", extra={"subject": subject})
+
+        return self._subscribe(subject, hear, "", False)
+
+    def _subscribe(self, subject: str, handler: Callable[[NatsMessage], Awaitable[Any]], queue: str, concurrent: bool) -> Responder:
+        workers: dict[str, Any] = {"max_workers": _CONCURRENT_WORKERS} if concurrent else {}
+        subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, **workers)
+        subscriber(handler)
+        responder: Responder = subscriber
+        return responder
+
+    async def _on_error(self, error: Exception) -> None:
+        if not self._stopping:
+            log.warning("NATS error", extra={"error": repr(error)})
+
+    async def _on_disconnected(self) -> None:
+        if not self._stopping:
+            log.warning("disconnected from NATS; reconnecting")
+
+    async def _on_reconnected(self) -> None:
+        log.info("reconnected to NATS")
+
+    async def _on_closed(self) -> None:
+        if not self._stopping:
+            log.error("the NATS connection closed for good")
+            self.lost.set()
+
+
+async def _whole_message(message: NatsMessage) -> NatsMessage:
+    return message
+
+
+async def _answer(subject: str, adapter: TypeAdapter[M], handler: Callable[[M], Awaitable[Message]], body: bytes) -> Message:
+    try:
+        request = adapter.validate_json(body)
+        if isinstance(request, Request):
+            async with asyncio.timeout(request.deadline_ms / 1000):
+                return await handler(request)
+        return await handler(request)
+    except ValidationError as e:
+        return Failure(error=InvalidRequest(f"malformed message on {subject}: {e}").body())
+    except ThawError as e:
+        return Failure(error=e.body())
+    except TimeoutError:
+        return Failure(error=DeadlineExceeded(f"not done within the deadline on {subject}").body())
+    except Exception as e:
+        log.exception("a handler failed", extra={"subject": subject})
+        return Failure(error=ThawError(f"{type(e).__name__} while answering {subject}: {e}").body())
+
+
+def _decode(data: bytes, reply: type[R]) -> R:
+    try:
+        return reply.model_validate_json(data)
+    except ValidationError:
+        try:
+            failure = Failure.model_validate_json(data)
+        except ValidationError as e:
+            raise ThawError(f"an unintelligible reply (a newer major version?): {data[:200]!r}") from e
+    raise from_body(failure.error)

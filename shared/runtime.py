@@ -1,0 +1,57 @@
+"""How every service process runs: settings, logs, traces, the mesh, signals, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from shared.settings import CommonSettings
+from shared.telemetry.logs import setup_logs
+from shared.telemetry.tracing import setup_tracing, shutdown_tracing
+
+log = logging.getLogger(__name__)
+S = TypeVar("S", bound=CommonSettings)
+App = Callable[[S, asyncio.Event], Awaitable[int]]
+
+
+def run_service(name: str, settings_type: type[S], app: App[S]) -> int:
+    """Run `app(settings, stop)` until it returns its exit status. `stop` is set by SIGTERM and SIGINT; a second one ends the process."""
+    try:
+        settings = settings_type()
+    except ValidationError as e:
+        for fault in e.errors():
+            variable = "THAW_" + "_".join(str(p) for p in fault["loc"]).upper()
+            print(f"{name}: {variable}: {fault['msg']}", file=sys.stderr)
+        return 2
+    setup_logs(settings, name)
+    setup_tracing(settings, name)
+    try:
+        return asyncio.run(_until_stopped(name, settings, app))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        shutdown_tracing()
+
+
+async def _until_stopped(name: str, settings: S, app: App[S]) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(signum: int) -> None:
+        if stop.is_set():
+            loop.remove_signal_handler(signum)
+            signal.raise_signal(signum)
+        log.info("stopping", extra={"signal": signal.Signals(signum).name})
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, on_signal, signum)
+    log.info("starting", extra={"pid": os.getpid()})
+    return await app(settings, stop)

@@ -1,0 +1,43 @@
+"""Settings that every service shares. Each service adds its own in `services/<name>/settings.py`; all come from `THAW_*` variables.
+
+`docs/configuration.md` is generated from these classes (`thaw docs settings`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class CommonSettings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="THAW_", extra="ignore", frozen=True)
+
+    nats_url: SecretStr = Field(
+        default=SecretStr("nats://127.0.0.1:4222"), description="NATS servers, comma-separated, credentials included."
+    )
+    home: Path = Field(default=Path("~/.thaw"), description="State directory of this machine.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe level logged.")
+    log_format: Literal["json", "text"] = Field(default="json", description="One JSON object a line, or text for people.")
+    log_prompts: bool = Field(default=False, description="Allow prompt text in logs and spans (off: never).")
+    otlp_endpoint: str | None = Field(default=None, description="OTLP collector, e.g. http://127.0.0.1:4317; none: no export.")
+    otlp_protocol: Literal["grpc", "http"] = Field(default="grpc", description="Protocol of the OTLP endpoint.")
+
+    @property
+    def state(self) -> Path:
+        return self.home.expanduser().resolve()
+
+
+class NodeSettings(CommonSettings):
+    """What the nodeagent, the loader and the engines of one node share."""
+
+    node: str = Field(
+        default="node-0", min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name of this node."
+    )
+
+    @property
+    def node_state(self) -> Path:
+        """Where this node's processes keep what they need to find each other again after a crash."""
+        return self.state / "nodes" / self.node

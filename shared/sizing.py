@@ -1,0 +1,46 @@
+"""How many bytes of a device an instance of a model needs: one formula for the scheduler, the command line and the tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.contracts.models import ModelCard
+
+MIB = 1024 * 1024
+RUNTIME_BYTES = 192 * MIB
+"""Private memory of a builtin engine process on `cpu` beyond weights and KV: interpreter, torch, activations (bench/cold_path.py prints it)."""
+MIN_KV_BYTES = 32 * MIB
+FULL_CONTEXTS = 2
+"""KV for this many sequences of full length by default (fewer if `max_concurrency` is less); shorter ones share it."""
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes by kind; `total` is what is reserved."""
+
+    weights: int
+    converted: int
+    kv: int
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.converted + self.kv + self.runtime
+
+
+def need_of(card: ModelCard) -> Need:
+    """The reservation for one instance of `card`.
+
+    `engine_args.kv_cache_bytes` overrides the KV share. A `dtype` other than the checkpoint's needs a second, converted copy.
+    """
+    info, spec = card.info, card.spec
+    converted = 0
+    if spec.dtype != "auto" and spec.dtype != info.dtype:
+        converted = info.parameters * _ITEM_BYTES[spec.dtype]
+    kv = 0
+    if info.task == "generate":
+        contexts = min(FULL_CONTEXTS, spec.max_concurrency)
+        kv = max(MIN_KV_BYTES, card.context_length * info.kv_bytes_per_token * contexts)
+        kv = int(spec.engine_args.get("kv_cache_bytes", kv))
+    return Need(info.weights_bytes, converted, kv, RUNTIME_BYTES)

@@ -1,0 +1,1 @@
+"""Traces, phases, metrics and logs, the same in every process."""

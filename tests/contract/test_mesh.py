@@ -1,0 +1,114 @@
+"""The mesh's promises: typed replies, errors that cross the wire, deadlines, immediate "nobody there"."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import pytest
+from pydantic import SecretStr, TypeAdapter
+
+from shared.contracts.base import Message, Request
+from shared.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ThawError, Unreachable
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.servers import NatsServer
+
+
+class Ask(Request):
+    kind: Literal["ask"] = "ask"
+    value: int
+
+
+class Answer(Message):
+    kind: Literal["answer"] = "answer"
+    value: int
+
+
+@pytest.fixture
+async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    await mesh.start()
+    yield mesh
+    await mesh.stop()
+
+
+ASK: TypeAdapter[Ask] = TypeAdapter(Ask)
+
+
+async def serve(mesh: Mesh, subject: str, *, concurrent: bool = False) -> None:
+    async def handle(ask: Ask) -> Answer:
+        if ask.value < 0:
+            raise ModelNotFound(f"no model {ask.value}", param="model")
+        if ask.value == 0:
+            raise ZeroDivisionError("zero")
+        if ask.value > 100:
+            await asyncio.Event().wait()
+        return Answer(value=ask.value + 1)
+
+    await mesh.respond(subject, ASK, handle, concurrent=concurrent).start()
+
+
+async def test_a_request_gets_its_typed_reply(mesh: Mesh) -> None:
+    await serve(mesh, "t.reply")
+    assert (await mesh.request("t.reply", Ask(value=1), Answer)).value == 2
+
+
+async def test_an_error_keeps_its_class_and_fields(mesh: Mesh) -> None:
+    await serve(mesh, "t.error")
+    with pytest.raises(ModelNotFound, match="no model -3") as caught:
+        await mesh.request("t.error", Ask(value=-3), Answer)
+    assert caught.value.param == "model"
+
+
+async def test_an_unexpected_exception_is_an_answer_too(mesh: Mesh) -> None:
+    await serve(mesh, "t.bug")
+    with pytest.raises(ThawError, match="ZeroDivisionError"):
+        await mesh.request("t.bug", Ask(value=0), Answer)
+
+
+async def test_malformed_requests_are_answered(mesh: Mesh) -> None:
+    await serve(mesh, "t.malformed")
+
+    class Wrong(Request):
+        kind: Literal["wrong"] = "wrong"
+
+    with pytest.raises(InvalidRequest):
+        await mesh.request("t.malformed", Wrong(), Answer)
+
+
+async def test_nobody_there_is_known_at_once(mesh: Mesh) -> None:
+    with pytest.raises(Unreachable):
+        await asyncio.wait_for(mesh.request("t.nobody", Ask(value=1, deadline_ms=60_000), Answer), 5)
+
+
+async def test_a_deadline_ends_the_handler_and_is_told(mesh: Mesh) -> None:
+    await serve(mesh, "t.deadline")
+    with pytest.raises(DeadlineExceeded):
+        await mesh.request("t.deadline", Ask(value=101, deadline_ms=100), Answer)
+    assert (await mesh.request("t.deadline", Ask(value=1), Answer)).value == 2
+
+
+async def test_concurrent_handlers_do_not_wait_for_each_other(mesh: Mesh) -> None:
+    await serve(mesh, "t.concurrent", concurrent=True)
+    slow = asyncio.create_task(mesh.request("t.concurrent", Ask(value=101, deadline_ms=3000), Answer))
+    assert (await mesh.request("t.concurrent", Ask(value=1), Answer)).value == 2
+    slow.cancel()
+
+
+async def test_events_arrive_in_order(mesh: Mesh) -> None:
+    heard: list[int] = []
+    done = asyncio.Event()
+
+    async def hear(event: Answer) -> None:
+        heard.append(event.value)
+        if event.value == 99:
+            done.set()
+
+    await mesh.listen("t.events", Answer, hear).start()
+    await mesh.nc.flush()
+    for i in range(100):
+        await mesh.publish("t.events", Answer(value=i))
+    await asyncio.wait_for(done.wait(), 5)
+    assert heard == list(range(100))

@@ -1,0 +1,54 @@
+"""The layout of a weight segment in shared memory: written by the loader, read by engines, agreed on here.
+
+    page 0            `SegmentHeader` as JSON, zero-padded to HEADER_BYTES
+    index_offset      `SegmentIndex` as JSON, index_bytes long
+    data_offset …     the weight files, each from a page boundary, byte for byte as on disk (headers included)
+
+Header and index are complete before a reader hears the segment's name; the data may still be arriving (`AttachWeights(until="complete")`
+tells when it is there). Tensor offsets are from the start of the segment. Readers map the segment read-only or copy-on-write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from pydantic import Field
+
+from shared.contracts.base import Frozen
+
+MAGIC = "thaw-segment"
+LAYOUT_VERSION = 1
+PAGE = 4096
+HEADER_BYTES = PAGE
+
+
+class SegmentHeader(Frozen):
+    magic: str = MAGIC
+    version: int = LAYOUT_VERSION
+    weights_id: str
+    index_offset: int = HEADER_BYTES
+    index_bytes: int
+    data_offset: int
+    total_bytes: int = Field(description="Of the whole segment.")
+
+
+class SegmentTensor(Frozen):
+    """`dtype` as safetensors names it (F32, BF16, F16, I64, U8, BOOL, F8_E4M3 …)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SegmentIndex(Frozen):
+    tensors: tuple[SegmentTensor, ...]
+    files: tuple[str, ...] = ()
+
+
+def segment_prefix(home: Path, node: str) -> str:
+    """What the names of all of a node's segments under /dev/shm begin with."""
+    digest = hashlib.sha256(f"{home.expanduser().resolve()}\0{node}".encode()).hexdigest()[:8]
+    return f"thaw-{digest}-"

@@ -1,0 +1,55 @@
+"""What all benchmark scripts share: the machine's description, medians, and the JSON they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+
+def machine() -> dict[str, str | int]:
+    """The machine that the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count() or 1,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "nats-py", "pydantic")},
+    }
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median with the least and the most, in the unit of the values."""
+    return f"{median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+def write(path: Path | None, figures: dict[str, float]) -> None:
+    """Write `{"figures", "machine", "commands"}` where `--json` said."""
+    if path is None:
+        return
+    document = {
+        "figures": {name: round(value, 4) for name, value in figures.items()},
+        "machine": machine(),
+        "commands": [" ".join(["python", "-m", "bench." + Path(sys.argv[0]).stem, *sys.argv[1:]])],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,33 @@
+"""Errors keep their class, fields and advice across the wire."""
+
+import pytest
+
+from shared.contracts.base import ErrorBody
+from shared.errors import _BY_CODE, ThawError, from_body
+
+
+@pytest.mark.parametrize("code", sorted(_BY_CODE))
+def test_round_trip(code: str) -> None:
+    kind = _BY_CODE[code]
+    error = kind("what happened", param="model", retry_after_ms=1500)
+    back = from_body(ErrorBody.model_validate_json(error.body().model_dump_json()))
+    assert type(back) is kind
+    assert (back.message, back.param, back.retry_after_ms, back.should_retry) == (
+        "what happened",
+        "model",
+        1500,
+        kind.retry,
+    )
+
+
+def test_codes_are_unique_and_the_docstring_is_the_default_message() -> None:
+    def all_kinds(root: type[ThawError]) -> list[type[ThawError]]:
+        return [root, *(k for child in root.__subclasses__() for k in all_kinds(child))]
+
+    kinds = all_kinds(ThawError)
+    assert len({k.code for k in kinds}) == len(kinds)
+    assert str(_BY_CODE["queue_full"]()) == "Too many requests are waiting for this model; try again later."
+
+
+def test_an_unknown_code_from_a_newer_peer_is_still_an_error() -> None:
+    assert type(from_body(ErrorBody(code="from_the_future", message="m"))) is ThawError

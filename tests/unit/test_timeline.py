@@ -1,0 +1,38 @@
+"""Spans keep their places when they travel from one process's clock to another's."""
+
+from shared.contracts.phases import Phase
+from shared.telemetry.timeline import Timeline
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_spans_are_relative_to_their_sending_and_placed_at_their_receipt() -> None:
+    theirs, mine = Clock(1000.0), Clock(5.0)
+    sender, receiver = Timeline("loader", theirs), Timeline("gateway", mine)
+    with sender.phase(Phase.LOAD, bytes=7):
+        theirs.now += 0.25
+    theirs.now += 0.5
+    (sent,) = sender.spans()
+    assert (round(sent.start_ms), round(sent.duration_ms), sent.detail) == (-750, 250, {"bytes": 7})
+
+    receiver.absorb([sent])
+    mine.now += 10
+    (told,) = receiver.spans(origin=4.0)
+    assert (round(told.start_ms), round(told.duration_ms), told.process) == (250, 250, "loader")
+
+
+def test_an_open_phase_is_not_told_and_ending_one_twice_is_harmless() -> None:
+    clock = Clock(0.0)
+    timeline = Timeline("engine", clock)
+    timeline.begin(Phase.INIT)
+    assert timeline.spans() == ()
+    clock.now = 1.0
+    timeline.end(Phase.INIT, layers=2)
+    timeline.end(Phase.INIT)
+    assert [(s.phase, s.detail) for s in timeline.spans()] == [(Phase.INIT, {"layers": 2})]

@@ -117,6 +117,5 @@ def prompts_of(value: str | list[str] | list[int] | list[list[int]]) -> list[str
     """One prompt or a batch of them, each as text or as token ids."""
     if isinstance(value, str):
         return [value]
-    if value and isinstance(value[0], int):
-        return [list(value)]  # type: ignore[list-item]  # a list that starts with a number holds numbers (pydantic saw to it)
-    return list(value)  # type: ignore[arg-type]  # a list of numbers has been dealt with above
+    ids = [item for item in value if isinstance(item, int)]
+    return [ids] if ids else [item for item in value if not isinstance(item, int)]

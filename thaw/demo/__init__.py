@@ -1,0 +1,1 @@
+"""Models that need no download: random weights in the layout of Hugging Face."""

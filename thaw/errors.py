@@ -1,0 +1,30 @@
+"""What the command line says when something cannot be done: what happened, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CommandError(Exception):
+    """One line saying what happened (`what`) and one saying what to do (`remedy`). Ends a command with status 1."""
+
+    def __init__(self, what: str, remedy: str = "", *, code: str = "failed", details: list[dict[str, Any]] | None = None) -> None:
+        self.what = what
+        self.remedy = remedy
+        self.code = code
+        self.details = details or []
+        super().__init__(f"{what} {remedy}".strip())
+
+    def body(self) -> dict[str, Any]:
+        """The error as `--json` prints it."""
+        body: dict[str, Any] = {"code": self.code, "message": self.what, "remedy": self.remedy}
+        if self.details:
+            body["details"] = self.details
+        return {"error": body}
+
+
+class NotRunning(CommandError):
+    """No mesh runs on this machine under the state directory."""
+
+    def __init__(self, home: object) -> None:
+        super().__init__(f"No mesh is running under {home}.", "Start one with `thaw up`, or set THAW_URL.", code="not_running")

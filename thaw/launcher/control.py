@@ -1,0 +1,170 @@
+"""Starting and stopping a mesh from outside: what `thaw up` and `thaw down` do to the supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+import thaw
+from thaw.errors import CommandError
+from thaw.launcher.home import Home, write_private
+from thaw.launcher.leftovers import Leftovers, find_leftovers, forget, sweep
+from thaw.launcher.logfiles import tail
+from thaw.launcher.plan import MeshPlan, free_port, port_is_free, read_plan
+from thaw.launcher.processes import MARK, Identity
+from thaw.launcher.status import MeshStatus, read_status, running_status
+
+Progress = Callable[[MeshStatus], None]
+_POLL_S = 0.05
+_START_BOUND_S = 90.0
+_STOP_BOUND_S = 150.0
+"""More than the sum of the supervisor's own bounds, which it escalates by itself."""
+_CRASHES = 3
+"""A service that failed this often in a row while the mesh starts will not come up by itself."""
+
+
+def launch(home: Home, plan: MeshPlan) -> Identity:
+    """Start a supervisor for `plan` in a session of its own. Survivors of a killed supervisor are taken over if the plan is theirs,
+    and ended first if not. Raises `CommandError` if it does not even start."""
+    if not _survivors_fit(home, plan):
+        sweep(home)
+        check_port(plan.host, plan.port)
+    home.supervisor_file.unlink(missing_ok=True) if not find_leftovers(home).processes else None
+    write_private(home.plan_file, plan.model_dump_json(indent=1))
+    with home.log("supervisor").open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "thaw.launcher.supervisor"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=home.root,
+            env=_environment(home),
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _START_BOUND_S
+    while time.monotonic() < deadline:
+        status = read_status(home)
+        if status is not None and status.error is not None and status.supervisor.pid == process.pid:
+            process.wait()
+            forget(home)
+            raise CommandError(status.error, status.remedy, code="start_failed")
+        if status is not None and status.supervisor.pid == process.pid and status.supervisor.alive():
+            return status.supervisor
+        if process.poll() is not None:
+            raise CommandError(
+                f"The supervisor ended with status {process.returncode}: {_last_words(home, 'supervisor')}",
+                f"Its log is {home.log('supervisor')}.",
+                code="start_failed",
+            )
+        time.sleep(_POLL_S)
+    process.kill()
+    raise CommandError(f"The supervisor said nothing for {_START_BOUND_S:.0f} s.", f"Its log is {home.log('supervisor')}.")
+
+
+def _environment(home: Home) -> dict[str, str]:
+    source = str(Path(thaw.__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    environment = {
+        **os.environ,
+        "THAW_HOME": str(home.root),
+        "PYTHONPATH": source + (f"{os.pathsep}{inherited}" if inherited else ""),
+    }
+    environment.pop(MARK, None)
+    return environment
+
+
+def plan_with_ports(home: Home, plan: MeshPlan) -> MeshPlan:
+    """`plan` on the servers' ports of the mesh that ran here before, where it may still run or they are free; else on free ones."""
+    try:
+        before = read_plan(home)
+    except (CommandError, ValueError):
+        return plan
+    if find_leftovers(home).processes:
+        return plan.model_copy(update={"nats_port": before.nats_port, "postgres_port": before.postgres_port})
+    return plan
+
+
+def _survivors_fit(home: Home, plan: MeshPlan) -> bool:
+    status = read_status(home)
+    if status is None or not any(p.alive() for p in status.processes()):
+        return False
+    try:
+        return read_plan(home) == plan
+    except (CommandError, ValueError):
+        return False
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises `CommandError` if something else listens on the endpoint's port."""
+    if port_is_free(host, port):
+        return
+    raise CommandError(
+        f"Port {port} on {host} is taken{_taker(port)}.",
+        f"Stop that, or choose another port: `thaw up --port {free_port()}` (or mesh.port in thaw.yaml).",
+        code="port_taken",
+    )
+
+
+def _taker(port: int) -> str:
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
+
+
+def await_running(home: Home, supervisor: Identity, progress: Progress) -> MeshStatus:
+    """Until every service's process is there; `progress` hears each look. Raises `CommandError` if one keeps crashing."""
+    deadline = time.monotonic() + _START_BOUND_S
+    while time.monotonic() < deadline:
+        if not supervisor.alive():
+            raise CommandError(f"The supervisor is gone: {_last_words(home, 'supervisor')}", "`thaw up` starts it again.")
+        status = read_status(home)
+        if status is not None:
+            progress(status)
+            check_crashes(home, status)
+            if status.stage == "running":
+                return status
+        time.sleep(_POLL_S)
+    raise CommandError(f"The services are not up after {_START_BOUND_S:.0f} s.", f"Look at the logs in {home.logs}.")
+
+
+def check_crashes(home: Home, status: MeshStatus) -> None:
+    """Raises `CommandError` with the last words of a service that keeps crashing."""
+    for name, service in status.services.items():
+        if service.failures >= _CRASHES:
+            raise CommandError(
+                f"{name} keeps ending (status {service.last_exit}): {_last_words(home, name)}",
+                f"`thaw logs {name}` shows more; `thaw doctor` checks what it needs.",
+                code="service_crashes",
+            )
+
+
+def _last_words(home: Home, service: str) -> str:
+    lines = [line for line in tail(home.log(service), 20) if line.strip()]
+    return lines[-1][:400] if lines else "it left no log"
+
+
+def stop(home: Home, progress: Progress) -> Leftovers:
+    """Stop the mesh and clean up after it, also when its supervisor is dead already. Returns what had been left behind."""
+    status = running_status(home)
+    if status is not None:
+        status.supervisor.send(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_BOUND_S
+        while status.supervisor.alive() and time.monotonic() < deadline:
+            if (now := read_status(home)) is not None:
+                progress(now)
+            time.sleep(_POLL_S)
+        status.supervisor.send(signal.SIGKILL)
+    left = sweep(home)
+    forget(home)
+    return left

@@ -1,0 +1,117 @@
+"""The state directory: where everything of a one-machine mesh lies, and the small private files in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thaw.errors import CommandError
+
+SOCKET_PATH_LIMIT = 107
+"""Bytes of a Unix socket's path (sun_path of Linux is 108 with its closing zero)."""
+_LONGEST_SOCKET = "nodes/{node}/agent/zygote.sock"
+
+
+@dataclass(frozen=True)
+class Home:
+    """THAW_HOME. Directories are made 0700 by `create`."""
+
+    root: Path
+
+    @classmethod
+    def from_environment(cls) -> Home:
+        return cls(Path(os.environ.get("THAW_HOME") or "~/.thaw").expanduser().resolve())
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def nodes(self) -> Path:
+        return self.root / "nodes"
+
+    @property
+    def supervisor_file(self) -> Path:
+        """Which supervisor runs, and its services (`thaw.launcher.status.MeshStatus`)."""
+        return self.run / "supervisor.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """What the supervisor is to run (`thaw.launcher.plan.MeshPlan`), secrets included."""
+        return self.run / "mesh.json"
+
+    @property
+    def endpoints_file(self) -> Path:
+        return self.run / "endpoints.json"
+
+    @property
+    def credentials_file(self) -> Path:
+        return self.run / "credentials.json"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.run / "lock"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(str(self.root).encode()).hexdigest()[:8]
+
+    def log(self, service: str) -> Path:
+        return self.logs / f"{service}.log"
+
+    def create(self, nodes: tuple[str, ...] = ("node-0",)) -> None:
+        """Make the directories; raises `CommandError` where they cannot be used."""
+        longest = max(len(os.fsencode(self.root / _LONGEST_SOCKET.format(node=n))) for n in nodes)
+        if longest > SOCKET_PATH_LIMIT:
+            raise CommandError(
+                f"The state directory's path is {longest - SOCKET_PATH_LIMIT} bytes too long for the Unix sockets in it: {self.root}",
+                "Set THAW_HOME to a shorter path, e.g. THAW_HOME=/tmp/thaw.",
+                code="state_directory",
+            )
+        try:
+            for directory in (self.root, self.run, self.logs, self.models, self.nodes):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.run):
+                pass
+        except OSError as e:
+            raise CommandError(
+                f"The state directory {self.root} cannot be written: {e.strerror}.",
+                "Set THAW_HOME to a directory of yours, or correct the permissions of this one.",
+                code="state_directory",
+            ) from e
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace `path` at once with `text`, readable by its owner only."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w") as f:
+            f.write(text)
+        temporary.chmod(0o600)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`; None if the file is not there or not JSON."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,171 @@
+"""Which service to start, restart, stop or kill when: pure. The supervisor feeds it events and carries out its effects.
+
+waiting ──(what it starts after is ready)──> starting ──Ready──> ready
+   starting, ready ──Exited──> backing_off ──(delay over)──> starting
+once stopping, rank by rank: starting, ready ──Terminate──> terminating ──(bound over)──> killed ──Exited──> stopped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+FIRST_DELAY_S = 0.2
+LONGEST_DELAY_S = 5.0
+STEADY_AFTER_S = 10.0
+"""A process that ran this long before it ended starts counting its failures anew."""
+
+Status = Literal["waiting", "starting", "ready", "backing_off", "terminating", "killed", "stopped"]
+RUNNING: frozenset[Status] = frozenset({"starting", "ready", "terminating", "killed"})
+
+
+@dataclass(frozen=True)
+class Service:
+    """`stop_rank`: services of a lower rank are gone before those of the next are asked to stop. Seconds on a monotonic clock."""
+
+    name: str
+    starts_after: tuple[str, ...] = ()
+    stop_rank: int = 0
+    stop_bound_s: float = 10.0
+    status: Status = "waiting"
+    since: float = 0.0
+    deadline: float | None = None
+    failures: int = 0
+    restarts: int = 0
+    last_exit: int | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The service answers (for one without a probe: its process was made)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    name: str
+    returncode: int | None
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    pass
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Ready | Exited | StopRequested | Tick
+
+
+@dataclass(frozen=True)
+class Launch:
+    name: str
+
+
+@dataclass(frozen=True)
+class Terminate:
+    name: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    name: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Every service has stopped."""
+
+
+Effect = Launch | Terminate | Kill | Finished
+
+
+@dataclass(frozen=True)
+class Mesh:
+    services: dict[str, Service] = field(default_factory=dict)
+    stopping: bool = False
+
+    @classmethod
+    def of(cls, services: Iterable[Service]) -> Mesh:
+        return cls({s.name: s for s in services})
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `Tick` is due next."""
+        return min((s.deadline for s in self.services.values() if s.deadline is not None), default=None)
+
+
+def delay_after(failures: int) -> float:
+    """Seconds before the restart that follows the `failures`-th failure in a row."""
+    return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures - 1, 16))
+
+
+def decide(mesh: Mesh, event: Event, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
+    """The mesh after `event`, and what to do. Unknown names and events out of season change nothing."""
+    services = dict(mesh.services)
+    stopping = mesh.stopping
+    match event:
+        case StopRequested():
+            stopping = True
+        case Ready(name) if name in services and services[name].status == "starting":
+            services[name] = replace(services[name], status="ready")
+        case Exited(name, returncode) if name in services and services[name].status in RUNNING:
+            services[name] = _exited(services[name], returncode, now, stopping)
+        case _:
+            pass
+    after = Mesh(services, stopping)
+    return _stop(after, now) if stopping else _start(after, now)
+
+
+def _exited(service: Service, returncode: int | None, now: float, stopping: bool) -> Service:
+    if stopping:
+        return replace(service, status="stopped", since=now, deadline=None, last_exit=returncode)
+    failures = 1 if now - service.since >= STEADY_AFTER_S else service.failures + 1
+    return replace(
+        service,
+        status="backing_off",
+        since=now,
+        deadline=now + delay_after(failures),
+        failures=failures,
+        last_exit=returncode,
+    )
+
+
+def _start(mesh: Mesh, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
+    services = dict(mesh.services)
+    effects: list[Effect] = []
+    for service in mesh.services.values():
+        due = service.status == "backing_off" and service.deadline is not None and service.deadline <= now
+        first = service.status == "waiting" and all(mesh.services[n].status == "ready" for n in service.starts_after)
+        if due or first:
+            restarts = service.restarts + (1 if due else 0)
+            services[service.name] = replace(service, status="starting", since=now, deadline=None, restarts=restarts)
+            effects.append(Launch(service.name))
+    return Mesh(services), tuple(effects)
+
+
+def _stop(mesh: Mesh, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
+    services = {
+        name: replace(s, status="stopped", deadline=None) if s.status in ("waiting", "backing_off") else s
+        for name, s in mesh.services.items()
+    }
+    left = [s for s in services.values() if s.status != "stopped"]
+    if not left:
+        return Mesh(services, True), (Finished(),)
+    effects: list[Effect] = []
+    rank = min(s.stop_rank for s in left)
+    for service in left:
+        if service.stop_rank != rank:
+            continue
+        if service.status in ("starting", "ready"):
+            services[service.name] = replace(service, status="terminating", deadline=now + service.stop_bound_s)
+            effects.append(Terminate(service.name))
+        elif service.status == "terminating" and service.deadline is not None and service.deadline <= now:
+            services[service.name] = replace(service, status="killed", deadline=None)
+            effects.append(Kill(service.name))
+    return Mesh(services, True), tuple(effects)

@@ -1,0 +1,32 @@
+"""Log files of the services: appended to by the processes themselves, bounded here, read by `thaw logs`."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from thaw.launcher.home import Home
+
+LIMIT_BYTES = 32 * 1024 * 1024
+
+
+def bound_logs(home: Home) -> None:
+    """Move aside what is over the limit (one older file is kept). Copied and emptied, because its writer keeps the file open."""
+    for path in home.logs.glob("*.log"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > LIMIT_BYTES:
+                shutil.copyfile(path, path.with_suffix(".log.1"))
+                with path.open("r+b") as f:
+                    f.truncate()
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last `lines` lines; empty for a file that is not there."""
+    try:
+        with path.open("rb") as f:
+            f.seek(0, 2)
+            f.seek(max(0, f.tell() - max(4096, lines * 1024)))
+            return f.read().decode(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []

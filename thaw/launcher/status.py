@@ -1,0 +1,50 @@
+"""What the supervisor tells about itself in `run/supervisor.json`: one writer, any number of readers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from thaw.launcher.home import Home, read_json
+from thaw.launcher.lifecycle import Status
+from thaw.launcher.processes import Identity
+
+
+class ServiceStatus(BaseModel):
+    """`process` is None while the service does not run."""
+
+    status: Status
+    process: Identity | None = None
+    restarts: int = 0
+    failures: int = 0
+    last_exit: int | None = None
+
+
+class MeshStatus(BaseModel):
+    supervisor: Identity
+    stopping: bool = False
+    error: str | None = None
+    remedy: str = ""
+    services: dict[str, ServiceStatus] = Field(default_factory=dict)
+
+    @property
+    def stage(self) -> Literal["starting", "running", "stopping"]:
+        if self.stopping:
+            return "stopping"
+        return "running" if all(s.status == "ready" for s in self.services.values()) else "starting"
+
+    def processes(self) -> list[Identity]:
+        return [s.process for s in self.services.values() if s.process is not None]
+
+
+def read_status(home: Home) -> MeshStatus | None:
+    """The last status written, whether its supervisor lives or not; None if there is none."""
+    stored = read_json(home.supervisor_file)
+    return None if stored is None else MeshStatus.model_validate(stored)
+
+
+def running_status(home: Home) -> MeshStatus | None:
+    """The status of the supervisor that is alive now. A stale file (its pid dead, or reused by another process) counts for nothing."""
+    status = read_status(home)
+    return status if status is not None and status.supervisor.alive() else None

@@ -1,0 +1,256 @@
+"""The process that keeps a one-machine mesh running: `python -m thaw.launcher.supervisor`, started by `thaw up`.
+
+Starts the servers, then every service at once; restarts what crashes; on SIGTERM or SIGINT stops everything in order (gateway,
+nodeagents with their engines, loaders, scheduler, PostgreSQL, NATS), then ends whatever is left and frees the shared memory.
+A supervisor that was killed leaves its services running; the next one takes them over. Decisions: `lifecycle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import thaw
+from thaw.errors import CommandError
+from thaw.launcher.home import Home, write_private
+from thaw.launcher.leftovers import forget, sweep
+from thaw.launcher.lifecycle import Event, Exited, Finished, Kill, Launch, Mesh, Ready, StopRequested, Terminate, Tick, decide
+from thaw.launcher.logfiles import bound_logs
+from thaw.launcher.plan import MeshPlan, read_plan
+from thaw.launcher.probes import until_ready
+from thaw.launcher.processes import Identity, identify
+from thaw.launcher.servers import Postgres, locate_postgres, prepare_postgres, write_nats_config
+from thaw.launcher.services import Program, programs_of
+from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
+
+log = logging.getLogger("thaw.supervisor")
+_LOG_CHECK_S = 30.0
+Wait = Callable[[], Awaitable[int | None]]
+
+
+class Supervisor:
+    """Carries out what `lifecycle.decide` says. `programs`: what to run; `survivors`: processes of a supervisor that was killed."""
+
+    def __init__(self, home: Home, programs: tuple[Program, ...], survivors: dict[str, Identity]) -> None:
+        self._home = home
+        self._programs = {p.name: p for p in programs}
+        self._survivors = survivors
+        self._mesh = Mesh.of(p.service for p in programs)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._processes: dict[str, Identity] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._finished = False
+
+    async def run(self) -> None:
+        """Until every service has stopped."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._events.put_nowait, StopRequested())
+        event: Event = Tick()
+        while not self._finished:
+            await self._apply(event)
+            event = await self._next_event()
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _next_event(self) -> Event:
+        if self._finished:
+            return Tick()
+        deadline = self._mesh.next_deadline
+        wait = _LOG_CHECK_S if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            return await asyncio.wait_for(self._events.get(), min(wait, _LOG_CHECK_S))
+        except TimeoutError:
+            bound_logs(self._home)
+            return Tick()
+
+    async def _apply(self, event: Event) -> None:
+        if isinstance(event, Exited):
+            self._processes.pop(event.name, None)
+            if not self._mesh.stopping:
+                log.warning("%s ended with status %s", event.name, event.returncode)
+        before = self._mesh
+        self._mesh, effects = decide(self._mesh, event, time.monotonic())
+        for effect in effects:
+            match effect:
+                case Launch(name):
+                    await self._launch(self._programs[name])
+                case Terminate(name):
+                    self._signal(name, self._programs[name].stop_signal)
+                case Kill(name):
+                    log.warning("%s does not stop; killing it", name)
+                    self._signal(name, signal.SIGKILL, group=True)
+                case Finished():
+                    self._finished = True
+        if self._mesh != before or effects:
+            self._write_status()
+
+    async def _launch(self, program: Program) -> None:
+        survivor = self._survivors.pop(program.name, None)
+        if survivor is not None and survivor.alive():
+            log.info("taking over %s (pid %d)", program.name, survivor.pid)
+            self._processes[program.name] = survivor
+            self._watch(program, _until_gone(survivor))
+            return
+        try:
+            with self._home.log(program.name).open("ab") as output:
+                child = await asyncio.create_subprocess_exec(
+                    *program.command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=_environment(program),
+                    cwd=self._home.root,
+                    start_new_session=True,
+                )
+        except OSError as e:
+            log.error("%s cannot be started: %s", program.name, e)
+            self._events.put_nowait(Exited(program.name, None))
+            return
+        identity = identify(child.pid)
+        if identity is not None:
+            self._processes[program.name] = identity
+        log.info("started %s (pid %d)", program.name, child.pid)
+        self._watch(program, child.wait)
+
+    def _watch(self, program: Program, wait: Wait) -> None:
+        self._tasks[program.name] = asyncio.create_task(self._follow(program, wait), name=f"follow {program.name}")
+
+    async def _follow(self, program: Program, wait: Wait) -> None:
+        """Tell when the process answers, and when it has ended."""
+        probe = asyncio.create_task(self._tell_ready(program), name=f"probe {program.name}")
+        try:
+            returncode = await wait()
+        finally:
+            probe.cancel()
+        self._events.put_nowait(Exited(program.name, returncode))
+
+    async def _tell_ready(self, program: Program) -> None:
+        if program.port is not None:
+            await until_ready(program.name, program.port)
+        self._events.put_nowait(Ready(program.name))
+
+    def _signal(self, name: str, signum: signal.Signals, *, group: bool = False) -> None:
+        process = self._processes.get(name)
+        if process is None or not process.alive():
+            return
+        process.send(signum, group=group)
+
+    def _write_status(self) -> None:
+        services = {
+            s.name: ServiceStatus(
+                status=s.status,
+                process=self._processes.get(s.name),
+                restarts=s.restarts,
+                failures=s.failures,
+                last_exit=s.last_exit,
+            )
+            for s in self._mesh.services.values()
+        }
+        _tell(self._home, MeshStatus(supervisor=_self(), stopping=self._mesh.stopping, services=services))
+
+
+def _until_gone(process: Identity) -> Wait:
+    """Waits for the end of a process that is not our child; its exit status cannot be known."""
+
+    async def wait() -> int | None:
+        if not hasattr(os, "pidfd_open"):  # macOS has no event for the end of a process that is not a child
+            while process.alive():  # noqa: ASYNC110
+                await asyncio.sleep(0.25)
+            return None
+        try:
+            handle = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return None
+        gone = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(handle, gone.set)
+        try:
+            if process.alive():
+                await gone.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+        return None
+
+    return wait
+
+
+def _environment(program: Program) -> dict[str, str]:
+    """This process's environment with the program's; the packages are found from a checkout too."""
+    source = str(Path(thaw.__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    path = source if not inherited else f"{source}{os.pathsep}{inherited}"
+    return {**os.environ, "PYTHONPATH": path, **program.environment}
+
+
+def _self() -> Identity:
+    identity = identify(os.getpid())
+    assert identity is not None, "a process always finds itself"
+    return identity
+
+
+def _tell(home: Home, status: MeshStatus) -> None:
+    write_private(home.supervisor_file, status.model_dump_json(indent=1))
+
+
+def _prepare(home: Home, plan: MeshPlan) -> Postgres | None:
+    if plan.nats_url is None:
+        write_nats_config(home, plan)
+    if plan.database_url is not None:
+        return None
+    postgres = locate_postgres(home)
+    postmaster_runs = (status := read_status(home)) is not None and (
+        (known := status.services.get("postgres")) is not None and known.process is not None and known.process.alive()
+    )
+    if not postmaster_runs:
+        prepare_postgres(postgres, plan)
+    return postgres
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    home = Home.from_environment()
+    with home.lock_file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.error("another supervisor runs under %s", home.root)
+            return 3
+        return _supervise(home)
+
+
+def _supervise(home: Home) -> int:
+    before = read_status(home)
+    survivors = {n: s.process for n, s in before.services.items() if s.process and s.process.alive()} if before else {}
+    try:
+        plan = read_plan(home)
+        bound_logs(home)
+        postgres = _prepare(home, plan)
+        programs = programs_of(home, plan, postgres)
+    except CommandError as e:
+        log.error("%s %s", e.what, e.remedy)
+        _tell(home, MeshStatus(supervisor=_self(), stopping=True, error=e.what, remedy=e.remedy))
+        return 1
+    write_private(home.endpoints_file, json.dumps(plan.endpoints(), indent=1))
+    asyncio.run(Supervisor(home, programs, survivors).run())
+    left = sweep(home)
+    if left:
+        log.warning("cleaned up %d processes and %d segments", len(left.processes), len(left.segments))
+    with contextlib.suppress(OSError):
+        forget(home)
+    log.info("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

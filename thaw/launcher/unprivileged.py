@@ -1,0 +1,60 @@
+"""Run a program as a user who is not root: `python -I unprivileged.py [--setuid UID] PROGRAM ARGUMENTS…`.
+
+PostgreSQL refuses to run as root. In a user namespace of its own, root appears to it as an ordinary user, while its files stay root's
+under the state directory. Where namespaces are refused (some containers), `--setuid` becomes another user for good.
+Imports only the standard library: it runs by path, before anything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+CLONE_NEWUSER = 0x10000000
+INSIDE_ID = 1000
+"""What root is called inside the namespace; any id but 0 does."""
+
+
+def enter_user_namespace() -> None:
+    """Become user INSIDE_ID in a new user namespace; raises OSError where the kernel or a container refuses it."""
+    user, group = os.geteuid(), os.getegid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUSER) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{INSIDE_ID} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{INSIDE_ID} {group} 1")
+
+
+def namespaces_work() -> bool:
+    """Whether a child of this process could enter a user namespace (tried in one, so that this process stays where it is)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            enter_user_namespace()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[0] == "--setuid":
+        user = int(arguments[1])
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+        arguments = arguments[2:]
+    else:
+        enter_user_namespace()
+    os.execvp(arguments[0], arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

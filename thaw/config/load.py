@@ -1,0 +1,261 @@
+"""From the text of thaw.yaml to what `thaw up` and `thaw models add` send: every fault is found before any of it is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.contracts.models import ModelOptions, ModelSpec
+from thaw.config.faults import ConfigError, message_of, unknown_key
+from thaw.config.faults import Path as KeyPath
+from thaw.config.tree import Tree, read_tree
+from thaw.config.units import parse_duration, parse_size
+from thaw.errors import CommandError
+
+NODE_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
+DEVICE_PATTERN = r"^(cpu|cuda):\d+$"
+_DURATIONS: tuple[tuple[str, ...], ...] = (
+    ("keep_alive",),
+    ("init_timeout",),
+    ("response_timeout",),
+    ("queue", "timeout"),
+    ("slo", "ttft"),
+    ("slo", "tpot"),
+)
+_SIZES: tuple[tuple[str, ...], ...] = (("engine_args", "kv_cache_bytes"),)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NodeConfig(Strict):
+    """`devices`: bytes by device id ("cpu:0", "cuda:0")."""
+
+    devices: dict[str, int] = Field(default_factory=dict)
+
+
+class MeshConfig(Strict):
+    """`mesh:`: this machine's endpoint and nodes. Command-line options go before it."""
+
+    host: str | None = None
+    port: int | None = Field(default=None, ge=1, le=65535)
+    nats_port: int | None = Field(default=None, ge=1, le=65535)
+    postgres_port: int | None = Field(default=None, ge=1, le=65535)
+    admin_key: str | None = Field(default=None, min_length=8)
+    api_keys: tuple[str, ...] = ()
+    nodes: dict[str, NodeConfig] = Field(default_factory=dict)
+    environment: dict[str, str] = Field(default_factory=dict)
+
+
+class ThawFile(Strict):
+    """A whole thaw.yaml with the defaults worked into each model."""
+
+    mesh: MeshConfig = MeshConfig()
+    models: tuple[ModelSpec, ...] = ()
+
+
+_KEYS = ("defaults", "mesh", "models")
+
+
+def load_config(path: Path) -> ThawFile:
+    """Read and check `path`. Raises `ConfigError` with every fault, `CommandError` if the file cannot be read."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise CommandError(f"{path} cannot be read: {why}.", "thaw.example.yaml is a file to start from.") from e
+    tree = read_tree(text)
+    result = _Check(tree, path.parent).file()
+    if tree.faults:
+        raise ConfigError(str(path), tree.faults)
+    return result
+
+
+class _Check:
+    """Walks one tree; faults gather in it."""
+
+    def __init__(self, tree: Tree, directory: Path) -> None:
+        self._tree = tree
+        self._directory = directory
+
+    def file(self) -> ThawFile:
+        root = self._tree.value
+        if root is None:
+            return ThawFile()
+        if not isinstance(root, dict):
+            self._tree.fault((), "the file must be a mapping with the keys defaults, mesh, models")
+            return ThawFile()
+        for key in root.keys() - set(_KEYS):
+            self._tree.fault((key,), unknown_key(key, _KEYS))
+        defaults = self._defaults(root.get("defaults"))
+        return ThawFile(mesh=self._mesh(root.get("mesh")), models=self._models(root.get("models"), defaults))
+
+    def _defaults(self, value: Any) -> dict[str, Any]:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            self._tree.fault(("defaults",), "must be a mapping of model options")
+            return {}
+        value = self._with_units(value, ("defaults",))
+        bad: set[str] = set()
+        try:
+            ModelOptions.model_validate(value)
+        except ValidationError as e:
+            bad = self._report(e, ("defaults",), ModelOptions)
+        return {k: v for k, v in value.items() if k not in bad}
+
+    def _models(self, value: Any, defaults: dict[str, Any]) -> tuple[ModelSpec, ...]:
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            self._tree.fault(("models",), "must be a list; each entry begins with '- name: …'")
+            return ()
+        specs: list[ModelSpec] = []
+        names: dict[str, KeyPath] = {}
+        for i, entry in enumerate(value):
+            path: KeyPath = ("models", i)
+            if not isinstance(entry, dict):
+                self._tree.fault(path, "must be a mapping with at least name and source")
+                continue
+            self._unique(entry, path, names)
+            spec = self._model(entry, path, defaults)
+            if spec is not None:
+                specs.append(spec)
+        return tuple(specs)
+
+    def _unique(self, entry: dict[str, Any], path: KeyPath, names: dict[str, KeyPath]) -> None:
+        aliases = entry.get("aliases")
+        uses: list[tuple[object, KeyPath]] = [(entry.get("name"), (*path, "name"))]
+        uses += [(a, (*path, "aliases", i)) for i, a in enumerate(aliases)] if isinstance(aliases, list) else []
+        for name, place in uses:
+            if not isinstance(name, str):
+                continue
+            if name in names:
+                line = self._tree.place(names[name])[0]
+                self._tree.fault(
+                    place, f"given {name!r}, which is a model's name or alias on line {line} already; allowed: each once"
+                )
+            else:
+                names[name] = place
+
+    def _model(self, entry: dict[str, Any], path: KeyPath, defaults: dict[str, Any]) -> ModelSpec | None:
+        merged = _merge(defaults, self._with_units(entry, path))
+        source = merged.get("source")
+        if isinstance(source, str) and source:
+            merged["source"] = self._source(source, path)
+        try:
+            return ModelSpec.model_validate(merged)
+        except ValidationError as e:
+            self._report(e, path, ModelSpec)
+            return None
+
+    def _source(self, source: str, path: KeyPath) -> str:
+        if source.startswith("hf://"):
+            return source
+        if "://" in source:
+            self._tree.fault((*path, "source"), f"given {source!r}; allowed: a directory, or hf://org/name[@revision]")
+            return source
+        directory = (self._directory / Path(os.path.expandvars(source)).expanduser()).resolve()
+        if not directory.is_dir():
+            self._tree.fault((*path, "source"), f"given {source!r}; there is no directory {directory}")
+        return str(directory)
+
+    def _mesh(self, value: Any) -> MeshConfig:
+        if value is None:
+            return MeshConfig()
+        if not isinstance(value, dict):
+            self._tree.fault(("mesh",), "must be a mapping")
+            return MeshConfig()
+        value = dict(value)
+        if isinstance(value.get("nodes"), dict):
+            value["nodes"] = self._nodes(value["nodes"])
+        if isinstance(value.get("environment"), dict):
+            value["environment"] = {k: v if v is None else str(v) for k, v in value["environment"].items()}
+        try:
+            return MeshConfig.model_validate(value)
+        except ValidationError as e:
+            self._report(e, ("mesh",), MeshConfig)
+            return MeshConfig()
+
+    def _nodes(self, nodes: dict[str, Any]) -> dict[str, Any]:
+        """Accepts `node-0: {cpu:0: 8GiB}` and `node-0: {devices: {…}}`."""
+        import re
+
+        result: dict[str, Any] = {}
+        for name, node in nodes.items():
+            path: KeyPath = ("mesh", "nodes", name)
+            if not re.match(NODE_PATTERN, name):
+                self._tree.fault(path, f"given {name!r}; allowed: lower-case letters, digits and hyphens")
+            nested = isinstance(node, dict) and "devices" in node
+            devices = node["devices"] if nested else node
+            base: KeyPath = (*path, "devices") if nested else path
+            if not isinstance(devices, dict):
+                if devices is not None:
+                    self._tree.fault(base, "must be a mapping of devices to sizes, e.g. cpu:0: 8GiB")
+                result[name] = {}
+                continue
+            for device in devices:
+                if not re.match(DEVICE_PATTERN, device):
+                    self._tree.fault((*base, device), f"given {device!r}; allowed: cpu:N or cuda:N")
+            result[name] = {"devices": {d: self._convert(v, (*base, d), parse_size) or 0 for d, v in devices.items()}}
+        return result
+
+    def _with_units(self, value: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+        """`value` with durations and sizes that have units made into numbers."""
+        value = _copy(value)
+        for keys, parse in [*((k, parse_duration) for k in _DURATIONS), *((k, parse_size) for k in _SIZES)]:
+            holder = value
+            for key in keys[:-1]:
+                inner = holder.get(key)
+                holder = inner if isinstance(inner, dict) else {}
+            if isinstance(holder.get(keys[-1]), str):
+                converted = self._convert(holder[keys[-1]], (*path, *keys), parse)
+                if converted is None:
+                    del holder[keys[-1]]  # reported; the default stands in, so that pydantic does not report it again
+                else:
+                    holder[keys[-1]] = converted
+        return value
+
+    def _convert(self, value: Any, path: KeyPath, parse: Callable[[str], float]) -> float | None:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return value
+        try:
+            return parse(str(value))
+        except ValueError as e:
+            self._tree.fault(path, str(e))
+            return None
+
+    def _report(self, error: ValidationError, path: KeyPath, schema: type[BaseModel]) -> set[str]:
+        """Turn pydantic's errors into faults; the top-level keys that have any."""
+        bad: set[str] = set()
+        for detail in error.errors():
+            loc = detail["loc"]
+            bad |= {str(p) for p in loc[:1]}
+            in_file = (*path, *loc)
+            inherited = path[0] == "models" and loc and loc[:1] != ("name",) and not _covered(self._tree, in_file)
+            if inherited and ("defaults", *loc[:1]) in self._tree.keys:
+                in_file = ("defaults", *loc)
+            self._tree.fault(in_file, message_of(detail, schema))
+        return bad
+
+
+def _covered(tree: Tree, path: KeyPath) -> bool:
+    return path[:3] in tree.keys
+
+
+def _copy(value: dict[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, dict) else v for k, v in value.items()}
+
+
+def _merge(defaults: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+    """`value` over `defaults`, nested mappings key by key."""
+    result = _copy(defaults)
+    for key, own in value.items():
+        below = result.get(key)
+        result[key] = _merge(below, own) if isinstance(below, dict) and isinstance(own, dict) else own
+    return result

@@ -1,0 +1,1 @@
+"""Where the loader touches the world: disks, the Hugging Face hub, shared memory."""

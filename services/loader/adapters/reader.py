@@ -1,0 +1,222 @@
+"""From files into memory, as fast as the disk goes: large chunks, several threads, no copy through the page cache.
+
+Each chunk is taken from the page cache if it is there (`RWF_NOWAIT`), else read by O_DIRECT straight into the segment, whose pages were
+allocated just before. Files start on pages of the segment, so file offset, memory address and length are aligned alike; only a file's
+last, partial page goes through a buffered read. File systems that refuse O_DIRECT are read buffered, and that is logged once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from services.loader.adapters.shm import SegmentWriter
+from services.loader.format.checkpoint import WeightFile
+from services.loader.format.segment import Place
+from shared.contracts.segment import PAGE
+from shared.errors import CheckpointInvalid
+
+log = logging.getLogger(__name__)
+CHUNK_BYTES = 16 * 1024 * 1024
+_told_of_buffered = threading.Event()
+
+
+class Cancelled(Exception):
+    """The load was called off; nothing of it is wanted."""
+
+
+@dataclass
+class ReadStats:
+    """Bytes by the way they came."""
+
+    direct: int = 0
+    cached: int = 0
+    buffered: int = 0
+
+
+class _File:
+    """An open weight file, checked against what its header was read from: at the first chunk and after the last."""
+
+    def __init__(self, file: WeightFile, chunks: int) -> None:
+        self.path, self.size, self._stamp = file.path, file.size, file.stamp
+        self._lock = threading.Lock()
+        self._left = chunks
+        self._fd = self._direct = -1
+
+    def open(self) -> tuple[int, int]:
+        """(buffered, direct) descriptors; direct is -1 where the file system has none."""
+        with self._lock:
+            if self._fd < 0:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._check("changed after its header was read")
+                try:
+                    self._direct = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                except OSError as e:
+                    if e.errno != errno.EINVAL:
+                        raise
+                    self.no_direct()
+            return self._fd, self._direct
+
+    def no_direct(self) -> None:
+        if not _told_of_buffered.is_set():
+            _told_of_buffered.set()
+            log.warning("this file system refuses O_DIRECT; reading through the page cache", extra={"file": str(self.path)})
+
+    def chunk_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._check("changed while it was read")
+                self._close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+    def _check(self, what: str) -> None:
+        stat = os.fstat(self._fd)
+        if (stat.st_size, stat.st_mtime_ns, stat.st_ino) != (self.size, *self._stamp):
+            raise CheckpointInvalid(f"{self.path} {what}; wait until it is written, then register the model again", should_retry=True)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    file: _File
+    offset: int
+    length: int
+    target: int
+
+
+def read_files(
+    places: tuple[Place, ...],
+    writer: SegmentWriter,
+    *,
+    threads: int = 4,
+    cancelled: threading.Event | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> ReadStats:
+    """Fill `writer` with all files. `on_bytes(n)` is called from the reading threads.
+
+    Raises `Cancelled` within a chunk's time of `cancelled`, `CheckpointInvalid` for files that change, shrink or cannot be read, and
+    `InsufficientMemory` if shared memory runs out. Returns or raises only when no thread touches the segment any more.
+    """
+    files = [_File(p.file, -(-p.file.size // CHUNK_BYTES)) for p in places]
+    todo = _chunks(places, files)
+    lock, halt, stats = threading.Lock(), threading.Event(), ReadStats()
+
+    def work() -> None:
+        try:
+            while not halt.is_set():
+                if cancelled is not None and cancelled.is_set():
+                    raise Cancelled
+                with lock:
+                    chunk = next(todo, None)
+                if chunk is None:
+                    return
+                got = _read_chunk(chunk, writer)
+                chunk.file.chunk_done()
+                with lock:
+                    stats.direct, stats.cached, stats.buffered = (
+                        stats.direct + got.direct,
+                        stats.cached + got.cached,
+                        stats.buffered + got.buffered,
+                    )
+                if on_bytes is not None:
+                    on_bytes(chunk.length)
+        except BaseException:
+            halt.set()
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="read") as pool:
+        workers = [pool.submit(work) for _ in range(threads)]
+    for file in files:
+        file.close()
+    failed = [e for e in (w.exception() for w in workers) if e is not None]
+    if failed:
+        raise failed[0]
+    return stats
+
+
+def _chunks(places: tuple[Place, ...], files: list[_File]) -> Iterator[_Chunk]:
+    for place, file in zip(places, files, strict=True):
+        for offset in range(0, file.size, CHUNK_BYTES):
+            yield _Chunk(file, offset, min(CHUNK_BYTES, file.size - offset), place.offset + offset)
+
+
+def _read_chunk(chunk: _Chunk, writer: SegmentWriter) -> ReadStats:
+    writer.populate(chunk.target, -(-chunk.length // PAGE) * PAGE)
+    try:
+        with writer.memory[chunk.target : chunk.target + chunk.length] as into:
+            fd, direct = chunk.file.open()
+            got = ReadStats(cached=_resident(fd, into, chunk.offset))
+            # Back to the page: a direct read may start nowhere else.
+            done = got.cached if got.cached == chunk.length else got.cached // PAGE * PAGE
+            got.cached = done
+            if direct >= 0:
+                got.direct = _direct(chunk.file, direct, into, chunk.offset, done)
+                done += got.direct
+            got.buffered = _buffered(chunk.file, fd, into, chunk.offset, done)
+            return got
+    except OSError as e:
+        raise CheckpointInvalid(f"{chunk.file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
+
+
+def _resident(fd: int, into: memoryview, offset: int) -> int:
+    """Copy what the page cache has from `offset` on, without waiting for the disk; bytes copied."""
+    done = 0
+    try:
+        while done < len(into):
+            got = os.preadv(fd, [into[done:]], offset + done, os.RWF_NOWAIT)
+            if got == 0:
+                break
+            done += got
+    except OSError as e:
+        if e.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+            raise
+    return done
+
+
+def _direct(file: _File, fd: int, into: memoryview, offset: int, start: int) -> int:
+    """Read whole pages past the page cache from `offset + start`; bytes read (fewer where the file system turns out to refuse)."""
+    done, end = start, len(into) // PAGE * PAGE
+    while done < end:
+        try:
+            got = os.preadv(fd, [into[done:end]], offset + done)
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            file.no_direct()
+            break
+        if got == 0:
+            raise _shrank(file)
+        done += got
+        if done % PAGE:  # a short, unaligned read: the rest goes buffered
+            break
+    return done - start
+
+
+def _buffered(file: _File, fd: int, into: memoryview, offset: int, start: int) -> int:
+    done = start
+    while done < len(into):
+        got = os.preadv(fd, [into[done:]], offset + done)
+        if got == 0:
+            raise _shrank(file)
+        done += got
+    return done - start
+
+
+def _shrank(file: _File) -> CheckpointInvalid:
+    return CheckpointInvalid(
+        f"{file.path} shrank while it was read; wait until it is written, then register the model again", should_retry=True
+    )

@@ -1,0 +1,1 @@
+"""What the loader decides, without any I/O: `decide(state, event, now)`."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk and segments in memory: what their bytes mean."""

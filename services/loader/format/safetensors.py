@@ -1,0 +1,130 @@
+"""The header of a safetensors file, taken for hostile until proved otherwise.
+
+Format (github.com/huggingface/safetensors): 8 bytes little-endian length N, N bytes of JSON naming each tensor's dtype, shape and place,
+then the tensors' bytes without holes. Everything that does not hold exactly is a `CheckpointInvalid` naming the file: a lying header
+would have the engine read other tensors' bytes, or beyond the segment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from shared.errors import CheckpointInvalid
+
+PREFIX_BYTES = 8
+MAX_HEADER_BYTES = 25_000_000
+"""As huggingface_hub has it; the largest real headers are a few MB."""
+DTYPE_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+Read = Callable[[int, int], bytes]
+"""`read(offset, length)`: at most `length` bytes of the file from `offset`."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file. `offset` counts bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """A checked header. `raw` is its JSON as stored, for digests."""
+
+    tensors: tuple[TensorEntry, ...]
+    raw: bytes
+
+
+def read_header(file: str, size: int, read: Read) -> FileHeader:
+    """The header of `file`, which is `size` bytes long. Raises `CheckpointInvalid`."""
+    if size < PREFIX_BYTES:
+        _invalid(file, f"is {size} bytes long, too short for a safetensors file; download it again")
+    length = int.from_bytes(_exactly(file, read, 0, PREFIX_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        _invalid(file, f"claims a header of {length} bytes (at most {MAX_HEADER_BYTES}); it is damaged or not a safetensors file")
+    if PREFIX_BYTES + length > size:
+        _invalid(file, f"ends inside its header ({size} of at least {PREFIX_BYTES + length} bytes); download it again")
+    raw = _exactly(file, read, PREFIX_BYTES, length)
+    return FileHeader(_tensors(file, _parse(file, raw), PREFIX_BYTES + length, size), raw)
+
+
+def _invalid(file: str, what: str) -> NoReturn:
+    raise CheckpointInvalid(f"{file} {what}")
+
+
+def _exactly(file: str, read: Read, offset: int, length: int) -> bytes:
+    data = read(offset, length)
+    if len(data) != length:
+        _invalid(file, "shrank while its header was read; download it again")
+    return data
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+    return found
+
+
+def _parse(file: str, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as e:  # JSON, UTF-8 and over-long integers are all ValueErrors
+        raise CheckpointInvalid(f"{file} has no readable safetensors header ({e}); download it again") from e
+    if not isinstance(header, dict):
+        _invalid(file, "has a safetensors header that is not an object; download it again")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _tensors(file: str, header: dict[str, Any], data_start: int, size: int) -> tuple[TensorEntry, ...]:
+    """All tensors in the order of their bytes: in range, of the size that shape and dtype say, without overlap or hole."""
+    entries = sorted((_tensor(file, name, value) for name, value in header.items()), key=lambda e: (e.offset, e.nbytes))
+    at = 0
+    for entry in entries:
+        if entry.offset < at:
+            _invalid(file, f"has tensor {entry.name!r} overlapping another one; its header is damaged, download it again")
+        if entry.offset > at:
+            _invalid(file, f"leaves bytes {at} to {entry.offset} of its data to no tensor; its header is damaged, download it again")
+        at += entry.nbytes
+    if data_start + at > size:
+        _invalid(file, f"is truncated: {size} bytes, and its header promises {data_start + at}; download it again")
+    if data_start + at < size:
+        _invalid(file, f"is longer than its header says ({size} bytes instead of {data_start + at}); download it again")
+    return tuple(TensorEntry(e.name, e.dtype, e.shape, data_start + e.offset, e.nbytes) for e in entries)
+
+
+def _tensor(file: str, name: str, value: Any) -> TensorEntry:
+    if not isinstance(value, dict):
+        _invalid(file, f"describes tensor {name!r} by something that is not an object")
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        _invalid(file, f"gives tensor {name!r} the unknown dtype {dtype!r}; known are {', '.join(sorted(DTYPE_BITS))}")
+    if not _naturals(shape):
+        _invalid(file, f"gives tensor {name!r} the shape {shape!r}, which is not a list of natural numbers")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        _invalid(file, f"places tensor {name!r} at {offsets!r}, which is not a range of bytes")
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    begin, end = offsets
+    if bits % 8 or bits // 8 != end - begin:
+        _invalid(file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} of shape {shape} needs {bits / 8:g}")
+    return TensorEntry(name, dtype, tuple(shape), begin, end - begin)
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)

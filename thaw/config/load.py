@@ -17,7 +17,7 @@ from thaw.config.units import parse_duration, parse_size
 from thaw.errors import CommandError
 
 NODE_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
-DEVICE_PATTERN = r"^(cpu|cuda):\d+$"
+DEVICE_PATTERN = r"^(cpu:0|cuda:\d+)$"
 _DURATIONS: tuple[tuple[str, ...], ...] = (
     ("keep_alive",),
     ("init_timeout",),
@@ -34,9 +34,9 @@ class Strict(BaseModel):
 
 
 class NodeConfig(Strict):
-    """`devices`: bytes by device id ("cpu:0", "cuda:0")."""
+    """`devices`: bytes, or a share such as "90%", by device id ("cpu:0", "cuda:0")."""
 
-    devices: dict[str, int] = Field(default_factory=dict)
+    devices: dict[str, int | str] = Field(default_factory=dict)
 
 
 class MeshConfig(Strict):
@@ -201,9 +201,17 @@ class _Check:
                 continue
             for device in devices:
                 if not re.match(DEVICE_PATTERN, device):
-                    self._tree.fault((*base, device), f"given {device!r}; allowed: cpu:N or cuda:N")
-            result[name] = {"devices": {d: self._convert(v, (*base, d), parse_size) or 0 for d, v in devices.items()}}
+                    self._tree.fault((*base, device), f"given {device!r}; allowed: cpu:0 or cuda:N")
+            result[name] = {"devices": {d: self._budget(v, (*base, d)) for d, v in devices.items()}}
         return result
+
+    def _budget(self, value: Any, path: KeyPath) -> int | str:
+        if isinstance(value, str) and value.strip().endswith("%"):
+            share = value.strip()[:-1]
+            if not share.replace(".", "", 1).isdigit() or not 0 < float(share) <= 100:
+                self._tree.fault(path, f"given {value!r}; allowed: a share over 0% and at most 100%")
+            return value.strip()
+        return int(self._convert(value, path, parse_size) or 0)
 
     def _with_units(self, value: dict[str, Any], path: KeyPath) -> dict[str, Any]:
         """`value` with durations and sizes that have units made into numbers."""

@@ -19,10 +19,10 @@ class Strict(BaseModel):
 
 
 class NodePlan(Strict):
-    """`devices`: bytes by device id; empty: the nodeagent takes stock of the machine itself."""
+    """`devices`: bytes, or a share such as "90%", by device id; empty: the nodeagent takes stock of the machine itself."""
 
     name: str
-    devices: dict[str, int] = Field(default_factory=dict)
+    devices: dict[str, int | str] = Field(default_factory=dict)
 
 
 class Credentials(Strict):

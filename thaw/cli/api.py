@@ -1,0 +1,145 @@
+"""The gateway's admin API, as the command line calls it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from shared.contracts.admin import (
+    AddModels,
+    ClusterView,
+    ModelAsleep,
+    ModelAwake,
+    ModelsAdded,
+    PlanExplained,
+    SleepModel,
+    WakeModel,
+)
+from shared.contracts.models import ModelSpec
+from shared.contracts.traces import LoadTrace, RequestTrace
+from thaw.errors import CommandError, NotRunning
+from thaw.launcher.home import Home, read_json
+
+M = TypeVar("M", bound=BaseModel)
+_TIMEOUT = httpx.Timeout(15.0, connect=3.0)
+_SLACK_S = 10.0
+_REMEDIES = {
+    "model_not_found": "`thaw models list` shows those that are registered; `thaw models add NAME SOURCE` adds one.",
+    "invalid_api_key": "Set THAW_ADMIN_KEY (or THAW_API_KEY for chat) to a key of this mesh.",
+    "unreachable": "`thaw ps` and `thaw doctor` show which part is missing; it may be starting again.",
+    "unavailable": "`thaw ps` and `thaw doctor` show which part is missing; it may be starting again.",
+    "insufficient_memory": "`thaw explain MODEL` shows what was considered; give the device more room, or a smaller max_model_len.",
+    "checkpoint_invalid": "Repair or download the checkpoint again; then `thaw wake MODEL`.",
+    "unsupported_architecture": "The builtin engine runs what transformers' auto classes run.",
+    "engine_failed": "`thaw logs nodeagent` says why.",
+    "queue_full": "Try again later, or raise queue.max_waiting of the model.",
+    "not_found": "",
+}
+
+
+class Api:
+    """Raises `CommandError` for everything that fails: the gateway's own words, and what to do."""
+
+    def __init__(self, url: str, admin_key: str | None = None, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._admin_key = admin_key
+        self.api_key = api_key
+        self._client = httpx.Client(base_url=self.url, timeout=_TIMEOUT, trust_env=False)
+
+    @classmethod
+    def find(cls, home: Home | None = None) -> Api:
+        """The gateway that THAW_URL names, or that of the mesh under THAW_HOME."""
+        home = home or Home.from_environment()
+        key = os.environ.get("THAW_ADMIN_KEY")
+        api_key = os.environ.get("THAW_API_KEY")
+        if url := os.environ.get("THAW_URL"):
+            return cls(url, key, api_key)
+        endpoints = read_json(home.endpoints_file)
+        if endpoints is None:
+            raise NotRunning(home.root)
+        return cls(str(endpoints["url"]), key or str(endpoints["admin_key"]), api_key)
+
+    def request(self, method: str, path: str, body: BaseModel | None = None, *, timeout: float | None = None, **params: str) -> Any:
+        """One call's JSON."""
+        headers = {"authorization": f"Bearer {self._admin_key}"} if self._admin_key else {}
+        content = body.model_dump_json() if body is not None else None
+        if content is not None:
+            headers["content-type"] = "application/json"
+        limit = httpx.Timeout(timeout + _SLACK_S, connect=3.0) if timeout else _TIMEOUT
+        try:
+            response = self._client.request(method, path, content=content, headers=headers, params=params or None, timeout=limit)
+        except httpx.ConnectError as e:
+            raise self.unreachable() from e
+        except httpx.HTTPError as e:
+            raise CommandError(
+                f"The gateway at {self.url} did not answer ({type(e).__name__}: {e}).", "`thaw logs gateway` says why."
+            ) from e
+        if response.is_error:
+            raise error_of(response)
+        return response.json() if response.content else {}
+
+    def unreachable(self) -> CommandError:
+        return CommandError(
+            f"No gateway answers at {self.url}.",
+            "`thaw up` starts the mesh; `thaw logs gateway` says why if it does run; THAW_URL names another one.",
+            code="unreachable",
+        )
+
+    def _get(self, reply: type[M], method: str, path: str, body: BaseModel | None = None, **options: Any) -> M:
+        data = self.request(method, path, body, **options)
+        try:
+            return reply.model_validate(data)
+        except ValidationError as e:
+            raise CommandError(f"The gateway's answer to {path} is not understood.", "Is it of another version of Thaw?") from e
+
+    def ready(self) -> bool:
+        """Whether the gateway says it can serve."""
+        try:
+            return self._client.get("/ready").is_success
+        except httpx.HTTPError:
+            return False
+
+    def cluster(self) -> ClusterView:
+        return self._get(ClusterView, "GET", "/admin/v1/cluster")
+
+    def add_models(self, specs: tuple[ModelSpec, ...], *, prune: bool = False) -> ModelsAdded:
+        limit = AddModels.DEADLINE_MS / 1e3
+        request = AddModels(specs=specs, prune=prune, deadline_ms=AddModels.DEADLINE_MS)
+        return self._get(ModelsAdded, "POST", "/admin/v1/models", request, timeout=limit)
+
+    def remove_model(self, name: str) -> None:
+        self.request("DELETE", f"/admin/v1/models/{quote(name, safe='')}", timeout=120.0)
+
+    def wake(self, name: str) -> ModelAwake:
+        return self._get(ModelAwake, "POST", f"/admin/v1/models/{quote(name, safe='')}/wake", timeout=WakeModel.DEADLINE_MS / 1e3)
+
+    def sleep(self, name: str) -> ModelAsleep:
+        return self._get(
+            ModelAsleep, "POST", f"/admin/v1/models/{quote(name, safe='')}/sleep", timeout=SleepModel.DEADLINE_MS / 1e3
+        )
+
+    def explain(self, model: str) -> PlanExplained:
+        return self._get(PlanExplained, "GET", "/admin/v1/explain", model=model)
+
+    def change_node(self, node: str, action: str) -> None:
+        self.request("POST", f"/admin/v1/nodes/{quote(node, safe='')}/{action}", timeout=60.0)
+
+    def trace(self, request_id: str | None) -> RequestTrace:
+        return self._get(RequestTrace, "GET", f"/admin/v1/traces/{quote(request_id or 'last', safe='')}")
+
+    def load_trace(self, plan_id: str) -> LoadTrace:
+        return self._get(LoadTrace, "GET", f"/admin/v1/traces/loads/{quote(plan_id, safe='')}")
+
+
+def error_of(response: httpx.Response) -> CommandError:
+    """The OpenAI-shaped error of `response` as ours."""
+    try:
+        error = response.json()["error"]
+        message, code = str(error["message"]), str(error.get("code") or error.get("type") or response.status_code)
+    except (ValueError, KeyError, TypeError):
+        message, code = f"HTTP {response.status_code} from {response.url.path}", str(response.status_code)
+    return CommandError(message, _REMEDIES.get(code, ""), code=code)

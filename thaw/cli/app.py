@@ -1,0 +1,76 @@
+"""The command tree of `thaw`, and its entry point."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import thaw
+from thaw.cli import chat, docs, doctor, explain, logs, models, node, ps, trace, up, wake
+
+app = typer.Typer(
+    name="thaw",
+    help="Many LLMs on few devices: an idle model costs no device memory, and a request wakes it.",
+    epilog="Start with `thaw up --demo`; every command explains itself with --help and prints JSON with --json.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"thaw {thaw.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("up")(up.up)
+app.command("down")(up.down)
+app.command("ps")(ps.ps)
+app.add_typer(models.app, name="models")
+app.command("wake")(wake.wake)
+app.command("sleep")(wake.sleep)
+app.command("chat")(chat.chat)
+app.command("trace")(trace.trace)
+app.command("explain")(explain.explain)
+app.command("logs")(logs.logs)
+app.add_typer(node.app, name="node")
+app.command("doctor")(doctor.doctor)
+app.add_typer(docs.app, name="docs", hidden=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `thaw`; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in arguments
+    try:
+        # Without the library's own handling, bad usage can be told in JSON too.
+        status: Any = app(arguments, standalone_mode=not as_json)
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 1
+    except typer.Abort:
+        return 130
+    except Exception as e:
+        format_message, code = getattr(e, "format_message", None), getattr(e, "exit_code", None)
+        if not as_json or format_message is None or not isinstance(code, int):
+            raise
+        print(json.dumps({"error": {"code": "usage", "message": format_message(), "remedy": "See --help."}}))
+        return code
+    return status if isinstance(status, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""`thaw models add|list|show|rm`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from shared.contracts.admin import ModelsAdded, ModelView
+from shared.contracts.models import ModelSpec
+from shared.sizing import need_of
+from thaw.cli.api import Api
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.config import load_config
+from thaw.config.faults import dotted, message_of
+from thaw.config.units import format_size, parse_duration
+from thaw.errors import CommandError
+
+app = typer.Typer(help="Models: register, list, show, remove.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="MODEL")]
+
+
+@app.command()
+@verb
+def add(
+    name: Annotated[str | None, typer.Argument(help="What requests will call it.", metavar="NAME")] = None,
+    source: Annotated[str | None, typer.Argument(help="A directory in Hugging Face layout, or hf://org/name[@revision].")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Register the models of a thaw.yaml instead.")] = None,
+    keep_alive: Annotated[
+        str | None, typer.Option(help="How long it stays on its device when idle: 30s, 5m, -1 (until evicted).")
+    ] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Never evict it.")] = False,
+    alias: Annotated[list[str] | None, typer.Option(help="Another name for it; may be repeated.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Context in tokens (the model's own by default).")] = None,
+    max_concurrency: Annotated[int | None, typer.Option(help="Sequences at once.")] = None,
+    priority: Annotated[int | None, typer.Option(help="-100 to 100; higher is served first.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    as_json: Json = False,
+) -> Document:
+    """Register a model (or change how it is registered). Nothing is loaded until a request asks for it.
+
+    Examples: [bold]thaw models add llama ~/models/Llama-3.2-1B-Instruct[/]
+              [bold]thaw models add qwen hf://Qwen/Qwen3-0.6B --keep-alive 10m[/]
+    """
+    out = screen(as_json)
+    if config is not None:
+        if name is not None or source is not None:
+            raise typer.BadParameter("give NAME and SOURCE, or --config, not both")
+        specs = load_config(config).models
+    else:
+        if name is None or source is None:
+            raise typer.BadParameter("give NAME and SOURCE, or --config")
+        options: dict[str, Any] = {
+            "keep_alive": _keep_alive(keep_alive),
+            "pin": pin or None,
+            "aliases": tuple(alias) if alias else None,
+            "max_model_len": max_model_len,
+            "max_concurrency": max_concurrency,
+            "priority": priority,
+            "trust_remote_code": trust_remote_code or None,
+        }
+        specs = (_spec(name, source, {k: v for k, v in options.items() if v is not None}),)
+    with out.status("reading the model's files"):
+        result = Api.find().add_models(specs)
+    show_difference(out, result)
+    return result.model_dump(mode="json", include={"added", "changed", "unchanged", "removed"})
+
+
+def _keep_alive(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return parse_duration(text)
+    except ValueError as e:
+        raise typer.BadParameter(f"--keep-alive: {e}") from e
+
+
+def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
+    if not source.startswith("hf://"):
+        directory = Path(source).expanduser().resolve()
+        if not directory.is_dir():
+            raise CommandError(
+                f"There is no directory {directory}.",
+                "SOURCE is a directory in Hugging Face layout (config.json, *.safetensors, tokenizer), or hf://org/name.",
+                code="invalid_model",
+            )
+        source = str(directory)
+    try:
+        return ModelSpec(name=name, source=source, **options)
+    except ValidationError as e:
+        faults = "; ".join(f"{dotted(d['loc'])}: {message_of(d, ModelSpec)}" for d in e.errors())
+        raise CommandError(faults, "See `thaw models add --help`.", code="invalid_model") from e
+
+
+def show_difference(out: Console, result: ModelsAdded) -> None:
+    """What a registration changed, one line each."""
+    for mark, what, names in (
+        ("[green]+[/]", "added", result.added),
+        ("[yellow]~[/]", "changed", result.changed),
+        ("[dim]=[/]", "unchanged", result.unchanged),
+        ("[red]-[/]", "removed", result.removed),
+    ):
+        for name in names:
+            out.print(f"{mark} {name} [dim]{what}[/]")
+
+
+@app.command("list")
+@verb
+def list_models(as_json: Json = False) -> Document:
+    """List the registered models.
+
+    Example: [bold]thaw models list[/]
+    """
+    cluster = Api.find().cluster()
+    out = screen(as_json)
+    table = Table(box=None, header_style="dim")
+    for column in ("MODEL", "ALIASES", "ARCHITECTURE", "WEIGHTS", "NEEDS", "CONTEXT", "SOURCE"):
+        table.add_column(column, overflow="fold")
+    for view in cluster.models:
+        card = view.card
+        table.add_row(
+            card.name,
+            ", ".join(card.spec.aliases),
+            card.info.architecture,
+            format_size(card.info.weights_bytes),
+            format_size(need_of(card).total),
+            f"{card.context_length}",
+            card.spec.source,
+        )
+    if cluster.models:
+        out.print(table)
+    else:
+        out.print("No model is registered. Add one: [bold]thaw models add NAME SOURCE[/]")
+    return {"models": [v.card.model_dump(mode="json") for v in cluster.models]}
+
+
+@app.command()
+@verb
+def show(model: Name, as_json: Json = False) -> Document:
+    """Show all there is to know of a model: how it is registered, what its files say, what it needs.
+
+    Example: [bold]thaw models show demo-60m[/]
+    """
+    view = find_model(Api.find().cluster().models, model)
+    card, out = view.card, screen(as_json)
+    need = need_of(card)
+    table = Table(box=None, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for group in (card.spec.model_dump(mode="json"), card.info.model_dump(mode="json", exclude={"source"})):
+        for key, value in group.items():
+            table.add_row(key, str(value))
+    table.add_row(
+        "needs",
+        f"{format_size(need.total)}: weights {format_size(need.weights)}, KV {format_size(need.kv)}, "
+        f"runtime {format_size(need.runtime)}, converted {format_size(need.converted)}",
+    )
+    table.add_row("generation", str(card.generation))
+    if view.error:
+        table.add_row("last error", f"[red]{view.error}[/]")
+    out.print(table)
+    return {**view.model_dump(mode="json"), "needs": {**vars(need), "total": need.total}}
+
+
+def find_model(views: tuple[ModelView, ...], name: str) -> ModelView:
+    """The model of that name or alias; raises `CommandError`."""
+    for view in views:
+        if name == view.card.name or name in view.card.spec.aliases:
+            return view
+    known = ", ".join(v.card.name for v in views) or "none"
+    raise CommandError(f"No model {name!r} is registered.", f"Registered: {known}.", code="model_not_found")
+
+
+@app.command("rm")
+@verb
+def remove(model: Name, as_json: Json = False) -> Document:
+    """Remove a model from the mesh; its files stay. Running requests finish first.
+
+    Example: [bold]thaw models rm demo-60m[/]
+    """
+    Api.find().remove_model(model)
+    screen(as_json).print(f"[green]✓[/] {model} is removed")
+    return {"removed": model}

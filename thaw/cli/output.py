@@ -1,0 +1,66 @@
+"""What every verb shares: `--json`, errors with their remedy, exit statuses.
+
+A verb prints to `screen(json)`, which is mute with `--json`, and returns its document, which is printed only with `--json`. Status 0: done;
+1: failed (`CommandError`, or a document whose "ok" is False); 2: bad usage.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from thaw.config import ConfigError
+from thaw.errors import CommandError
+
+P = ParamSpec("P")
+Document = dict[str, Any]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def screen(as_json: bool) -> Console:
+    """Where people read; mute with `--json`."""
+    return Console(quiet=as_json, highlight=False)
+
+
+def show_error(error: CommandError, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(error.body()))
+        return
+    _errors.print(f"[bold red]✗ {escape(error.what)}[/]")
+    if isinstance(error, ConfigError):
+        for line in error.lines():
+            _errors.print(f"  {escape(line)}")
+    if error.remedy:
+        _errors.print(f"  {escape(error.remedy)}")
+
+
+def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
+    """Make a function into a verb: print its document with `--json`, its `CommandError` either way, and end with the right status."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        as_json = bool(kwargs.get("as_json"))
+        try:
+            document = function(*args, **kwargs)
+        except CommandError as e:
+            show_error(e, as_json)
+            raise typer.Exit(1) from e
+        except KeyboardInterrupt:
+            if as_json:
+                print(json.dumps(CommandError("Interrupted.", code="interrupted").body()))
+            raise typer.Exit(130) from None
+        if as_json and document is not None:
+            print(json.dumps(document, default=str))
+            sys.stdout.flush()
+        if document is not None and document.get("ok") is False:
+            raise typer.Exit(1)
+
+    return run

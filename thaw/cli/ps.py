@@ -1,0 +1,127 @@
+"""`thaw ps`: models with their instances, devices with their memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shared.contracts.admin import ClusterView, ModelView, NodeView
+from shared.contracts.node import InstanceState, InstanceStatus
+from thaw.cli.api import Api
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.config.units import format_duration, format_size
+
+_COLOURS = {
+    InstanceState.READY: "green",
+    InstanceState.DRAINING: "yellow",
+    InstanceState.FAILED: "red",
+    InstanceState.STOPPED: "dim",
+}
+COLD = "cold"
+
+
+@verb
+def ps(as_json: Json = False) -> Document:
+    """Show models, instances, devices, memory, state, idle time.
+
+    Example: [bold]thaw ps[/]
+    """
+    cluster = Api.find().cluster()
+    out = screen(as_json)
+    show_models(out, cluster)
+    show_devices(out, cluster)
+    document = cluster.model_dump(mode="json")
+    for view, shown in zip(cluster.models, document["models"], strict=True):
+        shown["state"] = state_of(view, _instances(cluster)[view.card.name])
+    return document
+
+
+def _instances(cluster: ClusterView) -> dict[str, list[tuple[NodeView, InstanceStatus]]]:
+    """Instances that are on a device or on their way to one, by model."""
+    found: dict[str, list[tuple[NodeView, InstanceStatus]]] = defaultdict(list)
+    for node in cluster.nodes:
+        for instance in node.instances:
+            if node.alive and instance.state.holds_memory:
+                found[instance.model].append((node, instance))
+    return found
+
+
+def state_of(view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]) -> str:
+    """A model's state in one word: that of its best instance; without any, cold, waiting (for room) or failed."""
+    if instances:
+        order = [InstanceState.READY, InstanceState.DRAINING, InstanceState.LOADING, InstanceState.PREPARING]
+        states = [i.state for _, i in instances]
+        return next((s.value for s in order if s in states), states[0].value)
+    if view.waiting:
+        return "waiting"
+    return "failed" if view.error else COLD
+
+
+def show_models(out: Console, cluster: ClusterView) -> None:
+    table = Table(box=None, header_style="dim")
+    for column in ("MODEL", "STATE", "NODE", "DEVICE", "MEMORY", "ACTIVE", "WAITING", "IDLE", "INSTANCE"):
+        table.add_column(column, justify="right" if column in ("MEMORY", "ACTIVE", "WAITING", "IDLE") else "left")
+    instances = _instances(cluster)
+    for view in cluster.models:
+        name, own = escape(view.card.name), instances[view.card.name]
+        waiting = str(view.waiting) if view.waiting else ""
+        if not own:
+            state = state_of(view, own)
+            table.add_row(name, f"[{'red' if state == 'failed' else 'dim'}]{state}[/]", "", "", "", "", waiting, "", "")
+        for node, instance in own:
+            table.add_row(name, *_instance_cells(node, instance, waiting))
+            name = waiting = ""
+    if not cluster.models:
+        out.print("No model is registered. Add one: [bold]thaw models add NAME SOURCE[/]")
+    else:
+        out.print(table)
+    for view in cluster.models:
+        if view.error:
+            out.print(f"[red]{escape(view.card.name)}: {escape(view.error)}[/]")
+
+
+def _instance_cells(node: NodeView, instance: InstanceStatus, waiting: str) -> tuple[str, ...]:
+    state = instance.state.value
+    if instance.state.starting:
+        state += f" {instance.phase.value if instance.phase else ''} {instance.progress:.0%}"
+    load = instance.load
+    idle = format_duration(load.idle_ms / 1e3) if instance.state is InstanceState.READY and not load.active else ""
+    return (
+        f"[{_COLOURS.get(instance.state, 'cyan')}]{state}[/]",
+        node.node,
+        ",".join(instance.device_ids),
+        format_size(instance.memory.reserved),
+        str(load.active) if load.active else "",
+        waiting,
+        idle,
+        f"[dim]{instance.instance_id}[/]",
+    )
+
+
+def show_devices(out: Console, cluster: ClusterView) -> None:
+    table = Table(box=None, header_style="dim")
+    for column in ("NODE", "DEVICE", "RESERVED", "OF", "", "IN USE"):
+        table.add_column(column, justify="right" if column in ("RESERVED", "OF", "IN USE") else "left")
+    for node in cluster.nodes:
+        note = "" if node.alive else " [red]lost[/]"
+        note += " [yellow]cordoned[/]" if node.cordoned else ""
+        for device in node.devices:
+            part = device.reserved_bytes / device.budget_bytes if device.budget_bytes else 0.0
+            filled = round(20 * min(1.0, part))
+            bar = f"[cyan]{'█' * filled}[/][dim]{'░' * (20 - filled)}[/]"
+            table.add_row(
+                node.node + note,
+                device.device_id,
+                format_size(device.reserved_bytes),
+                format_size(device.budget_bytes),
+                bar,
+                format_size(device.used_bytes),
+            )
+    if cluster.nodes:
+        out.print()
+        out.print(table)
+    else:
+        out.print("\n[yellow]No node has reported yet.[/] `thaw logs nodeagent` says why.")

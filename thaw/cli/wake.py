@@ -1,0 +1,44 @@
+"""`thaw wake` and `thaw sleep`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from thaw.cli.api import Api
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.config.units import format_duration, format_size
+
+Model = Annotated[str, typer.Argument(help="Name or alias of a registered model.", metavar="MODEL")]
+
+
+@verb
+def wake(model: Model, as_json: Json = False) -> Document:
+    """Make a model ready on a device, and wait until it is.
+
+    Example: [bold]thaw wake demo-60m[/]
+    """
+    out = screen(as_json)
+    with out.status(f"waking {model}"):
+        awake = Api.find().wake(model)
+    out.print(f"[green]✓[/] {model} is ready after {format_duration(awake.took_ms / 1e3)} ({awake.instance_id})")
+    return {"model": model, "instance_id": awake.instance_id, "plan_id": awake.plan_id, "took_ms": awake.took_ms}
+
+
+@verb
+def sleep(model: Model, as_json: Json = False) -> Document:
+    """Have a model leave its devices; running requests finish first. The next request wakes it.
+
+    Example: [bold]thaw sleep demo-60m[/]
+    """
+    out = screen(as_json)
+    with out.status(f"{model} finishes its requests and leaves"):
+        asleep = Api.find().sleep(model)
+    gone = len(asleep.instances)
+    out.print(
+        f"[green]✓[/] {model} has left: {gone} instance{'s' if gone != 1 else ''}, {format_size(asleep.freed_bytes)} free again"
+        if gone
+        else f"{model} was on no device."
+    )
+    return {"model": model, "instances": list(asleep.instances), "freed_bytes": asleep.freed_bytes}

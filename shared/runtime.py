@@ -21,7 +21,9 @@ S = TypeVar("S", bound=CommonSettings)
 App = Callable[[S, asyncio.Event], Awaitable[int]]
 
 
-def run_service(name: str, settings_type: type[S], app: App[S]) -> int:
+def run_service(
+    name: str, settings_type: type[S], app: App[S], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> int:
     """Run `app(settings, stop)` until it returns its exit status. `stop` is set by SIGTERM and SIGINT; a second one ends the process."""
     try:
         settings = settings_type()
@@ -33,7 +35,8 @@ def run_service(name: str, settings_type: type[S], app: App[S]) -> int:
     setup_logs(settings, name)
     setup_tracing(settings, name)
     try:
-        return asyncio.run(_until_stopped(name, settings, app))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(_until_stopped(name, settings, app))
     except KeyboardInterrupt:
         return 130
     finally:

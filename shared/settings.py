@@ -1,10 +1,12 @@
 """Settings that every service shares. Each service adds its own in `services/<name>/settings.py`; all come from `THAW_*` variables.
 
-`docs/configuration.md` is generated from these classes (`thaw docs settings`).
+A file `thaw_<setting>` in the directory that THAW_SECRETS_DIR names serves as well (Docker and Kubernetes secrets); the environment wins.
+`docs/configuration.md` is generated from these classes.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +15,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class CommonSettings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="THAW_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="THAW_", extra="ignore", frozen=True, secrets_dir=os.environ.get("THAW_SECRETS_DIR") or None
+    )
 
     nats_url: SecretStr = Field(
         default=SecretStr("nats://127.0.0.1:4222"), description="NATS servers, comma-separated, credentials included."

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from faststream.nats import NatsBroker, NatsMessage
 from nats.aio.client import Client
@@ -45,9 +46,11 @@ class Mesh:
         self.name = name
         self.lost = asyncio.Event()
         self._stopping = False
+        urls = [url.strip() for url in settings.nats_url.get_secret_value().split(",")]
         self._broker = NatsBroker(
-            [url.strip() for url in settings.nats_url.get_secret_value().split(",")],
+            urls,
             name=name,
+            inbox_prefix=inbox_prefix(urls[0]),
             apply_types=False,
             logger=None,
             allow_reconnect=True,
@@ -159,6 +162,12 @@ class Mesh:
         if not self._stopping:
             log.error("the NATS connection closed for good")
             self.lost.set()
+
+
+def inbox_prefix(url: str) -> str:
+    """Where replies to this process come. One for each NATS user, so that permissions can keep users out of each other's inboxes."""
+    user = urlsplit(url).username
+    return f"_INBOX_{user}" if user else "_INBOX"
 
 
 async def _whole_message(message: NatsMessage) -> NatsMessage:

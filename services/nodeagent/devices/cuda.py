@@ -1,0 +1,52 @@
+"""CUDA devices through NVML: inventory, and bytes by process. Needs the NVIDIA driver; without one there are none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from services.nodeagent.devices.port import DeviceInfo
+
+log = logging.getLogger(__name__)
+
+
+class CudaDevice:
+    """`cuda:N`, by NVML's index. `info.budget_bytes` is what engines may hold together."""
+
+    def __init__(self, nvml: Any, index: int, share: float | None, budget_bytes: int | None) -> None:
+        self._nvml = nvml
+        self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        total = int(nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+        budget = budget_bytes if budget_bytes is not None else int(total * (share or 1.0))
+        name, uuid = nvml.nvmlDeviceGetName(self._handle), nvml.nvmlDeviceGetUUID(self._handle)
+        self.info = DeviceInfo(f"cuda:{index}", "cuda", _text(name), total, budget, _text(uuid))
+
+    def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
+        """By process as the driver accounts them. In a container with a pid namespace of its own NVML's pids are the host's: none match."""
+        wanted = set(pids)
+        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        return {p.pid: int(p.usedGpuMemory) for p in running if p.pid in wanted and p.usedGpuMemory is not None}
+
+    def used_bytes(self, private: int, shared: int) -> int:
+        """All bytes in use on the device, whoever holds them."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+
+def load_nvml() -> Any | None:
+    """NVML, initialised; None, with the reason logged, where there is no driver or no binding."""
+    try:
+        import pynvml
+    except ImportError:
+        log.info("no CUDA devices: the package nvidia-ml-py is not installed")
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        log.info("no CUDA devices", extra={"reason": str(e)})
+        return None
+    return pynvml
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

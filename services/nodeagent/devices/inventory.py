@@ -1,0 +1,69 @@
+"""Which devices this node has, from THAW_DEVICES and from what is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from services.nodeagent.devices.cpu import CpuDevice, available_bytes
+from services.nodeagent.devices.cuda import CudaDevice, load_nvml
+from services.nodeagent.devices.parse import WantedDevice, parse_bytes, parse_devices
+from services.nodeagent.devices.port import Device, DeviceMissing
+from services.nodeagent.settings import NodeagentSettings
+from shared.contracts.node import DeviceStatus
+
+log = logging.getLogger(__name__)
+
+
+def open_devices(settings: NodeagentSettings, budgets: Path, *, adopting: bool) -> dict[str, Device]:
+    """The node's devices by id.
+
+    A budget taken from the memory that happens to be available is kept in `budgets`, and is used again while engines of an earlier
+    agent run (`adopting`): they are part of what is missing now. Raises `DeviceMissing` for one that is asked for and not there.
+    """
+    wanted = parse_devices(settings.devices)
+    nvml = load_nvml() if wanted is None or any(w.kind == "cuda" for w in wanted) else None
+    count = int(nvml.nvmlDeviceGetCount()) if nvml is not None else 0
+    if wanted is None:
+        wanted = (WantedDevice("cpu:0"), *(WantedDevice(f"cuda:{i}") for i in range(count)))
+    found: dict[str, Device] = {}
+    for device in wanted:
+        if device.kind == "cpu":
+            found[device.device_id] = CpuDevice(_cpu_budget(device, settings, budgets, adopting))
+            continue
+        index = int(device.device_id.split(":")[1])
+        if nvml is None or index >= count:
+            raise DeviceMissing(
+                f"THAW_DEVICES names {device.device_id}, but this machine has {count} CUDA devices that NVML can see"
+            )
+        share = device.share if device.share is not None else settings.cuda_share
+        found[device.device_id] = CudaDevice(nvml, index, share, device.bytes)
+    budgets.write_text(json.dumps({d: v.info.budget_bytes for d, v in found.items()}))
+    for device_id, opened in found.items():
+        log.info("device", extra={"device": device_id, "device_name": opened.info.name, "budget_bytes": opened.info.budget_bytes})
+    return found
+
+
+def _cpu_budget(wanted: WantedDevice, settings: NodeagentSettings, budgets: Path, adopting: bool) -> int:
+    if wanted.bytes is not None:
+        return wanted.bytes
+    if adopting:
+        try:
+            return int(json.loads(budgets.read_text())["cpu:0"])
+        except (OSError, ValueError, KeyError):
+            log.warning("the earlier budget of cpu:0 cannot be read; taking a new one", extra={"path": str(budgets)})
+    share = wanted.share if wanted.share is not None else settings.cpu_share
+    return max(1, int((available_bytes() - parse_bytes(settings.cpu_reserve)) * share))
+
+
+def device_status(device: Device, reserved: int, used: int) -> DeviceStatus:
+    info = device.info
+    return DeviceStatus(
+        device_id=info.device_id,
+        kind=info.kind,
+        name=info.name,
+        budget_bytes=info.budget_bytes,
+        reserved_bytes=reserved,
+        used_bytes=used,
+    )

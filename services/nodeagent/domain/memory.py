@@ -1,0 +1,80 @@
+"""Who holds how many bytes of which device.
+
+An instance books its whole need (`StartInstance.reserve_bytes`, from `shared.sizing`) evenly over its device set, all or nothing, and
+keeps it until its process is proved gone and its weights are released. Two instances of one model revision share a weight segment, yet
+each books its full need: the sum can only overstate what is used, never understate it, and the survivor's booking stays right when
+the other leaves. What is really used is measured and told apart (`DeviceStatus.used_bytes` counts a segment once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from shared.errors import InsufficientMemory, NotFound, ThawError
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Booking:
+    device_ids: tuple[str, ...]
+    bytes_each: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Budgets in bytes by device, and the bookings against them by instance."""
+
+    budgets: Mapping[str, int]
+    bookings: Mapping[str, Booking] = field(default_factory=dict)
+
+    def reserved(self, device_id: str) -> int:
+        return sum(b.bytes_each for b in self.bookings.values() if device_id in b.device_ids)
+
+    def free(self, device_id: str) -> int:
+        return self.budgets[device_id] - self.reserved(device_id)
+
+    def refusal(self, device_ids: tuple[str, ...], total: int) -> ThawError | None:
+        """Why `total` bytes cannot be booked evenly over `device_ids`; None if they can. `should_retry` tells "not now" from "never"."""
+        if not device_ids or len(set(device_ids)) != len(device_ids):
+            return NotFound(f"{list(device_ids)} is not a set of devices: name at least one, each once")
+        unknown = [d for d in device_ids if d not in self.budgets]
+        if unknown:
+            return NotFound(f"this node has no device {', '.join(unknown)}; it has {', '.join(sorted(self.budgets)) or 'none'}")
+        each = _share(device_ids, total)
+        for device in device_ids:
+            if each > self.budgets[device]:
+                return InsufficientMemory(
+                    f"{_mib(each)} can never fit {device}, whose budget is {_mib(self.budgets[device])}", should_retry=False
+                )
+            if each > self.free(device):
+                return InsufficientMemory(
+                    f"{_mib(each)} do not fit {device} now: {_mib(max(0, self.free(device)))} of {_mib(self.budgets[device])} are free",
+                    should_retry=True,
+                )
+        return None
+
+    def book(self, instance_id: str, device_ids: tuple[str, ...], total: int) -> Ledger:
+        """With `total` bytes booked for `instance_id`. Raises what `refusal` says."""
+        refusal = self.refusal(device_ids, total)
+        if refusal is not None:
+            raise refusal
+        return self.rebook(instance_id, device_ids, total)
+
+    def rebook(self, instance_id: str, device_ids: Iterable[str], total: int) -> Ledger:
+        """The booking of an instance that is already running (adopted): it holds its bytes whatever the budget says now, so nothing
+        new is granted until the device is within its budget again."""
+        known = tuple(device_ids)
+        return replace(self, bookings={**self.bookings, instance_id: Booking(known, _share(known, total))})
+
+    def give_back(self, instance_id: str) -> Ledger:
+        return replace(self, bookings={k: b for k, b in self.bookings.items() if k != instance_id})
+
+
+def _share(device_ids: tuple[str, ...], total: int) -> int:
+    return -(-total // len(device_ids))
+
+
+def _mib(value: int) -> str:
+    return f"{value / _MIB:.0f} MiB"

@@ -1,0 +1,1 @@
+"""Engine processes: how they are started, watched and ended."""

@@ -1,0 +1,226 @@
+"""Engines forked from a zygote: a process of its own that has paid for the imports once.
+
+The zygote is detached: it outlives this agent, whose successor finds it by its socket. If it dies it is started again; engines that it
+had forked go on, and their ends are seen through their pidfds, without an exit status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from services.nodeagent.engines.exits import log_tail
+from services.nodeagent.engines.process import find_writer
+from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure
+from shared.errors import EngineFailed, from_body
+
+log = logging.getLogger(__name__)
+MODULE = "services.engine.zygote"
+MAX_SOCKET_PATH = 107
+"""Bytes that a Unix socket's address can hold."""
+_CONNECT_POLL_S = 0.02
+_START_WITHIN_S = 120.0
+_FORK_WITHIN_S = 30.0
+_RESTART_WAITS_S = (0.1, 0.5, 2.0, 5.0)
+_LINE_LIMIT = 4 * 1024 * 1024
+_KEPT_STATUSES = 256
+
+
+class ZygoteLauncher:
+    name = "zygote"
+
+    def __init__(self, socket_path: Path, log_path: Path, environment: dict[str, str], module: str = MODULE) -> None:
+        self._path = socket_path
+        self._log_path = log_path
+        self._environment = environment
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._connected = asyncio.Event()
+        self._failures = 0
+        self._failed = asyncio.Event()
+        self._forking: dict[str, asyncio.Future[int]] = {}
+        self._statuses: dict[int, asyncio.Future[int]] = {}
+
+    async def run(self) -> None:
+        """Keep a connection to a zygote: one that serves the socket already, or a new one."""
+        while True:
+            try:
+                reader = await self._connect()
+            except EngineFailed as e:
+                self._failures += 1
+                log.error("the zygote does not start", extra={"error": e.message, "attempt": self._failures})
+                if self._failures >= 2:
+                    self._failed.set()
+            else:
+                self._failures = 0
+                self._failed.clear()
+                self._connected.set()
+                await self._read(reader)
+                self._connected.clear()
+                log.warning("lost the zygote; starting another", extra={"pid": self._pid})
+                self._abandon()
+            await asyncio.sleep(_RESTART_WAITS_S[min(self._failures, len(_RESTART_WAITS_S) - 1)])
+
+    async def launch(self, start: EngineStart) -> int:
+        await self._wait_connected()
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._forking[start.instance_id] = future
+        try:
+            assert self._writer is not None
+            self._writer.write(start.model_dump_json().encode() + b"\n")
+            async with asyncio.timeout(_FORK_WITHIN_S):
+                await self._writer.drain()
+                return await future
+        except (TimeoutError, ConnectionError) as e:
+            # It may have forked and not said so: then the engine holds its log open.
+            found = await asyncio.to_thread(find_writer, Path(start.log_path))
+            if found is not None:
+                return found
+            raise EngineFailed(f"the zygote did not fork an engine: {str(e) or f'no answer within {_FORK_WITHIN_S:g} s'}") from e
+        finally:
+            self._forking.pop(start.instance_id, None)
+
+    async def exit_status(self, pid: int, within_s: float) -> int | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                return await asyncio.shield(self._status(pid))
+        return None
+
+    async def close(self) -> None:
+        """SIGTERM to the zygote, whoever started it; SIGKILL after two seconds."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self._pid)
+            try:
+                signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+                if not await _ended(descriptor, 2.0):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    await _ended(descriptor, 2.0)
+            finally:
+                os.close(descriptor)
+        if self._process is not None:
+            self._process.poll()
+        self._path.unlink(missing_ok=True)
+
+    async def _wait_connected(self) -> None:
+        """Raises `EngineFailed` once the zygote has failed to start twice in a row, with the end of its log."""
+        connected = asyncio.create_task(self._connected.wait())
+        failed = asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait((connected, failed), return_when=asyncio.FIRST_COMPLETED, timeout=_START_WITHIN_S)
+        finally:
+            connected.cancel()
+            failed.cancel()
+        if not self._connected.is_set():
+            raise EngineFailed(f"the zygote does not start; the end of {self._log_path.name}:\n{log_tail(self._log_path)}")
+
+    async def _connect(self) -> asyncio.StreamReader:
+        deadline = asyncio.get_running_loop().time() + _START_WITHIN_S
+        self._process = None
+        while True:
+            with contextlib.suppress(OSError):
+                reader, self._writer = await asyncio.open_unix_connection(str(self._path), limit=_LINE_LIMIT)
+                self._pid = _peer(self._writer)
+                log.info("zygote", extra={"pid": self._pid, "adopted": self._process is None})
+                return reader
+            if self._process is None:
+                self._process = self._spawn()
+                self._pid = self._process.pid
+            elif (status := self._process.poll()) is not None:
+                raise EngineFailed(f"the zygote ended with status {status}: {log_tail(self._log_path)}")
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineFailed(f"the zygote does not listen on {self._path} after {_START_WITHIN_S:g} s")
+            await asyncio.sleep(_CONNECT_POLL_S)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self._path.unlink(missing_ok=True)
+        try:
+            with self._log_path.open("ab") as output:
+                return subprocess.Popen(
+                    [sys.executable, "-m", self._module, str(self._path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **self._environment},
+                    start_new_session=True,
+                )
+        except OSError as e:
+            raise EngineFailed(f"no zygote could be started: {e}") from e
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            async for line in reader:
+                try:
+                    self._heard(ZYGOTE_LINE.validate_json(line))
+                except ValidationError as e:
+                    log.error("the zygote said something unintelligible", extra={"error": str(e)})
+
+    def _heard(self, said: EngineForked | EngineExited | ZygoteFailure) -> None:
+        match said:
+            case EngineForked():
+                self._settle(said.instance_id, said.pid)
+            case ZygoteFailure():
+                future = self._forking.get(said.instance_id)
+                if future is not None and not future.done():
+                    future.set_exception(from_body(said.error))
+            case EngineExited():
+                status = self._status(said.pid)
+                if not status.done():
+                    status.set_result(said.returncode)
+
+    def _settle(self, instance_id: str, pid: int) -> None:
+        self._statuses.pop(pid, None)  # an earlier process of that pid
+        future = self._forking.get(instance_id)
+        if future is not None and not future.done():
+            future.set_result(pid)
+
+    def _status(self, pid: int) -> asyncio.Future[int]:
+        if pid not in self._statuses:
+            while len(self._statuses) >= _KEPT_STATUSES:
+                self._statuses.pop(next(iter(self._statuses)))
+            self._statuses[pid] = asyncio.get_running_loop().create_future()
+        return self._statuses[pid]
+
+    def _abandon(self) -> None:
+        for future in self._forking.values():
+            if not future.done():
+                future.set_exception(ConnectionResetError("the zygote died"))
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            self._process.poll()
+
+
+def _peer(writer: asyncio.StreamWriter) -> int:
+    connection = writer.get_extra_info("socket")
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
+
+
+async def _ended(pidfd: int, within_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
+    try:
+        async with asyncio.timeout(within_s):
+            await ended.wait()
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(pidfd)
+    return True

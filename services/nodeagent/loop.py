@@ -1,0 +1,57 @@
+"""The one loop that owns a nodeagent's state: events in, decisions, effects out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from services.nodeagent.domain.events import Effect, Event, Tick
+from services.nodeagent.domain.machine import decide
+from services.nodeagent.domain.state import NodeState, deadlines
+
+_IDLE_S = 60.0
+_SHORTEST_S = 0.005
+
+
+class Loop:
+    """`perform` carries out one effect at a time, in order, without blocking; what takes long posts its outcome as an event."""
+
+    def __init__(self, state: NodeState, perform: Callable[[Effect], None]) -> None:
+        self.state = state
+        self._perform = perform
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._changed = asyncio.Event()
+
+    def post(self, event: Event) -> None:
+        self._events.put_nowait(event)
+
+    async def run(self) -> None:
+        while True:
+            event = await self._next()
+            self.state, effects = decide(self.state, event, time.monotonic())
+            for effect in effects:
+                self._perform(effect)
+            self._changed.set()
+
+    async def until(self, predicate: Callable[[NodeState], bool], within_s: float) -> bool:
+        """Wait until the state satisfies `predicate`; False if it has not within that time."""
+        try:
+            async with asyncio.timeout(within_s):
+                while not predicate(self.state):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _next(self) -> Event:
+        """The next event, or a `Tick` when a deadline is over first."""
+        if not self._events.empty():
+            return self._events.get_nowait()
+        wait = min((d - time.monotonic() for d in deadlines(self.state)), default=_IDLE_S)
+        try:
+            async with asyncio.timeout(max(_SHORTEST_S, min(wait, _IDLE_S))):
+                return await self._events.get()
+        except TimeoutError:
+            return Tick()

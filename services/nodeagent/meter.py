@@ -1,0 +1,113 @@
+"""What is measured: private memory of engine processes, weight segments as the loader tells, use of each device."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.nodeagent.devices.cpu import oom_kills
+from services.nodeagent.devices.port import Device
+from services.nodeagent.domain.state import Instance, NodeState, Process
+from services.nodeagent.engines.process import process_start
+from shared.contracts.loader import LoaderStatus
+
+_INTERVAL_S = 5.0
+_GONE_POLL_S = 0.01
+_GONE_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Segment:
+    loaded_bytes: int
+    holders: tuple[str, ...]
+
+
+class Meter:
+    def __init__(self, devices: Mapping[str, Device], state: Callable[[], NodeState], changed: Callable[[], None]) -> None:
+        self._devices = devices
+        self._state = state
+        self._changed = changed
+        self._private: dict[str, int] = {}
+        self._used: dict[str, int] = {}
+        self._segments: dict[str, _Segment] = {}
+        self._oom_kills = [oom_kills()] * 2
+
+    def private(self, instance_id: str) -> int:
+        """Bytes that the instance's process last held for itself."""
+        return self._private.get(instance_id, 0)
+
+    def weights(self, instance_id: str) -> int:
+        """Bytes of the segments that the instance holds, shared with others or not."""
+        return sum(s.loaded_bytes for s in self._segments.values() if instance_id in s.holders)
+
+    def used(self, device_id: str) -> int:
+        return self._used.get(device_id, 0)
+
+    def loader_said(self, status: LoaderStatus) -> dict[str, int]:
+        """Take over what the loader holds; returns the bytes it has loaded so far by holder."""
+        self._segments = {s.weights_id: _Segment(s.loaded_bytes, s.holders) for s in status.segments}
+        return {holder: s.loaded_bytes for s in status.segments for holder in s.holders}
+
+    async def run(self) -> None:
+        """Measure every few seconds. Reading a big process's PSS takes milliseconds: it has a thread."""
+        while True:
+            await self.measure_all()
+            self._oom_kills = [self._oom_kills[-1], oom_kills()]
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def measure_all(self) -> None:
+        instances = [i for i in self._state().instances.values() if i.process is Process.ALIVE]
+        for instance in instances:
+            await self.measure(instance)
+        for device_id, device in self._devices.items():
+            here = [i for i in self._state().instances.values() if device_id in i.command.device_ids and i.ended_at is None]
+            ids = {i.instance_id for i in here}
+            shared = sum(s.loaded_bytes for s in self._segments.values() if ids & set(s.holders))
+            private = sum(self.private(i) for i in ids)
+            self._used[device_id] = await asyncio.to_thread(device.used_bytes, private, shared)
+        self._changed()
+
+    async def measure(self, instance: Instance) -> None:
+        if instance.pid is None:
+            return
+        total = 0
+        for device_id in instance.command.device_ids:
+            device = self._devices.get(device_id)
+            if device is not None:
+                total += (await asyncio.to_thread(device.private_bytes, (instance.pid,))).get(instance.pid, 0)
+        if total:
+            self._private[instance.instance_id] = total
+
+    async def prove_gone(self, instance: Instance) -> int:
+        """Wait until no device knows memory of the instance's process any more; returns the bytes it had held.
+
+        Raises `TimeoutError` if that does not come about (the kernel is still tearing it down, or a driver holds on to it).
+        """
+        before = self.private(instance.instance_id)
+        deadline = time.monotonic() + _GONE_WITHIN_S
+        while instance.pid is not None:
+            # The pidfd has told its end: a zombie has no memory, and a process that has its pid by now is not it.
+            left = await asyncio.to_thread(self._left, instance)
+            if not left:
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"pid {instance.pid} is gone, but {left} bytes are still booked to it")
+            await asyncio.sleep(_GONE_POLL_S)
+        self._private.pop(instance.instance_id, None)
+        return before
+
+    def forget(self, instance_id: str) -> None:
+        self._private.pop(instance_id, None)
+
+    def oom_window(self) -> tuple[int | None, int | None]:
+        """The kernel's OOM counter some seconds ago and now."""
+        return self._oom_kills[0], oom_kills()
+
+    def _left(self, instance: Instance) -> int:
+        assert instance.pid is not None
+        if process_start(instance.pid) not in (None, instance.process_start):
+            return 0
+        devices = (self._devices[d] for d in instance.command.device_ids if d in self._devices)
+        return sum(d.private_bytes((instance.pid,)).get(instance.pid, 0) for d in devices)

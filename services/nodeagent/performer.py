@@ -1,0 +1,206 @@
+"""Carries out what the domain decides: the one port through which effects leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from services.nodeagent.domain import events as e
+from services.nodeagent.domain.state import NodeState
+from services.nodeagent.engines.exits import explain_exit, prune_logs
+from services.nodeagent.engines.launcher import Launcher
+from services.nodeagent.engines.process import Processes
+from services.nodeagent.meter import Meter
+from services.nodeagent.publisher import Publisher
+from services.nodeagent.records import Records
+from services.nodeagent.timelines import Timelines
+from shared.contracts import subjects
+from shared.contracts.base import Done, ErrorBody
+from shared.contracts.engine import DrainEngine, EngineReport, EngineStart, PingEngine
+from shared.contracts.loader import ReleaseWeights, WeightsReleased
+from shared.errors import ThawError, from_body
+from shared.messaging import Mesh
+
+log = logging.getLogger(__name__)
+_EXIT_STATUS_WITHIN_S = 0.25
+_KEPT_LOGS = 64
+
+
+class Performer:
+    def __init__(
+        self,
+        mesh: Mesh,
+        node: str,
+        launcher: Launcher,
+        records: Records,
+        timelines: Timelines,
+        meter: Meter,
+        publisher: Publisher,
+        logs: Path,
+        environment: dict[str, str],
+        post: Callable[[e.Event], None],
+        state: Callable[[], NodeState],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._mesh = mesh
+        self._node = node
+        self._launcher = launcher
+        self._records = records
+        self._timelines = timelines
+        self._meter = meter
+        self._publisher = publisher
+        self._logs = logs
+        self._environment = environment
+        self._post = post
+        self._state = state
+        self._tasks = tasks
+        self._running: set[asyncio.Task[None]] = set()
+        self._replies: dict[int, asyncio.Future[Done]] = {}
+        self.processes = Processes(self._exited)
+
+    def expect_reply(self) -> tuple[int, asyncio.Future[Done]]:
+        """A number for a command's reply, and the future that the reply resolves."""
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        number = id(future)
+        self._replies[number] = future
+        future.add_done_callback(lambda _: self._replies.pop(number, None))
+        return number, future
+
+    def perform(self, effect: e.Effect) -> None:
+        match effect:
+            case e.Persist():
+                instance = self._state().instances[effect.instance_id]
+                self._records.save(instance, self._timelines.spans(instance, origin=0.0))
+            case e.PersistEpoch():
+                self._records.save_epoch(effect.epoch)
+            case e.Reply():
+                self._reply(effect.reply, effect.error)
+            case e.Publish():
+                self._publisher.changed(urgent=effect.urgent)
+            case e.Signal():
+                self.processes.send(effect.instance_id, effect.signal)
+            case e.Fork():
+                self._spawn("fork", effect.instance_id, self._fork(effect.instance_id))
+            case e.Ping():
+                self._spawn("ping", effect.instance_id, self._ping(effect.instance_id))
+            case e.AskDrain():
+                self._spawn("drain", effect.instance_id, self._drain(effect))
+            case e.Measure():
+                self._spawn("measure", effect.instance_id, self._meter.measure(self._state().instances[effect.instance_id]))
+            case e.ProveMemory():
+                self._spawn("prove", effect.instance_id, self._prove(effect.instance_id))
+            case e.Release():
+                self._spawn("release", effect.instance_id, self._release(effect.instance_id))
+            case e.Forget():
+                self._forget(effect.instance_id)
+
+    def cancel(self) -> None:
+        """Give up what is under way; engines are left as they are."""
+        for task in self._running:
+            task.cancel()
+        self.processes.close()
+
+    def log_path(self, instance_id: str) -> Path:
+        return self._logs / f"{instance_id}.engine.log"
+
+    def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.create_task(work, name=f"{what} {instance_id}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def _reply(self, number: int, error: ErrorBody | None) -> None:
+        future = self._replies.get(number)
+        if future is None or future.done():  # the asker's deadline is over
+            return
+        if error is None:
+            future.set_result(Done())
+        else:
+            future.set_exception(from_body(error))
+
+    async def _fork(self, instance_id: str) -> None:
+        command = self._state().instances[instance_id].command
+        self._timelines.of(instance_id).forking(self._launcher.name)
+        start = EngineStart(
+            instance_id=instance_id,
+            node=self._node,
+            card=command.card,
+            device=command.device_ids[0],
+            kv_bytes=command.kv_bytes,
+            traceparent=command.traceparent,
+            log_path=str(self.log_path(instance_id)),
+            environment=self._environment,
+        )
+        try:
+            pid = await self._launcher.launch(start)
+        except ThawError as error:
+            log.error("an engine could not be started", extra={"instance": instance_id, "error": error.message})
+            self._post(e.ForkFailed(instance_id, error.body()))
+            return
+        started = self.processes.watch(instance_id, pid)
+        log.info("engine started", extra={"instance": instance_id, "pid": pid, "model": command.card.name})
+        self._post(e.EngineForked(instance_id, pid, started or 0))
+        if started is None:
+            self._exited(instance_id, pid)
+
+    def _exited(self, instance_id: str, pid: int) -> None:
+        self._spawn("exit", instance_id, self._explain(instance_id, pid))
+
+    async def _explain(self, instance_id: str, pid: int) -> None:
+        status = await self._launcher.exit_status(pid, _EXIT_STATUS_WITHIN_S)
+        error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
+        log.info("engine ended", extra={"instance": instance_id, "pid": pid, "status": status})
+        self._post(e.EngineExited(instance_id, pid, status, error))
+
+    async def _ping(self, instance_id: str) -> None:
+        try:
+            report = await self._mesh.request(subjects.engine_control(instance_id), PingEngine(deadline_ms=2_000), EngineReport)
+        except ThawError as error:
+            log.debug("an engine does not answer yet", extra={"instance": instance_id, "error": error.message})
+            return
+        self.heard(report)
+
+    def heard(self, report: EngineReport) -> None:
+        """An engine has told about itself."""
+        instance = self._state().instances.get(report.instance_id)
+        if instance is not None and instance.state.starting:
+            self._timelines.of(report.instance_id).reported(report, instance.command.traceparent)
+        self._post(e.EngineReported(report))
+
+    async def _drain(self, effect: e.AskDrain) -> None:
+        error: ErrorBody | None = None
+        request = DrainEngine(only_if_idle=effect.only_if_idle, reason=effect.reason, deadline_ms=3_000)
+        try:
+            await self._mesh.request(subjects.engine_control(effect.instance_id), request, Done)
+        except ThawError as refused:
+            error = refused.body()
+        self._post(e.DrainAnswered(effect.instance_id, effect.only_if_idle, error))
+
+    async def _prove(self, instance_id: str) -> None:
+        instance = self._state().instances[instance_id]
+        while True:
+            try:
+                freed = await self._meter.prove_gone(instance)
+            except TimeoutError as late:
+                log.error("memory of an ended engine is not free yet", extra={"instance": instance_id, "error": str(late)})
+                continue
+            self._post(e.MemoryProved(instance_id, freed))
+            return
+
+    async def _release(self, instance_id: str) -> None:
+        request = ReleaseWeights(instance_id=instance_id, deadline_ms=5_000)
+        try:
+            released = await self._mesh.request(subjects.loader_command(self._node), request, WeightsReleased)
+        except ThawError as error:
+            log.warning("weights not released yet; trying again", extra={"instance": instance_id, "error": error.message})
+            self._post(e.ReleaseFailed(instance_id, error.body()))
+            return
+        self._post(e.WeightsReleased(instance_id, released.freed_bytes))
+
+    def _forget(self, instance_id: str) -> None:
+        self._records.forget(instance_id)
+        self._timelines.forget(instance_id)
+        self._meter.forget(instance_id)
+        prune_logs(self._logs, _KEPT_LOGS, frozenset(self._state().instances))

@@ -1,0 +1,86 @@
+"""What an agent writes down so that the next one finds its engines again: one file per instance, and the newest epoch seen."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from services.nodeagent.domain.state import Instance
+from shared.contracts.base import Frozen
+from shared.contracts.phases import PhaseSpan
+
+log = logging.getLogger(__name__)
+
+
+class Record(Frozen):
+    """`machine_boot`: the kernel's boot id; monotonic times and pids mean nothing after another boot. `phases`: of the start, their
+    times on the machine's monotonic clock."""
+
+    version: int = 1
+    machine_boot: str
+    instance: Instance
+    phases: tuple[PhaseSpan, ...] = ()
+
+
+class Records:
+    """Files under `<node_state>/agent`, each replaced atomically. A fault of the disk is logged: serving goes on, re-adoption may not."""
+
+    def __init__(self, agent_directory: Path) -> None:
+        self._directory = agent_directory / "instances"
+        self._epoch = agent_directory / "epoch"
+        self._boot = machine_boot()
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def save(self, instance: Instance, phases: tuple[PhaseSpan, ...]) -> None:
+        record = Record(machine_boot=self._boot, instance=instance, phases=phases)
+        _replace(self._directory / f"{instance.instance_id}.json", record.model_dump_json())
+
+    def forget(self, instance_id: str) -> None:
+        (self._directory / f"{instance_id}.json").unlink(missing_ok=True)
+
+    def load(self) -> Iterator[Record]:
+        """Every readable record of this boot of the machine; others are removed."""
+        for path in sorted(self._directory.glob("*.json")):
+            try:
+                record = Record.model_validate_json(path.read_bytes())
+            except (OSError, ValidationError) as e:
+                log.error("an instance record cannot be read; set aside", extra={"path": str(path), "error": str(e)})
+                with contextlib.suppress(OSError):
+                    path.rename(path.with_suffix(".unreadable"))
+                continue
+            if record.machine_boot != self._boot:
+                path.unlink(missing_ok=True)
+                continue
+            yield record
+
+    def save_epoch(self, epoch: int) -> None:
+        _replace(self._epoch, str(epoch))
+
+    def epoch(self) -> int:
+        try:
+            return int(self._epoch.read_text())
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as e:
+            log.error("the newest epoch cannot be read; starting from 0", extra={"path": str(self._epoch), "error": str(e)})
+            return 0
+
+
+def machine_boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".new")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError as e:
+        log.error("a record could not be written", extra={"path": str(path), "error": str(e)})

@@ -1,0 +1,47 @@
+"""What a nodeagent can be told."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import Field, field_validator
+
+from services.nodeagent.devices.parse import labels, parse_bytes, parse_devices
+from shared.settings import NodeSettings
+
+
+class NodeagentSettings(NodeSettings):
+    devices: str = Field(
+        default="auto",
+        description="Devices and their budgets, e.g. 'cpu:0=1500MiB' or 'cuda:0=90%,cuda:1'; auto: cpu:0 and every CUDA device.",
+    )
+    cpu_share: float = Field(default=0.7, gt=0, le=1, description="Share of the available host memory that cpu:0 gets by default.")
+    cpu_reserve: str = Field(default="512MiB", description="Host memory left alone before that share is taken.")
+    cuda_share: float = Field(default=0.9, gt=0, le=1, description="Share of a CUDA device's memory that is its budget by default.")
+    labels: str = Field(default="", description="Labels of this node, e.g. 'zone=a,rack=12'.")
+    zygote: bool = Field(default=True, description="Fork engines from a process that has their imports done; off: start each anew.")
+    engine_module: str = Field(default="services.engine", description="Module run for each engine where zygote is off.")
+    engine_threads: int = Field(
+        default_factory=lambda: os.cpu_count() or 1, ge=1, description="Compute threads of an engine on cpu; all cores by default."
+    )
+    stop_timeout: float = Field(default=10.0, ge=0, description="Seconds running requests get when the nodeagent is stopped.")
+    adopt_timeout: float = Field(default=10.0, gt=0, description="Seconds an engine has to answer a restarted nodeagent.")
+    kill_grace: float = Field(default=5.0, gt=0, description="Seconds from SIGTERM to SIGKILL.")
+
+    @field_validator("devices")
+    @classmethod
+    def _devices(cls, value: str) -> str:
+        parse_devices(value)
+        return value
+
+    @field_validator("cpu_reserve")
+    @classmethod
+    def _reserve(cls, value: str) -> str:
+        parse_bytes(value)
+        return value
+
+    @field_validator("labels")
+    @classmethod
+    def _labels(cls, value: str) -> str:
+        labels(value)
+        return value

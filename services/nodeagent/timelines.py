@@ -1,0 +1,69 @@
+"""The phases of each instance's start, on the machine's monotonic clock: what the scheduler sent, what we do, what the engine tells."""
+
+from __future__ import annotations
+
+import time
+
+from services.nodeagent.domain.state import Instance
+from shared.contracts.engine import EngineReport
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.telemetry.timeline import Timeline
+from shared.telemetry.tracing import context_of, record_phases
+
+_OURS = (Phase.RESERVE, Phase.CONTAINER)
+
+
+class StartTimeline:
+    """`reserve` lasts from the command's receipt to the fork, `container` from there to the engine's first report."""
+
+    def __init__(self, process: str) -> None:
+        self._agent = Timeline(process)
+        self._engine = Timeline("")
+        self._heard = False
+        self._complete = False
+
+    def received(self, phases: tuple[PhaseSpan, ...], at: float) -> None:
+        """The command came `at` (monotonic seconds), carrying the phases before it."""
+        self._agent.absorb(phases, at)
+        self._agent.begin(Phase.RESERVE)
+
+    def forking(self, launcher: str) -> None:
+        self._agent.end(Phase.RESERVE)
+        self._agent.begin(Phase.CONTAINER, launcher=launcher)
+
+    def reported(self, report: EngineReport, traceparent: str | None) -> None:
+        """An engine tells all its phases so far each time; those of its first `ready` are final."""
+        if not self._heard:
+            self._heard = True
+            self._agent.end(Phase.CONTAINER)
+            record_phases((s for s in self._agent.spans() if s.phase in _OURS), context_of(traceparent))
+        if report.phases and not self._complete:
+            self._engine = Timeline("")
+            self._engine.absorb(report.phases)
+            self._complete = report.state == "ready"
+
+    def spans(self, origin: float | None = None) -> tuple[PhaseSpan, ...]:
+        """All phases, relative to `origin` (default: now)."""
+        base = time.monotonic() if origin is None else origin
+        return tuple(sorted(self._agent.spans(base) + self._engine.spans(base), key=lambda s: s.start_ms))
+
+    def restore(self, phases: tuple[PhaseSpan, ...]) -> None:
+        """Take over `spans(origin=0)` of an earlier agent."""
+        self._agent.absorb(phases, 0.0)
+        self._heard = self._complete = True
+
+
+class Timelines:
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._starts: dict[str, StartTimeline] = {}
+
+    def of(self, instance_id: str) -> StartTimeline:
+        return self._starts.setdefault(instance_id, StartTimeline(self._process))
+
+    def spans(self, instance: Instance, origin: float | None = None) -> tuple[PhaseSpan, ...]:
+        found = self._starts.get(instance.instance_id)
+        return found.spans(origin) if found is not None else ()
+
+    def forget(self, instance_id: str) -> None:
+        self._starts.pop(instance_id, None)

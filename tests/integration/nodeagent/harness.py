@@ -1,0 +1,214 @@
+"""A real nodeagent process with stub engines, on a real NATS, and a loader that answers as told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import SecretStr
+
+from shared.contracts import subjects
+from shared.contracts.base import Done, Message
+from shared.contracts.loader import LOADER_COMMAND, AttachWeights, LoaderCommand, ReleaseWeights, WeightsAttached, WeightsReleased
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StartInstance, StopInstance
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.messaging import Mesh
+from shared.messaging.mesh import Responder
+from shared.settings import CommonSettings
+
+MIB = 1024 * 1024
+WITHIN_S = 20.0
+_EPOCH = 1 << 32
+
+
+def card(stub: dict[str, Any] | None = None, *, name: str = "demo", init_timeout: float = 60.0) -> ModelCard:
+    return ModelCard(
+        spec=ModelSpec(name=name, source="/nowhere", init_timeout=init_timeout, engine_args={"stub": stub or {}}),
+        info=ModelInfo(
+            source="/nowhere",
+            revision="r1",
+            architecture="LlamaForCausalLM",
+            model_type="llama",
+            task="generate",
+            weights_bytes=10 * MIB,
+            parameters=1000,
+            dtype="float32",
+            context_length=128,
+            kv_bytes_per_token=64,
+        ),
+        created=0,
+    )
+
+
+class Node:
+    """A nodeagent, restartable, and everything it has ever said (`statuses`)."""
+
+    def __init__(self, url: str, home: Path, mesh: Mesh, **settings: str) -> None:
+        self.name = f"n{uuid.uuid4().hex[:8]}"
+        self.home = home
+        self.mesh = mesh
+        self.released: list[str] = []
+        self.freed_bytes = 3 * MIB
+        self.statuses: list[NodeStatus] = []
+        self._heard = asyncio.Condition()
+        self._tokens = itertools.count(1)
+        self._loader: Responder | None = None
+        self.environment = {
+            **os.environ,
+            "THAW_NATS_URL": url,
+            "THAW_HOME": str(home),
+            "THAW_NODE": self.name,
+            "THAW_DEVICES": "cpu:0=1000MiB",
+            "THAW_ZYGOTE": "false",
+            "THAW_ENGINE_MODULE": "tests.support.stub_engine",
+            "THAW_KILL_GRACE": "0.5",
+            "THAW_LOG_FORMAT": "text",
+            **settings,
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def open(self) -> None:
+        await self.mesh.listen(subjects.node_status(self.name), NodeStatus, self._on_status).start()
+        await self.loader_on()
+        await self.start_agent()
+
+    async def start_agent(self) -> None:
+        said = len(self.statuses)
+        with (self.home / "nodeagent.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.nodeagent"], env=self.environment, stdout=log, stderr=log
+            )
+        await self.until(lambda _: len(self.statuses) > said)
+
+    async def loader_on(self) -> None:
+        self._loader = self.mesh.respond(subjects.loader_command(self.name), LOADER_COMMAND, self._on_loader, concurrent=True)
+        await self._loader.start()
+        await self.mesh.nc.flush()
+
+    async def loader_off(self) -> None:
+        assert self._loader is not None
+        await self._loader.stop()
+        await self.mesh.nc.flush()
+
+    async def _on_loader(self, command: LoaderCommand) -> Message:
+        match command:
+            case ReleaseWeights():
+                self.released.append(command.instance_id)
+                return WeightsReleased(freed_bytes=self.freed_bytes)
+            case AttachWeights():
+                return WeightsAttached(weights_id="w", segment="s", directory="/", total_bytes=1, loaded_bytes=1)
+            case _:
+                return Done()
+
+    async def _on_status(self, status: NodeStatus) -> None:
+        async with self._heard:
+            self.statuses.append(status)
+            self._heard.notify_all()
+
+    @property
+    def latest(self) -> NodeStatus:
+        return self.statuses[-1]
+
+    async def until(self, wanted: Callable[[NodeStatus], bool], within: float = WITHIN_S) -> NodeStatus:
+        """The first status from now on (the latest included) that is as wanted."""
+        try:
+            async with asyncio.timeout(within), self._heard:
+                await self._heard.wait_for(lambda: bool(self.statuses) and wanted(self.latest))
+                return self.latest
+        except TimeoutError:
+            log = (self.home / "nodeagent.log").read_text()[-4000:]
+            latest = self.latest.model_dump_json(indent=1) if self.statuses else "no status"
+            raise AssertionError(f"not within {within} s; latest status:\n{latest}\nlog:\n{log}") from None
+
+    async def reaches(self, instance_id: str, *states: InstanceState, within: float = WITHIN_S) -> InstanceStatus:
+        await self.until(lambda s: any(i.instance_id == instance_id and i.state in states for i in s.instances), within)
+        return self.instance(instance_id)
+
+    def instance(self, instance_id: str) -> InstanceStatus:
+        return next(i for i in self.latest.instances if i.instance_id == instance_id)
+
+    async def seen(self, wanted: Callable[[NodeStatus], bool]) -> None:
+        """Wait until any status so far, or to come, is as wanted."""
+        async with asyncio.timeout(WITHIN_S), self._heard:
+            await self._heard.wait_for(lambda: any(wanted(s) for s in self.statuses))
+
+    async def start(
+        self,
+        stub: dict[str, Any] | None = None,
+        *,
+        mib: int = 100,
+        token: int | None = None,
+        instance_id: str | None = None,
+        **more: Any,
+    ) -> str:
+        command = StartInstance(
+            token=token if token is not None else _EPOCH + next(self._tokens),
+            plan_id="p1",
+            instance_id=instance_id or f"i{uuid.uuid4().hex[:8]}",
+            card=card(stub, **more),
+            device_ids=("cpu:0",),
+            reserve_bytes=mib * MIB,
+            kv_bytes=MIB,
+            phases=(PhaseSpan(phase=Phase.SCHEDULE, start_ms=-5, duration_ms=5, process="scheduler"),),
+        )
+        await self.mesh.request(subjects.node_command(self.name), command, Done)
+        return command.instance_id
+
+    async def stop(self, instance_id: str, *, token: int | None = None, **more: Any) -> None:
+        command = StopInstance(token=token if token is not None else _EPOCH + next(self._tokens), instance_id=instance_id, **more)
+        await self.mesh.request(subjects.node_command(self.name), command, Done)
+
+    @property
+    def records(self) -> list[str]:
+        return sorted(p.stem for p in (self.home / "nodes" / self.name / "agent" / "instances").glob("*.json"))
+
+    def edit_record(self, instance_id: str, **changes: Any) -> None:
+        path = self.home / "nodes" / self.name / "agent" / "instances" / f"{instance_id}.json"
+        record = json.loads(path.read_text())
+        record["instance"].update(changes)
+        path.write_text(json.dumps(record))
+
+    def kill_agent(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop_agent(self, within: float = WITHIN_S) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(within)
+
+    def close(self) -> None:
+        """End whatever is left of this node's processes."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill_agent()
+        for pid in {p for s in self.statuses for i in s.instances for p in i.pids}:
+            with contextlib.suppress(psutil.Error):
+                found = psutil.Process(pid)
+                if found.environ().get("THAW_NODE") == self.name:
+                    found.kill()
+
+
+@contextlib.asynccontextmanager
+async def running_node(url: str, home: Path, **settings: str) -> AsyncIterator[Node]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(url)), "test")
+    node = Node(url, home, mesh, **settings)
+    await mesh.start()
+    try:
+        await node.open()
+        yield node
+    finally:
+        node.close()
+        await mesh.stop()

@@ -1,0 +1,231 @@
+"""A real nodeagent and real engine processes: from the command to ready, and from a stop to memory proved free."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.inference import InferRequest
+from shared.contracts.node import InstanceState, StatusWanted
+from shared.contracts.phases import Phase
+from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
+from tests.integration.nodeagent.harness import MIB, Node
+
+READY, DRAINING, STOPPED, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.STOPPED, InstanceState.FAILED
+
+
+async def begin_request(node: Node, instance_id: str, **body: object) -> None:
+    """Send a request and wait until the engine serves it."""
+    request = InferRequest(
+        request_id="r1", instance_id=instance_id, model="demo", endpoint="chat", body=dict(body), deadline_ms=60_000
+    )
+    await node.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=f"t.{instance_id}")
+    if not body:
+        await node.until(lambda s: any(i.instance_id == instance_id and i.load.active for i in s.instances))
+
+
+async def test_a_start_becomes_ready_with_all_its_phases(node: Node) -> None:
+    instance_id = await node.start({"ready_after": 0.2})
+    status = await node.reaches(instance_id, READY)
+    assert [s.phase for s in status.phases] == [Phase.SCHEDULE, Phase.RESERVE, Phase.CONTAINER, Phase.LIBRARIES, Phase.INIT]
+    assert all(s.end_ms <= 50 for s in status.phases)
+    assert psutil.pid_exists(status.pids[0])
+    assert status.memory.reserved == 100 * MIB
+    assert node.latest.devices[0].reserved_bytes == 100 * MIB
+    measured = await node.until(lambda s: s.instances[0].memory.private > MIB)
+    assert (await node.until(lambda s: s.devices[0].used_bytes > MIB)).devices[0].used_bytes >= measured.instances[
+        0
+    ].memory.private // 2
+
+
+async def test_a_stop_proves_the_memory_free(node: Node) -> None:
+    instance_id = await node.start()
+    pid = (await node.reaches(instance_id, READY)).pids[0]
+    await node.stop(instance_id)
+    status = await node.reaches(instance_id, STOPPED)
+    assert not psutil.pid_exists(pid)
+    assert node.released == [instance_id]
+    assert status.freed_bytes is not None
+    assert status.freed_bytes > node.freed_bytes
+    assert status.error is None
+    assert node.latest.devices[0].reserved_bytes == 0
+
+
+async def test_a_busy_instance_stays_if_it_may_only_leave_idle(node: Node) -> None:
+    instance_id = await node.start({"tokens": 200, "pace": 0.05})
+    await node.reaches(instance_id, READY)
+    await begin_request(node, instance_id)
+    with pytest.raises(InstanceBusy):
+        await node.stop(instance_id, only_if_idle=True)
+    assert node.instance(instance_id).state is READY
+
+
+async def test_an_idle_instance_leaves_if_asked_so(node: Node) -> None:
+    instance_id = await node.start()
+    await node.reaches(instance_id, READY)
+    await node.stop(instance_id, only_if_idle=True)
+    await node.reaches(instance_id, STOPPED)
+
+
+async def test_a_drain_lets_running_requests_finish(node: Node) -> None:
+    instance_id = await node.start({"tokens": 10, "pace": 0.05})
+    await node.reaches(instance_id, READY)
+    finished = asyncio.Event()
+
+    async def heard(message: object) -> None:
+        if b'"kind":"finished"' in getattr(message, "data", b""):
+            finished.set()
+
+    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=heard)
+    await begin_request(node, instance_id)
+    await node.stop(instance_id)
+    assert node.instance(instance_id).state in (READY, DRAINING)
+    await node.reaches(instance_id, STOPPED)
+    assert finished.is_set()
+
+
+@pytest.mark.parametrize("stub", [{}, {"ignore_term": True}, {"ignore_term": True, "ignore_drain": True}], ids=str)
+async def test_a_drain_that_takes_too_long_is_ended(node: Node, stub: dict[str, bool]) -> None:
+    instance_id = await node.start({"tokens": 10_000, "pace": 0.05, **stub})
+    pid = (await node.reaches(instance_id, READY)).pids[0]
+    await begin_request(node, instance_id)
+    await node.stop(instance_id, drain_timeout_ms=200)
+    await node.reaches(instance_id, STOPPED)
+    assert not psutil.pid_exists(pid)
+
+
+async def test_a_loading_engine_is_stopped_straight_away(node: Node) -> None:
+    instance_id = await node.start({"never_ready": True, "ignore_term": True})
+    await node.reaches(instance_id, InstanceState.LOADING)
+    await node.stop(instance_id)
+    await node.reaches(instance_id, STOPPED)
+
+
+async def test_a_stop_right_after_the_start_leaves_nothing(node: Node) -> None:
+    instance_id = await node.start({"never_ready": True})
+    await node.stop(instance_id)
+    await node.reaches(instance_id, STOPPED)
+    assert node.latest.devices[0].reserved_bytes == 0
+
+
+async def test_an_engine_that_reports_failure_keeps_its_own_error(node: Node) -> None:
+    instance_id = await node.start({"fail": {"code": "checkpoint_invalid", "message": "truncated", "status": 422}})
+    await node.reaches(instance_id, FAILED)
+    status = (await node.until(lambda s: s.devices[0].reserved_bytes == 0)).instances[0]
+    assert status.error is not None
+    assert (status.error.code, status.error.message) == ("checkpoint_invalid", "truncated")
+    assert node.released == [instance_id]
+
+
+async def test_a_crash_while_loading_names_status_and_log(node: Node) -> None:
+    instance_id = await node.start({"exit": 7})
+    status = await node.reaches(instance_id, FAILED)
+    assert status.error is not None
+    assert status.error.code == "engine_failed"
+    assert "exit status 7" in status.error.message
+    assert "told to exit" in status.error.message
+
+
+async def test_a_crash_while_ready_is_noticed_at_once(node: Node) -> None:
+    instance_id = await node.start()
+    await node.reaches(instance_id, READY)
+    await begin_request(node, instance_id, signal=9)
+    status = await node.reaches(instance_id, FAILED)
+    assert status.error is not None
+    assert "signal 9 (SIGKILL)" in status.error.message
+    assert (await node.until(lambda s: s.devices[0].reserved_bytes == 0)).instances[0].freed_bytes is not None
+
+
+async def test_two_starts_that_do_not_fit_together_never_both_start(node: Node) -> None:
+    first = await node.start(mib=600)
+    with pytest.raises(InsufficientMemory, match="do not fit cpu:0 now") as later:
+        await node.start(mib=600)
+    assert later.value.should_retry
+    with pytest.raises(InsufficientMemory, match="can never fit") as never:
+        await node.start(mib=2000)
+    assert never.value.should_retry is False
+    await node.reaches(first, READY)
+    await node.stop(first)
+    await node.reaches(first, STOPPED)
+    second = await node.start(mib=600)
+    await node.reaches(second, READY)
+
+
+async def test_a_repeated_start_is_harmless(node: Node) -> None:
+    instance_id = await node.start(instance_id="twice", token=(1 << 32) + 5)
+    await node.start(instance_id="twice", token=(1 << 32) + 5)
+    await node.reaches(instance_id, READY)
+    await node.start(instance_id="twice", token=(1 << 32) + 5)
+    assert len(node.latest.instances) == 1
+
+
+async def test_stale_tokens_are_refused_and_remembered(node: Node) -> None:
+    instance_id = await node.start(token=(7 << 32) + 5)
+    await node.reaches(instance_id, READY)
+    with pytest.raises(StaleToken):
+        await node.stop(instance_id, token=(7 << 32) + 4)
+    with pytest.raises(StaleToken):
+        await node.start(token=(6 << 32) + 9)
+    node.kill_agent()
+    await node.start_agent()
+    with pytest.raises(StaleToken):
+        await node.start(token=(6 << 32) + 9)
+
+
+async def test_an_unknown_instance_is_stopped_already(node: Node) -> None:
+    await node.stop("never-heard-of")
+
+
+async def test_a_start_without_progress_fails_and_progress_keeps_it_alive(node: Node) -> None:
+    slow = await node.start({"ready_after": 2.0, "progress_every": 0.2}, init_timeout=1.0)
+    stuck = await node.start({"never_ready": True}, init_timeout=1.0)
+    status = await node.reaches(stuck, FAILED)
+    assert status.error is not None
+    assert "no progress for 1 s" in status.error.message
+    await node.reaches(slow, READY)
+
+
+async def test_weights_that_cannot_be_released_stay_booked_until_they_can(node: Node) -> None:
+    instance_id = await node.start()
+    pid = (await node.reaches(instance_id, READY)).pids[0]
+    await node.loader_off()
+    await node.stop(instance_id)
+    await node.until(lambda s: not s.instances[0].pids)
+    assert not psutil.pid_exists(pid)
+    assert node.instance(instance_id).state is DRAINING
+    assert node.latest.devices[0].reserved_bytes == 100 * MIB
+    await node.loader_on()
+    await node.reaches(instance_id, STOPPED)
+    assert node.latest.devices[0].reserved_bytes == 0
+
+
+async def test_status_comes_when_asked_and_by_itself(node: Node) -> None:
+    said = len(node.statuses)
+    await node.mesh.publish(subjects.STATUS_WANTED, StatusWanted())
+    await node.until(lambda _: len(node.statuses) > said + 1)
+    assert node.statuses[-1].seq > node.statuses[-2].seq
+
+
+async def test_a_clean_end_stops_the_engines_and_leaves_nothing(node: Node) -> None:
+    instance_id = await node.start()
+    pid = (await node.reaches(instance_id, READY)).pids[0]
+    assert await asyncio.to_thread(node.stop_agent) == 0
+    assert not psutil.pid_exists(pid)
+    assert node.records == []
+    await node.seen(lambda s: s.stopping and bool(s.instances))
+    assert node.released == [instance_id]
+
+
+async def test_an_engine_nobody_owns_is_asked_to_leave(node: Node, tmp_path: Path) -> None:
+    instance_id = await node.start()
+    pid = (await node.reaches(instance_id, READY)).pids[0]
+    node.kill_agent()
+    (tmp_path / "nodes" / node.name / "agent" / "instances" / f"{instance_id}.json").unlink()
+    await node.start_agent()
+    async with asyncio.timeout(10):
+        while psutil.pid_exists(pid):
+            await asyncio.sleep(0.05)

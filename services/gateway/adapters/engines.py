@@ -1,0 +1,99 @@
+"""Requests to engines and their streams back: one reply subscription for the whole gateway, raw NATS both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from services.gateway.exchange import Exchange
+from shared.contracts import subjects
+from shared.contracts.base import CONTRACT_VERSION
+from shared.contracts.inference import CancelInfer
+from shared.messaging import Mesh
+
+log = logging.getLogger(__name__)
+_NO_RESPONDERS = "503"
+_PENDING_MSGS = 1_000_000
+_PENDING_BYTES = 512 * 1024 * 1024
+ENVELOPE_BYTES = 2048
+"""More than `InferRequest` needs around its body, headers included."""
+
+
+class Engines:
+    """Sends in the order asked, from one task, so that a cancellation never overtakes its request."""
+
+    def __init__(self, mesh: Mesh, gateway: str) -> None:
+        self._mesh = mesh
+        self._gateway = gateway
+        self._open: dict[str, Exchange] = {}
+        self._outbox: asyncio.Queue[tuple[Exchange | None, str, bytes, str, dict[str, str] | None]] = asyncio.Queue()
+        self._prefix = len(subjects.reply(gateway, ""))
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        self._subscription = await self._mesh.nc.subscribe(
+            subjects.replies(self._gateway),
+            cb=self._on_message,
+            pending_msgs_limit=_PENDING_MSGS,
+            pending_bytes_limit=_PENDING_BYTES,
+        )
+
+    async def run(self) -> None:
+        """Publish what is asked until cancelled."""
+        while True:
+            exchange, subject, payload, reply, headers = await self._outbox.get()
+            try:
+                await self._mesh.nc.publish(subject, payload, reply=reply, headers=headers)
+            except NatsError as e:
+                log.warning("could not publish", extra={"subject": subject, "error": repr(e)})
+                if exchange is not None:
+                    exchange.on_no_responders()
+
+    def send(self, exchange: Exchange) -> None:
+        """Publish the request to the instance its ticket names; what comes back goes to `exchange`."""
+        ticket = exchange.ticket
+        instance = ticket.instance_id or ""
+        self.forget(exchange)
+        exchange.reply_token = ticket.attempt_id
+        self._open[exchange.reply_token] = exchange
+        exchange.sent(time.monotonic())
+        envelope = {
+            "v": CONTRACT_VERSION,
+            "kind": "infer",
+            "deadline_ms": max(1, int(ticket.response_timeout * 1e3)),
+            "request_id": ticket.attempt_id,
+            "instance_id": instance,
+            "model": ticket.model,
+            "endpoint": exchange.endpoint,
+        }
+        # The body goes on as it came: it is validated JSON, and making it anew costs more than all the rest of this.
+        payload = b'%b,"body":%b}' % (json.dumps(envelope).encode()[:-1], exchange.body)
+        headers = {"traceparent": ticket.traceparent} if ticket.traceparent else None
+        self._outbox.put_nowait(
+            (exchange, subjects.infer(instance), payload, subjects.reply(self._gateway, ticket.attempt_id), headers)
+        )
+
+    def cancel(self, exchange: Exchange) -> None:
+        ticket = exchange.ticket
+        message = CancelInfer(request_id=ticket.attempt_id).model_dump_json().encode()
+        self._outbox.put_nowait((None, subjects.engine_control(ticket.instance_id or ""), message, "", None))
+
+    def forget(self, exchange: Exchange) -> None:
+        """No message of this request's present attempt is wanted any more."""
+        self._open.pop(exchange.reply_token, None)
+
+    async def _on_message(self, message: Msg) -> None:
+        exchange = self._open.get(message.subject[self._prefix :])
+        if exchange is None:
+            return
+        if message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS:
+            self.forget(exchange)
+            exchange.on_no_responders()
+        else:
+            exchange.on_message(message.data)

@@ -1,0 +1,161 @@
+"""Wires the gateway: mesh, loop, HTTP server, and the order in which they end.
+
+Stopping: refuse new connections and say so on /ready, let open requests finish (bounded), end the rest with an error, write the last
+traces, leave the mesh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Generator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from services.gateway.adapters.catalog import CatalogWatcher
+from services.gateway.http.admin import Admin
+from services.gateway.http.edge import Edge
+from services.gateway.http.generate import Generate
+from services.gateway.http.info import Info
+from services.gateway.http.keys import Keys
+from services.gateway.metrics import Metrics
+from services.gateway.recording import Recorder
+from services.gateway.service import Gateway
+from services.gateway.settings import GatewaySettings
+from shared.contracts import subjects
+from shared.contracts.demand import LoadFailed
+from shared.contracts.node import NodeStatus, StatusWanted
+from shared.messaging import Mesh
+
+log = logging.getLogger(__name__)
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that it is they who close."""
+_LAST_WORDS_S = 2.0
+
+
+def http_app(gateway: Gateway) -> ASGIApp:
+    info = Info(gateway)
+    routes = [
+        Route("/v1/chat/completions", Generate(gateway, "chat"), methods=["POST"]),
+        Route("/v1/completions", Generate(gateway, "completion"), methods=["POST"]),
+        Route("/v1/embeddings", Generate(gateway, "embedding"), methods=["POST"]),
+        Route("/v1/models", info.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", info.model, methods=["GET"]),
+        Route("/health", info.health, methods=["GET"]),
+        Route("/ready", info.ready, methods=["GET"]),
+        Route("/metrics", info.metrics, methods=["GET"]),
+        Route("/openapi.json", info.openapi, methods=["GET"]),
+        *Admin(gateway).routes(),
+        Route("/v1/{rest:path}", info.elsewhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+    ]
+    router = Starlette(routes=routes)
+    # Unhandled exceptions are the Edge's: Starlette's own handlers would answer in another shape.
+    app: ASGIApp = Edge(router.router, Keys(gateway.settings))
+    origins = [o.strip() for o in gateway.settings.cors_origins.split(",") if o.strip()]
+    if origins:
+        exposed = ["x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-thaw-ignored"]
+        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+    return app
+
+
+class _Server(uvicorn.Server):
+    """uvicorn inside our loop: signals are the runtime's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _listen(settings: GatewaySettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
+    """Serve until `stop` is set (0) or the mesh is lost (1)."""
+    try:
+        listener = _listen(settings)
+    except OSError as e:
+        where = f"{settings.host}:{settings.port}"
+        sys.stderr.write(f"gateway: cannot listen on {where}: {e.strerror}; choose another with THAW_GATEWAY_PORT\n")
+        return 1
+    mesh, metrics = Mesh(settings, "gateway"), Metrics()
+    gateway = Gateway(mesh, settings, Recorder(mesh, metrics))
+    metrics.observe(gateway.dispatcher)
+    try:
+        mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, gateway.on_status)
+        mesh.listen(subjects.LOAD_FAILED, LoadFailed, gateway.on_load_failed)
+        await mesh.start()
+        return await _serve(gateway, listener, stop)
+    finally:
+        listener.close()
+        await mesh.stop()
+        metrics.close()
+
+
+async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> int:
+    settings = gateway.settings
+    server = _Server(
+        uvicorn.Config(
+            http_app(gateway),
+            http="httptools",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(settings.drain_timeout + _LAST_WORDS_S) + 1,
+            ssl_certfile=settings.tls_certificate,
+            ssl_keyfile=settings.tls_key,
+        )
+    )
+    async with asyncio.TaskGroup() as group:
+        await gateway.run(group)
+        background = [
+            group.create_task(CatalogWatcher(gateway.mesh, gateway).run(), name="catalogue"),
+            group.create_task(gateway.recorder.run(), name="traces"),
+        ]
+        serving = group.create_task(server.serve(sockets=[listener]), name="http")
+        await gateway.mesh.publish(subjects.STATUS_WANTED, StatusWanted())
+        log.info("listening", extra={"host": settings.host, "port": listener.getsockname()[1], "gateway": gateway.id})
+        lost = await _until(stop, gateway.mesh.lost)
+        await _finish(gateway, server, serving)
+        for task in (*background, *gateway.tasks):
+            task.cancel()
+    return 1 if lost else 0
+
+
+async def _until(stop: asyncio.Event, lost: asyncio.Event) -> bool:
+    """Wait for either; whether the mesh was lost."""
+    waits = [asyncio.create_task(e.wait()) for e in (stop, lost)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    return lost.is_set()
+
+
+async def _finish(gateway: Gateway, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    gateway.begin_closing()
+    server.should_exit = True
+    if not gateway.mesh.lost.is_set():
+        await asyncio.wait([serving], timeout=gateway.settings.drain_timeout)
+    gateway.end_all()
+    await asyncio.wait([serving])
+    await gateway.recorder.flush(_LAST_WORDS_S)

@@ -1,0 +1,37 @@
+"""One request as the dispatcher knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Stage(Enum):
+    QUEUED = "queued"
+    SENT = "sent"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Times are seconds on the gateway's monotonic clock. `begun`: output has been taken for the client, so it cannot be repeated."""
+
+    id: str
+    model: str
+    arrived: float
+    queue_deadline: float
+    response_timeout: float
+    traceparent: str | None = None
+    stage: Stage = Stage.QUEUED
+    instance_id: str | None = None
+    node: str = ""
+    sent_at: float = 0.0
+    heard_at: float = 0.0
+    attempts: int = 0
+    lost: int = 0
+    begun: bool = False
+
+    @property
+    def attempt_id(self) -> str:
+        """Names this attempt on the mesh, so that late messages of an earlier one are not taken for its own."""
+        return f"{self.id}-{self.attempts}"

@@ -1,0 +1,190 @@
+"""One request's conversation with an engine: numbered messages in, whatever its sink makes of them out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.ticket import Ticket
+from shared.contracts.base import ErrorBody
+from shared.contracts.inference import EmbeddingsFinished, Endpoint, InferFinished, InferStarted, Usage
+from shared.contracts.models import ModelCard
+from shared.contracts.node import InstanceStatus
+from shared.contracts.phases import PhaseSpan
+from shared.errors import EngineFailed, InstanceDraining, ThawError, Unreachable, from_body
+
+
+class Sink(Protocol):
+    """Makes an answer of an engine's messages. `pending` is how many bytes it holds for a client that has not read them."""
+
+    @property
+    def pending(self) -> int: ...
+    def started(self, message: InferStarted) -> None: ...
+    def chunk(self, choices: list[dict[str, Any]]) -> None: ...
+    def finished(self, message: InferFinished | EmbeddingsFinished) -> None: ...
+
+
+@dataclass(slots=True)
+class Heard:
+    """Phases that a message carried, and when it came."""
+
+    at: float
+    phases: tuple[PhaseSpan, ...]
+
+
+class Exchange:
+    """Everything about one request between its validation and its record. Only the gateway's loop touches it."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        card: ModelCard,
+        endpoint: Endpoint,
+        body: bytes,
+        sink: Sink,
+        dispatcher: Dispatcher,
+        buffer_limit: int,
+    ) -> None:
+        self.ticket = ticket
+        self.card = card
+        self.endpoint = endpoint
+        self.body = body
+        self.sink = sink
+        self.error: ThawError | None = None
+        self.ended = False
+        self.gone = False
+        self.first_at: float | None = None
+        self.ended_at: float | None = None
+        self.usage = Usage(prompt_tokens=0)
+        self.ignored: tuple[str, ...] = ()
+        self.heard: list[Heard] = []
+        self.instance: InstanceStatus | None = None
+        self.cold_ready_at: float | None = None
+        self.reply_token = ""
+        self._dispatcher = dispatcher
+        self._buffer_limit = buffer_limit
+        self._seq = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    # Towards the engine.
+
+    def sent(self, now: float) -> None:
+        """A (new) attempt begins: note the instance, and the start that the request waited for."""
+        self._seq = 0
+        self.heard.clear()
+        route = self._dispatcher.routes.get(self.ticket.instance_id or "")
+        if route is None:
+            return
+        self.instance = route.status
+        self.cold_ready_at = None
+        if route.ready_since is not None and route.ready_since > self.ticket.arrived:
+            self.cold_ready_at = route.ready_since
+            self.heard.append(Heard(route.ready_since, route.start_phases))
+
+    # From the engine.
+
+    def on_message(self, data: bytes) -> None:
+        try:
+            self._take(from_json(data))
+        except (ValueError, KeyError, TypeError, ValidationError) as e:
+            self._break(EngineFailed(f"{self.card.name} sent a message that cannot be understood: {type(e).__name__}"))
+
+    def on_no_responders(self) -> None:
+        where = self.ticket.instance_id
+        self._dispatcher.on_refused(self.ticket, Unreachable(f"nobody answers for instance {where}"), time.monotonic())
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if self.ended:
+            return
+        now = time.monotonic()
+        if message["seq"] != self._seq:
+            self._break(EngineFailed(f"messages of {self.card.name} were lost: number {self._seq} is missing"))
+            return
+        self._seq += 1
+        self._dispatcher.on_heard(self.ticket, now)
+        kind = message["kind"]
+        if kind == "chunk":
+            self._chunk(message, now)
+        elif kind == "started":
+            started = InferStarted.model_validate(message)
+            self.heard.append(Heard(now, started.phases))
+            self.usage = Usage(prompt_tokens=started.prompt_tokens)
+            self.ignored = started.ignored
+            self.sink.started(started)
+        elif kind == "failed":
+            self._failed(from_body(ErrorBody.model_validate(message["error"])), now)
+        else:
+            self._finished(message, now)
+
+    def _chunk(self, message: dict[str, Any], now: float) -> None:
+        if self.first_at is None:
+            self.first_at = now
+            self.ticket.begun = True
+            self.heard.append(Heard(now, _phases(message.get("phases"))))
+        self.sink.chunk(message["choices"])
+        if self.sink.pending > self._buffer_limit:
+            self._break(EngineFailed("the client reads more slowly than the model writes; its buffer is full", should_retry=False))
+        else:
+            self.wake()
+
+    def _finished(self, message: dict[str, Any], now: float) -> None:
+        last = (EmbeddingsFinished if message["kind"] == "embeddings" else InferFinished).model_validate(message)
+        self.usage = last.usage
+        if self.first_at is None:
+            self.first_at = now
+        self.sink.finished(last)
+        self._end(now)
+        self._dispatcher.on_finished(self.ticket, now)
+
+    def _failed(self, error: ThawError, now: float) -> None:
+        if isinstance(error, InstanceDraining):
+            self._dispatcher.on_refused(self.ticket, error, now)
+            return
+        self._dispatcher.on_finished(self.ticket, now)
+        self.fail(error)
+
+    def _break(self, error: ThawError) -> None:
+        if not self.ended:
+            self._dispatcher.on_broken(self.ticket, error, time.monotonic())
+
+    # Towards the client.
+
+    def fail(self, error: ThawError) -> None:
+        if not self.ended:
+            self.error = error
+            self._end(time.monotonic())
+
+    def leave(self) -> None:
+        """The client is gone: leave the queue, or have the engine stop."""
+        if not self.ended:
+            self.gone = True
+            self._dispatcher.on_cancel(self.ticket, time.monotonic())
+            self._end(time.monotonic())
+
+    def _end(self, now: float) -> None:
+        self.ended, self.ended_at = True, now
+        self.wake()
+
+    def wake(self) -> None:
+        """Let whoever writes the answer look again."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def changed(self) -> None:
+        """Wait for `wake`. One waiter at a time; state is to be looked at before and after."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+def _phases(raw: list[Any] | None) -> tuple[PhaseSpan, ...]:
+    return tuple(PhaseSpan.model_validate(p) for p in raw or ())

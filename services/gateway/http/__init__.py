@@ -1,0 +1,1 @@
+"""HTTP as OpenAI clients expect it."""

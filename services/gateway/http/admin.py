@@ -1,0 +1,134 @@
+"""The admin API: each route one request to the scheduler, its typed reply as JSON; and the traces."""
+
+from __future__ import annotations
+
+import json
+
+from nats.js.errors import NotFoundError
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.gateway.http.edge import read_body
+from services.gateway.http.errors import json_response
+from services.gateway.http.parse import validated
+from services.gateway.service import Gateway
+from shared.contracts import subjects
+from shared.contracts.admin import (
+    AddModels,
+    ChangeNode,
+    ClusterView,
+    ExplainPlan,
+    ModelAsleep,
+    ModelAwake,
+    ModelsAdded,
+    PlanExplained,
+    RemoveModel,
+    SleepModel,
+    ViewCluster,
+    WakeModel,
+)
+from shared.contracts.base import Done, Message
+from shared.contracts.base import Request as MeshRequest
+from shared.errors import InvalidRequest, NotFound
+
+_ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
+_MAX_BODY = 4 * 1024 * 1024
+
+
+class Admin:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def routes(self) -> list[Route]:
+        at = "/admin/v1"
+        return [
+            Route(f"{at}/cluster", self.cluster, methods=["GET"]),
+            Route(f"{at}/models", self.add_models, methods=["POST"]),
+            Route(f"{at}/models/{{name:path}}/wake", self.wake, methods=["POST"]),
+            Route(f"{at}/models/{{name:path}}/sleep", self.sleep, methods=["POST"]),
+            Route(f"{at}/models/{{name:path}}", self.remove_model, methods=["DELETE"]),
+            Route(f"{at}/explain", self.explain, methods=["GET"]),
+            Route(f"{at}/nodes/{{node}}/cordon", self.cordon, methods=["POST"]),
+            Route(f"{at}/nodes/{{node}}/uncordon", self.uncordon, methods=["POST"]),
+            Route(f"{at}/nodes/{{node}}/drain", self.drain, methods=["POST"]),
+            Route(f"{at}/traces/last", self.last_trace, methods=["GET"]),
+            Route(f"{at}/traces/loads/{{plan_id}}", self.load_trace, methods=["GET"]),
+            Route(f"{at}/traces/{{request_id}}", self.request_trace, methods=["GET"]),
+        ]
+
+    async def _ask(self, message: MeshRequest, reply: type[Message]) -> Response:
+        answer = await self._gateway.mesh.request(subjects.ADMIN, message, reply)
+        return json_response(answer.model_dump(mode="json"))
+
+    async def cluster(self, request: Request) -> Response:
+        return await self._ask(ViewCluster(deadline_ms=ViewCluster.DEADLINE_MS), ClusterView)
+
+    async def add_models(self, request: Request) -> Response:
+        limit = min(_MAX_BODY, self._gateway.mesh.max_body)
+        asked = validated(AddModels, await read_body(request.scope, request.receive, limit))
+        return await self._ask(AddModels(deadline_ms=AddModels.DEADLINE_MS, specs=asked.specs, prune=asked.prune), ModelsAdded)
+
+    async def remove_model(self, request: Request) -> Response:
+        return await self._ask(RemoveModel(deadline_ms=RemoveModel.DEADLINE_MS, name=request.path_params["name"]), Done)
+
+    async def wake(self, request: Request) -> Response:
+        return await self._ask(WakeModel(deadline_ms=_deadline(request, WakeModel), name=request.path_params["name"]), ModelAwake)
+
+    async def sleep(self, request: Request) -> Response:
+        return await self._ask(
+            SleepModel(deadline_ms=_deadline(request, SleepModel), name=request.path_params["name"]), ModelAsleep
+        )
+
+    async def explain(self, request: Request) -> Response:
+        model, plan = request.query_params.get("model"), request.query_params.get("plan")
+        if not model and not plan:
+            raise InvalidRequest("explain needs a model or a plan: ?model=NAME or ?plan=ID", param="model")
+        return await self._ask(ExplainPlan(deadline_ms=ExplainPlan.DEADLINE_MS, model=model, plan_id=plan), PlanExplained)
+
+    async def cordon(self, request: Request) -> Response:
+        return await self._change_node(request, "cordon")
+
+    async def uncordon(self, request: Request) -> Response:
+        return await self._change_node(request, "uncordon")
+
+    async def drain(self, request: Request) -> Response:
+        return await self._change_node(request, "drain")
+
+    async def _change_node(self, request: Request, action: str) -> Response:
+        fields = {"deadline_ms": ChangeNode.DEADLINE_MS, "node": request.path_params["node"], "action": action}
+        return await self._ask(_ACTION.validate_python(fields), Done)
+
+    async def request_trace(self, request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        return await self._trace(subjects.request_trace(request_id), f"There is no trace of request {request_id}")
+
+    async def load_trace(self, request: Request) -> Response:
+        plan_id = request.path_params["plan_id"]
+        return await self._trace(subjects.load_trace(plan_id), f"There is no trace of plan {plan_id}")
+
+    async def last_trace(self, request: Request) -> Response:
+        return await self._trace(f"{subjects.PREFIX}.traces.request.*", "No request has been traced yet")
+
+    async def _trace(self, subject: str, absent: str) -> Response:
+        js = self._gateway.mesh.nc.jetstream(timeout=5)
+        try:
+            found = await js.get_last_msg(subjects.TRACE_STREAM, subject)
+        except NotFoundError as e:
+            raise NotFound(absent) from e
+        return json_response(json.loads(found.data or b"null"))
+
+
+def _deadline(request: Request, kind: type[MeshRequest]) -> int:
+    """`?timeout=SECONDS`, or the message's own deadline, in milliseconds."""
+    given = request.query_params.get("timeout")
+    if given is None:
+        return kind.DEADLINE_MS
+    try:
+        seconds = float(given)
+    except ValueError as e:
+        raise InvalidRequest(f"timeout={given!r} is not a number of seconds", param="timeout") from e
+    if not 0 < seconds <= 86_400:
+        raise InvalidRequest("timeout must be between 0 and 86400 seconds", param="timeout")
+    return max(1, int(seconds * 1e3))

@@ -1,0 +1,81 @@
+"""The outermost layer: request ids, keys, and every error in one shape."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.http.errors import error_response, from_http
+from services.gateway.http.keys import Keys
+from shared.errors import InvalidRequest, PayloadTooLarge, ThawError
+from shared.telemetry.logs import request_id as log_request_id
+
+log = logging.getLogger(__name__)
+_SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Edge:
+    """Wraps the router. Handlers raise; nothing they raise reaches the server."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _SAFE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        scope["thaw.request_id"] = request_id
+        token = log_request_id.set(request_id)
+        begun = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+            await send(message)
+
+        try:
+            self._keys.check(scope["path"], Headers(scope=scope).get("authorization"))
+            await self._app(scope, receive, send_with_id)
+        except (ThawError, HTTPException) as e:
+            if begun:
+                log.error("an error came after the answer had begun", extra={"error": str(e), "path": scope["path"]})
+                raise
+            error = e if isinstance(e, ThawError) else from_http(e, scope["method"], scope["path"])
+            await error_response(error)(scope, receive, send_with_id)
+        except Exception as e:  # the process boundary: a bug is an answer too, and is logged
+            log.exception("a handler failed", extra={"path": scope["path"]})
+            if not begun:
+                await error_response(ThawError(f"{type(e).__name__}: the gateway has a fault"))(scope, receive, send_with_id)
+        finally:
+            log_request_id.reset(token)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises `PayloadTooLarge` as soon as it is known to be over `limit` bytes."""
+    refusal = PayloadTooLarge(f"The body is over the limit of {limit} bytes")
+    length = Headers(scope=scope).get("content-length")
+    if length is not None and length.isdigit() and int(length) > limit:
+        raise refusal
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise InvalidRequest("The client left before its request was whole")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise refusal
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)

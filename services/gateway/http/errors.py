@@ -1,0 +1,57 @@
+"""The one way an error becomes an HTTP answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from shared.errors import InvalidRequest, NotFound, ThawError
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The route has no such method."""
+
+    code, status = "method_not_allowed", 405
+
+
+def error_object(error: ThawError) -> dict[str, Any]:
+    """OpenAI's error shape, also for events in a stream."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_headers(error: ThawError) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    if error.should_retry is not None:
+        headers["x-should-retry"] = "true" if error.should_retry else "false"
+    if error.retry_after_ms is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+        headers["retry-after-ms"] = str(error.retry_after_ms)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status == 413:
+        # The rest of the body is still on its way; nobody is going to read it.
+        headers["connection"] = "close"
+    return headers
+
+
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return Response(body, status, dict(headers or {}), "application/json")
+
+
+def error_response(error: ThawError) -> Response:
+    return json_response(error_object(error), error.status, error_headers(error))
+
+
+def from_http(error: HTTPException, method: str, path: str) -> ThawError:
+    """Starlette's own refusals in our words."""
+    if error.status_code == 404:
+        return NotFound(f"Invalid URL ({method} {path})")
+    if error.status_code == 405:
+        return MethodNotAllowed(f"Not allowed to {method} on {path}")
+    return InvalidRequest(str(error.detail))

@@ -1,0 +1,75 @@
+"""From the bytes of a body to a checked request; every fault names the parameter as OpenAI does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from services.gateway.domain.parameters import check_supported
+from shared.contracts.inference import Endpoint
+from shared.contracts.models import ModelCard
+from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from shared.errors import InvalidRequest
+
+M = TypeVar("M", bound=BaseModel)
+REQUESTS: dict[Endpoint, type[ChatCompletionRequest | CompletionRequest | EmbeddingRequest]] = {
+    "chat": ChatCompletionRequest,
+    "completion": CompletionRequest,
+    "embedding": EmbeddingRequest,
+}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A request that has been checked as far as can be without its model."""
+
+    endpoint: Endpoint
+    request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest
+    body: bytes
+
+    @property
+    def stream(self) -> bool:
+        return not isinstance(self.request, EmbeddingRequest) and bool(self.request.stream)
+
+
+def parse(endpoint: Endpoint, body: bytes) -> Parsed:
+    return Parsed(endpoint, validated(REQUESTS[endpoint], body), body)
+
+
+def check(parsed: Parsed, card: ModelCard) -> None:
+    """Whether the model and its engine can do what is asked."""
+    check_supported(parsed.request, card)
+
+
+def validated(kind: type[M], body: bytes) -> M:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as e:
+        raise fault(e, body) from e
+
+
+def fault(error: ValidationError, body: bytes) -> InvalidRequest:
+    """The first fault of a body, told the way OpenAI tells it."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {first['msg']}")
+    path = path_in(from_json(body), first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
+    return InvalidRequest(f"Invalid value for '{path}': {message}." if path else f"{message}.", param=path or None)
+
+
+def path_in(data: Any, location: tuple[int | str, ...]) -> str:
+    """A pydantic location as a path in `data`: what names a branch of a union is not in the data and is left out."""
+    path = ""
+    last = len(location) - 1
+    for i, part in enumerate(location):
+        if isinstance(part, int) and isinstance(data, list) and part < len(data):
+            path, data = f"{path}[{part}]", data[part]
+        elif isinstance(part, str) and isinstance(data, dict) and (part in data or i == last):
+            path, data = f"{path}.{part}" if path else part, data.get(part)
+    return path

@@ -1,0 +1,149 @@
+"""What a request leaves behind: metrics, the end of its span, and a trace record published off the request path."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from nats.errors import Error as NatsError
+from opentelemetry.trace import Status, StatusCode
+
+from services.gateway.metrics import Metrics
+from shared.contracts import subjects
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.traces import CriticalSegment, RequestTrace
+from shared.messaging import Mesh
+from shared.messaging.streams import ensure_trace_stream
+from shared.telemetry.critical_path import critical_path
+from shared.telemetry.timeline import Timeline
+from shared.telemetry.tracing import link_to, trace_id
+
+if TYPE_CHECKING:
+    from services.gateway.exchange import Exchange
+    from services.gateway.service import Origin
+
+log = logging.getLogger(__name__)
+_BACKLOG = 1_000
+CLIENT_CLOSED = 499
+"""nginx's status for a client that left before its answer; no client ever sees it."""
+
+
+def spans_of(exchange: Exchange) -> tuple[PhaseSpan, ...]:
+    """Every phase known of the request, in milliseconds since it arrived; those of its model's start are clipped by the critical path."""
+    timeline = Timeline("gateway")
+    ticket = exchange.ticket
+    if ticket.attempts:
+        # A cold request waited for the start's own phases; only what it waited after that was for a slot.
+        timeline.add(Phase.QUEUE, exchange.cold_ready_at or ticket.arrived, ticket.sent_at)
+    for heard in exchange.heard:
+        timeline.absorb(heard.phases, heard.at)
+    return timeline.spans(ticket.arrived)
+
+
+def critical_of(exchange: Exchange, spans: tuple[PhaseSpan, ...]) -> tuple[CriticalSegment, ...]:
+    if exchange.first_at is None:
+        return ()
+    return critical_path(spans, 0.0, (exchange.first_at - exchange.ticket.arrived) * 1e3)
+
+
+def server_timing(exchange: Exchange) -> str:
+    """The critical path as a Server-Timing value: milliseconds by phase, in order of first appearance."""
+    totals: dict[str, float] = {}
+    for segment in critical_of(exchange, spans_of(exchange)):
+        totals[segment.phase.value] = totals.get(segment.phase.value, 0.0) + segment.duration_ms
+    return ", ".join(f"{phase};dur={ms:.1f}" for phase, ms in totals.items())
+
+
+class Recorder:
+    """Keeps at most a thousand unsent traces; beyond, the oldest is dropped and counted."""
+
+    def __init__(self, mesh: Mesh, metrics: Metrics) -> None:
+        self._mesh = mesh
+        self.metrics = metrics
+        self._queue: asyncio.Queue[RequestTrace] = asyncio.Queue(_BACKLOG)
+        self.dropped = 0
+
+    def record(self, exchange: Exchange, origin: Origin) -> None:
+        ended = time.monotonic()
+        error = exchange.error
+        status = CLIENT_CLOSED if exchange.gone else error.status if error else 200
+        self.metrics.record(exchange, status, ended)
+        self._end_span(exchange, origin, status)
+        if self._queue.full():
+            self._queue.get_nowait()
+            self._queue.task_done()
+            self.dropped += 1
+        self._queue.put_nowait(self._trace(exchange, origin, status, ended))
+
+    def _end_span(self, exchange: Exchange, origin: Origin, status: int) -> None:
+        span, usage = origin.span, exchange.usage
+        span.set_attributes(
+            {
+                "gen_ai.request.model": exchange.ticket.model,
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+                "http.response.status_code": status,
+                "thaw.instance": exchange.ticket.instance_id or "",
+                "thaw.cold": exchange.cold_ready_at is not None,
+                "thaw.request_id": origin.request_id,
+            }
+        )
+        load = link_to(exchange.instance.traceparent) if exchange.instance is not None and exchange.cold_ready_at else None
+        if load is not None:
+            span.add_link(load.context, {"thaw.link": "model load"})
+        if exchange.error is not None:
+            span.set_attribute("error.type", exchange.error.code)
+            span.set_status(Status(StatusCode.ERROR, exchange.error.message))
+        span.end()
+
+    def _trace(self, exchange: Exchange, origin: Origin, status: int, ended: float) -> RequestTrace:
+        ticket, instance = exchange.ticket, exchange.instance
+        cold = exchange.cold_ready_at is not None
+        spans = spans_of(exchange)
+        load = link_to(instance.traceparent) if instance is not None and cold else None
+        return RequestTrace(
+            request_id=origin.request_id,
+            trace_id=trace_id(origin.span),
+            model=ticket.model,
+            endpoint=exchange.endpoint,
+            received=origin.received,
+            instance_id=ticket.instance_id,
+            cold=cold,
+            load_plan_id=instance.plan_id if instance is not None and cold else None,
+            load_trace_id=format(load.context.trace_id, "032x") if load is not None else None,
+            status=status,
+            error=exchange.error.message if exchange.error else None,
+            ttft_ms=(exchange.first_at - ticket.arrived) * 1e3 if exchange.first_at is not None else None,
+            duration_ms=(ended - ticket.arrived) * 1e3,
+            prompt_tokens=exchange.usage.prompt_tokens,
+            completion_tokens=exchange.usage.completion_tokens,
+            spans=spans,
+            critical_path=critical_of(exchange, spans),
+        )
+
+    async def run(self) -> None:
+        """Publish traces until cancelled. A trace that cannot be stored is lost, never a request."""
+        ensured = False
+        while True:
+            trace = await self._queue.get()
+            try:
+                js = self._mesh.nc.jetstream(timeout=2)
+                if not ensured:
+                    await ensure_trace_stream(js)
+                    ensured = True
+                await js.publish(subjects.request_trace(trace.request_id), trace.model_dump_json().encode())
+            except (NatsError, TimeoutError) as e:
+                ensured = False
+                self.dropped += 1
+                log.info("a trace could not be stored", extra={"error": repr(e), "dropped": self.dropped})
+            finally:
+                self._queue.task_done()
+
+    async def flush(self, within: float) -> None:
+        """Wait until what has been recorded is stored, or `within` seconds are over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                await self._queue.join()

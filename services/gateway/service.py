@@ -1,0 +1,144 @@
+"""The gateway's one loop: the dispatcher, its effects, and every request that is open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Span
+
+from services.gateway.adapters.demand import DemandSender
+from services.gateway.adapters.engines import Engines
+from services.gateway.domain.catalog import Catalog
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.ticket import Ticket
+from services.gateway.exchange import Exchange, Sink
+from services.gateway.http.parse import Parsed
+from services.gateway.recording import Recorder
+from services.gateway.settings import GatewaySettings
+from shared.contracts.demand import Demand, DemandNoted, LoadFailed
+from shared.contracts.models import ModelCard
+from shared.contracts.node import NodeStatus
+from shared.errors import ModelNotFound, ShuttingDown, ThawError
+from shared.messaging import Mesh
+from shared.telemetry.tracing import traceparent
+
+TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request came from, for its record: `received` in Unix seconds, for people."""
+
+    request_id: str
+    span: Span
+    arrived: float
+    received: float = field(default_factory=time.time)
+
+
+class Gateway:
+    """Implements the dispatcher's `Effects`. All methods run on the event loop; none of them waits."""
+
+    def __init__(self, mesh: Mesh, settings: GatewaySettings, recorder: Recorder, gateway_id: str | None = None) -> None:
+        self.id = gateway_id or uuid.uuid4().hex
+        self.mesh = mesh
+        self.settings = settings
+        self.catalog = Catalog()
+        self.recorder = recorder
+        self.dispatcher = Dispatcher(self.id, self)
+        self.engines = Engines(mesh, self.id)
+        self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
+        self._open: dict[str, Exchange] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+        self.closing = False
+
+    # Requests.
+
+    def open(self, parsed: Parsed, card: ModelCard, sink: Sink, origin: Origin) -> Exchange:
+        now = time.monotonic()
+        ticket = Ticket(
+            id=uuid.uuid4().hex,
+            model=card.name,
+            arrived=origin.arrived,
+            queue_deadline=now + card.spec.queue.timeout,
+            response_timeout=card.spec.response_timeout,
+            traceparent=traceparent(origin.span),
+        )
+        exchange = Exchange(ticket, card, parsed.endpoint, parsed.body, sink, self.dispatcher, self.settings.stream_buffer_bytes)
+        self._open[ticket.id] = exchange
+        self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)
+        return exchange
+
+    def close(self, exchange: Exchange, origin: Origin) -> None:
+        """The answer is out, or will not be wanted. Records what happened."""
+        exchange.leave()
+        self.engines.forget(exchange)
+        del self._open[exchange.ticket.id]
+        self.recorder.record(exchange, origin)
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
+
+    # Effects.
+
+    def send(self, ticket: Ticket) -> None:
+        self.engines.send(self._open[ticket.id])
+
+    def cancel(self, ticket: Ticket) -> None:
+        exchange = self._open[ticket.id]
+        self.engines.cancel(exchange)
+        self.engines.forget(exchange)
+
+    def fail(self, ticket: Ticket, error: ThawError) -> None:
+        self._open[ticket.id].fail(error)
+
+    def demand(self, demand: Demand) -> None:
+        self._demand.tell(demand)
+
+    # Events from the mesh.
+
+    async def on_status(self, status: NodeStatus) -> None:
+        self.dispatcher.on_status(status, time.monotonic())
+
+    async def on_load_failed(self, event: LoadFailed) -> None:
+        self.dispatcher.on_load_failed(event, time.monotonic())
+
+    def on_model_removed(self, name: str) -> None:
+        error = ModelNotFound(f"The model `{name}` was removed", param="model")
+        self.dispatcher.on_model_removed(name, error, time.monotonic())
+
+    def _on_noted(self, demand: Demand, noted: DemandNoted) -> None:
+        self.dispatcher.on_noted(demand.model, noted, time.monotonic())
+
+    def _on_hopeless(self, demand: Demand, error: ThawError) -> None:
+        self.dispatcher.on_load_failed(LoadFailed(model=demand.model, error=error.body()), time.monotonic())
+
+    # Its life.
+
+    async def tick(self) -> None:
+        """Deadlines, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.dispatcher.on_tick(time.monotonic())
+
+    async def run(self, group: asyncio.TaskGroup) -> None:
+        await self.engines.start()
+        self.tasks = [
+            group.create_task(self.engines.run(), name="publish"),
+            group.create_task(self._demand.run(), name="demand"),
+            group.create_task(self.tick(), name="tick"),
+        ]
+
+    def begin_closing(self) -> None:
+        """Take no new request; those here go on."""
+        self.closing = True
+        self.dispatcher.on_closing()
+
+    def end_all(self) -> None:
+        """The time to finish is over: end what is left with an error."""
+        for exchange in list(self._open.values()):
+            if not exchange.ended:
+                self.dispatcher.on_broken(exchange.ticket, ShuttingDown(), time.monotonic())

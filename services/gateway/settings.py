@@ -1,0 +1,58 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import AliasChoices, Field, SecretStr
+
+from shared.settings import CommonSettings
+
+
+class GatewaySettings(CommonSettings):
+    host: str = Field(
+        default="127.0.0.1",
+        validation_alias=AliasChoices("THAW_GATEWAY_HOST", "host"),
+        description="Address that the endpoint listens on.",
+    )
+    port: int = Field(
+        default=8080,
+        ge=0,
+        le=65535,
+        validation_alias=AliasChoices("THAW_GATEWAY_PORT", "port"),
+        description="Port that the endpoint listens on; 0: any free one.",
+    )
+    max_body_bytes: int = Field(
+        default=64 * 1024 * 1024,
+        ge=1024,
+        description="Largest HTTP body taken; what one NATS message may carry bounds it too.",
+    )
+    waking_comment_after: float = Field(
+        default=5.0, gt=0, description="Seconds without a token after which a stream gets SSE comments about what it waits for."
+    )
+    waking_comment_interval: float = Field(default=3.0, gt=0, description="Seconds between such comments.")
+    keep_alive_interval: float = Field(
+        default=15.0, gt=0, description="Seconds of silence in a stream after which a comment is sent."
+    )
+    stream_buffer_bytes: int = Field(
+        default=8 * 1024 * 1024,
+        ge=64 * 1024,
+        description="Bytes kept for a client that reads slower than its model writes; beyond, it fails.",
+    )
+    drain_timeout: float = Field(default=30.0, ge=0, description="Seconds that open requests may take to finish after SIGTERM.")
+    admin_key: SecretStr | None = Field(
+        default=None, description="Bearer key of the admin API; none: open to whoever reaches the port."
+    )
+    api_keys: SecretStr | None = Field(
+        default=None,
+        description="SHA-256 hashes (hex) of the keys that may infer, comma-separated; with api_keys_file none, all may.",
+    )
+    api_keys_file: Path | None = Field(
+        default=None, description="File with one such hash a line (`#` starts a comment); read again when it changes."
+    )
+    idempotency_ttl: float = Field(default=24 * 3600.0, gt=0, description="Seconds that the answer to an Idempotency-Key is kept.")
+    cors_origins: str = Field(
+        default="", description="Origins whose pages may call the endpoint, comma-separated; *: all; empty: none."
+    )
+    tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; with it the endpoint speaks HTTPS.")
+    tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")

@@ -1,0 +1,106 @@
+"""A gateway process-in-a-task on real NATS, with fake engines behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from services.gateway.app import app
+from services.gateway.settings import GatewaySettings
+from shared.contracts.models import ModelCard
+from tests.support.fake_engine import FakeNode, card_of
+from tests.support.servers import NatsServer, free_port
+
+CARDS = (
+    card_of("alpha", aliases=("a", "org/alpha")),
+    card_of("beta", queue={"max_waiting": 2, "timeout": 30}),
+    card_of("hasty", queue={"max_waiting": 8, "timeout": 0.5}),
+    card_of("vectors", task="embed"),
+)
+
+
+class Served:
+    """A running gateway. `stop` asks it to end as SIGTERM does; `ended` gives its exit status."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.base = f"http://127.0.0.1:{settings.port}"
+        self.stop = asyncio.Event()
+        self.task = asyncio.create_task(app(settings, self.stop))
+        self.http = httpx.AsyncClient(base_url=self.base, timeout=20)
+
+    async def until_ready(self) -> None:
+        async with asyncio.timeout(15):
+            while True:
+                if self.task.done():
+                    raise RuntimeError(f"the gateway ended: {self.task.result()}")
+                with contextlib.suppress(httpx.TransportError):
+                    if (await self.http.get("/ready")).status_code == 200:
+                        return
+                await asyncio.sleep(0.02)
+
+    async def close(self) -> int:
+        self.stop.set()
+        async with asyncio.timeout(20):
+            status = await self.task
+        await self.http.aclose()
+        return status
+
+
+ServeFn = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture
+def serve(own_nats: NatsServer) -> ServeFn:
+    @asynccontextmanager
+    async def serving(**settings: Any) -> AsyncIterator[Served]:
+        fields = {"nats_url": SecretStr(own_nats.url), "port": free_port(), "drain_timeout": 2.0} | settings
+        served = Served(GatewaySettings(**fields))
+        try:
+            await served.until_ready()
+            yield served
+        finally:
+            await served.close()
+
+    return serving
+
+
+@pytest.fixture
+async def node(own_nats: NatsServer) -> AsyncIterator[FakeNode]:
+    node = FakeNode(own_nats.url)
+    await node.start(*CARDS)
+    yield node
+    await node.stop()
+
+
+@pytest.fixture
+async def gateway(node: FakeNode, serve: ServeFn) -> AsyncIterator[Served]:
+    async with serve() as served:
+        await until_listed(served, CARDS)
+        yield served
+
+
+async def until_listed(served: Served, cards: tuple[ModelCard, ...]) -> None:
+    """Until the gateway has read every card."""
+    await until(lambda: _listed(served, len(cards)))
+
+
+async def _listed(served: Served, count: int) -> bool:
+    return len((await served.http.get("/v1/models")).json()["data"]) >= count
+
+
+async def until(true: Callable[[], Awaitable[bool]], within: float = 10.0) -> None:
+    async with asyncio.timeout(within):
+        while not await true():
+            await asyncio.sleep(0.02)
+
+
+def chat(model: str = "alpha", **fields: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "Hi"}]} | fields

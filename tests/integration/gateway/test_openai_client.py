@@ -1,0 +1,137 @@
+"""The real `openai` client against a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from services.gateway.http.errors import error_object
+from shared.errors import ThawError
+from tests.integration.gateway.conftest import Served, chat
+from tests.support.fake_engine import WORDS, FakeNode, Run, drain, hang
+
+TEXT = "".join(WORDS)
+
+
+def client_of(gateway: Served, **options: object) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0, timeout=10, **options)
+
+
+async def test_a_chat_completion(gateway: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+    async with client_of(gateway) as client:
+        answer = await client.chat.completions.create(**chat("a"))
+        assert answer.choices[0].message.content == TEXT
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, len(WORDS))
+        assert answer.id.startswith("chatcmpl-")
+        assert answer._request_id
+
+
+async def test_a_streamed_chat_completion(gateway: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+    async with client_of(gateway) as client:
+        stream = await client.chat.completions.create(**chat(stream=True, stream_options={"include_usage": True}))
+        chunks = [c async for c in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == TEXT
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 7 + len(WORDS)
+    assert len({c.id for c in chunks}) == 1
+
+
+async def test_text_completions(gateway: Served, node: FakeNode) -> None:
+    async def echo(run: Run) -> None:
+        await run.start()
+        for i, prompt in enumerate(run.request.body["prompt"]):
+            await run.text(prompt.upper(), index=i)
+        await run.end(2)
+
+    await node.engine("alpha", echo)
+    async with client_of(gateway) as client:
+        answer = await client.completions.create(model="alpha", prompt=["one", "two"], max_tokens=5)
+        assert [c.text for c in answer.choices] == ["ONE", "TWO"]
+        stream = await client.completions.create(model="alpha", prompt=["one", "two"], max_tokens=5, stream=True)
+        assert [(c.choices[0].index, c.choices[0].text) async for c in stream] == [(0, "ONE"), (1, "TWO")]
+
+
+@pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
+async def test_embeddings(gateway: Served, node: FakeNode, encoding: str) -> None:
+    await node.engine("vectors")
+    async with client_of(gateway) as client:
+        answer = await client.embeddings.create(model="vectors", input=["x", "y"], encoding_format=encoding)
+    vectors = [d.embedding for d in answer.data]
+    if encoding != "base64":
+        assert vectors == [[0.0, 0.5, -1.0], [1.0, 0.5, -1.0]]
+    else:
+        assert all(isinstance(v, str) for v in vectors)
+
+
+async def test_models(gateway: Served) -> None:
+    async with client_of(gateway) as client:
+        assert {m.id async for m in client.models.list()} >= {"alpha", "beta"}
+        model = await client.models.retrieve("org/alpha")
+        assert model.id == "alpha"
+        assert model.model_dump()["context_length"] == 2048
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.models.retrieve("nobody")
+        assert caught.value.code == "model_not_found"
+
+
+async def test_an_engine_error_keeps_its_kind(gateway: Served, node: FakeNode) -> None:
+    async def refuse(run: Run) -> None:
+        await run.start()
+        await run.fail(openai_bad())
+
+    await node.engine("alpha", refuse)
+    async with client_of(gateway) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**chat(stream=True))
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.param == "messages"
+
+
+def openai_bad() -> ThawError:
+    from shared.errors import ContextLengthExceeded
+
+    error = ContextLengthExceeded("too long", param="messages")
+    assert error_object(error)["error"]["type"] == "invalid_request_error"
+    return error
+
+
+async def test_leaving_a_stream_stops_the_engine(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", hang)
+    async with client_of(gateway) as client:
+        stream = await client.chat.completions.create(**chat(stream=True))
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+        await stream.close()
+        await engine.until(lambda: len(engine.cancelled) == 1)
+    assert engine.cancelled == [engine.requests[0].request.request_id]
+
+
+async def test_a_draining_engine_is_passed_over(gateway: Served, node: FakeNode) -> None:
+    draining = await node.engine("alpha", drain)
+    async with client_of(gateway) as client:
+        waiting = asyncio.create_task(client.chat.completions.create(**chat()))
+        await draining.until(lambda: len(draining.requests) >= 1)
+        await node.engine("alpha")
+        assert (await waiting).choices[0].message.content == TEXT
+
+
+async def test_the_blocking_client(gateway: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+
+    def ask() -> tuple[str | None, str]:
+        with openai.OpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0, timeout=10) as client:
+            whole = client.chat.completions.create(**chat()).choices[0].message.content
+            parts = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**chat(stream=True))]
+            return whole, "".join(parts)
+
+    assert await asyncio.to_thread(ask) == (TEXT, TEXT)

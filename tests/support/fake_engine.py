@@ -1,0 +1,279 @@
+"""A mesh without engines that compute: fake instances that speak the inference contract over real NATS, and what announces them.
+
+`FakeNode` plays nodeagent, engines and (with `answer_demand`) the scheduler. What a fake engine says is up to its `behaviour`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import struct
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from pydantic import SecretStr, TypeAdapter
+
+from shared.contracts import subjects
+from shared.contracts.base import ErrorBody, Message
+from shared.contracts.demand import Demand, DemandNoted, LoadFailed
+from shared.contracts.engine import EngineLoad
+from shared.contracts.inference import (
+    ChoiceDelta,
+    EmbeddingsFinished,
+    InferChunk,
+    InferFailed,
+    InferFinished,
+    InferRequest,
+    InferStarted,
+    Usage,
+)
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, NodeStatus
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.errors import InstanceDraining, ThawError
+from shared.messaging import Mesh
+from shared.messaging.streams import catalog_bucket
+from shared.settings import CommonSettings
+
+WORDS = ("Hello", ",", " wor", "ld", "! ", "né", " 日本", "\n", '"q"')
+
+
+def card_of(name: str, *, task: str = "generate", context: int = 2048, **options: Any) -> ModelCard:
+    spec = ModelSpec.model_validate({"name": name, "source": "/models/none"} | options)
+    info = ModelInfo(
+        source="/models/none",
+        revision="0",
+        architecture="Fake",
+        model_type="fake",
+        task="embed" if task == "embed" else "generate",
+        weights_bytes=1000,
+        parameters=1000,
+        dtype="float32",
+        context_length=context,
+        kv_bytes_per_token=16,
+    )
+    return ModelCard(spec=spec, info=info, created=1_700_000_000)
+
+
+@dataclass
+class Run:
+    """One request at a fake engine. `say` numbers and sends a message; `cancelled` is set by `CancelInfer`."""
+
+    engine: FakeEngine
+    request: InferRequest
+    reply: str
+    seq: int = 0
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def say(self, message: InferStarted | InferChunk | InferFinished | EmbeddingsFinished | InferFailed) -> None:
+        numbered = message.model_copy(update={"seq": self.seq})
+        self.seq += 1
+        await self.engine.nc.publish(self.reply, numbered.model_dump_json().encode())
+
+    async def start(self, **fields: Any) -> None:
+        phases = (PhaseSpan(phase=Phase.QUEUE, start_ms=-0.2, duration_ms=0.2, process="engine"),)
+        await self.say(InferStarted(prompt_tokens=7, phases=phases, **fields))
+
+    async def text(self, *texts: str, index: int = 0) -> None:
+        for i, text in enumerate(texts):
+            phases = (PhaseSpan(phase=Phase.PREFILL, start_ms=-0.5, duration_ms=0.5, process="engine"),) if self.seq == 1 else ()
+            await self.say(InferChunk(seq=0, choices=(ChoiceDelta(index=index, text=text, token_ids=(i,)),), phases=phases))
+
+    async def finish(self, tokens: int, index: int = 0) -> None:
+        await self.say(InferChunk(seq=0, choices=(ChoiceDelta(index=index, finish_reason="stop"),)))
+        await self.end(tokens)
+
+    async def end(self, tokens: int) -> None:
+        await self.say(InferFinished(seq=0, usage=Usage(prompt_tokens=7, completion_tokens=tokens)))
+
+    async def fail(self, error: ThawError) -> None:
+        await self.say(InferFailed(seq=0, error=error.body()))
+
+
+Behaviour = Callable[[Run], Awaitable[None]]
+
+
+async def speak(run: Run) -> None:
+    """The answer of a well-behaved engine: all the words, or vectors."""
+    if run.request.endpoint == "embedding":
+        await run.start()
+        given = run.request.body["input"]
+        inputs = given if isinstance(given, list) else [given]
+        vectors = tuple(base64.b64encode(struct.pack("<3f", i, 0.5, -1.0)).decode() for i, _ in enumerate(inputs))
+        await run.say(EmbeddingsFinished(seq=0, dimensions=3, vectors=vectors, usage=Usage(prompt_tokens=7)))
+        return
+    await run.start()
+    await run.text(*WORDS)
+    await run.finish(len(WORDS))
+
+
+async def drain(run: Run) -> None:
+    """Refuse as a draining engine does."""
+    await run.fail(InstanceDraining())
+
+
+async def hang(run: Run) -> None:
+    """Say the first word, then nothing until cancelled."""
+    await run.start()
+    await run.text(WORDS[0])
+    await run.cancelled.wait()
+
+
+class FakeEngine:
+    """One instance. Keeps every request it got."""
+
+    def __init__(self, nc: Client, model: str, behaviour: Behaviour = speak, capacity: int = 16) -> None:
+        self.nc = nc
+        self.id = uuid.uuid4().hex
+        self.model = model
+        self.behaviour = behaviour
+        self.capacity = capacity
+        self.state = InstanceState.LOADING
+        self.error: ErrorBody | None = None
+        self.phases: tuple[PhaseSpan, ...] = ()
+        self.traceparent: str | None = None
+        self.requests: list[Run] = []
+        self.cancelled: list[str] = []
+        self.arrived = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[str, Run] = {}
+        self._subscriptions: list[Any] = []
+
+    async def listen(self) -> None:
+        self._subscriptions = [
+            await self.nc.subscribe(subjects.infer(self.id), cb=self._on_request),
+            await self.nc.subscribe(subjects.engine_control(self.id), cb=self._on_control),
+        ]
+        await self.nc.flush()
+
+    async def vanish(self) -> None:
+        """Stop listening and working, as a killed process does."""
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+        self._subscriptions = []
+        for task in list(self._tasks):
+            task.cancel()
+        await self.nc.flush()
+
+    async def _on_request(self, message: Msg) -> None:
+        run = Run(self, InferRequest.model_validate_json(message.data), message.reply)
+        async with self.arrived:
+            self.requests.append(run)
+            self.arrived.notify_all()
+        self._running[run.request.request_id] = run
+        task = asyncio.create_task(self._run(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, run: Run) -> None:
+        try:
+            await self.behaviour(run)
+        finally:
+            self._running.pop(run.request.request_id, None)
+
+    async def _on_control(self, message: Msg) -> None:
+        request_id = json.loads(message.data)["request_id"]
+        async with self.arrived:
+            self.cancelled.append(request_id)
+            self.arrived.notify_all()
+        if (run := self._running.get(request_id)) is not None:
+            run.cancelled.set()
+
+    async def until(self, true: Callable[[], bool], within: float = 5.0) -> None:
+        """Wait until something that a message brings about is so."""
+        async with asyncio.timeout(within), self.arrived:
+            await self.arrived.wait_for(true)
+
+    def status(self) -> InstanceStatus:
+        return InstanceStatus(
+            instance_id=self.id,
+            plan_id=f"plan-{self.model}",
+            token=1,
+            model=self.model,
+            generation=1,
+            revision="0",
+            device_ids=("cpu:0",),
+            state=self.state,
+            phase=Phase.LOAD if self.state.starting else None,
+            progress=0.5 if self.state.starting else 0.0,
+            capacity=self.capacity,
+            load=EngineLoad(active=len(self._running)),
+            phases=self.phases,
+            traceparent=self.traceparent,
+            error=self.error,
+        )
+
+
+class FakeNode:
+    """Announces engines; keeps the demand it heard; publishes the catalogue."""
+
+    def __init__(self, nats_url: str, name: str = "fake") -> None:
+        self.mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_url)), f"test-{name}")
+        self.name = name
+        self.engines: dict[str, FakeEngine] = {}
+        self.demand: list[Demand] = []
+        self.on_demand: Callable[[Demand], Awaitable[Message]] | None = None
+        self.heard = asyncio.Condition()
+        self._seq = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, *cards: ModelCard, scheduler: bool = True) -> None:
+        await self.mesh.start()
+        bucket = await catalog_bucket(self.mesh.nc.jetstream())
+        for card in cards:
+            await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
+        if scheduler:
+            await self.mesh.respond(subjects.DEMAND, TypeAdapter(Demand), self._demand, concurrent=True).start()
+            await self.mesh.nc.flush()
+        self._task = asyncio.create_task(self._heartbeat())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        for engine in self.engines.values():
+            await engine.vanish()
+        await self.mesh.stop()
+
+    async def _demand(self, demand: Demand) -> Message:
+        async with self.heard:
+            self.demand.append(demand)
+            self.heard.notify_all()
+        if self.on_demand is not None:
+            return await self.on_demand(demand)
+        return DemandNoted(outlook="starting", plan_id="plan", eta_ms=1500)
+
+    async def until_demand(self, true: Callable[[], bool], within: float = 5.0) -> None:
+        async with asyncio.timeout(within), self.heard:
+            await self.heard.wait_for(true)
+
+    async def engine(self, model: str, behaviour: Behaviour = speak, *, ready: bool = True, capacity: int = 16) -> FakeEngine:
+        engine = FakeEngine(self.mesh.nc, model, behaviour, capacity)
+        self.engines[engine.id] = engine
+        await engine.listen()
+        if ready:
+            engine.state = InstanceState.READY
+        await self.announce()
+        return engine
+
+    async def announce(self) -> None:
+        """Broadcast the node's status now."""
+        self._seq += 1
+        device = DeviceStatus(device_id="cpu:0", kind="cpu", budget_bytes=10**9, reserved_bytes=0)
+        instances = tuple(e.status() for e in self.engines.values())
+        status = NodeStatus(node=self.name, boot_id="boot", seq=self._seq, devices=(device,), instances=instances)
+        await self.mesh.publish(subjects.node_status(self.name), status)
+        await self.mesh.nc.flush()
+
+    async def load_failed(self, model: str, error: ThawError) -> None:
+        await self.mesh.publish(subjects.LOAD_FAILED, LoadFailed(model=model, error=error.body()))
+        await self.mesh.nc.flush()
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            await self.announce()

@@ -15,7 +15,7 @@ import psutil
 import thaw
 from thaw.errors import CommandError
 from thaw.launcher.home import Home, write_private
-from thaw.launcher.leftovers import Leftovers, find_leftovers, forget, sweep
+from thaw.launcher.leftovers import Leftovers, forget, sweep
 from thaw.launcher.logfiles import tail
 from thaw.launcher.plan import MeshPlan, free_port, port_is_free, read_plan
 from thaw.launcher.processes import MARK, Identity
@@ -33,10 +33,12 @@ _CRASHES = 3
 def launch(home: Home, plan: MeshPlan) -> Identity:
     """Start a supervisor for `plan` in a session of its own. Survivors of a killed supervisor are taken over if the plan is theirs,
     and ended first if not. Raises `CommandError` if it does not even start."""
-    if not _survivors_fit(home, plan):
+    survivors = _adoptable(home, plan)
+    if survivors is None:
         sweep(home)
+        forget(home)
         check_port(plan.host, plan.port)
-    home.supervisor_file.unlink(missing_ok=True) if not find_leftovers(home).processes else None
+    plan = survivors or plan
     write_private(home.plan_file, plan.model_dump_json(indent=1))
     with home.log("supervisor").open("ab") as output:
         process = subprocess.Popen(
@@ -80,25 +82,25 @@ def _environment(home: Home) -> dict[str, str]:
     return environment
 
 
-def plan_with_ports(home: Home, plan: MeshPlan) -> MeshPlan:
-    """`plan` on the servers' ports of the mesh that ran here before, where it may still run or they are free; else on free ones."""
+def check_unused(home: Home, host: str, port: int) -> None:
+    """Before anything else is done: the endpoint's port must be free, unless our own survivors hold it."""
+    status = read_status(home)
+    if status is None or not any(p.alive() for p in status.processes()):
+        check_port(host, port)
+
+
+def _adoptable(home: Home, plan: MeshPlan) -> MeshPlan | None:
+    """The plan of the mesh that survived its supervisor, if `plan` differs from it only in what was chosen at random."""
+    status = read_status(home)
+    if status is None or not any(p.alive() for p in status.processes()):
+        return None
     try:
         before = read_plan(home)
     except (CommandError, ValueError):
-        return plan
-    if find_leftovers(home).processes:
-        return plan.model_copy(update={"nats_port": before.nats_port, "postgres_port": before.postgres_port})
-    return plan
-
-
-def _survivors_fit(home: Home, plan: MeshPlan) -> bool:
-    status = read_status(home)
-    if status is None or not any(p.alive() for p in status.processes()):
-        return False
-    try:
-        return read_plan(home) == plan
-    except (CommandError, ValueError):
-        return False
+        return None
+    chosen = plan.model_copy(update={"nats_port": before.nats_port, "postgres_port": before.postgres_port, "nodes": before.nodes})
+    same_nodes = [n.name for n in plan.nodes] == [n.name for n in before.nodes]
+    return before if same_nodes and chosen == before else None
 
 
 def check_port(host: str, port: int) -> None:

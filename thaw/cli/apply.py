@@ -1,0 +1,98 @@
+"""Waiting for a mesh to be ready, and bringing its models to what a thaw.yaml says: only the difference is applied."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from rich.console import Console
+
+from shared.contracts.admin import ModelsAdded
+from shared.contracts.models import ModelSpec
+from thaw.cli.api import Api
+from thaw.cli.models import show_difference
+from thaw.cli.output import Document
+from thaw.errors import CommandError
+from thaw.launcher.control import check_crashes
+from thaw.launcher.home import Home, read_json, write_private
+from thaw.launcher.plan import MeshPlan, read_plan
+from thaw.launcher.planning import Wanted
+from thaw.launcher.status import read_status
+
+_READY_BOUND_S = 90.0
+_POLL_S = 0.1
+
+
+def await_ready(api: Api, home: Home, out: Console, plan: MeshPlan | None = None) -> None:
+    """Until the gateway is ready and every node of the plan, with its loader, is seen. Raises `CommandError` after 90 s, or at once
+    when a service keeps crashing."""
+    names = {n.name for n in (plan or read_plan(home)).nodes}
+    deadline = time.monotonic() + _READY_BOUND_S
+    missing = "the gateway"
+    while time.monotonic() < deadline:
+        if (status := read_status(home)) is not None:
+            check_crashes(home, status)
+        if api.ready():
+            missing = _missing(api, names)
+            if not missing:
+                return
+        time.sleep(_POLL_S)
+    raise CommandError(
+        f"The mesh is not ready after {_READY_BOUND_S:.0f} s: {missing} is missing.",
+        f"Look at the logs in {home.logs}, or run `thaw doctor`.",
+        code="not_ready",
+    )
+
+
+def _missing(api: Api, names: set[str]) -> str:
+    try:
+        cluster = api.cluster()
+    except CommandError:
+        return "the scheduler"
+    seen = {n.node for n in cluster.nodes if n.alive and n.loader_alive and n.devices}
+    return ", ".join(sorted(names - seen))
+
+
+def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Console, *, declared: bool = True) -> Document:
+    """Register `specs` and, if they are what a file declares, remove what an earlier version of it declared and this one does not.
+    Models registered by hand are left alone."""
+    record = home.root / "declared.json"
+    before = set((read_json(record) or {}).get("models", [])) if declared else set()
+    if not specs and not before:
+        return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
+    now = {s.name for s in specs}
+    with out.status("registering models"):
+        result = api.add_models(specs) if specs else ModelsAdded()
+        removed = []
+        for name in sorted(before - now):
+            try:
+                api.remove_model(name)
+            except CommandError as e:
+                if e.code != "model_not_found":
+                    raise
+            else:
+                removed.append(name)
+    result = result.model_copy(update={"removed": (*result.removed, *removed)})
+    if declared:
+        write_private(record, json.dumps({"models": sorted(now)}))
+    show_difference(out, result)
+    return result.model_dump(mode="json", exclude={"v", "kind"})
+
+
+def differences(home: Home, wanted: Wanted) -> list[str]:
+    """What of the mesh itself is asked to be other than it runs; that needs a restart."""
+    try:
+        plan = read_plan(home)
+    except (CommandError, ValueError):
+        return []
+    found = []
+    if wanted.host is not None or wanted.mesh.host is not None:
+        found += ["mesh.host"] if wanted.host_or_default != plan.host else []
+    if wanted.port is not None or wanted.mesh.port is not None:
+        found += ["mesh.port"] if wanted.port_or_default != plan.port else []
+    if wanted.nodes is not None or wanted.mesh.nodes:
+        running = {n.name: n.devices for n in plan.nodes}
+        asked = {name: wanted.mesh.nodes[name].devices if name in wanted.mesh.nodes else {} for name in wanted.node_names}
+        same = asked.keys() == running.keys() and all(not d or d == running[n] for n, d in asked.items())
+        found += [] if same else ["mesh.nodes"]
+    return found

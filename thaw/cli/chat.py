@@ -1,0 +1,95 @@
+"""`thaw chat`: one question, or a conversation."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from thaw.cli.api import Api
+from thaw.cli.completions import Completion, Message, stream_chat
+from thaw.cli.output import Document, Json, screen, show_error, verb
+from thaw.config.units import format_duration
+from thaw.errors import CommandError
+
+
+@verb
+def chat(
+    model: Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="MODEL")],
+    prompt: Annotated[str | None, typer.Argument(help="What to say; without it, a conversation (Ctrl-D ends it).")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the answer at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: greedy.")] = None,
+    as_json: Json = False,
+) -> Document | None:
+    """Chat with a model; a sleeping one is woken.
+
+    Example: [bold]thaw chat demo-60m "Hello"[/]
+    """
+    options: dict[str, float] = {}
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    if temperature is not None:
+        options["temperature"] = temperature
+    history: list[Message] = [{"role": "system", "content": system}] if system else []
+    api, out = Api.find(), screen(as_json)
+    if prompt is None and (as_json or not sys.stdin.isatty()):
+        prompt = sys.stdin.read().strip()
+        if not prompt:
+            raise CommandError("There is no prompt.", "Give it as PROMPT or on standard input.", code="no_prompt")
+    if prompt is not None:
+        history.append({"role": "user", "content": prompt})
+        return {"model": model, **_answer(api, out, model, history, options).document}
+    _converse(api, out, model, history, options)
+    return None
+
+
+def _answer(api: Api, out: Console, model: str, history: list[Message], options: dict[str, float]) -> Completion:
+    completion = Completion()
+    with contextlib.ExitStack() as spinner:
+        status = spinner.enter_context(out.status(f"{model} …"))
+        pieces = stream_chat(
+            api, model, history, completion, waiting=lambda words: status.update(escape(words or f"{model} …")), **options
+        )
+        for piece in pieces:
+            spinner.close()
+            out.print(piece, end="", markup=False, soft_wrap=True)
+    out.print()
+    tokens = completion.usage.get("completion_tokens", 0)
+    if completion.ttft_ms is not None:
+        out.print(f"[dim]{tokens} tokens, first after {format_duration(completion.ttft_ms / 1e3)}, {completion.request_id}[/]")
+    return completion
+
+
+def _converse(api: Api, out: Console, model: str, history: list[Message], options: dict[str, float]) -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # gives input() editing and history
+    out.print(f"[dim]Talking with {escape(model)}. Ctrl-D ends, /new forgets what was said.[/]")
+    opening = list(history)
+    while True:
+        try:
+            said = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            out.print()
+            return
+        if not said:
+            continue
+        if said == "/new":
+            history[:] = opening
+            continue
+        history.append({"role": "user", "content": said})
+        try:
+            completion = _answer(api, out, model, history, options)
+        except CommandError as e:
+            history.pop()
+            show_error(e, as_json=False)
+            continue
+        except KeyboardInterrupt:  # leaving the stream cancels the generation
+            history.pop()
+            out.print("\n[dim]interrupted[/]")
+            continue
+        history.append({"role": "assistant", "content": completion.text})

@@ -1,0 +1,170 @@
+"""The demo of `thaw up --demo`: three models made on the spot, on a device whose budget holds two of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.traces import RequestTrace
+from shared.sizing import need_of
+from thaw.cli.api import Api
+from thaw.cli.completions import Completion, stream_chat
+from thaw.cli.output import Document
+from thaw.cli.waterfall import request_waterfall
+from thaw.config.units import format_duration, format_size
+from thaw.demo.models import make_demo_model
+from thaw.errors import CommandError
+from thaw.launcher.home import Home
+
+SIZES = ("5m", "60m", "250m")
+DISK_BYTES = 1024**3
+PROMPT = "Where does the ice go when it thaws?"
+_TOKENS = 32
+_TRACE_WITHIN_S = 5.0
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_done: Any = None
+"""In a worker: the part done of each model, shared with the parent."""
+
+
+def _begin(shares: Any) -> None:
+    global _done
+    _done = shares
+
+
+def _make(directory: str, size: str, index: int) -> None:
+    def tell(part: float) -> None:
+        _done[index] = part
+
+    make_demo_model(Path(directory), size, progress=tell)
+
+
+def model_name(size: str) -> str:
+    return f"demo-{size}"
+
+
+def make_models(home: Home, out: Console, sizes: tuple[str, ...] = SIZES) -> tuple[ModelSpec, ...]:
+    """Make those demo models that are not there yet, at the same time, in processes of their own. Returns their registrations."""
+    missing = [s for s in sizes if not (home.models / model_name(s)).is_dir()]
+    if missing:
+        context = multiprocessing.get_context("spawn")
+        shares = context.Array("d", len(missing))
+        # The largest first: it takes longest.
+        order = sorted(range(len(missing)), key=lambda i: -sizes.index(missing[i]))
+        with ProcessPoolExecutor(min(4, len(missing)), mp_context=context, initializer=_begin, initargs=(shares,)) as pool:
+            jobs = [pool.submit(_make, str(home.models / model_name(missing[i])), missing[i], i) for i in order]
+            _show_progress(out, missing, shares, jobs)
+            for job in jobs:
+                job.result()
+    out.print(f"[green]✓[/] demo models under {home.models} [dim](random weights: what they say is gibberish)[/]")
+    return tuple(ModelSpec(name=model_name(s), source=str(home.models / model_name(s))) for s in sizes)
+
+
+def _show_progress(out: Console, names: list[str], shares: Any, jobs: list[Future[None]]) -> None:
+    columns = (TextColumn("  making {task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True, disable=out.quiet) as progress:
+        tasks = [progress.add_task(model_name(name), total=1.0) for name in names]
+        while not all(job.done() for job in jobs):
+            for task, part in zip(tasks, shares, strict=True):
+                progress.update(task, completed=part)
+            time.sleep(0.1)
+
+
+def card_of(spec: ModelSpec) -> ModelCard:
+    """The card of a demo model, read from its own files before there is a loader to inspect them."""
+    directory = Path(spec.source)
+    config = json.loads((directory / "config.json").read_text())
+    weights = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    kv = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * _ITEM_BYTES[dtype]
+    info = ModelInfo(
+        source=spec.source,
+        revision="",
+        architecture=config["architectures"][0],
+        model_type=config["model_type"],
+        task="generate",
+        weights_bytes=weights,
+        parameters=weights // _ITEM_BYTES[dtype],
+        dtype=dtype,
+        context_length=config["max_position_embeddings"],
+        kv_bytes_per_token=kv,
+    )
+    return ModelCard(spec=spec, info=info, created=0)
+
+
+def budget_for_two(specs: tuple[ModelSpec, ...]) -> int:
+    """Bytes that hold the two largest of three models, and not all three."""
+    small, middle, large = sorted(need_of(card_of(s)).total for s in specs)
+    return large + middle + small // 2
+
+
+def ask_each(api: Api, specs: tuple[ModelSpec, ...], out: Console) -> list[Document]:
+    """One chat request to each model; prints each answer's start and its waterfall. Raises `CommandError` if one fails."""
+    answers: list[Document] = []
+    for spec in specs:
+        completion = Completion()
+        with out.status(f"{spec.name} wakes") as status:
+
+            def tell(words: str, status: Any = status, name: str = spec.name) -> None:
+                status.update(escape(words or f"{name} wakes"))
+
+            messages = [{"role": "user", "content": PROMPT}]
+            for _ in stream_chat(api, spec.name, messages, completion, waiting=tell, max_tokens=_TOKENS, temperature=0):
+                pass
+        record = await_trace(api, completion.request_id)
+        start = " ".join(completion.text.split())[:90]
+        out.print(f"\n[green]✓[/] [bold]{spec.name}[/] answers: [italic]{escape(start)}…[/]")
+        if record is not None:
+            out.print(request_waterfall(record, out))
+        elif completion.ttft_ms is not None:
+            out.print(f"  first token after {format_duration(completion.ttft_ms / 1e3)}")
+        answers.append(
+            {
+                "model": spec.name,
+                "request_id": completion.request_id,
+                "text": completion.text,
+                "ttft_ms": record.ttft_ms if record else completion.ttft_ms,
+                "critical_path": [s.model_dump(mode="json") for s in record.critical_path] if record else [],
+            }
+        )
+    return answers
+
+
+def await_trace(api: Api, request_id: str, now: Callable[[], float] = time.monotonic) -> RequestTrace | None:
+    """A request's trace is written off its path: look until it is there, 5 s at most."""
+    deadline = now() + _TRACE_WITHIN_S
+    while now() < deadline:
+        try:
+            return api.trace(request_id)
+        except CommandError as e:
+            if e.code not in ("not_found", "404"):
+                raise
+        time.sleep(0.1)
+    return None
+
+
+def show_what_next(api: Api, specs: tuple[ModelSpec, ...], budget: int, out: Console) -> None:
+    body = json.dumps({"model": specs[0].name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20})
+    out.print(
+        f"\nThree models have just shared [bold]cpu:0[/] with a budget of {format_size(budget)}, which holds two of them.\n"
+        "[yellow]Their weights are random, so the text is gibberish; everything else is real.[/]"
+    )
+    out.print(f"\n  endpoint      [bold]{api.url}/v1[/]")
+    out.print(
+        f"  try           curl {api.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        soft_wrap=True,
+        markup=False,
+    )
+    out.print("  a real model  thaw models add qwen hf://Qwen/Qwen3-0.6B     (or a directory in Hugging Face layout)")
+    out.print("  look          thaw ps · thaw trace · thaw explain demo-250m · thaw chat demo-60m")
+    out.print("  stop          thaw down")

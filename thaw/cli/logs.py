@@ -1,0 +1,122 @@
+"""`thaw logs`: what a process of this machine's mesh wrote."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.errors import CommandError
+from thaw.launcher.home import Home
+from thaw.launcher.logfiles import tail
+
+_POLL_S = 0.2
+_LEVELS = {"error": "red", "critical": "red", "warning": "yellow", "debug": "dim"}
+_SHOWN = {"time", "level", "message", "service", "logger", "exception"}
+
+
+@verb
+def logs(
+    service: Annotated[
+        str,
+        typer.Argument(
+            help="gateway, scheduler, nodeagent, loader, nats, postgres, supervisor, an instance's id.", metavar="SERVICE"
+        ),
+    ],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")] = 50,
+    as_json: Json = False,
+) -> Document | None:
+    """Show the log of a service (of every node, if it has several), or of an engine by its instance's id.
+
+    Example: [bold]thaw logs nodeagent -f[/]
+    """
+    if follow and as_json:
+        raise typer.BadParameter("--follow never ends, --json is one document: give one of them")
+    files = log_files(Home.from_environment(), service)
+    out = screen(as_json)
+    found = {name: tail(path, lines) for name, path in files.items()}
+    for name, written in found.items():
+        for line in written:
+            out.print(_readable(line, name if len(files) > 1 else ""), soft_wrap=True)
+    if follow:
+        _follow(out, files)
+        return None
+    return {"logs": {name: [_parsed(line) for line in written] for name, written in found.items()}}
+
+
+def log_files(home: Home, service: str) -> dict[str, Path]:
+    """Log files by name: of the service called so, of its processes on every node, or of engines whose instance id begins so."""
+    known = {p.name.removesuffix(".log"): p for p in sorted(home.logs.glob("*.log"))}
+    found = {n: p for n, p in known.items() if n == service or n.startswith(f"{service}.")}
+    if not found and len(service) >= 4:
+        found = {p.name.removesuffix(".log"): p for p in sorted(home.nodes.glob(f"*/**/{_literal(service)}*.log"))}
+    if not found:
+        raise CommandError(
+            f"There is no log of {service!r} under {home.root}.",
+            f"Logs: {', '.join(known) or 'none; the mesh has never run here'}.",
+            code="not_found",
+        )
+    return found
+
+
+def _literal(text: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in text if c != "/")
+
+
+def _follow(out: Console, files: dict[str, Path]) -> None:
+    positions = {name: path.stat().st_size for name, path in files.items()}
+    rest = dict.fromkeys(files, "")
+    try:
+        while True:
+            for name, path in files.items():
+                for line in _new_lines(name, path, positions, rest):
+                    out.print(_readable(line, name if len(files) > 1 else ""), soft_wrap=True)
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        return
+
+
+def _new_lines(name: str, path: Path, positions: dict[str, int], rest: dict[str, str]) -> Iterator[str]:
+    size = path.stat().st_size if path.exists() else 0
+    if size < positions[name]:  # moved aside for its size
+        positions[name] = 0
+    if size == positions[name]:
+        return
+    with path.open("rb") as f:
+        f.seek(positions[name])
+        data = f.read(size - positions[name])
+    positions[name] = size
+    *complete, rest[name] = (rest[name] + data.decode(errors="replace")).split("\n")
+    yield from complete
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {"message": line}
+
+
+def _readable(line: str, name: str) -> Text:
+    """A JSON log line for people; any other line as it is."""
+    entry = _parsed(line)
+    if not isinstance(entry, dict) or "time" not in entry:
+        return Text(f"{name} {line}" if name else line)
+    level = str(entry.get("level", ""))
+    text = Text.assemble((f"{entry['time'][11:23]} ", "dim"), (f"{name} ", "dim") if name else "")
+    text.append(f"{level:7} ", _LEVELS.get(level, ""))
+    text.append(str(entry.get("message", "")))
+    extras = " ".join(f"{k}={v}" for k, v in entry.items() if k not in _SHOWN)
+    if extras:
+        text.append(f" {extras}", "dim")
+    if entry.get("exception"):
+        text.append(f"\n{entry['exception']}", "dim")
+    return text

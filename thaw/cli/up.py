@@ -1,0 +1,195 @@
+"""`thaw up` and `thaw down`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+
+from shared.contracts.models import ModelSpec
+from thaw.cli import demo as demos
+from thaw.cli.api import Api
+from thaw.cli.apply import apply_models, await_ready, differences
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.config import ThawFile, load_config
+from thaw.errors import CommandError
+from thaw.launcher import control
+from thaw.launcher.home import Home
+from thaw.launcher.leftovers import describe
+from thaw.launcher.plan import MeshPlan, NodePlan
+from thaw.launcher.planning import Wanted, make_plan
+from thaw.launcher.preflight import SERVICES_BYTES, available_memory, check_room
+from thaw.launcher.processes import Identity
+from thaw.launcher.status import MeshStatus, running_status
+
+
+@verb
+def up(
+    demo: Annotated[bool, typer.Option("--demo", help="Make three demo models and ask each something.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave the mesh running in the background.")] = False,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Nodes to run on this machine (1, or those of mesh.nodes).")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="A thaw.yaml: its mesh section and its models.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address of the endpoint (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (8080).")] = None,
+    as_json: Json = False,
+) -> Document | None:
+    """Start the mesh on this machine: NATS, PostgreSQL, gateway, scheduler, and a nodeagent with a loader for each node.
+
+    Stays until Ctrl-C, which stops everything, or leaves it running with --detach. Run again while it runs, it applies --config.
+
+    Examples: [bold]thaw up --demo --detach[/]
+              [bold]thaw up --config thaw.yaml --nodes 2[/]
+    """
+    out, home = screen(as_json), Home.from_environment()
+    file = load_config(config) if config is not None else ThawFile()
+    wanted = Wanted(host=host, port=port, nodes=nodes, mesh=file.mesh)
+    if running_status(home) is not None:
+        return _already_running(home, file, wanted, demo, out)
+    supervisor, document = _start(home, file, wanted, demo, out)
+    if detach:
+        return document
+    if as_json:
+        import json
+
+        print(json.dumps(document), flush=True)
+    out.print("\n[dim]Ctrl-C stops the mesh.[/]")
+    _stay(home, supervisor, out)
+    return None
+
+
+def _already_running(home: Home, file: ThawFile, wanted: Wanted, demo: bool, out: Console) -> Document:
+    api = Api.find(home)
+    out.print(f"The mesh is running already: [bold]{api.url}/v1[/]  [dim](`thaw down` stops it)[/]")
+    waiting = differences(home, wanted)
+    for key in waiting:
+        out.print(f"[yellow]{key} differs from what is running; `thaw down` and `thaw up` again apply it.[/]")
+    document: Document = {"endpoint": f"{api.url}/v1", "already_running": True, "restart_needed": waiting}
+    await_ready(api, home, out)
+    document["models"] = apply_models(api, home, file.models, out)
+    if demo:
+        specs = demos.make_models(home, out)
+        apply_models(api, home, specs, out, declared=False)
+        document["demo"] = demos.ask_each(api, specs, out)
+    return document
+
+
+def _start(home: Home, file: ThawFile, wanted: Wanted, demo: bool, out: Console) -> tuple[Identity, Document]:
+    home.create(wanted.node_names)
+    control.check_unused(home, wanted.host_or_default, wanted.port_or_default)
+    specs: tuple[ModelSpec, ...] = ()
+    budget = 0
+    if demo:
+        check_room(home.root, memory=SERVICES_BYTES, shared=0, disk=demos.DISK_BYTES, purpose="The demo")
+        specs = demos.make_models(home, out)
+        budget = demos.budget_for_two(specs)
+        check_room(home.root, memory=SERVICES_BYTES + budget, shared=budget, disk=0, purpose="The demo")
+    else:
+        check_room(home.root, memory=SERVICES_BYTES, shared=0, disk=64 * 1024 * 1024, purpose="A mesh")
+    plan = make_plan(home, wanted, available_memory(), demo_budget=budget or None)
+    supervisor = _launch(home, plan, out)
+    api = Api.find(home)
+    document: Document = {"endpoint": f"{plan.gateway_url}/v1", "already_running": False, "nodes": _described(plan.nodes)}
+    document["models"] = apply_models(api, home, file.models, out)
+    if demo:
+        apply_models(api, home, specs, out, declared=False)
+        document["demo"] = demos.ask_each(api, specs, out)
+        demos.show_what_next(api, specs, budget, out)
+    else:
+        out.print(f"\n  endpoint  [bold]{plan.gateway_url}/v1[/]")
+        if not file.models:
+            out.print("  next      thaw models add NAME SOURCE   (a directory in Hugging Face layout, or hf://org/name)")
+    return supervisor, document
+
+
+def _described(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:
+    return [n.model_dump(mode="json") for n in nodes]
+
+
+def _launch(home: Home, plan: MeshPlan, out: Console) -> Identity:
+    """Start and wait until the mesh is ready; whatever goes wrong before that, nothing is left running."""
+    supervisor: Identity | None = None
+    shown: dict[str, str] = {}
+    try:
+        with out.status("starting") as status:
+            if not out.is_terminal:
+                out.print("starting NATS, PostgreSQL and the services")
+
+            def tell(now: MeshStatus) -> None:
+                for name, service in now.services.items():
+                    if service.status == "ready" and shown.get(name) != "ready":
+                        shown[name] = "ready"
+                left = [n for n, s in now.services.items() if s.status != "ready"]
+                status.update(f"starting {', '.join(left)}" if left else "waiting for the services to find each other")
+
+            supervisor = control.launch(home, plan)
+            control.await_running(home, supervisor, tell)
+            await_ready(Api.find(home), home, out, plan)
+    except (CommandError, KeyboardInterrupt):
+        control.stop(home, lambda _: None)
+        raise
+    names = ", ".join(n.name for n in plan.nodes)
+    out.print(
+        f"[green]✓[/] the mesh is up: {len(shown)} processes, {len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''} ({names})"
+    )
+    return supervisor
+
+
+def _stay(home: Home, supervisor: Identity, out: Console) -> None:
+    """Until Ctrl-C (or SIGTERM, or the terminal is gone), then stop the mesh; or until the mesh ends by itself."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, interrupt)
+    try:
+        process = psutil.Process(supervisor.pid)
+        while supervisor.alive():
+            try:
+                process.wait(timeout=1.0)
+            except psutil.TimeoutExpired:
+                continue
+    except psutil.NoSuchProcess:
+        pass
+    except KeyboardInterrupt:
+        _stop(home, out)
+        return
+    if home.endpoints_file.exists():
+        raise CommandError(
+            "The supervisor was killed; its services go on running.",
+            "`thaw up` takes them over, `thaw down` stops them.",
+            code="supervisor_gone",
+        )
+    out.print("The mesh was stopped.")
+
+
+@verb
+def down(as_json: Json = False) -> Document:
+    """Stop the mesh of this machine in order, and clean up whatever is left of it, also after a crash.
+
+    Example: [bold]thaw down[/]
+    """
+    home, out = Home.from_environment(), screen(as_json)
+    was_running = running_status(home) is not None
+    return {"was_running": was_running, "left_behind": _stop(home, out)}
+
+
+def _stop(home: Home, out: Console) -> dict[str, Any]:
+    was_running = running_status(home) is not None
+    with out.status("stopping") as status:
+
+        def tell(now: MeshStatus) -> None:
+            left = [n for n, s in now.services.items() if s.status != "stopped"]
+            status.update(f"stopping {', '.join(left)}")
+
+        left = control.stop(home, tell)
+    if left:
+        out.print(f"[yellow]cleaned up {len(left.processes)} processes and {len(left.segments)} shared-memory segments[/]")
+    out.print("[green]✓[/] the mesh is down" if was_running or left else "No mesh was running.")
+    return describe(left)

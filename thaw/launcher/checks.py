@@ -1,0 +1,240 @@
+"""The checks of `thaw doctor`: each looks at one thing and yields findings with their remedies. None changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+import psutil
+
+from thaw.config.units import format_size
+from thaw.errors import CommandError
+from thaw.launcher import servers, unprivileged
+from thaw.launcher.control import check_port
+from thaw.launcher.home import Home, read_json
+from thaw.launcher.leftovers import SHM, find_leftovers
+from thaw.launcher.planning import Wanted
+from thaw.launcher.preflight import SERVICES_BYTES, available_memory, free_disk, free_shared_memory
+from thaw.launcher.status import running_status
+
+GIB = 1024**3
+_CONNECT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    level: Literal["ok", "warn", "fail"]
+    text: str
+    remedy: str = ""
+
+
+def examine(home: Home) -> Iterator[Finding]:
+    """Every finding, in the order in which a person would look."""
+    yield from _versions()
+    yield from _state(home)
+    yield from _memory()
+    yield from _shared_memory()
+    yield from _gpus()
+    endpoints = read_json(home.endpoints_file) if running_status(home) else None
+    nats_url = os.environ.get("THAW_NATS_URL") or (endpoints or {}).get("nats_url")
+    database_url = os.environ.get("THAW_DATABASE_URL") or (endpoints or {}).get("database_url")
+    yield _port(home)
+    yield asyncio.run(_nats(str(nats_url))) if nats_url else _own_nats()
+    yield asyncio.run(_postgres(str(database_url))) if database_url else _own_postgres(home)
+    yield from _leftovers(home)
+
+
+def _versions() -> Iterator[Finding]:
+    version = platform.python_version()
+    if sys.version_info < (3, 11):
+        yield Finding("python", "fail", version, "Thaw needs Python 3.11 or later.")
+    else:
+        yield Finding("python", "ok", f"{version} on {platform.system()} {platform.release()}")
+    for package, need in (("torch", "node"), ("transformers", "node"), ("safetensors", "node")):
+        try:
+            yield Finding(package, "ok", importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(package, "fail", "not installed", f"pip install 'thaw-mesh[{need}]'")
+
+
+def _state(home: Home) -> Iterator[Finding]:
+    try:
+        home.create()
+    except CommandError as e:
+        yield Finding("state", "fail", e.what, e.remedy)
+        return
+    free = free_disk(home.root)
+    level: Literal["ok", "warn", "fail"] = "ok" if free > 5 * GIB else "warn" if free > GIB else "fail"
+    remedy = "" if level == "ok" else "Free some, or set THAW_HOME to a directory on another disk."
+    yield Finding("disk", level, f"{format_size(free)} free under {home.root}", remedy)
+
+
+def _memory() -> Iterator[Finding]:
+    available = available_memory()
+    text = f"{format_size(available)} available of {format_size(psutil.virtual_memory().total)}"
+    if available < SERVICES_BYTES:
+        yield Finding("memory", "fail", text, f"The services alone take {format_size(SERVICES_BYTES)}: stop other programs.")
+    elif available < 3 * GIB:
+        yield Finding(
+            "memory", "warn", text, "The demo needs about 2 GiB; models on cpu:0 need their weights, KV and 192 MiB each."
+        )
+    else:
+        yield Finding("memory", "ok", text)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    free = free_shared_memory()
+    if free is None:
+        yield Finding("shared memory", "fail", f"there is no {SHM}", "Weights are loaded there: mount a tmpfs on it.")
+    elif free < 2 * GIB:
+        remedy = f"Weights are loaded there. Enlarge it: mount -o remount,size=8G {SHM} (container: --shm-size=8g)."
+        yield Finding("shared memory", "warn" if free > GIB // 4 else "fail", f"{format_size(free)} free under {SHM}", remedy)
+    else:
+        yield Finding("shared memory", "ok", f"{format_size(free)} free under {SHM}")
+
+
+def _gpus() -> Iterator[Finding]:
+    try:
+        import pynvml
+    except ImportError:
+        yield Finding("gpu", "warn", "cannot be looked for: nvidia-ml-py is not installed", "pip install 'thaw-mesh[node]'")
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield Finding("gpu", "ok", "none with an NVIDIA driver; models run on cpu:0")
+        return
+    try:
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        for i in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            text = f"cuda:{i} {pynvml.nvmlDeviceGetName(handle)}, {format_size(memory.free)} of {format_size(memory.total)} free"
+            yield Finding("gpu", "ok", f"{text}, driver {driver}")
+    except pynvml.NVMLError as e:
+        yield Finding("gpu", "warn", f"NVML fails: {e}", "Update the NVIDIA driver, or reboot after an update.")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _port(home: Home) -> Finding:
+    try:
+        wanted = Wanted()
+        endpoints = read_json(home.endpoints_file)
+        if running_status(home) is not None and endpoints is not None:
+            return Finding("port", "ok", f"the gateway of this mesh is at {endpoints['url']}")
+        check_port(wanted.host_or_default, wanted.port_or_default)
+    except CommandError as e:
+        return Finding("port", "warn", e.what, e.remedy)
+    return Finding("port", "ok", f"{wanted.host_or_default}:{wanted.port_or_default} is free for the gateway")
+
+
+def _own_nats() -> Finding:
+    try:
+        return Finding("nats", "ok", f"not running; `thaw up` starts {servers.nats_program()}")
+    except CommandError as e:
+        return Finding("nats", "fail", e.what, e.remedy)
+
+
+async def _nats(url: str) -> Finding:
+    import nats
+    from nats.errors import Error
+    from nats.js.errors import Error as JetStreamError
+
+    place = _without_secrets(url)
+    errors: list[Exception] = []
+
+    async def note(error: Exception) -> None:
+        errors.append(error)
+
+    try:
+        client = await nats.connect(
+            url.split(","), connect_timeout=_CONNECT_S, allow_reconnect=False, max_reconnect_attempts=1, error_cb=note
+        )
+    except (Error, OSError, TimeoutError) as e:
+        why = errors[0] if errors else e
+        return Finding(
+            "nats",
+            "fail",
+            f"{place} does not answer: {why or type(e).__name__}",
+            "Start it, or correct THAW_NATS_URL and its credentials.",
+        )
+    try:
+        limit = client.max_payload
+        try:
+            await client.jetstream().account_info()
+        except (JetStreamError, Error, TimeoutError):
+            return Finding(
+                "nats", "fail", f"{place} has no JetStream", "Thaw keeps its catalogue and traces there: run nats-server with -js."
+            )
+    finally:
+        await client.close()
+    if limit < 1024 * 1024:
+        return Finding(
+            "nats",
+            "fail",
+            f"{place} takes messages up to {format_size(limit)} only",
+            "Set max_payload to 1MB at least, 8MB better.",
+        )
+    if limit < 8 * 1000 * 1000:
+        return Finding(
+            "nats", "warn", f"{place} takes messages up to {format_size(limit)}", "Long prompts need more: set max_payload to 8MB."
+        )
+    return Finding("nats", "ok", f"{place}, JetStream on, messages up to {format_size(limit)}")
+
+
+def _own_postgres(home: Home) -> Finding:
+    try:
+        postgres = servers.locate_postgres(home)
+    except CommandError as e:
+        return Finding("postgres", "fail", e.what, e.remedy)
+    if os.geteuid() != 0:
+        return Finding("postgres", "ok", "not running; `thaw up` starts the wheel's")
+    if postgres.user is None and unprivileged.namespaces_work():
+        return Finding("postgres", "ok", "not running; `thaw up` starts the wheel's, in a user namespace because this is root")
+    return Finding(
+        "postgres", "warn", f"user namespaces are refused; as root it would run as nobody, with its data in {postgres.data}"
+    )
+
+
+async def _postgres(url: str) -> Finding:
+    import asyncpg
+
+    place = _without_secrets(url)
+    try:
+        connection = await asyncpg.connect(url.replace("+asyncpg", ""), timeout=_CONNECT_S)
+    except (OSError, TimeoutError, asyncpg.PostgresError, ValueError) as e:
+        remedy = "Start it, or correct THAW_DATABASE_URL and its credentials."
+        return Finding("postgres", "fail", f"{place} does not answer: {e or type(e).__name__}", remedy)
+    try:
+        version = connection.get_server_version()
+    finally:
+        await connection.close()
+    if version.major < 14:
+        return Finding("postgres", "fail", f"{place} is PostgreSQL {version.major}", "Thaw needs 14 or later.")
+    return Finding("postgres", "ok", f"{place}, PostgreSQL {version.major}.{version.minor}")
+
+
+def _without_secrets(url: str) -> str:
+    parts = urlsplit(url.split(",")[0])
+    return f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
+
+
+def _leftovers(home: Home) -> Iterator[Finding]:
+    if running_status(home) is not None:
+        yield Finding("mesh", "ok", f"running under {home.root}")
+        return
+    left = find_leftovers(home)
+    if left:
+        what = f"{len(left.processes)} processes and {len(left.segments)} shared-memory segments of a mesh whose supervisor is gone"
+        yield Finding("leftovers", "warn", what, "`thaw down` removes them; `thaw up` takes the processes over.")
+    else:
+        yield Finding("leftovers", "ok", "none")

@@ -1,0 +1,73 @@
+"""From what a person asks for to a `MeshPlan`: options go before the environment, that before thaw.yaml, that before defaults."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+
+from thaw.config.load import MeshConfig, NodeConfig
+from thaw.errors import CommandError
+from thaw.launcher.home import Home
+from thaw.launcher.plan import MeshPlan, NodePlan, credentials_of, free_port
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8080
+MEMORY_SHARE = 0.7
+"""Part of the available memory that the cpu devices get, as the nodeagent's own default; several nodes divide it."""
+_HASH = re.compile(r"^[0-9a-f]{64}$")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Command-line options (None: not given) over the `mesh:` section of a thaw.yaml."""
+
+    host: str | None = None
+    port: int | None = None
+    nodes: int | None = None
+    mesh: MeshConfig = MeshConfig()
+
+    @property
+    def host_or_default(self) -> str:
+        return self.host or os.environ.get("THAW_GATEWAY_HOST") or self.mesh.host or DEFAULT_HOST
+
+    @property
+    def port_or_default(self) -> int:
+        given = os.environ.get("THAW_GATEWAY_PORT", "")
+        if given and not (given.isdigit() and 0 < int(given) < 65536):
+            raise CommandError(f"THAW_GATEWAY_PORT is {given!r}.", "Set it to a port from 1 to 65535.", code="bad_setting")
+        return self.port or (int(given) if given else None) or self.mesh.port or DEFAULT_PORT
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Those of the file first; `--nodes` cuts them or adds node-N."""
+        named = tuple(self.mesh.nodes)
+        count = self.nodes if self.nodes is not None else max(1, len(named))
+        more = (name for i in range(count + len(named)) if (name := f"node-{i}") not in named)
+        return (*named, *more)[:count]
+
+
+def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: int | None = None) -> MeshPlan:
+    """`demo_budget`: bytes of cpu:0 of the first node, whatever else is configured for it. Makes credentials where there are none."""
+    names = wanted.node_names
+    share = int(available_memory * MEMORY_SHARE / len(names))
+    nodes = []
+    for i, name in enumerate(names):
+        devices = wanted.mesh.nodes.get(name, NodeConfig()).devices
+        if i == 0 and demo_budget is not None:
+            devices = {"cpu:0": demo_budget}
+        elif not devices and len(names) > 1:
+            devices = {"cpu:0": share}
+        nodes.append(NodePlan(name=name, devices=devices))
+    return MeshPlan(
+        host=wanted.host_or_default,
+        port=wanted.port_or_default,
+        nodes=tuple(nodes),
+        credentials=credentials_of(home, wanted.mesh.admin_key or os.environ.get("THAW_ADMIN_KEY")),
+        api_keys=tuple(key if _HASH.match(key) else hashlib.sha256(key.encode()).hexdigest() for key in wanted.mesh.api_keys),
+        nats_port=wanted.mesh.nats_port or free_port(),
+        postgres_port=wanted.mesh.postgres_port or free_port(),
+        nats_url=os.environ.get("THAW_NATS_URL") or None,
+        database_url=os.environ.get("THAW_DATABASE_URL") or None,
+        environment=wanted.mesh.environment,
+    )

@@ -1,0 +1,62 @@
+"""What the machine has to offer, and whether it is enough: shared by `thaw up` and `thaw doctor`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+from thaw.config.units import format_size
+from thaw.errors import CommandError
+from thaw.launcher.leftovers import SHM
+
+SERVICES_BYTES = 600 * 1024 * 1024
+"""Memory of NATS, PostgreSQL and the services of one node together, without any model (measured with PSS after a start)."""
+
+
+def available_memory() -> int:
+    """Bytes that can be had: what the kernel calls available, bounded by this process's cgroup."""
+    available = int(psutil.virtual_memory().available)
+    for limit, usage in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            bound = int(Path("/sys/fs/cgroup", limit).read_text())
+            used = int(Path("/sys/fs/cgroup", usage).read_text())
+        except (OSError, ValueError):
+            continue
+        available = min(available, max(0, bound - used))
+    return available
+
+
+def free_shared_memory() -> int | None:
+    """Bytes free under /dev/shm; None where there is none."""
+    return shutil.disk_usage(SHM).free if SHM.is_dir() else None
+
+
+def free_disk(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def check_room(home: Path, *, memory: int, shared: int, disk: int, purpose: str) -> None:
+    """Raises `CommandError` for the first of memory, shared memory and disk that is too small for `purpose`."""
+    has = available_memory()
+    if has < memory:
+        raise CommandError(
+            f"{purpose} needs {format_size(memory)} of memory; {format_size(has)} are available.",
+            "Stop other programs or use a machine with more memory; `thaw up` without --demo needs less.",
+            code="too_little_memory",
+        )
+    shm = free_shared_memory()
+    if shm is None or shm < shared:
+        raise CommandError(
+            f"{purpose} needs {format_size(shared)} under {SHM}; {format_size(shm or 0)} are free.",
+            f"Enlarge it: `mount -o remount,size=4G {SHM}`, or `--shm-size=4g` for a container.",
+            code="too_little_shared_memory",
+        )
+    room = free_disk(home)
+    if room < disk:
+        raise CommandError(
+            f"{purpose} needs {format_size(disk)} of disk under {home}; {format_size(room)} are free.",
+            "Free some, or set THAW_HOME to a directory on another disk.",
+            code="too_little_disk",
+        )

@@ -84,6 +84,7 @@ class SegmentStatus(Frozen):
     segment: str
     total_bytes: int
     loaded_bytes: int
+    fetched_bytes: int = Field(default=0, description="Come from the remote source so far, where there is one.")
     holders: tuple[str, ...]
     error: ErrorBody | None = None
 

@@ -87,7 +87,9 @@ class _File:
     def _check(self, what: str) -> None:
         stat = os.fstat(self._fd)
         if (stat.st_size, stat.st_mtime_ns, stat.st_ino) != (self.size, *self._stamp):
-            raise CheckpointInvalid(f"{self.path} {what}; wait until it is written, then register the model again", should_retry=True)
+            raise CheckpointInvalid(
+                f"{self.path} {what}; wait until it is written, then register the model again", should_retry=True
+            )
 
 
 @dataclass(frozen=True)

@@ -132,14 +132,19 @@ def remove_segment(name: str, wait: float = 2.0) -> int:
         path.unlink()
     except FileNotFoundError:
         return 0
+    return min(stat.st_size, stat.st_blocks * 512) if await_unmapped(name, wait) else 0
+
+
+def await_unmapped(name: str, wait: float = 2.0) -> bool:
+    """Whether an unlinked segment is mapped by nobody, now or within `wait` seconds."""
     deadline = time.monotonic() + wait
     while mappers := mapped_by(name):
         left = deadline - time.monotonic()
         if left <= 0:
             log.warning("a removed segment is still mapped", extra={"segment": name, "pids": mappers})
-            return 0
+            return False
         _await_exit(mappers, min(left, _RESCAN_S))
-    return min(stat.st_size, stat.st_blocks * 512)
+    return True
 
 
 def mapped_by(name: str) -> list[int]:
@@ -159,8 +164,7 @@ def _await_exit(pids: list[int], within: float) -> None:
     """Wait until one of `pids` has ended, at most `within` seconds (a process may also unmap and live on: nothing tells of that)."""
     fds: list[int] = []
     try:
-        for pid in pids:
-            fds.append(os.pidfd_open(pid))
+        fds.extend(os.pidfd_open(pid) for pid in pids)
         select.select(fds, [], [], within)
     except ProcessLookupError:  # one has ended already
         return

@@ -76,13 +76,18 @@ def parse_index(data: bytes, where: str) -> dict[str, str]:
         raise CheckpointInvalid(f"{where} has no weight_map; download it again")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _plain(name):
-            raise CheckpointInvalid(f"{where} sends tensor {tensor!r} to {name!r}: only names of .safetensors files beside it are allowed")
+            raise CheckpointInvalid(
+                f"{where} sends tensor {tensor!r} to {name!r}: only names of .safetensors files beside it are allowed"
+            )
     return weight_map
 
 
 def _plain(name: str) -> bool:
     return (
-        name.endswith(".safetensors") and not name.startswith(".") and not any(c in name for c in "/\\\0") and len(name.encode()) < 256
+        name.endswith(".safetensors")
+        and not name.startswith(".")
+        and not any(c in name for c in "/\\\0")
+        and len(name.encode()) < 256
     )
 
 
@@ -123,7 +128,9 @@ def check_files(weight_map: Mapping[str, str] | None, files: Iterable[WeightFile
         raise CheckpointInvalid(f"{where}: {checked[0].name} holds no tensors")
     for name, shard in (weight_map or {}).items():
         if home.get(name) != shard:
-            raise CheckpointInvalid(f"{where}: {INDEX} places tensor {name!r} in {shard}, which does not hold it; download both again")
+            raise CheckpointInvalid(
+                f"{where}: {INDEX} places tensor {name!r} in {shard}, which does not hold it; download both again"
+            )
     return checked
 
 
@@ -154,7 +161,9 @@ def _open_file(path: Path) -> WeightFile:
                 file.seek(offset)
                 return file.read(length)
 
-            return WeightFile(path.name, path, stat.st_size, read_header(str(path), stat.st_size, read), (stat.st_mtime_ns, stat.st_ino))
+            return WeightFile(
+                path.name, path, stat.st_size, read_header(str(path), stat.st_size, read), (stat.st_mtime_ns, stat.st_ino)
+            )
     except FileNotFoundError as e:
         raise CheckpointInvalid(f"{path} is missing; download it again, or copy the whole model directory") from e
     except OSError as e:

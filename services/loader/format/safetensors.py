@@ -100,7 +100,9 @@ def _tensors(file: str, header: dict[str, Any], data_start: int, size: int) -> t
         if entry.offset < at:
             _invalid(file, f"has tensor {entry.name!r} overlapping another one; its header is damaged, download it again")
         if entry.offset > at:
-            _invalid(file, f"leaves bytes {at} to {entry.offset} of its data to no tensor; its header is damaged, download it again")
+            _invalid(
+                file, f"leaves bytes {at} to {entry.offset} of its data to no tensor; its header is damaged, download it again"
+            )
         at += entry.nbytes
     if data_start + at > size:
         _invalid(file, f"is truncated: {size} bytes, and its header promises {data_start + at}; download it again")
@@ -112,19 +114,21 @@ def _tensors(file: str, header: dict[str, Any], data_start: int, size: int) -> t
 def _tensor(file: str, name: str, value: Any) -> TensorEntry:
     if not isinstance(value, dict):
         _invalid(file, f"describes tensor {name!r} by something that is not an object")
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    dtype, shape, offsets = value.get("dtype"), _naturals(value.get("shape")), _naturals(value.get("data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _invalid(file, f"gives tensor {name!r} the unknown dtype {dtype!r}; known are {', '.join(sorted(DTYPE_BITS))}")
-    if not _naturals(shape):
-        _invalid(file, f"gives tensor {name!r} the shape {shape!r}, which is not a list of natural numbers")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        _invalid(file, f"places tensor {name!r} at {offsets!r}, which is not a range of bytes")
+    if shape is None:
+        _invalid(file, f"gives tensor {name!r} a shape that is not a list of natural numbers: {value.get('shape')!r:.80}")
+    if offsets is None or len(offsets) != 2 or offsets[1] < offsets[0]:
+        _invalid(file, f"places tensor {name!r} at {value.get('data_offsets')!r:.80}, which is not a range of bytes")
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     begin, end = offsets
     if bits % 8 or bits // 8 != end - begin:
-        _invalid(file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} of shape {shape} needs {bits / 8:g}")
-    return TensorEntry(name, dtype, tuple(shape), begin, end - begin)
+        _invalid(file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} of shape {list(shape)} needs {-(-bits // 8)}")
+    return TensorEntry(name, dtype, shape, begin, end - begin)
 
 
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+def _naturals(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value):
+        return tuple(value)
+    return None

@@ -1,0 +1,77 @@
+"""The loader process, wired: one connection, one loop, its threads.
+
+Order at the start: the node's lock, the earlier loader's segments, then the mesh: no command is heard before what exists is known. Order
+at the end: hear nothing new, refuse what waits, call off loads, tell the last status, disconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+
+from services.loader.adapters.records import Records
+from services.loader.adapters.runs import Runs
+from services.loader.handlers import Loader
+from services.loader.settings import LoaderSettings
+from shared.contracts import subjects
+from shared.contracts.loader import LOADER_COMMAND
+from shared.contracts.node import STATUS_INTERVAL_S, NodeStatus
+from shared.contracts.segment import segment_prefix
+from shared.errors import Conflict
+from shared.messaging import Mesh
+
+log = logging.getLogger(__name__)
+_BETWEEN_STATUSES_S = 0.05
+"""Changes within this time share one status."""
+
+
+async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
+    """Serve until `stop` (status 0), or until NATS is lost for good (1)."""
+    prefix = segment_prefix(settings.home, settings.node)
+    records = Records(settings.node_state / "loader", prefix)
+    try:
+        with records.sole():
+            return await _serve(settings, stop, records, prefix)
+    except Conflict as e:
+        log.error(e.message)
+        return 1
+
+
+async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records, prefix: str) -> int:
+    loader = Loader(settings.node, uuid.uuid4().hex, records, lambda emit: Runs(prefix, settings.loader_threads, emit))
+    loader.adopt(await asyncio.to_thread(records.recover))
+    mesh = Mesh(settings, f"loader-{settings.node}")
+    commands = mesh.respond(subjects.loader_command(settings.node), LOADER_COMMAND, loader.handle, concurrent=True)
+    mesh.listen(subjects.node_status(settings.node), NodeStatus, loader.hear_node)
+    await mesh.start()
+    subject = subjects.loader_status(settings.node)
+    async with asyncio.TaskGroup() as tasks:
+        broadcast = tasks.create_task(_broadcast(mesh, loader, subject), name="broadcast")
+        await _first(stop, mesh.lost)
+        broadcast.cancel()
+    await loader.stop()
+    await commands.stop()
+    if mesh.lost.is_set():
+        return 1
+    await mesh.publish(subject, loader.status())
+    await mesh.stop()
+    return 0
+
+
+async def _broadcast(mesh: Mesh, loader: Loader, subject: str) -> None:
+    while True:
+        await mesh.publish(subject, loader.status())
+        await asyncio.sleep(_BETWEEN_STATUSES_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(loader.changed.wait(), STATUS_INTERVAL_S - _BETWEEN_STATUSES_S)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(e.wait(), name="wait") for e in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for w in waits:
+            w.cancel()

@@ -1,0 +1,99 @@
+"""What the loader knows: values only, changed by `decide` alone.
+
+An entry's stages:
+
+    LOADING ──► INDEXED ──► COMPLETE          a load run is under way in LOADING and INDEXED
+       │           │           │
+       ├───────────┴──► FAILED │              kept while it has holders, so that they are told why
+       ▼           ▼           ▼
+      LEAVING (the run is being called off, or the segment removed) ──► gone, or LOADING again if somebody came meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from shared.contracts.base import ErrorBody
+from shared.contracts.models import ModelCard
+
+Until = Literal["index", "complete"]
+
+
+class Stage(StrEnum):
+    LOADING = "loading"
+    INDEXED = "indexed"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """`since`: monotonic seconds of the last prepare or attach. `missing`: of the first of the nodeagent's latest statuses that all did
+    not list it; None while it is listed."""
+
+    since: float
+    missing: float | None = None
+
+
+@dataclass(frozen=True)
+class Waiter:
+    """An attach that is not answered yet. `reply` names the request to the shell."""
+
+    reply: int
+    instance_id: str
+    until: Until
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a load run needs to begin."""
+
+    card: ModelCard
+    traceparent: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The weights of one model revision on this node. `run` numbers the load run: reports of earlier runs are stale."""
+
+    weights_id: str
+    model: str
+    run: int
+    stage: Stage = Stage.LOADING
+    segment: str = ""
+    directory: str = ""
+    total_bytes: int = 0
+    loaded_bytes: int = 0
+    fetched_bytes: int = 0
+    holders: Mapping[str, Holder] = field(default_factory=dict)
+    waiters: tuple[Waiter, ...] = ()
+    error: ErrorBody | None = None
+    releases: tuple[int, ...] = ()
+    """Release requests answered when the memory is gone (LEAVING)."""
+    released_by: frozenset[str] = frozenset()
+    """Whose release made it leave: a repeated one waits as well."""
+    again: Wanted | None = None
+    """Load once more as soon as it has left."""
+
+
+@dataclass(frozen=True)
+class State:
+    """All entries by weights id. `released`: the latest instances that let go; a late prepare or attach of theirs is refused."""
+
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    runs: int = 0
+    epoch: int = 0
+    released: tuple[str, ...] = ()
+    closing: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """No run and no removal is under way."""
+        return all(e.stage in (Stage.COMPLETE, Stage.FAILED) for e in self.entries.values())
+
+    def held_by(self, instance_id: str) -> Entry | None:
+        return next((e for e in self.entries.values() if instance_id in e.holders), None)

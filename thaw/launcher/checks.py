@@ -6,7 +6,6 @@ import asyncio
 import importlib.metadata
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -53,11 +52,7 @@ def examine(home: Home) -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    version = platform.python_version()
-    if sys.version_info < (3, 11):
-        yield Finding("python", "fail", version, "Thaw needs Python 3.11 or later.")
-    else:
-        yield Finding("python", "ok", f"{version} on {platform.system()} {platform.release()}")
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.release()}")
     for package, need in (("torch", "node"), ("transformers", "node"), ("safetensors", "node")):
         try:
             yield Finding(package, "ok", importlib.metadata.version(package))
@@ -67,11 +62,11 @@ def _versions() -> Iterator[Finding]:
 
 def _state(home: Home) -> Iterator[Finding]:
     try:
-        home.create()
+        home.check()
     except CommandError as e:
         yield Finding("state", "fail", e.what, e.remedy)
         return
-    free = free_disk(home.root)
+    free = free_disk(home.existing)
     level: Literal["ok", "warn", "fail"] = "ok" if free > 5 * GIB else "warn" if free > GIB else "fail"
     remedy = "" if level == "ok" else "Free some, or set THAW_HOME to a directory on another disk."
     yield Finding("disk", level, f"{format_size(free)} free under {home.root}", remedy)
@@ -164,7 +159,7 @@ async def _nats(url: str) -> Finding:
         return Finding(
             "nats",
             "fail",
-            f"{place} does not answer: {why or type(e).__name__}",
+            f"{place} does not answer: {str(why) or type(why).__name__}",
             "Start it, or correct THAW_NATS_URL and its credentials.",
         )
     try:
@@ -213,7 +208,7 @@ async def _postgres(url: str) -> Finding:
         connection = await asyncpg.connect(url.replace("+asyncpg", ""), timeout=_CONNECT_S)
     except (OSError, TimeoutError, asyncpg.PostgresError, ValueError) as e:
         remedy = "Start it, or correct THAW_DATABASE_URL and its credentials."
-        return Finding("postgres", "fail", f"{place} does not answer: {e or type(e).__name__}", remedy)
+        return Finding("postgres", "fail", f"{place} does not answer: {str(e) or type(e).__name__}", remedy)
     try:
         version = connection.get_server_version()
     finally:

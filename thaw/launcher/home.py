@@ -72,8 +72,13 @@ class Home:
     def log(self, service: str) -> Path:
         return self.logs / f"{service}.log"
 
-    def create(self, nodes: tuple[str, ...] = ("node-0",)) -> None:
-        """Make the directories; raises `CommandError` where they cannot be used."""
+    @property
+    def existing(self) -> Path:
+        """The state directory, or the nearest directory above it that is there."""
+        return next(p for p in (self.root, *self.root.parents) if p.exists())
+
+    def check(self, nodes: tuple[str, ...] = ("node-0",)) -> None:
+        """Raises `CommandError` where `create` would, without making anything."""
         longest = max(len(os.fsencode(self.root / _LONGEST_SOCKET.format(node=n))) for n in nodes)
         if longest > SOCKET_PATH_LIMIT:
             raise CommandError(
@@ -81,17 +86,26 @@ class Home:
                 "Set THAW_HOME to a shorter path, e.g. THAW_HOME=/tmp/thaw.",
                 code="state_directory",
             )
+        if not self.existing.is_dir() or not os.access(self.existing, os.W_OK | os.X_OK):
+            raise self._unwritable("permission denied" if self.existing.is_dir() else f"{self.existing} is a file")
+
+    def _unwritable(self, why: str) -> CommandError:
+        return CommandError(
+            f"The state directory {self.root} cannot be written: {why}.",
+            "Set THAW_HOME to a directory of yours, or correct the permissions of this one.",
+            code="state_directory",
+        )
+
+    def create(self, nodes: tuple[str, ...] = ("node-0",)) -> None:
+        """Make the directories; raises `CommandError` where they cannot be used."""
+        self.check(nodes)
         try:
             for directory in (self.root, self.run, self.logs, self.models, self.nodes):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.run):
                 pass
         except OSError as e:
-            raise CommandError(
-                f"The state directory {self.root} cannot be written: {e.strerror}.",
-                "Set THAW_HOME to a directory of yours, or correct the permissions of this one.",
-                code="state_directory",
-            ) from e
+            raise self._unwritable(str(e.strerror)) from e
 
 
 def write_private(path: Path, text: str) -> None:

@@ -1,0 +1,87 @@
+"""The catalogue of models in NATS' key-value store: what gateways watch. Postgres is its source; the leader writes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from nats.js import JetStreamContext
+from nats.js.api import DiscardPolicy, KeyValueConfig, StreamConfig
+from nats.js.errors import BadRequestError, BucketNotFoundError, KeyNotFoundError, NoKeysError, NotFoundError
+from nats.js.kv import KeyValue
+from pydantic import ValidationError
+
+from shared.contracts import subjects
+from shared.contracts.models import ModelCard
+from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
+
+log = logging.getLogger(__name__)
+
+
+async def ensure_trace_stream(js: JetStreamContext) -> None:
+    """The stream of load and request traces, bounded by age and count."""
+    config = StreamConfig(
+        name=subjects.TRACE_STREAM,
+        subjects=[subjects.TRACE_SUBJECTS],
+        max_age=TRACE_MAX_AGE_S,
+        max_msgs=TRACE_MAX_COUNT,
+        discard=DiscardPolicy.OLD,
+    )
+    try:
+        await js.stream_info(subjects.TRACE_STREAM)
+    except NotFoundError:
+        try:
+            await js.add_stream(config)
+        except BadRequestError:
+            log.warning("the stream of traces exists with another configuration; it is left as it is")
+
+
+class Catalog:
+    def __init__(self, js: JetStreamContext) -> None:
+        self._js = js
+        self._bucket: KeyValue | None = None
+
+    async def _open(self) -> KeyValue:
+        if self._bucket is None:
+            try:
+                self._bucket = await self._js.key_value(subjects.CATALOG_BUCKET)
+            except BucketNotFoundError:
+                self._bucket = await self._js.create_key_value(KeyValueConfig(bucket=subjects.CATALOG_BUCKET, history=1))
+        return self._bucket
+
+    async def put(self, card: ModelCard) -> None:
+        await (await self._open()).put(subjects.token(card.name), card.model_dump_json().encode())
+
+    async def delete(self, name: str) -> None:
+        await (await self._open()).delete(subjects.token(name))
+
+    async def read(self) -> dict[str, ModelCard]:
+        """What is there now, by key; an unreadable entry is left out."""
+        bucket = await self._open()
+        found = {}
+        try:
+            keys = await bucket.keys()
+        except NoKeysError:
+            keys = []
+        for key in keys:
+            try:
+                entry = await bucket.get(key)
+                found[key] = ModelCard.model_validate_json(entry.value or b"")
+            except (KeyNotFoundError, ValidationError):
+                continue
+        return found
+
+    async def reconcile(self, cards: Iterable[ModelCard]) -> None:
+        """Make the bucket hold exactly `cards`; what is right already is not written again."""
+        bucket = await self._open()
+        wanted = {subjects.token(c.name): c for c in cards}
+        present = await self.read()
+        try:
+            keys = set(await bucket.keys())
+        except NoKeysError:
+            keys = set()
+        for key in keys - set(wanted):
+            await bucket.delete(key)
+        for key, card in wanted.items():
+            if present.get(key) != card:
+                await bucket.put(key, card.model_dump_json().encode())

@@ -1,0 +1,82 @@
+"""One leader: whoever holds a Postgres advisory lock, on a connection of its own that falls within three seconds of its host.
+
+A standby waits inside `pg_advisory_lock`, so it leads the moment the lock is free. A leader whose host vanishes leaves a connection that
+nobody closes: both ends probe it every second and give it up after 1.5 s without an answer (`TCP_USER_TIMEOUT`), so the lock falls
+and the old leader knows. What it may still write meanwhile is refused by its epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import asyncpg
+
+from services.scheduler.adapters.database import LEADER_LOCK
+
+log = logging.getLogger(__name__)
+PROBE_S = 1
+GIVE_UP_MS = 1500
+_SERVER_SIDE = {
+    "application_name": "thaw-scheduler-leadership",
+    "tcp_keepalives_idle": str(PROBE_S),
+    "tcp_keepalives_interval": str(PROBE_S),
+    "tcp_keepalives_count": "2",
+    "tcp_user_timeout": str(GIVE_UP_MS),
+    "client_connection_check_interval": "1000",
+    "idle_session_timeout": "0",
+    "lock_timeout": "0",
+    "statement_timeout": "0",
+}
+
+
+@dataclass
+class Term:
+    """One spell of leading. `lost` is set when the lock's connection is gone."""
+
+    epoch: int
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@contextlib.asynccontextmanager
+async def leadership(url: str, above: int = 0) -> AsyncIterator[Term]:
+    """Wait until this process leads, then lead under a new epoch, larger than every earlier one and than `above`.
+
+    Raises OSError or asyncpg.PostgresError if the database cannot be reached or goes away while waiting.
+    """
+    connection = await asyncpg.connect(url, timeout=5, server_settings=_SERVER_SIDE)
+    try:
+        _probe(connection)
+        await connection.fetchval("SELECT pg_advisory_lock($1)", LEADER_LOCK)
+        epoch = await connection.fetchval(
+            "UPDATE leadership SET epoch = greatest(epoch, $1) + 1 WHERE id = 1 RETURNING epoch", above, timeout=5
+        )
+        term = Term(int(epoch))
+        connection.add_termination_listener(lambda _: term.lost.set())
+        log.info("leading", extra={"epoch": term.epoch})
+        yield term
+    finally:
+        # Closing the connection frees the lock whatever state it is in.
+        connection.terminate()
+
+
+def _probe(connection: asyncpg.Connection) -> None:
+    """Have the kernel notice a server that is silently gone."""
+    transport = connection._transport  # asyncpg offers no public way to its socket
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", PROBE_S),
+        ("TCP_KEEPALIVE", PROBE_S),
+        ("TCP_KEEPINTVL", PROBE_S),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", GIVE_UP_MS),
+    ):
+        if (number := getattr(socket, option, None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, number, value)

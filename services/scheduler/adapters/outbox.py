@@ -1,0 +1,239 @@
+"""Carries out effects: the one port through which the scheduler acts on the world.
+
+Commands to one node go over one lane, in order and one at a time: a nodeagent refuses a token older than one it has seen, so they must
+not overtake each other. A lane waits for a node that does not answer until its next status, for `patience` seconds in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+
+from services.scheduler.adapters import clock
+from services.scheduler.adapters.catalog import Catalog
+from services.scheduler.adapters.loads import SCHEDULER, Loads
+from services.scheduler.domain.effects import (
+    DeleteCatalog,
+    Effect,
+    LoadEnded,
+    LoadStarted,
+    PublishLoadFailed,
+    PutCatalog,
+    ReplyTo,
+    SendPrepare,
+    SendRelease,
+    SendStart,
+    SendStop,
+    StepDown,
+)
+from services.scheduler.domain.events import CommandAccepted, Event, StartRefused, StopRefused
+from shared.contracts import subjects
+from shared.contracts.base import Done, Message
+from shared.contracts.loader import WeightsReleased
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.errors import DeadlineExceeded, ThawError, Unreachable
+from shared.messaging import Mesh
+
+log = logging.getLogger(__name__)
+Job = Callable[[], Awaitable[None]]
+_RETRY_S = 0.25
+_WAITED_S = 0.1
+"""A plan made this much after its demand was heard had to wait for something."""
+
+
+@dataclass
+class _Lane:
+    jobs: asyncio.Queue[Job]
+    task: asyncio.Task[None]
+
+
+class Outbox:
+    """`post` takes back what became of commands; `reply` answers requests."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        js: JetStreamContext,
+        catalog: Catalog,
+        loads: Loads,
+        post: Callable[[Event], None],
+        reply: Callable[[ReplyTo], None],
+        patience: float,
+    ) -> None:
+        self._mesh = mesh
+        self._js = js
+        self._catalog = catalog
+        self._loads = loads
+        self._post = post
+        self._reply = reply
+        self._patience = patience
+        self._lanes: dict[str, _Lane] = {}
+        self._heard: dict[str, asyncio.Event] = {}
+
+    def heard(self, node: str) -> None:
+        """A status of the node came: whoever waits for it may try again."""
+        if (event := self._heard.pop(node, None)) is not None:
+            event.set()
+
+    def carry_out(self, effects: Iterable[Effect], committed_at: float) -> None:
+        """Queue `effects`, whose changes were committed at `committed_at`; returns at once."""
+        catalogued = False
+        for effect in effects:
+            match effect:
+                case SendStart():
+                    self._lane(f"agent {effect.node}", self._start_job(effect, committed_at))
+                case SendStop():
+                    self._lane(f"agent {effect.node}", self._stop_job(effect))
+                case SendPrepare() | SendRelease():
+                    self._lane(f"loader {effect.node}", self._loader_job(effect))
+                case PublishLoadFailed(event):
+                    self._lane("events", partial(self._mesh.publish, subjects.LOAD_FAILED, event))
+                case LoadEnded():
+                    self._lane("traces", self._trace_job(effect))
+                case PutCatalog(card):
+                    catalogued = True
+                    self._lane("catalogue", partial(_surely, partial(self._catalog.put, card)))
+                case DeleteCatalog(name):
+                    catalogued = True
+                    self._lane("catalogue", partial(_surely, partial(self._catalog.delete, name)))
+                case ReplyTo() if catalogued:
+                    self._lane("catalogue", partial(self._reply_job, effect))
+                case ReplyTo():
+                    self._reply(effect)
+                case LoadStarted() | StepDown():
+                    pass  # the loop's own: they come before the commit
+
+    async def close(self) -> None:
+        """Stop every lane; what has not been sent is the next leader's business."""
+        lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.task.cancel()
+        await asyncio.gather(*(lane.task for lane in lanes), return_exceptions=True)
+
+    def _lane(self, name: str, job: Job) -> None:
+        lane = self._lanes.get(name)
+        if lane is None:
+            jobs: asyncio.Queue[Job] = asyncio.Queue()
+            lane = self._lanes[name] = _Lane(jobs, asyncio.create_task(_work(name, jobs), name=f"lane {name}"))
+        lane.jobs.put_nowait(job)
+
+    def _start_job(self, effect: SendStart, committed_at: float) -> Job:
+        async def start() -> None:
+            command = effect.command
+            parent = command.traceparent or self._loads.parent(command.instance_id)
+            try:
+                await self._persist(
+                    effect.node,
+                    lambda: self._mesh.request(
+                        subjects.node_command(effect.node),
+                        command.model_copy(update={"traceparent": parent, "phases": _before(effect, committed_at)}),
+                        Done,
+                    ),
+                )
+            except ThawError as e:
+                log.warning("a start was refused", extra={"instance_id": command.instance_id, "error": e.message})
+                self._post(StartRefused(clock.now(), command.instance_id, e.body()))
+            else:
+                self._post(CommandAccepted(clock.now(), command.instance_id))
+
+        return start
+
+    def _stop_job(self, effect: SendStop) -> Job:
+        async def stop() -> None:
+            subject = subjects.node_command(effect.node)
+            try:
+                await self._persist(effect.node, lambda: self._mesh.request(subject, effect.command, Done))
+            except ThawError as e:
+                self._post(StopRefused(clock.now(), effect.command.instance_id, e.body()))
+
+        return stop
+
+    def _loader_job(self, effect: SendPrepare | SendRelease) -> Job:
+        async def tell() -> None:
+            subject = subjects.loader_command(effect.node)
+            try:
+                if isinstance(effect, SendRelease):
+                    await self._mesh.request(subject, effect.command, WeightsReleased)
+                    return
+                command = effect.command
+                parent = command.traceparent or self._loads.parent(command.instance_id)
+                await self._mesh.request(subject, command.model_copy(update={"traceparent": parent}), Done)
+            except ThawError as e:
+                # Only a head start is lost: the engine asks its loader itself, and failure comes back through the nodeagent.
+                log.info("the loader did not take a command", extra={"node": effect.node, "error": e.message})
+
+        return tell
+
+    def _trace_job(self, effect: LoadEnded) -> Job:
+        async def publish() -> None:
+            trace = self._loads.ended(effect)
+            try:
+                await self._js.publish(subjects.load_trace(trace.plan_id), trace.model_dump_json().encode(), timeout=5)
+            except (NatsError, TimeoutError) as e:
+                log.warning("a load's trace was not kept", extra={"plan_id": trace.plan_id, "error": repr(e)})
+
+        return publish
+
+    async def _reply_job(self, effect: ReplyTo) -> None:
+        self._reply(effect)
+
+    async def _persist(self, node: str, send: Callable[[], Awaitable[Message]]) -> None:
+        """Send until the node answers, trying again at each sign of life of it."""
+        deadline = clock.now() + self._patience
+        while True:
+            try:
+                await send()
+                return
+            except (Unreachable, DeadlineExceeded):
+                if clock.now() >= deadline:
+                    raise
+            event = self._heard.setdefault(node, asyncio.Event())
+            try:
+                await asyncio.wait_for(event.wait(), _RETRY_S)
+            except TimeoutError:
+                continue
+
+
+async def _surely(write: Job) -> None:
+    """Write to the catalogue; while JetStream does not answer, again (the next leader reconciles what is left undone)."""
+    while True:
+        try:
+            await write()
+            return
+        except (NatsError, TimeoutError) as e:
+            log.warning("the catalogue cannot be written now", extra={"error": repr(e)})
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _work(name: str, jobs: asyncio.Queue[Job]) -> None:
+    while True:
+        job = await jobs.get()
+        try:
+            await job()
+        except Exception:  # a lane outlives whatever is wrong with one job
+            log.exception("an effect failed", extra={"lane": name})
+
+
+def _before(effect: SendStart, committed_at: float) -> tuple[PhaseSpan, ...]:
+    """What the load waited for until now, relative to now: the decision itself (schedule), and bytes that others held (reserve)."""
+    sent = clock.now()
+    spans = []
+
+    def add(phase: Phase, start: float, end: float) -> None:
+        if end > start:
+            spans.append(PhaseSpan(phase=phase, start_ms=(start - sent) * 1e3, duration_ms=(end - start) * 1e3, process=SCHEDULER))
+
+    waited = effect.planned_at - effect.requested_at > _WAITED_S
+    add(Phase.RESERVE if waited else Phase.SCHEDULE, effect.requested_at, effect.planned_at)
+    decided = effect.planned_at
+    if effect.claimed:
+        decided = committed_at
+        add(Phase.RESERVE, effect.planned_at, committed_at)
+    add(Phase.SCHEDULE, decided, sent)
+    return tuple(spans)

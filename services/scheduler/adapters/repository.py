@@ -1,0 +1,189 @@
+"""The durable part of the cluster's state. Every write is fenced by the leader's epoch, in the transaction that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from sqlalchemy import Table, delete, select, text, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from services.scheduler.adapters import tables
+from services.scheduler.domain.entities import Device, Entity, Estimate, Instance, Model, Node, key_of
+from services.scheduler.domain.estimates import learned
+from services.scheduler.domain.state import Change, ClusterState, Drop, Put, Traced, apply
+from shared.contracts.models import ModelCard
+from shared.contracts.node import InstanceState
+from shared.contracts.phases import Phase
+from shared.contracts.plans import PlanRecord
+from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
+
+_KEYS: dict[type[Any], tuple[Table, str]] = {
+    Model: (tables.models, "name"),
+    Node: (tables.nodes, "name"),
+    Instance: (tables.instances, "instance_id"),
+    PlanRecord: (tables.plans, "plan_id"),
+}
+_REMEMBERED_PLANS = 1000
+"""Plans read back for the estimates and for `thaw explain` without a database call."""
+
+
+class Deposed(Exception):
+    """Another leader has been elected: nothing was written."""
+
+
+class Repository:
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def commit(self, epoch: int, changes: Iterable[Change]) -> None:
+        """Write the durable ones of `changes` in one transaction. Raises `Deposed` if `epoch` is not the present one."""
+        puts, drops, traced = _net(changes)
+        if not (puts or drops or traced):
+            return
+        async with self._engine.begin() as connection:
+            guard = select(tables.leadership.c.epoch).where(tables.leadership.c.epoch == epoch).with_for_update(read=True)
+            if (await connection.execute(guard)).first() is None:
+                raise Deposed(f"epoch {epoch} is over")
+            for kind, key in drops:
+                await _delete(connection, kind, key)
+            for kind, entities in puts.items():
+                await _upsert(connection, kind, entities)
+            for change in traced:
+                value = {"traceparent": change.traceparent}
+                plan = update(tables.plans).where(tables.plans.c.plan_id == change.plan_id)
+                await connection.execute(plan.values(value))
+                instance = update(tables.instances).where(tables.instances.c.instance_id == change.instance_id)
+                await connection.execute(instance.values(value))
+
+    async def load(self, epoch: int, now: float) -> ClusterState:
+        """The state as the last leader left it, for a term that begins at `now`."""
+        state = ClusterState(epoch=epoch, recovered_at=now)
+        async with self._engine.connect() as connection:
+            devices = await _devices(connection)
+            rows = (await connection.execute(select(tables.models))).mappings()
+            found: list[Entity] = [Model(ModelCard.model_validate(r["card"]), r["error"], r["resting"]) for r in rows]
+            rows = (await connection.execute(select(tables.nodes))).mappings()
+            found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
+            rows = (await connection.execute(select(tables.instances))).mappings()
+            found += [_instance(dict(r)) for r in rows]
+            newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
+            plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
+        apply(state, [Put(e) for e in (*found, *plans)])
+        for plan in plans:
+            _learn(state, plan)
+        return state
+
+    async def plan(self, plan_id: str) -> PlanRecord | None:
+        return await self._one_plan(select(tables.plans).where(tables.plans.c.plan_id == plan_id))
+
+    async def last_plan(self, model: str) -> PlanRecord | None:
+        newest = select(tables.plans).where(tables.plans.c.model == model).order_by(tables.plans.c.created.desc()).limit(1)
+        return await self._one_plan(newest)
+
+    async def _one_plan(self, query: Any) -> PlanRecord | None:
+        async with self._engine.connect() as connection:
+            row = (await connection.execute(query)).mappings().first()
+        return _plan(dict(row)) if row else None
+
+    async def prune(self, now: float) -> int:
+        """Forget plans over seven days old or beyond the newest ten thousand; how many went."""
+        by_age = delete(tables.plans).where(tables.plans.c.created < now - TRACE_MAX_AGE_S, tables.plans.c.outcome != "pending")
+        oldest_kept = select(tables.plans.c.created).order_by(tables.plans.c.created.desc()).offset(TRACE_MAX_COUNT).limit(1)
+        by_count = delete(tables.plans).where(tables.plans.c.created <= oldest_kept.scalar_subquery())
+        async with self._engine.begin() as connection:
+            gone = (await connection.execute(by_age)).rowcount
+            return int(gone + (await connection.execute(by_count)).rowcount)
+
+    async def ping(self) -> None:
+        async with self._engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+
+
+def durable(changes: Iterable[Change]) -> bool:
+    return any(isinstance(c, Traced) or (c.kind if isinstance(c, Drop) else type(c.entity)) in _KEYS for c in changes)
+
+
+def _net(
+    changes: Iterable[Change],
+) -> tuple[dict[type[Any], dict[str, Entity]], list[tuple[type[Any], str]], list[Traced]]:
+    """What is left to write when every entity is written once: the last word on each."""
+    last: dict[tuple[type[Any], str], Entity | None] = {}
+    traced = []
+    for change in changes:
+        match change:
+            case Put(entity) if type(entity) in _KEYS:
+                last[type(entity), key_of(entity)] = entity
+            case Drop(kind, key) if kind in _KEYS:
+                last[kind, key] = None
+            case Traced():
+                traced.append(change)
+    puts: dict[type[Any], dict[str, Entity]] = {}
+    for (kind, key), final in last.items():
+        if final is not None:
+            puts.setdefault(kind, {})[key] = final
+    return puts, [name for name, final in last.items() if final is None], traced
+
+
+async def _delete(connection: AsyncConnection, kind: type[Any], key: str) -> None:
+    table, column = _KEYS[kind]
+    await connection.execute(delete(table).where(table.c[column] == key))
+    if kind is Node:
+        await connection.execute(delete(tables.devices).where(tables.devices.c.node == key))
+
+
+async def _upsert(connection: AsyncConnection, kind: type[Any], entities: dict[str, Entity]) -> None:
+    table, column = _KEYS[kind]
+    rows = [_row(e) for e in entities.values()]
+    statement = insert(table).values(rows)
+    others = {c.name: statement.excluded[c.name] for c in table.columns if c.name != column}
+    await connection.execute(statement.on_conflict_do_update(index_elements=[column], set_=others))
+    if kind is Node:
+        await connection.execute(delete(tables.devices).where(tables.devices.c.node.in_(list(entities))))
+        nodes = [e for e in entities.values() if isinstance(e, Node)]
+        if lines := [{"node": n.name, **asdict(d)} for n in nodes for d in n.devices]:
+            await connection.execute(insert(tables.devices).values(lines))
+
+
+def _row(entity: Entity) -> dict[str, Any]:
+    match entity:
+        case Model():
+            return {
+                "name": entity.key,
+                "card": entity.card.model_dump(mode="json"),
+                "error": entity.error,
+                "resting": entity.resting,
+            }
+        case Node():
+            return {k: v for k, v in asdict(entity).items() if k != "devices"}
+        case Instance():
+            return {**asdict(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
+        case PlanRecord():
+            row = entity.model_dump(mode="json")
+            return {**row, "predicted": entity.chosen.predicted if entity.chosen else {}}
+    raise TypeError(f"{type(entity).__name__} is not kept in the database")
+
+
+async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:
+    found: dict[str, list[Device]] = {}
+    for row in (await connection.execute(select(tables.devices).order_by(tables.devices.c.device_id))).mappings():
+        columns = dict(row)
+        found.setdefault(columns.pop("node"), []).append(Device(**columns))
+    return found
+
+
+def _instance(row: dict[str, Any]) -> Instance:
+    return Instance(**{**row, "device_ids": tuple(row["device_ids"]), "state": InstanceState(row["state"])})
+
+
+def _plan(row: dict[str, Any]) -> PlanRecord:
+    return PlanRecord.model_validate(row)
+
+
+def _learn(state: ClusterState, plan: PlanRecord) -> None:
+    if plan.outcome == "ready" and plan.chosen is not None:
+        key = Estimate(plan.model, plan.chosen.node).key
+        was_resident = plan.chosen.predicted.get(Phase.LOAD.value) == 0.0
+        apply(state, (Put(learned(state.estimates.get(key), plan.model, plan.chosen.node, plan.measured, was_resident)),))

@@ -1,0 +1,81 @@
+"""The scheduler's tables. Entities lie in columns where they are asked for, in JSONB otherwise."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, MetaData, Table, Text
+from sqlalchemy.dialects.postgresql import JSONB
+
+metadata = MetaData()
+
+models = Table(
+    "models",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("card", JSONB, nullable=False),
+    Column("error", Text),
+    Column("resting", Boolean, nullable=False, server_default="false"),
+)
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("boot_id", Text, nullable=False),
+    Column("labels", JSONB, nullable=False),
+    Column("cordoned", Boolean, nullable=False),
+    Column("drain_since", Float),
+)
+devices = Table(
+    "devices",
+    metadata,
+    Column("node", Text, primary_key=True),
+    Column("device_id", Text, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("budget_bytes", BigInteger, nullable=False),
+)
+instances = Table(
+    "instances",
+    metadata,
+    Column("instance_id", Text, primary_key=True),
+    Column("plan_id", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("revision", Text, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("device_ids", JSONB, nullable=False),
+    Column("token", BigInteger, nullable=False),
+    Column("reserve_bytes", BigInteger, nullable=False),
+    Column("kv_bytes", BigInteger, nullable=False),
+    Column("requested_at", Float, nullable=False),
+    Column("planned_at", Float, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("leaving", Text, nullable=False),
+    Column("leave_reason", Text, nullable=False),
+    Column("stop_at", Float),
+    Column("sent_at", Float),
+    Column("ready_at", Float),
+    Column("trigger", Text, nullable=False),
+    Column("traceparent", Text),
+)
+plans = Table(
+    "plans",
+    metadata,
+    Column("plan_id", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("trigger", Text, nullable=False),
+    Column("way", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("instance_id", Text),
+    Column("outcome", Text, nullable=False),
+    Column("chosen", JSONB),
+    Column("candidates", JSONB, nullable=False),
+    Column("predicted", JSONB, nullable=False),
+    Column("measured", JSONB, nullable=False),
+    Column("measured_ms", Float),
+    Column("error", JSONB),
+    Column("traceparent", Text),
+    Index("plans_by_model", "model", "created"),
+    Index("plans_by_age", "created"),
+)
+leadership = Table("leadership", metadata, Column("id", Integer, primary_key=True), Column("epoch", BigInteger, nullable=False))

@@ -1,0 +1,147 @@
+"""Wires the scheduler: stands by, leads when its turn comes, stands by again.
+
+A term: migrate → take the lock → read the state back → listen → ask every node for its status → decide, until the lock, the database or the
+mesh is lost, a newer epoch shows, or the process is told to stop. Then: stop listening, drop the state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import asyncpg
+from nats.errors import Error as NatsError
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from services.scheduler.adapters import clock
+from services.scheduler.adapters.catalog import Catalog, ensure_trace_stream
+from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.leadership import Term, leadership
+from services.scheduler.adapters.loads import Loads
+from services.scheduler.adapters.outbox import Outbox
+from services.scheduler.adapters.repository import Deposed, Repository
+from services.scheduler.domain.events import Recovered, Tick
+from services.scheduler.handlers import Handlers
+from services.scheduler.loop import SchedulerLoop, SteppedDown
+from services.scheduler.settings import SchedulerSettings
+from shared.contracts import subjects
+from shared.contracts.node import StatusWanted
+from shared.messaging import Mesh
+
+log = logging.getLogger(__name__)
+TICK_S = 0.25
+PRUNE_S = 600.0
+_AGAIN_S = 0.2
+_TROUBLE = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, Deposed)
+
+
+async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
+    """Exit status: 0 when told to stop, 1 when the mesh is lost."""
+    name = settings.scheduler_name or f"{socket.gethostname()}-{os.getpid()}"
+    mesh = Mesh(settings, f"scheduler-{name}")
+    engine = connect(settings.database_url.get_secret_value())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(_serve(settings, mesh, engine, name), name="serve")
+            await _first(stop, mesh.lost)
+            serving.cancel()
+    finally:
+        if not mesh.lost.is_set():
+            await mesh.stop()
+        await engine.dispose()
+    return 1 if mesh.lost.is_set() and not stop.is_set() else 0
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(e.wait()) for e in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, name: str) -> None:
+    """Lead, again and again. What goes wrong with a server ends the term; the next one begins when it is back."""
+    await mesh.start()
+    above = 0
+    migrated = False
+    while True:
+        try:
+            if not migrated:
+                await migrate(engine)
+                migrated = True
+            async with leadership(plain_url(settings.database_url.get_secret_value()), above) as term:
+                above = await _lead(settings, mesh, engine, term, name)
+        except _TROUBLE as e:
+            log.warning("not leading", extra={"reason": repr(e)})
+            await asyncio.sleep(_AGAIN_S)
+
+
+async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, term: Term, name: str) -> int:
+    """One term. Returns the epoch that the next one must exceed."""
+    repository = Repository(engine)
+    policy = settings.policy()
+    loads = Loads()
+    loop = SchedulerLoop(await repository.load(term.epoch, clock.now()), repository, loads, policy)
+    js = mesh.nc.jetstream()
+    catalog = Catalog(js)
+    await ensure_trace_stream(js)
+    await catalog.reconcile([m.card for m in loop.state.models.values()])
+    handlers = Handlers(mesh, loop, repository, policy, name)
+    outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout)
+    loop.post(Recovered(clock.now()))
+    try:
+        async with _sides(loop, repository):
+            await handlers.start()
+            await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
+            deciding = asyncio.create_task(loop.run(outbox), name="decide")
+            lost = asyncio.create_task(term.lost.wait(), name="lock lost")
+            try:
+                await asyncio.wait((deciding, lost), return_when=asyncio.FIRST_COMPLETED)
+                if deciding.done():
+                    deciding.result()
+                log.warning("the leader's lock is lost", extra={"epoch": term.epoch})
+            finally:
+                for task in (deciding, lost):
+                    task.cancel()
+                await asyncio.gather(deciding, lost, return_exceptions=True)
+    except SteppedDown as e:
+        log.warning("stepping down: a newer epoch was seen", extra={"mine": term.epoch, "seen": e.epoch})
+        return e.epoch
+    finally:
+        await handlers.stop()
+        await outbox.close()
+        loads.close()
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _sides(loop: SchedulerLoop, repository: Repository) -> AsyncIterator[None]:
+    """The timers beside a term."""
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            loop.post(Tick(clock.now()))
+
+    async def prune() -> None:
+        while True:
+            try:
+                await repository.prune(clock.now())
+            except (SQLAlchemyError, OSError) as e:
+                log.warning("old plans were not pruned", extra={"error": repr(e)})
+            await asyncio.sleep(PRUNE_S)
+
+    tasks = [asyncio.create_task(tick(), name="tick"), asyncio.create_task(prune(), name="prune")]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,103 @@
+"""One pure function from (state, event, now) to what changes and what is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from services.scheduler.domain.demand import answer_demand, forget_old_demand, hear_demand
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.effects import Effect, StepDown
+from services.scheduler.domain.entities import LoaderPresence, Pause, Presence, Waiter
+from services.scheduler.domain.events import (
+    AddModelsAsked,
+    ChangeNodeAsked,
+    CommandAccepted,
+    DemandHeard,
+    Event,
+    LoaderStatusHeard,
+    NodeStatusHeard,
+    Recovered,
+    RemoveModelAsked,
+    SleepAsked,
+    StartRefused,
+    StopRefused,
+    Tick,
+    WaiterGone,
+    WakeAsked,
+)
+from services.scheduler.domain.lifecycle import refused, release, start_failed
+from services.scheduler.domain.observe import hear_node, lose_silent_nodes
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.registry import administer
+from services.scheduler.domain.settle import settle
+from services.scheduler.domain.state import Change, ClusterState
+from shared.contracts.base import ErrorBody
+from shared.contracts.plans import PlanRecord
+from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`changes` are persisted and applied, in order; `effects` are carried out after that; `plans` are those that start something."""
+
+    changes: tuple[Change, ...]
+    effects: tuple[Effect, ...]
+    plans: tuple[PlanRecord, ...]
+
+
+def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Decision:
+    """What follows from `event`. `state` is not changed: `apply` the changes to it."""
+    d = Draft(state, now, policy)
+    match event:
+        case Recovered():
+            for node in d.state.nodes.values():
+                d.put(Presence(node.name, now))
+        case Tick():
+            forget_old_demand(d)
+            lose_silent_nodes(d)
+            for pause in list(d.state.pauses.values()):
+                if pause.until <= now:
+                    d.drop(Pause, pause.subject)
+        case DemandHeard():
+            hear_demand(d, event)
+        case NodeStatusHeard(status=status):
+            hear_node(d, status)
+        case LoaderStatusHeard(status=loader):
+            d.put(LoaderPresence(loader.node, now, loader))
+        case StartRefused(instance_id=instance_id, error=error):
+            _start_refused(d, instance_id, error)
+        case StopRefused(instance_id=instance_id, error=error):
+            _stop_refused(d, instance_id, error)
+        case CommandAccepted():
+            pass
+        case WaiterGone(waiter=waiter):
+            d.drop(Waiter, waiter)
+        case AddModelsAsked() | RemoveModelAsked() | WakeAsked() | SleepAsked() | ChangeNodeAsked():
+            administer(d, event)
+    settle(d)
+    if isinstance(event, DemandHeard):
+        answer_demand(d, event)
+    return Decision(tuple(d.changes), tuple(d.effects), tuple(d.plans))
+
+
+def _start_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
+    instance = d.state.instances.get(instance_id)
+    if instance is None:
+        return
+    if error.code == StaleToken.code:
+        d.emit(StepDown(d.state.epoch))
+    elif error.code == InsufficientMemory.code:
+        refused(d, instance)
+    elif instance_id not in d.state.seen:
+        release(d, instance)
+        start_failed(d, instance, error)
+
+
+def _stop_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
+    """A busy instance stays. Any other refusal is left to the next status: the stop is repeated until it shows effect."""
+    instance = d.state.instances.get(instance_id)
+    if error.code == StaleToken.code:
+        d.emit(StepDown(d.state.epoch))
+    elif instance is not None and error.code == InstanceBusy.code and instance.leaving == "if_idle":
+        d.put(replace(instance, leaving="no", leave_reason="", stop_at=None))
+        d.put(Pause(instance_id, d.now + d.policy.busy_pause))

@@ -1,0 +1,82 @@
+"""Demand, heard as a level: what every gateway says waits for a model, and the answer to it."""
+
+from __future__ import annotations
+
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.effects import ReplyTo
+from services.scheduler.domain.entities import GatewayDemand, Instance, ModelDemand, Pressure
+from services.scheduler.domain.estimates import predict, total
+from services.scheduler.domain.events import DemandHeard
+from shared.contracts.demand import DemandNoted
+from shared.contracts.node import InstanceState
+from shared.errors import ModelNotFound
+
+
+def hear_demand(d: Draft, event: DemandHeard) -> None:
+    heard = event.demand
+    model = d.state.model_named(heard.model)
+    if model is None:
+        return
+    name = model.key
+    since = event.at - heard.oldest_wait_ms / 1e3
+    waiting = heard.waiting
+    trouble = d.state.trouble.get(name)
+    if trouble and trouble.failed_at is not None and since <= trouble.failed_at > d.now - d.policy.failure_echo:
+        waiting = 0
+    entry = GatewayDemand(heard.gateway, waiting, heard.in_flight, since, event.at, heard.traceparents)
+    others = _others(d, name, heard.gateway)
+    old = next((g for m in [d.state.demand.get(name)] if m for g in m.gateways if g.gateway == heard.gateway), None)
+    if old is not None and old.waiting and waiting:
+        entry = GatewayDemand(heard.gateway, waiting, heard.in_flight, since, event.at, heard.traceparents or old.traceparents)
+    _keep(d, name, (*others, entry) if waiting or heard.in_flight else others)
+
+
+def _others(d: Draft, name: str, gateway: str) -> tuple[GatewayDemand, ...]:
+    known = d.state.demand.get(name)
+    return tuple(g for g in known.gateways if g.gateway != gateway) if known else ()
+
+
+def _keep(d: Draft, name: str, gateways: tuple[GatewayDemand, ...]) -> None:
+    if gateways:
+        d.put(ModelDemand(name, gateways))
+    else:
+        d.drop(ModelDemand, name)
+        d.drop(Pressure, name)
+
+
+def forget_old_demand(d: Draft) -> None:
+    """A gateway that repeats its demand no longer is gone, and those who waited in it too."""
+    for known in list(d.state.demand.values()):
+        fresh = tuple(g for g in known.gateways if d.now - g.heard_at <= d.policy.demand_lost_after)
+        if len(fresh) != len(known.gateways):
+            _keep(d, known.model, fresh)
+
+
+def answer_demand(d: Draft, event: DemandHeard) -> None:
+    """Tell the gateway what to expect."""
+    model = d.state.model_named(event.demand.model)
+    if model is None:
+        name = event.demand.model
+        d.emit(ReplyTo(event.waiter, ModelNotFound(f"no model {name!r} is registered; see `thaw models list`").body()))
+        return
+    live = d.state.live(model)
+    if any(i.state is InstanceState.READY for i in live):
+        d.emit(ReplyTo(event.waiter, DemandNoted(outlook="ready", eta_ms=0)))
+        return
+    if live:
+        first = min(live, key=lambda i: _left_ms(d, i))
+        noted = DemandNoted(outlook="starting", plan_id=first.plan_id, eta_ms=int(_left_ms(d, first)))
+        d.emit(ReplyTo(event.waiter, noted))
+        return
+    unmet = d.state.unmet.get(model.key)
+    plan = d.state.last_plan_of(model.key)
+    reason = unmet.reason if unmet else (model.error or "")
+    d.emit(ReplyTo(event.waiter, DemandNoted(outlook="waiting", plan_id=plan.plan_id if plan else None, reason=reason)))
+
+
+def _left_ms(d: Draft, i: Instance) -> float:
+    plan = d.state.plans.get(i.plan_id)
+    predicted = plan.chosen.predicted_ms if plan and plan.chosen else None
+    if predicted is None and (model := d.state.models.get(i.model)):
+        predicted = total(predict(d.state, i.node, model.card, leaving=False))
+    return max(0.0, (predicted or 0.0) - (d.now - i.planned_at) * 1e3)

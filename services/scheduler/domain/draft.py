@@ -1,0 +1,65 @@
+"""A decision in the making: changes are applied to a fork as they are made, so that each step sees the ones before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.scheduler.domain.effects import Effect
+from services.scheduler.domain.entities import Counter, Entity, Leaving, Seen, key_of
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, table
+from shared.contracts.plans import PlanRecord
+
+TOKENS_PER_EPOCH = 2**32
+
+
+@dataclass
+class Draft:
+    origin: ClusterState
+    now: float
+    policy: Policy
+    changes: list[Change] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    plans: list[PlanRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = self.origin.fork()
+
+    def put(self, entity: Entity) -> None:
+        if table(self.state, type(entity)).get(key_of(entity)) == entity:
+            return
+        change = Put(entity)
+        apply(self.state, (change,))
+        self.changes.append(change)
+
+    def drop(self, kind: type[Entity], key: str) -> None:
+        if key not in table(self.state, kind):
+            return
+        change = Drop(kind, key)
+        apply(self.state, (change,))
+        self.changes.append(change)
+
+    def emit(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def count(self) -> int:
+        """The next number of this epoch."""
+        counter = self.state.counter.get("counter", Counter(0)).value + 1
+        self.put(Counter(counter))
+        return counter
+
+    def token(self) -> int:
+        """A fencing token, larger than every one before it."""
+        return self.state.epoch * TOKENS_PER_EPOCH + self.count()
+
+    def paused(self, subject: str) -> bool:
+        pause = self.state.pauses.get(subject)
+        return pause is not None and pause.until > self.now
+
+    def idle_since(self, instance_id: str) -> float | None:
+        """Since when an instance has nothing to do; None while it serves or has not been heard of."""
+        seen: Seen | None = self.state.seen.get(instance_id)
+        return seen.idle_since if seen else None
+
+
+__all__ = ["TOKENS_PER_EPOCH", "Draft", "Leaving"]

@@ -1,0 +1,111 @@
+"""What a decision has sent, as plain data. One port carries it out after the changes are committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.contracts.base import ErrorBody, Message
+from shared.contracts.demand import LoadFailed
+from shared.contracts.loader import PrepareWeights, ReleaseWeights
+from shared.contracts.models import ModelCard
+from shared.contracts.node import StartInstance, StopInstance
+from shared.contracts.plans import PlanRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SendStart:
+    """`requested_at` and `planned_at`: from them the sender measures the schedule and reserve phases. `claimed`: victims had to leave
+    between plan and start."""
+
+    node: str
+    command: StartInstance
+    requested_at: float
+    planned_at: float
+    claimed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrepare:
+    node: str
+    command: PrepareWeights
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelease:
+    """Have the loader let go of weights that were prepared for an instance that never came to be."""
+
+    node: str
+    command: ReleaseWeights
+
+
+@dataclass(frozen=True, slots=True)
+class SendStop:
+    node: str
+    command: StopInstance
+
+
+@dataclass(frozen=True, slots=True)
+class PublishLoadFailed:
+    event: LoadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class PutCatalog:
+    card: ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteCatalog:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTo:
+    """Answer a request: with a message, or with an error."""
+
+    waiter: str
+    answer: Message | ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStarted:
+    """A plan will be carried out: its load's root span begins, linked with those who wait."""
+
+    plan_id: str
+    instance_id: str
+    model: str
+    node: str
+    requested_at: float
+    waiters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """The plan's outcome is known: its span ends and its trace is published. `requested_at` is the origin of its measured spans."""
+
+    plan: PlanRecord
+    node: str
+    requested_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """Someone acted under a newer epoch than this leader's: lead again only above `epoch`."""
+
+    epoch: int
+
+
+Effect = (
+    SendStart
+    | SendPrepare
+    | SendRelease
+    | SendStop
+    | PublishLoadFailed
+    | PutCatalog
+    | DeleteCatalog
+    | ReplyTo
+    | LoadStarted
+    | LoadEnded
+    | StepDown
+)

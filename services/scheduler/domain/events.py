@@ -1,0 +1,127 @@
+"""What the loop hears. Each says when (`at`, seconds on the loop's clock)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.contracts.base import ErrorBody
+from shared.contracts.demand import Demand
+from shared.contracts.loader import LoaderStatus
+from shared.contracts.models import ModelInfo, ModelSpec
+from shared.contracts.node import NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The state was read back from the database; a term begins."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class DemandHeard:
+    at: float
+    demand: Demand
+    waiter: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatusHeard:
+    at: float
+    status: NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStatusHeard:
+    at: float
+    status: LoaderStatus
+
+
+@dataclass(frozen=True, slots=True)
+class StartRefused:
+    """The nodeagent refused `StartInstance`, or could not be reached."""
+
+    at: float
+    instance_id: str
+    error: ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class StopRefused:
+    at: float
+    instance_id: str
+    error: ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class CommandAccepted:
+    at: float
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddModelsAsked:
+    """`infos`: what a loader read of each spec whose source is new or changed, by name."""
+
+    at: float
+    waiter: str
+    specs: tuple[ModelSpec, ...]
+    infos: dict[str, ModelInfo]
+    prune: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveModelAsked:
+    at: float
+    waiter: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAsked:
+    at: float
+    waiter: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SleepAsked:
+    at: float
+    waiter: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeNodeAsked:
+    at: float
+    waiter: str
+    node: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaiterGone:
+    """Whoever asked waits no longer."""
+
+    at: float
+    waiter: str
+
+
+AdminAsked = AddModelsAsked | RemoveModelAsked | WakeAsked | SleepAsked | ChangeNodeAsked
+Event = (
+    Recovered
+    | Tick
+    | DemandHeard
+    | NodeStatusHeard
+    | LoaderStatusHeard
+    | StartRefused
+    | StopRefused
+    | CommandAccepted
+    | AdminAsked
+    | WaiterGone
+)

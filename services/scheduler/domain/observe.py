@@ -1,0 +1,139 @@
+"""What nodes report, against what is believed. `NodeStatus` is the truth about live instances: belief gives way to it.
+
+1. A report from before the latest one of the same nodeagent is ignored.
+2. A token of a newer epoch: another leader has been at work (or the database was lost): step down and lead again above it.
+3. An instance that is known: its state is taken over (ready, failed, stopped, draining).
+4. One that is not known but lives: adopted if it is still wanted, else stopped.
+5. One that is believed but missing from a report that should have it: gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.domain.draft import TOKENS_PER_EPOCH, Draft
+from services.scheduler.domain.effects import StepDown
+from services.scheduler.domain.entities import Device, Instance, Node, Presence, Seen
+from services.scheduler.domain.lifecycle import became_ready, conclude, crashed, send_stop, start_failed
+from shared.contracts.base import ErrorBody
+from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
+from shared.errors import EngineFailed, ThawError
+
+
+def hear_node(d: Draft, status: NodeStatus) -> None:
+    previous = d.state.presence.get(status.node)
+    old = previous.status if previous else None
+    if old is not None and old.boot_id == status.boot_id and status.seq < old.seq:  # 1
+        return
+    newest = max((i.token // TOKENS_PER_EPOCH for i in status.instances), default=0)
+    if newest > d.state.epoch:  # 2
+        d.emit(StepDown(newest))
+        return
+    d.put(Presence(status.node, d.now, True, status))
+    known = d.state.nodes.get(status.node) or Node(status.node)
+    devices = tuple(Device(v.device_id, v.kind, v.name, v.budget_bytes) for v in status.devices)
+    d.put(replace(known, boot_id=status.boot_id, labels=dict(status.labels), devices=devices))
+    reported = set()
+    for s in status.instances:
+        reported.add(s.instance_id)
+        instance = d.state.instances.get(s.instance_id)
+        if instance is not None and not instance.claim:
+            _known(d, instance, s)  # 3
+        elif instance is None and s.state.holds_memory:
+            _unknown(d, status.node, s)  # 4
+    for i in list(d.state.on_node(status.node)):
+        if i.instance_id not in reported and not i.claim:
+            _missing(d, i, status)  # 5
+
+
+def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
+    d.put(_seen(d, s))
+    match s.state:
+        case InstanceState.READY if i.ready_at is None:
+            became_ready(d, i, s)
+        case InstanceState.FAILED if i.ready_at is None:
+            start_failed(d, i, s.error or EngineFailed(f"the start of {i.label} failed on {i.node}").body())
+        case InstanceState.FAILED:
+            crashed(d, i, s.error or EngineFailed(f"{i.label} failed on {i.node}").body())
+        case InstanceState.STOPPED if i.leaving == "no" and i.ready_at is None:
+            start_failed(d, i, s.error or EngineFailed(f"{i.label} stopped on {i.node} before it was ready").body())
+        case InstanceState.STOPPED:
+            conclude(d, i, "cancelled", i.leave_reason)
+        case InstanceState.DRAINING:
+            d.put(replace(i, state=s.state, leaving="drain", leave_reason=i.leave_reason or "drained on its node"))
+        case _:
+            d.put(replace(i, state=s.state))
+            overdue = i.stop_at is not None and d.now - i.stop_at > d.policy.stop_repeat
+            if i.leaving != "no" and overdue:
+                send_stop(d, i)
+
+
+def _seen(d: Draft, s: InstanceStatus) -> Seen:
+    idle = s.state is InstanceState.READY and s.load.active == 0 and s.load.waiting == 0
+    since = d.now - s.load.idle_ms / 1e3
+    old = d.state.seen.get(s.instance_id)
+    if idle and old and old.idle_since is not None and old.status.load.completed == s.load.completed:
+        since = min(since, old.idle_since)
+    return Seen(s.instance_id, s, since if idle else None)
+
+
+def _unknown(d: Draft, node: str, s: InstanceStatus) -> None:
+    model = d.state.models.get(s.model)
+    wanted = (
+        model is not None
+        and s.generation == model.card.generation
+        and s.revision == model.card.info.revision
+        and len(d.state.live(model)) < model.card.spec.replicas.max
+        and s.state is not InstanceState.DRAINING
+    )
+    ready = s.state is InstanceState.READY
+    adopted = Instance(
+        instance_id=s.instance_id,
+        plan_id=s.plan_id,
+        model=s.model,
+        generation=s.generation,
+        revision=s.revision,
+        node=node,
+        device_ids=s.device_ids,
+        token=s.token,
+        reserve_bytes=s.memory.reserved,
+        kv_bytes=s.memory.kv,
+        requested_at=d.now,
+        planned_at=d.now,
+        state=s.state,
+        sent_at=d.now,
+        ready_at=d.now if ready else None,
+        trigger="adopted",
+        traceparent=s.traceparent,
+        leaving="no" if wanted else "drain",
+        leave_reason="" if wanted else "not wanted: unknown to the scheduler, replaced or out of date",
+    )
+    d.put(_seen(d, s))
+    d.put(adopted)
+    if not wanted and s.state is not InstanceState.DRAINING:
+        send_stop(d, adopted)
+
+
+def _missing(d: Draft, i: Instance, status: NodeStatus) -> None:
+    fresh = i.sent_at is not None and d.now - i.sent_at <= d.policy.absence_grace
+    if fresh or status.seq < 2:
+        return
+    if i.leaving != "no":
+        conclude(d, i, "cancelled", i.leave_reason)
+    else:
+        lost(d, i, f"{i.node} does not report it (any more)")
+
+
+def lost(d: Draft, i: Instance, why: str) -> None:
+    """The instance is gone without its own doing: not counted against the model, its demand is placed anew."""
+    error: ErrorBody = ThawError(f"{i.label} was lost: {why}").body()
+    conclude(d, i, "cancelled" if i.claim else "failed", why, error)
+
+
+def lose_silent_nodes(d: Draft) -> None:
+    """A node that was silent for too long is dead until it is heard again, and its instances with it."""
+    for presence in list(d.state.presence.values()):
+        if presence.alive and d.now - presence.heard_at > d.policy.node_lost_after:
+            d.put(replace(presence, alive=False))
+            for i in list(d.state.on_node(presence.node)):
+                lost(d, i, f"its node {presence.node} has been silent for {d.policy.node_lost_after:.0f} s")

@@ -1,0 +1,48 @@
+"""The numbers that decisions depend on, all in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.contracts.demand import DEMAND_LOST_AFTER_S
+from shared.contracts.node import NODE_LOST_AFTER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    preempt_after: float = 15.0
+    """A model that waited this long may have a serving instance of another one drained."""
+    min_active: float = 2.0
+    """An instance that became ready is not evicted before this, while requests for it are still on their way."""
+    no_node_timeout: float = 30.0
+    """Demand waits this long for any node to appear; then its waiters are told."""
+    drain_timeout: float = 60.0
+    """Running requests of a draining instance are ended after this."""
+    scale_up_after: float = 1.0
+    """Demand must exceed the capacity of ready and starting instances this long for one more replica."""
+    min_idle: float = 1.0
+    """The shortest keep-alive: an instance just ready waits this long for the requests that woke it."""
+    node_lost_after: float = NODE_LOST_AFTER_S
+    demand_lost_after: float = DEMAND_LOST_AFTER_S
+    absence_grace: float = 3.0
+    """A command may cross a status on its way: only after this does a missing instance count as gone."""
+    recovery_window: float = 0.5
+    """A new leader places nothing before every node it knows was heard, or this has passed."""
+    demand_settle: float = 3.0
+    """A new leader cancels no start before every gateway had the time to repeat its demand."""
+    failure_echo: float = 2.0
+    """Demand older than a failure is ignored this long: those waiters are just being told."""
+    busy_pause: float = 1.0
+    """An instance that refused to leave because it is serving is not asked again before this."""
+    shun_pause: float = 1.0
+    """A device whose nodeagent refused a reservation is left alone this long."""
+    stop_repeat: float = 5.0
+    """A stop that shows no effect in the node's status is sent again after this."""
+    backoff_first: float = 1.0
+    backoff_limit: float = 30.0
+    settled_after: float = 30.0
+    """An instance that failed after serving this long does not lengthen the back-off."""
+
+    def backoff(self, failures: int) -> float:
+        """Seconds before `replicas.min` tries again after `failures` failures in a row."""
+        return float(min(self.backoff_limit, self.backoff_first * 2 ** min(max(failures - 1, 0), 16)))

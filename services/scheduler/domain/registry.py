@@ -1,0 +1,172 @@
+"""The operators' wishes: models registered and removed, woken and sent to sleep; nodes cordoned and drained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
+from services.scheduler.domain.entities import Model, ModelDemand, Pressure, Trouble, Unmet, Waiter
+from services.scheduler.domain.events import AddModelsAsked, AdminAsked, ChangeNodeAsked, RemoveModelAsked, SleepAsked, WakeAsked
+from services.scheduler.domain.lifecycle import leave
+from services.scheduler.domain.placement import impossible
+from services.scheduler.domain.state import ClusterState
+from shared.contracts.admin import ModelsAdded
+from shared.contracts.base import Done
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.errors import Conflict, InsufficientMemory, InvalidRequest, ModelNotFound, NotFound, ThawError, Unavailable
+from shared.sizing import need_of
+
+RUNNING_FIELDS = ("source", "engine", "dtype", "max_model_len", "max_concurrency", "engine_args", "trust_remote_code")
+"""A change of one of these only takes effect in a new engine; the others are read anew at each decision."""
+
+
+def administer(d: Draft, event: AdminAsked) -> None:
+    """Do what was asked, or answer why not."""
+    try:
+        match event:
+            case AddModelsAsked():
+                _add(d, event)
+            case RemoveModelAsked():
+                _remove(d, find(d.state, event.name))
+                d.emit(ReplyTo(event.waiter, Done()))
+            case WakeAsked():
+                _wake(d, event)
+            case SleepAsked():
+                _sleep(d, event)
+            case ChangeNodeAsked():
+                _change_node(d, event)
+    except ThawError as e:
+        d.emit(ReplyTo(event.waiter, e.body()))
+
+
+def find(state: ClusterState, name: str) -> Model:
+    model = state.model_named(name)
+    if model is None:
+        raise ModelNotFound(f"no model {name!r} is registered; see `thaw models list`", param="model")
+    return model
+
+
+def to_inspect(state: ClusterState, specs: Iterable[ModelSpec]) -> list[ModelSpec]:
+    """Those whose files have to be read: new ones, and those with another source."""
+    return [s for s in specs if s.name not in state.models or _reads_differently(state.models[s.name].card.spec, s)]
+
+
+def _reads_differently(old: ModelSpec, new: ModelSpec) -> bool:
+    return (old.source, old.trust_remote_code, old.engine) != (new.source, new.trust_remote_code, new.engine)
+
+
+def check(state: ClusterState, specs: tuple[ModelSpec, ...], prune: bool) -> None:
+    """Refuse names that clash, before anything is read or changed."""
+    twice = [name for name, count in Counter(s.name for s in specs).items() if count > 1]
+    if twice:
+        raise InvalidRequest(f"named twice: {', '.join(sorted(twice))}; every model needs a name of its own", param="specs")
+    new = {s.name: s for s in specs}
+    kept = {} if prune else {n: m.card.spec for n, m in state.models.items() if n not in new}
+    everyone = kept | new
+    owners: dict[str, list[str]] = {}
+    for spec in everyone.values():
+        for alias in (spec.name, *spec.aliases):
+            owners.setdefault(alias, []).append(spec.name)
+    clashes = [f"{alias!r} ({' and '.join(sorted(names))})" for alias, names in sorted(owners.items()) if len(names) > 1]
+    if clashes:
+        raise Conflict(f"names and aliases must be unique; these are not: {', '.join(clashes)}", param="aliases")
+
+
+def _add(d: Draft, event: AddModelsAsked) -> None:
+    check(d.state, event.specs, event.prune)
+    cards: list[ModelCard] = []
+    added: list[str] = []
+    changed: list[str] = []
+    unchanged: list[str] = []
+    for spec in event.specs:
+        old = d.state.models.get(spec.name)
+        if old is not None and old.card.spec == spec:
+            unchanged.append(spec.name)
+            continue
+        cards.append(_card(d, old, spec, event.infos))
+        (changed if old else added).append(spec.name)
+    _refuse_impossible(d, cards)
+    removed = sorted(set(d.state.models) - {s.name for s in event.specs}) if event.prune else []
+    for name in removed:
+        _remove(d, d.state.models[name])
+    for card in cards:
+        old = d.state.models.get(card.name)
+        same = old is not None and old.card.generation == card.generation
+        d.put(Model(card, old.error if old and same else None))
+        if not same:
+            d.drop(Trouble, card.name)
+        d.emit(PutCatalog(card))
+    answer = ModelsAdded(added=tuple(added), changed=tuple(changed), unchanged=tuple(unchanged), removed=tuple(removed))
+    d.emit(ReplyTo(event.waiter, answer))
+
+
+def _card(d: Draft, old: Model | None, spec: ModelSpec, infos: dict[str, ModelInfo]) -> ModelCard:
+    info = infos.get(spec.name)
+    if info is None and old is not None and not _reads_differently(old.card.spec, spec):
+        info = old.card.info
+    if info is None:
+        raise Unavailable(f"{spec.name} was changed by someone else meanwhile; try again", should_retry=True)
+    if old is None:
+        return ModelCard(spec=spec, info=info, created=int(d.now))
+    restart = info != old.card.info or any(getattr(spec, f) != getattr(old.card.spec, f) for f in RUNNING_FIELDS)
+    return ModelCard(spec=spec, info=info, created=old.card.created, generation=old.card.generation + int(restart))
+
+
+def _refuse_impossible(d: Draft, cards: list[ModelCard]) -> None:
+    alive = [n for n in d.state.nodes.values() if (p := d.state.presence.get(n.name)) and p.alive and p.status]
+    largest = max((device.budget_bytes for n in alive for device in n.devices), default=None)
+    if largest is None:
+        return
+    faults = [impossible(c.name, need_of(c).total, largest) for c in cards if need_of(c).total > largest]
+    if faults:
+        raise InsufficientMemory("; ".join(faults), param="specs")
+
+
+def _remove(d: Draft, model: Model) -> None:
+    d.drop(Model, model.key)
+    d.drop(Trouble, model.key)
+    d.drop(ModelDemand, model.key)
+    d.drop(Pressure, model.key)
+    d.drop(Unmet, model.key)
+    plan = d.state.last_plan_of(model.key)
+    if plan is not None and plan.outcome == "pending" and plan.instance_id is None:
+        d.put(plan.model_copy(update={"outcome": "cancelled"}))
+    d.emit(DeleteCatalog(model.key))
+    gone = ModelNotFound(f"the model {model.key!r} was removed").body()
+    for w in list(d.state.waiters.values()):
+        if w.model == model.key and w.kind == "wake":
+            d.drop(Waiter, w.waiter)
+            d.emit(ReplyTo(w.waiter, gone))
+
+
+def _wake(d: Draft, event: WakeAsked) -> None:
+    model = find(d.state, event.name)
+    d.put(replace(model, resting=False))
+    d.put(Waiter(event.waiter, "wake", model.key, event.at))
+
+
+def _sleep(d: Draft, event: SleepAsked) -> None:
+    model = find(d.state, event.name)
+    d.put(replace(model, resting=True))
+    there = list(d.state.of_model(model.key))
+    waited_for = tuple(i.instance_id for i in there if not i.claim)
+    d.put(Waiter(event.waiter, "sleep", model.key, event.at, waited_for))
+    for i in there:
+        leave(d, i, "drain", "told to sleep")
+
+
+def _change_node(d: Draft, event: ChangeNodeAsked) -> None:
+    node = d.state.nodes.get(event.node)
+    if node is None:
+        raise NotFound(f"no node {event.node!r}; see `thaw node list`", param="node")
+    match event.action:
+        case "cordon":
+            d.put(replace(node, cordoned=True))
+        case "drain":
+            d.put(replace(node, cordoned=True, drain_since=node.drain_since if node.drain_since is not None else d.now))
+        case _:
+            d.put(replace(node, cordoned=False, drain_since=None))
+    d.emit(ReplyTo(event.waiter, Done()))

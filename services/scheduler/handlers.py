@@ -1,0 +1,196 @@
+"""What reaches the leader over the mesh, made into events for its loop; and its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from pydantic import TypeAdapter
+
+from services.scheduler.adapters import clock
+from services.scheduler.adapters.repository import Repository
+from services.scheduler.domain.effects import ReplyTo
+from services.scheduler.domain.events import (
+    AddModelsAsked,
+    ChangeNodeAsked,
+    DemandHeard,
+    Event,
+    LoaderStatusHeard,
+    NodeStatusHeard,
+    RemoveModelAsked,
+    SleepAsked,
+    WaiterGone,
+    WakeAsked,
+)
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.registry import check, to_inspect
+from services.scheduler.loop import SchedulerLoop
+from services.scheduler.views import view
+from shared.contracts import subjects
+from shared.contracts.admin import (
+    ADMIN_REQUEST,
+    AddModels,
+    AdminRequest,
+    ChangeNode,
+    ExplainPlan,
+    PlanExplained,
+    RemoveModel,
+    SleepModel,
+    ViewCluster,
+    WakeModel,
+)
+from shared.contracts.base import ErrorBody, Message
+from shared.contracts.demand import Demand
+from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
+from shared.contracts.models import ModelInfo, ModelSpec
+from shared.contracts.node import NodeStatus
+from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
+from shared.messaging import Mesh, Responder
+
+DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
+_FIND_LOADER_S = 10.0
+
+
+class Handlers:
+    """One leader's term on the mesh."""
+
+    def __init__(self, mesh: Mesh, loop: SchedulerLoop, repository: Repository, policy: Policy, name: str) -> None:
+        self._mesh = mesh
+        self._loop = loop
+        self._repository = repository
+        self._policy = policy
+        self._name = name
+        self._numbers = itertools.count(1)
+        self._waiting: dict[str, asyncio.Future[Message]] = {}
+        self._over = False
+        self._responders: list[Responder] = []
+
+    async def start(self) -> None:
+        """Hear nodes first, then what others ask."""
+        self._responders = [
+            self._mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, self._node_status),
+            self._mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, self._loader_status),
+            self._mesh.respond(subjects.DEMAND, DEMAND, self._demand, concurrent=True),
+            self._mesh.respond(subjects.ADMIN, ADMIN_REQUEST, self._admin, concurrent=True),
+        ]
+        for responder in self._responders:
+            await responder.start()
+        await self._mesh.nc.flush()
+
+    async def stop(self) -> None:
+        """Hear no more; whoever still waits for an answer is told to ask again."""
+        self._over = True
+        error = Unavailable("this scheduler leads no longer; ask again", retry_after_ms=500, should_retry=True)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+        for responder in reversed(self._responders):
+            await responder.stop()
+
+    def reply(self, effect: ReplyTo) -> None:
+        future = self._waiting.get(effect.waiter)
+        if future is None or future.done():
+            return
+        if isinstance(effect.answer, ErrorBody):
+            future.set_exception(from_body(effect.answer))
+        else:
+            future.set_result(effect.answer)
+
+    async def _ask(self, event: Callable[[str], Event]) -> Message:
+        """Post an event that names a waiter; its answer."""
+        if self._over:
+            raise Unavailable("this scheduler leads no longer; ask again", retry_after_ms=500, should_retry=True)
+        waiter = f"w{next(self._numbers)}"
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = future
+        try:
+            self._loop.post(event(waiter))
+            return await future
+        finally:
+            del self._waiting[waiter]
+            if future.cancelled():
+                self._loop.post(WaiterGone(clock.now(), waiter))
+
+    async def _node_status(self, status: NodeStatus) -> None:
+        self._loop.post(NodeStatusHeard(clock.now(), status))
+
+    async def _loader_status(self, status: LoaderStatus) -> None:
+        self._loop.post(LoaderStatusHeard(clock.now(), status))
+
+    async def _demand(self, demand: Demand) -> Message:
+        at = clock.now()
+        return await self._ask(lambda waiter: DemandHeard(at, demand, waiter))
+
+    async def _admin(self, request: AdminRequest) -> Message:
+        at = clock.now()
+        match request:
+            case AddModels():
+                return await self._add(request)
+            case RemoveModel(name=name):
+                return await self._ask(lambda w: RemoveModelAsked(at, w, name))
+            case WakeModel(name=name):
+                return await self._ask(lambda w: WakeAsked(at, w, name))
+            case SleepModel(name=name):
+                return await self._ask(lambda w: SleepAsked(at, w, name))
+            case ChangeNode(node=node, action=action):
+                return await self._ask(lambda w: ChangeNodeAsked(at, w, node, action))
+            case ExplainPlan():
+                return await self._explain(request)
+            case ViewCluster():
+                return view(self._loop.state, self._name, at, self._policy)
+
+    async def _explain(self, request: ExplainPlan) -> Message:
+        state = self._loop.state
+        if request.plan_id is not None:
+            plan = state.plans.get(request.plan_id) or await self._repository.plan(request.plan_id)
+            if plan is None:
+                raise NotFound(f"no plan {request.plan_id!r}; plans are kept for seven days", param="plan_id")
+            return PlanExplained(plan=plan)
+        if request.model is None:
+            raise InvalidRequest("say which: a model or a plan_id")
+        model = state.model_named(request.model)
+        name = model.key if model else request.model
+        plan = state.last_plan_of(name) or await self._repository.last_plan(name)
+        if plan is None:
+            raise NotFound(f"nothing has been decided for {request.model!r} yet; `thaw wake {request.model}` asks for a decision")
+        return PlanExplained(plan=plan)
+
+    async def _add(self, request: AddModels) -> Message:
+        """Read the files of new models first, on some node, then have the loop register all of them or none."""
+        check(self._loop.state, request.specs, request.prune)
+        infos = {}
+        for spec in to_inspect(self._loop.state, request.specs):
+            infos[spec.name] = await self._inspect(spec, request.deadline_ms)
+        at = clock.now()
+        return await self._ask(lambda w: AddModelsAsked(at, w, request.specs, infos, request.prune))
+
+    async def _inspect(self, spec: ModelSpec, deadline_ms: int) -> ModelInfo:
+        missing: Exception | None = None
+        command = InspectModel(spec=spec, deadline_ms=min(InspectModel.DEADLINE_MS, deadline_ms))
+        for node in await self._loaders():
+            try:
+                return (await self._mesh.request(subjects.loader_command(node), command, Inspected)).info
+            except (Unreachable, DeadlineExceeded) as e:
+                missing = e
+        raise Unavailable(f"no loader could read {spec.source} for {spec.name}", should_retry=True) from missing
+
+    async def _loaders(self) -> list[str]:
+        """Nodes with a live loader; waits a little for the first."""
+        deadline = clock.now() + _FIND_LOADER_S
+        while True:
+            now = clock.now()
+            state = self._loop.state
+            alive = [n for n in sorted(state.loaders) if state.loader_alive(n, now, self._policy.node_lost_after)]
+            if alive:
+                return alive
+            if now >= deadline:
+                raise Unavailable(
+                    "no node is alive to read the model's files; start one with `thaw up`, or python -m services.loader",
+                    should_retry=True,
+                )
+            self._loop.loader_heard.clear()
+            try:
+                await asyncio.wait_for(self._loop.loader_heard.wait(), deadline - now)
+            except TimeoutError:
+                continue

@@ -1,0 +1,41 @@
+"""What a scheduler can be told by its environment."""
+
+from __future__ import annotations
+
+from pydantic import Field, SecretStr
+
+from services.scheduler.domain.policy import Policy
+from shared.settings import CommonSettings
+
+
+class SchedulerSettings(CommonSettings):
+    database_url: SecretStr = Field(
+        default=SecretStr("postgresql://thaw@127.0.0.1:5432/thaw"),
+        description="PostgreSQL, as postgresql://user:password@host:port/name (postgresql+asyncpg:// is accepted too).",
+    )
+    scheduler_name: str = Field(default="", description="Name of this scheduler in views and logs; host and process id by default.")
+    preempt_after: float = Field(
+        default=15.0, ge=0, description="Seconds a model waits before a serving, unpinned instance may be drained for it."
+    )
+    min_active: float = Field(
+        default=2.0, ge=0, description="Seconds a new instance is safe from eviction while its own requests are on their way."
+    )
+    no_node_timeout: float = Field(
+        default=30.0, gt=0, description="Seconds demand waits for any node to appear before its requests fail."
+    )
+    drain_timeout: float = Field(default=60.0, ge=0, description="Seconds running requests of a draining instance may still take.")
+    scale_up_after: float = Field(
+        default=1.0, ge=0, description="Seconds demand must exceed the capacity of the replicas there for one more."
+    )
+    command_timeout: float = Field(
+        default=5.0, gt=0, description="Seconds a nodeagent may be unreachable before a start on it counts as failed."
+    )
+
+    def policy(self) -> Policy:
+        return Policy(
+            preempt_after=self.preempt_after,
+            min_active=self.min_active,
+            no_node_timeout=self.no_node_timeout,
+            drain_timeout=self.drain_timeout,
+            scale_up_after=self.scale_up_after,
+        )

@@ -1,0 +1,57 @@
+"""What operators see of the cluster: read from the loop's state, changing nothing."""
+
+from __future__ import annotations
+
+from services.scheduler.domain.entities import Instance, Node
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state import ClusterState
+from shared.contracts.admin import ClusterView, ModelView, NodeView
+from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceStatus
+from shared.contracts.phases import Phase
+
+
+def view(state: ClusterState, scheduler: str, now: float, policy: Policy) -> ClusterView:
+    models = tuple(
+        ModelView(card=m.card, waiting=state.waiting(m.key), last_plan=state.last_plan_of(m.key), error=m.error)
+        for m in sorted(state.models.values(), key=lambda m: m.key)
+    )
+    nodes = tuple(_node(state, n, now, policy) for n in sorted(state.nodes.values(), key=lambda n: n.name))
+    return ClusterView(scheduler=scheduler, epoch=state.epoch, models=models, nodes=nodes)
+
+
+def _node(state: ClusterState, node: Node, now: float, policy: Policy) -> NodeView:
+    presence = state.presence.get(node.name)
+    status = presence.status if presence else None
+    alive = presence is not None and presence.alive and status is not None
+    claims = tuple(_claim(i) for i in state.on_node(node.name) if i.claim)
+    unheard = tuple(
+        DeviceStatus(device_id=d.device_id, kind=d.kind, name=d.name, budget_bytes=d.budget_bytes, reserved_bytes=0)
+        for d in node.devices
+    )
+    return NodeView(
+        node=node.name,
+        alive=alive,
+        cordoned=node.cordoned,
+        loader_alive=state.loader_alive(node.name, now, policy.node_lost_after),
+        last_seen_ms=int((now - presence.heard_at) * 1e3) if presence and status else None,
+        labels=node.labels,
+        devices=status.devices if status else unheard,
+        instances=(*(status.instances if status and alive else ()), *claims),
+    )
+
+
+def _claim(i: Instance) -> InstanceStatus:
+    """A start that waits for its victims to leave: no nodeagent knows of it yet."""
+    return InstanceStatus(
+        instance_id=i.instance_id,
+        plan_id=i.plan_id,
+        token=i.token,
+        model=i.model,
+        generation=i.generation,
+        revision=i.revision,
+        device_ids=i.device_ids,
+        state=i.state,
+        phase=Phase.RESERVE,
+        memory=InstanceMemory(reserved=i.reserve_bytes),
+        traceparent=i.traceparent,
+    )

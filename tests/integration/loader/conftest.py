@@ -1,0 +1,121 @@
+"""A loader process of the test's own, on real NATS."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from shared.contracts import subjects
+from shared.contracts.base import Done, Message
+from shared.contracts.loader import (
+    AttachWeights,
+    Inspected,
+    InspectModel,
+    PrepareWeights,
+    ReleaseWeights,
+    WeightsAttached,
+    WeightsReleased,
+)
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.segment import segment_prefix
+from shared.errors import Unreachable
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.servers import NatsServer
+
+SHM = Path("/dev/shm")
+
+
+class LoaderProcess:
+    """`python -m services.loader` for a node of its own."""
+
+    def __init__(self, url: str, home: Path, node: str) -> None:
+        self.node, self.home = node, home
+        self.prefix = segment_prefix(home, node)
+        self.environment = {"THAW_NATS_URL": url, "THAW_HOME": str(home), "THAW_NODE": node, "THAW_LOG_FORMAT": "text"}
+        self.log = home / "loader.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.loader"], env={**os.environ, **self.environment}, stdout=log, stderr=log
+            )
+
+    def end(self, signum: int = signal.SIGTERM) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signum)
+        return self.process.wait(20)
+
+    def segments(self) -> list[str]:
+        return sorted(p.name for p in SHM.iterdir() if p.name.startswith(self.prefix))
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.end(signal.SIGKILL)
+        for name in self.segments():
+            (SHM / name).unlink()
+
+
+class Client:
+    """What schedulers, engines and nodeagents ask of the loader."""
+
+    def __init__(self, mesh: Mesh, node: str) -> None:
+        self.mesh, self._subject = mesh, subjects.loader_command(node)
+
+    async def until_served(self, within: float = 20.0) -> None:
+        deadline = time.monotonic() + within
+        while True:
+            try:
+                await self.release("nobody")
+                return
+            except Unreachable:
+                if time.monotonic() > deadline:
+                    raise
+                with contextlib.suppress(Unreachable):
+                    await self.mesh.nc.flush()
+
+    async def card(self, source: Path | str, name: str = "m", *, trust_remote_code: bool = False) -> ModelCard:
+        spec = ModelSpec(name=name, source=str(source), trust_remote_code=trust_remote_code)
+        found = await self.mesh.request(self._subject, InspectModel(spec=spec, deadline_ms=30_000), Inspected)
+        return ModelCard(spec=spec, info=found.info, created=0)
+
+    async def prepare(self, instance: str, card: ModelCard, token: int = 1) -> Message:
+        return await self.mesh.request(self._subject, PrepareWeights(token=token, instance_id=instance, card=card), Done)
+
+    async def attach(self, instance: str, card: ModelCard, until: str = "complete", deadline_ms: int = 30_000) -> WeightsAttached:
+        ask = AttachWeights.model_validate({"instance_id": instance, "card": card, "until": until, "deadline_ms": deadline_ms})
+        return await self.mesh.request(self._subject, ask, WeightsAttached)
+
+    async def release(self, instance: str) -> int:
+        ask = ReleaseWeights(instance_id=instance, deadline_ms=10_000)
+        return (await self.mesh.request(self._subject, ask, WeightsReleased)).freed_bytes
+
+
+@pytest.fixture
+def loader(nats_server: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
+    process = LoaderProcess(nats_server.url, tmp_path / "home", f"n-{tmp_path.name.replace('_', '-').lower()}"[:60].rstrip("-"))
+    process.home.mkdir()
+    process.start()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+async def client(loader: LoaderProcess, nats_server: NatsServer) -> AsyncIterator[Client]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    await mesh.start()
+    client = Client(mesh, loader.node)
+    await client.until_served()
+    yield client
+    await mesh.stop()

@@ -1,0 +1,213 @@
+"""The loader process as its callers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.loader import LoaderStatus
+from shared.contracts.models import ModelCard
+from shared.contracts.phases import Phase
+from shared.errors import CheckpointInvalid, Conflict, InsufficientMemory, StaleToken, ThawError, UnsupportedArchitecture
+from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.unit.loader.checkpoints import CONFIG, tensors, write_checkpoint, write_sparse_checkpoint
+from tests.unit.loader.segments import assert_same
+
+GIB = 1 << 30
+
+
+async def status_where(client: Client, node: str, wanted: Callable[[LoaderStatus], bool]) -> LoaderStatus:
+    """The first status heard that is `wanted`."""
+    found: asyncio.Future[LoaderStatus] = asyncio.get_running_loop().create_future()
+
+    async def hear(status: LoaderStatus) -> None:
+        if wanted(status) and not found.done():
+            found.set_result(status)
+
+    responder = client.mesh.listen(subjects.loader_status(node), LoaderStatus, hear)
+    await responder.start()
+    try:
+        return await asyncio.wait_for(found, 20)
+    finally:
+        await responder.stop()
+
+
+async def test_weights_arrive_are_shared_and_leave_nothing(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    weights = write_checkpoint(tmp_path / "m", tensors(megabytes=40), shards=2)
+    card = await client.card(tmp_path / "m")
+    assert loader.segments() == []  # inspecting loads nothing
+    await client.prepare("i1", card)
+    index = await client.attach("i1", card, "index")
+    first = await client.attach("i1", card)
+    second = await client.attach("i2", card)
+    assert (index.segment, second.segment) == (first.segment, first.segment)
+    assert first.total_bytes == first.loaded_bytes == card.info.weights_bytes
+    assert Path(first.directory) == tmp_path / "m"
+    assert_same(first.segment, weights)
+    [load] = [s for s in first.phases if s.phase is Phase.LOAD]
+    assert load.end_ms <= 0
+    assert load.detail["bytes"] == first.total_bytes
+    status = await status_where(client, loader.node, lambda s: bool(s.segments) and s.segments[0].holders == ("i1", "i2"))
+    assert status.bytes_per_second is not None
+    assert await client.release("i1") == 0
+    assert await client.release("i2") == first.total_bytes
+    assert loader.segments() == []
+    assert await client.release("i2") == 0
+
+
+async def test_models_of_one_revision_share_a_segment(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    (tmp_path / "alias").symlink_to(tmp_path / "m")
+    a = await client.attach("i1", await client.card(tmp_path / "m", "a"))
+    b = await client.attach("i2", await client.card(tmp_path / "alias", "b"))
+    assert a.segment == b.segment
+
+
+async def test_a_released_instance_cannot_come_back(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    card = await client.card(tmp_path / "m")
+    await client.release("i1")  # overtook its prepare
+    with pytest.raises(StaleToken):
+        await client.prepare("i1", card)
+    with pytest.raises(StaleToken):
+        await client.attach("i1", card)
+
+
+async def test_an_old_leader_is_refused(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    card = await client.card(tmp_path / "m")
+    await client.prepare("i1", card, token=(2 << 32) + 1)
+    with pytest.raises(StaleToken):
+        await client.prepare("i2", card, token=(1 << 32) + 9)
+
+
+async def test_an_instance_holds_one_model(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a")
+    write_checkpoint(tmp_path / "b")
+    await client.prepare("i1", await client.card(tmp_path / "a", "a"))
+    with pytest.raises(Conflict, match="holds the weights of a"):
+        await client.prepare("i1", await client.card(tmp_path / "b", "b"))
+
+
+async def test_a_damaged_checkpoint_is_told_to_all_and_may_be_tried_again(
+    loader: LoaderProcess, client: Client, tmp_path: Path
+) -> None:
+    weights = write_checkpoint(tmp_path / "m")
+    card = await client.card(tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    await client.prepare("i1", card)
+    for until in ("index", "complete"):
+        with pytest.raises(CheckpointInvalid, match=r"model\.safetensors is truncated"):
+            await client.attach("i1", card, until)
+    assert loader.segments() == []
+    file.write_bytes(whole)
+    found = await client.attach("i2", card)  # a new start tries again
+    assert_same(found.segment, weights)
+    await client.release("i1")
+    assert await client.release("i2") == found.total_bytes
+
+
+async def test_a_grown_checkpoint_must_be_registered_again(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    card = await client.card(tmp_path / "m")
+    write_checkpoint(tmp_path / "m", tensors(megabytes=1))
+    with pytest.raises(CheckpointInvalid, match="register it again"):
+        await client.attach("i1", card)
+
+
+async def test_too_large_for_shared_memory(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_sparse_checkpoint(tmp_path / "m", 2**43)
+    spec_card = await client_card_of_sparse(client, tmp_path / "m")
+    with pytest.raises(InsufficientMemory, match="/dev/shm"):
+        await client.attach("i1", spec_card)
+    assert loader.segments() == []
+
+
+async def client_card_of_sparse(client: Client, directory: Path) -> ModelCard:
+    """A card as if the weights were of a dtype that is served (inspecting refuses bytes)."""
+    write_checkpoint(directory.parent / "small")
+    card = await client.card(directory.parent / "small")
+    from services.loader.format.checkpoint import open_checkpoint
+    from services.loader.format.segment import lay_out
+
+    total = lay_out(open_checkpoint(directory), "x").total_bytes
+    info = card.info.model_copy(update={"source": str(directory), "weights_bytes": total, "revision": "sparse"})
+    return card.model_copy(update={"info": info})
+
+
+async def test_the_last_release_calls_a_load_off(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_sparse_checkpoint(tmp_path / "m", 2 * GIB)
+    card = await client_card_of_sparse(client, tmp_path / "m")
+    await client.attach("i1", card, "index")
+    waiting = asyncio.create_task(client.attach("i1", card))
+    await status_where(client, loader.node, lambda s: bool(s.segments) and 0 < s.segments[0].loaded_bytes < 2 * GIB)
+    await client.release("i1")
+    with pytest.raises(StaleToken):
+        await waiting
+    assert loader.segments() == []
+
+
+async def test_a_deadline_passes_and_the_load_goes_on(client: Client, tmp_path: Path) -> None:
+    write_sparse_checkpoint(tmp_path / "m", GIB // 2)
+    card = await client_card_of_sparse(client, tmp_path / "m")
+    await client.prepare("i1", card)
+    with pytest.raises(ThawError, match=r"deadline|within"):
+        await client.attach("i1", card, deadline_ms=1)
+    found = await client.attach("i1", card)
+    assert found.loaded_bytes == found.total_bytes
+    assert await client.release("i1") == found.total_bytes
+
+
+async def test_inspection_errors_are_typed(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", config={**CONFIG, "architectures": ["T5ForConditionalGeneration"], "model_type": "t5"})
+    with pytest.raises(UnsupportedArchitecture, match="T5ForConditionalGeneration"):
+        await client.card(tmp_path / "m")
+    with pytest.raises(CheckpointInvalid, match="does not exist"):
+        await client.card(tmp_path / "none")
+
+
+async def test_a_killed_loader_leaves_held_segments_to_the_next(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    weights = write_checkpoint(tmp_path / "m")
+    write_sparse_checkpoint(tmp_path / "big", 3 * GIB)
+    held = await client.attach("i1", await client.card(tmp_path / "m"))
+    big = await client_card_of_sparse(client, tmp_path / "big")
+    half = await client.attach("i2", big, "index")
+    loader.end(signal.SIGKILL)
+    assert half.segment in loader.segments()
+    loader.start()
+    await client.until_served()
+    assert loader.segments() == [held.segment]
+    again = await client.attach("i3", await client.card(tmp_path / "m"))
+    assert again.segment == held.segment
+    assert_same(again.segment, weights)
+    await client.release("i3")
+    assert await client.release("i1") == held.total_bytes
+
+
+async def test_an_orderly_end_keeps_what_is_held_only(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    write_sparse_checkpoint(tmp_path / "big", 3 * GIB)
+    held = await client.attach("i1", await client.card(tmp_path / "m"))
+    big = await client_card_of_sparse(client, tmp_path / "big")
+    await client.attach("i2", big, "index")
+    waiting = asyncio.create_task(client.attach("i2", big))
+    await status_where(client, loader.node, lambda s: any(0 < e.loaded_bytes < e.total_bytes for e in s.segments))
+    assert loader.end() == 0
+    with pytest.raises(ThawError, match="shutting down"):
+        await waiting
+    assert loader.segments() == [held.segment]
+
+
+async def test_two_loaders_of_one_node_do_not_fight(loader: LoaderProcess, client: Client) -> None:
+    second = LoaderProcess(loader.environment["THAW_NATS_URL"], loader.home, loader.node)
+    second.start()
+    assert second.process is not None
+    assert second.process.wait(20) == 1
+    assert "another loader runs" in loader.log.read_text()

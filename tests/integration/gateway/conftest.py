@@ -61,7 +61,8 @@ ServeFn = Callable[..., AbstractAsyncContextManager[Served]]
 def serve(own_nats: NatsServer) -> ServeFn:
     @asynccontextmanager
     async def serving(**settings: Any) -> AsyncIterator[Served]:
-        fields = {"nats_url": SecretStr(own_nats.url), "port": free_port(), "drain_timeout": 2.0} | settings
+        defaults: dict[str, Any] = {"nats_url": SecretStr(own_nats.url), "port": free_port(), "drain_timeout": 2.0}
+        fields: dict[str, Any] = defaults | settings
         served = Served(GatewaySettings(**fields))
         try:
             await served.until_ready()
@@ -98,7 +99,7 @@ async def _listed(served: Served, count: int) -> bool:
 
 async def until(true: Callable[[], Awaitable[bool]], within: float = 10.0) -> None:
     async with asyncio.timeout(within):
-        while not await true():
+        while not await true():  # noqa: ASYNC110 - what is waited for is behind HTTP: there is no event to await
             await asyncio.sleep(0.02)
 
 

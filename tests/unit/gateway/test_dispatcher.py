@@ -1,0 +1,249 @@
+"""Every numbered branch of the dispatcher's decision, with a recorder in place of the world."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.domain import dispatcher as rules
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.routes import OVERCOMMIT
+from services.gateway.domain.ticket import Ticket
+from shared.contracts.demand import DemandNoted, LoadFailed
+from shared.contracts.node import InstanceState
+from shared.errors import (
+    CheckpointInvalid,
+    EngineFailed,
+    InstanceDraining,
+    QueueFull,
+    QueueTimeout,
+    ShuttingDown,
+    Unreachable,
+)
+from tests.unit.gateway.recorder import Recorder, instance, status, ticket
+
+
+@pytest.fixture
+def world() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def dispatcher(world: Recorder) -> Dispatcher:
+    return Dispatcher("gw", world)
+
+
+def ask(dispatcher: Dispatcher, name: str, now: float = 0.0, max_waiting: int = 2) -> Ticket:
+    made = ticket(name, now=now)
+    dispatcher.on_request(made, max_waiting, now)
+    return made
+
+
+def test_a_ready_instance_gets_the_request_at_once(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i")), 0)
+    ask(dispatcher, "r")
+    assert world.sent == [("r", "i")]
+    assert world.demands == []
+
+
+def test_the_least_loaded_instance_is_chosen(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("busy", capacity=4, active=6), instance("free", capacity=4, active=1)), 0)
+    ask(dispatcher, "r")
+    assert world.sent == [("r", "free")]
+
+
+def test_no_more_than_twice_the_capacity_is_sent(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i", capacity=2)), 0)
+    tickets = [ask(dispatcher, f"r{i}", max_waiting=10) for i in range(6)]
+    assert len(world.sent) == 2 * OVERCOMMIT
+    dispatcher.on_finished(tickets[0], 1)
+    assert world.sent[-1] == ("r4", "i")
+    assert dispatcher.waiting("m") == 1
+
+
+def test_waiting_is_told_at_once_then_each_second_then_once_at_its_end(dispatcher: Dispatcher, world: Recorder) -> None:
+    first, second = ask(dispatcher, "a"), ask(dispatcher, "b")
+    assert [d.waiting for d in world.demands] == [1]
+    for tenth in range(1, 21):
+        dispatcher.on_tick(tenth / 10)
+    assert [d.waiting for d in world.demands] == [1, 2, 2]
+    assert world.demands[-1].oldest_wait_ms == 2000
+    dispatcher.on_cancel(first, 2.1)
+    dispatcher.on_cancel(second, 2.2)
+    assert [d.waiting for d in world.demands] == [1, 2, 2, 0]
+    dispatcher.on_tick(9)
+    assert len(world.demands) == 4
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_back(dispatcher: Dispatcher, world: Recorder) -> None:
+    for name in "ab":
+        ask(dispatcher, name)
+    dispatcher.on_noted("m", DemandNoted(outlook="starting", eta_ms=7000), 0)
+    ask(dispatcher, "c", now=1.0)
+    error = world.failed["c"]
+    assert isinstance(error, QueueFull)
+    assert error.retry_after_ms == 6000
+    assert "number 3" in error.message
+
+
+def test_waiters_go_in_order_when_an_instance_is_ready(dispatcher: Dispatcher, world: Recorder) -> None:
+    for name in "ab":
+        ask(dispatcher, name)
+    dispatcher.on_status(status(instance("i", state=InstanceState.LOADING, capacity=8)), 1)
+    assert world.sent == []
+    dispatcher.on_status(status(instance("i", capacity=8)), 2)
+    assert world.sent == [("a", "i"), ("b", "i")]
+    assert world.demands[-1].waiting == 0
+
+
+def test_a_newcomer_does_not_pass_those_who_wait(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i")), 0)
+    running = [ask(dispatcher, f"r{i}", max_waiting=10) for i in range(3)]
+    ask(dispatcher, "late", max_waiting=10)
+    dispatcher.on_finished(running[0], 1)
+    assert [name for name, _ in world.sent] == ["r0", "r1", "r2"]
+
+
+@pytest.mark.parametrize("error", [InstanceDraining(), Unreachable()])
+def test_a_refused_request_goes_back_to_the_head(
+    dispatcher: Dispatcher, world: Recorder, error: InstanceDraining | Unreachable
+) -> None:
+    dispatcher.on_status(status(instance("i", capacity=1)), 0)
+    refused = ask(dispatcher, "first")
+    ask(dispatcher, "second")
+    third = ask(dispatcher, "third")
+    assert dispatcher.waiting("m") == 1
+    dispatcher.on_refused(refused, error, 0.1)
+    assert world.failed == {}
+    dispatcher.on_status(status(instance("i", capacity=1), instance("j", capacity=1)), 0.2)
+    assert world.sent[2:] == [("first", "j"), ("third", "j")]
+    assert third.attempts == 1
+
+
+def test_an_instance_that_refuses_is_left_alone_for_a_growing_while(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i")), 0)
+    refused = ask(dispatcher, "r")
+    now, gaps = 0.0, []
+    for _ in range(4):
+        dispatcher.on_refused(refused, Unreachable(), now)
+        before = now
+        while refused.instance_id is None:
+            now += 0.05
+            dispatcher.on_tick(now)
+            dispatcher.on_status(status(instance("i")), now)
+        gaps.append(now - before)
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 4 * gaps[0]
+
+
+def test_endless_refusal_ends(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i")), 0)
+    made = ticket("r", wait=1e6)
+    dispatcher.on_request(made, 1, 0)
+    now = 0.0
+    while not world.failed:
+        dispatcher.on_refused(made, Unreachable(), now)
+        now += 5
+        dispatcher.on_status(status(instance("i")), now)
+    assert isinstance(world.failed["r"], EngineFailed)
+    assert len(world.sent) == rules.MAX_ATTEMPTS
+
+
+def test_a_dead_engines_request_is_sent_once_more_if_nothing_was_said(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i"), instance("j", active=1)), 0)
+    ask(dispatcher, "r")
+    dispatcher.on_status(status(instance("i", state=InstanceState.FAILED), instance("j")), 1)
+    dispatcher.on_tick(1.1)
+    assert world.sent == [("r", "i"), ("r", "j")]
+    dispatcher.on_status(status(instance("j", state=InstanceState.STOPPED)), 2)
+    dispatcher.on_tick(2.1)
+    assert isinstance(world.failed["r"], EngineFailed)
+
+
+def test_a_dead_engines_request_fails_if_something_was_said(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i")), 0)
+    made = ask(dispatcher, "r")
+    dispatcher.on_heard(made, 0.5)
+    made.begun = True
+    dispatcher.on_status(status(instance("i", state=InstanceState.FAILED)), 1)
+    dispatcher.on_tick(1)
+    assert isinstance(world.failed["r"], EngineFailed)
+
+
+def test_a_restarted_nodeagent_has_time_to_adopt_its_engines(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i")), 0)
+    made = ask(dispatcher, "r")
+    dispatcher.on_status(status(boot="new"), 1)
+    dispatcher.on_tick(1)
+    dispatcher.on_heard(made, 2)
+    dispatcher.on_tick(4)
+    assert not world.failed
+    dispatcher.on_status(status(instance("i", active=1), boot="new"), 4)
+    dispatcher.on_tick(8)
+    assert not world.failed
+    assert len(world.sent) == 1
+
+
+def test_a_silent_node_gets_nothing_new_and_loses_nothing(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i", active=1)), 0)
+    ask(dispatcher, "r")
+    dispatcher.on_tick(6)
+    ask(dispatcher, "s", now=6)
+    assert world.sent == [("r", "i")]
+    assert not world.failed
+    dispatcher.on_status(status(instance("i", capacity=1, active=1)), 7)
+    assert [name for name, _ in world.sent] == ["r", "s"]
+
+
+def test_a_request_that_an_idle_engine_knows_nothing_of_is_lost(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i")), 0)
+    made = ask(dispatcher, "r")
+    made.begun = True
+    for now in range(1, 12):
+        dispatcher.on_status(status(instance("i")), now)
+        dispatcher.on_tick(now)
+    assert isinstance(world.failed["r"], EngineFailed)
+
+
+def test_waiters_time_out(dispatcher: Dispatcher, world: Recorder) -> None:
+    ask(dispatcher, "r")
+    dispatcher.on_tick(9.9)
+    assert not world.failed
+    dispatcher.on_tick(10)
+    assert isinstance(world.failed["r"], QueueTimeout)
+    assert world.failed["r"].should_retry is False
+    assert world.demands[-1].waiting == 0
+
+
+def test_a_failed_load_fails_those_who_wait_for_it(dispatcher: Dispatcher, world: Recorder) -> None:
+    ask(dispatcher, "r")
+    dispatcher.on_request(ticket("other", model="o"), 2, 0)
+    dispatcher.on_load_failed(LoadFailed(model="m", error=CheckpointInvalid("torn").body()), 1)
+    assert isinstance(world.failed["r"], CheckpointInvalid)
+    assert "other" not in world.failed
+
+
+def test_a_running_request_has_a_deadline(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i")), 0)
+    made = ask(dispatcher, "r")
+    dispatcher.on_heard(made, 99)
+    dispatcher.on_status(status(instance("i", active=1)), 99.9)
+    dispatcher.on_tick(100)
+    assert world.failed["r"].status == 504
+    assert world.cancelled == ["r"]
+
+
+def test_closing_takes_nothing_new_and_drops_nothing(dispatcher: Dispatcher, world: Recorder) -> None:
+    ask(dispatcher, "old")
+    dispatcher.on_closing()
+    ask(dispatcher, "new")
+    assert isinstance(world.failed["new"], ShuttingDown)
+    dispatcher.on_status(status(instance("i")), 1)
+    assert world.sent == [("old", "i")]
+
+
+def test_an_overtaken_status_is_dropped(dispatcher: Dispatcher, world: Recorder) -> None:
+    old = status(instance("i"))
+    dispatcher.on_status(status(instance("i", state=InstanceState.STOPPED)), 0)
+    dispatcher.on_status(old, 0)
+    ask(dispatcher, "r")
+    assert world.sent == []

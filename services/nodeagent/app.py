@@ -59,7 +59,7 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
         log.error(f"cannot start: {fault}")
         return 2
     launcher: Launcher = (
-        ZygoteLauncher(socket_path, logs / "zygote.log", engine_environment(settings))
+        ZygoteLauncher(socket_path, logs / "zygote.log", engine_environment(settings), settings.zygote_module)
         if settings.zygote
         else DirectLauncher(settings.engine_module, agent_directory / "specs")
     )

@@ -61,6 +61,14 @@ class Meter:
         instances = [i for i in self._state().instances.values() if i.process is Process.ALIVE]
         for instance in instances:
             await self.measure(instance)
+        await self._measure_devices()
+
+    async def measure_and_tell(self, instance: Instance) -> None:
+        """Measure one instance, and what follows from it for its devices."""
+        await self.measure(instance)
+        await self._measure_devices()
+
+    async def _measure_devices(self) -> None:
         for device_id, device in self._devices.items():
             here = [i for i in self._state().instances.values() if device_id in i.command.device_ids and i.ended_at is None]
             ids = {i.instance_id for i in here}

@@ -89,7 +89,9 @@ class Performer:
             case e.AskDrain():
                 self._spawn("drain", effect.instance_id, self._drain(effect))
             case e.Measure():
-                self._spawn("measure", effect.instance_id, self._meter.measure(self._state().instances[effect.instance_id]))
+                self._spawn(
+                    "measure", effect.instance_id, self._meter.measure_and_tell(self._state().instances[effect.instance_id])
+                )
             case e.ProveMemory():
                 self._spawn("prove", effect.instance_id, self._prove(effect.instance_id))
             case e.Release():

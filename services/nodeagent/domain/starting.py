@@ -9,6 +9,7 @@ from services.nodeagent.domain.events import (
     Fork,
     ForkFailed,
     LoaderHeard,
+    Measure,
     Ping,
     Publish,
     Release,
@@ -104,6 +105,7 @@ def on_report(turn: Turn, report: EngineReport) -> None:
             turn.change(instance, state=InstanceState.LOADING)
         case "ready" if instance.state.starting:
             turn.change(instance, state=InstanceState.READY, progress=1.0, phase=None)
+            turn.emit(Measure(instance.instance_id))
         case "failed" if instance.state is not InstanceState.FAILED:
             fail(turn, instance, report.error or EngineFailed("the engine gave up without saying why").body())
         case "draining" if instance.state is InstanceState.READY:

@@ -25,7 +25,6 @@ from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, Eng
 from shared.errors import EngineFailed, from_body
 
 log = logging.getLogger(__name__)
-MODULE = "services.engine.zygote"
 MAX_SOCKET_PATH = 107
 """Bytes that a Unix socket's address can hold."""
 _CONNECT_POLL_S = 0.02
@@ -39,7 +38,7 @@ _KEPT_STATUSES = 256
 class ZygoteLauncher:
     name = "zygote"
 
-    def __init__(self, socket_path: Path, log_path: Path, environment: dict[str, str], module: str = MODULE) -> None:
+    def __init__(self, socket_path: Path, log_path: Path, environment: dict[str, str], module: str) -> None:
         self._path = socket_path
         self._log_path = log_path
         self._environment = environment
@@ -50,6 +49,7 @@ class ZygoteLauncher:
         self._connected = asyncio.Event()
         self._failures = 0
         self._failed = asyncio.Event()
+        self._turned = asyncio.Event()
         self._forking: dict[str, asyncio.Future[int]] = {}
         self._statuses: dict[int, asyncio.Future[int]] = {}
 
@@ -63,10 +63,12 @@ class ZygoteLauncher:
                 log.error("the zygote does not start", extra={"error": e.message, "attempt": self._failures})
                 if self._failures >= 2:
                     self._failed.set()
+                    self._turned.set()
             else:
                 self._failures = 0
                 self._failed.clear()
                 self._connected.set()
+                self._turned.set()
                 await self._read(reader)
                 self._connected.clear()
                 log.warning("lost the zygote; starting another", extra={"pid": self._pid})
@@ -74,7 +76,23 @@ class ZygoteLauncher:
             await asyncio.sleep(_RESTART_WAITS_S[min(self._failures, len(_RESTART_WAITS_S) - 1)])
 
     async def launch(self, start: EngineStart) -> int:
-        await self._wait_connected()
+        """Asks the next zygote once if this one dies over it."""
+        for last in (False, True):
+            await self._wait_connected()
+            try:
+                return await self._fork(start)
+            except (TimeoutError, ConnectionError) as e:
+                # It may have forked and not said so: then the engine holds its log open.
+                found = await asyncio.to_thread(find_writer, Path(start.log_path))
+                if found is not None:
+                    return found
+                if last or isinstance(e, TimeoutError):
+                    raise EngineFailed(
+                        f"the zygote did not fork an engine: {str(e) or f'no answer in {_FORK_WITHIN_S:g} s'}"
+                    ) from e
+        raise AssertionError("the second attempt returns or raises")
+
+    async def _fork(self, start: EngineStart) -> int:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._forking[start.instance_id] = future
         try:
@@ -83,12 +101,9 @@ class ZygoteLauncher:
             async with asyncio.timeout(_FORK_WITHIN_S):
                 await self._writer.drain()
                 return await future
-        except (TimeoutError, ConnectionError) as e:
-            # It may have forked and not said so: then the engine holds its log open.
-            found = await asyncio.to_thread(find_writer, Path(start.log_path))
-            if found is not None:
-                return found
-            raise EngineFailed(f"the zygote did not fork an engine: {str(e) or f'no answer within {_FORK_WITHIN_S:g} s'}") from e
+        except ConnectionError:
+            self._connected.clear()  # the reader learns it a moment later
+            raise
         finally:
             self._forking.pop(start.instance_id, None)
 
@@ -119,13 +134,11 @@ class ZygoteLauncher:
 
     async def _wait_connected(self) -> None:
         """Raises `EngineFailed` once the zygote has failed to start twice in a row, with the end of its log."""
-        connected = asyncio.create_task(self._connected.wait())
-        failed = asyncio.create_task(self._failed.wait())
-        try:
-            await asyncio.wait((connected, failed), return_when=asyncio.FIRST_COMPLETED, timeout=_START_WITHIN_S)
-        finally:
-            connected.cancel()
-            failed.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_START_WITHIN_S):
+                while not (self._connected.is_set() or self._failed.is_set()):
+                    self._turned.clear()
+                    await self._turned.wait()
         if not self._connected.is_set():
             raise EngineFailed(f"the zygote does not start; the end of {self._log_path.name}:\n{log_tail(self._log_path)}")
 

@@ -20,6 +20,7 @@ from pydantic import SecretStr
 
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
+from shared.contracts.inference import InferRequest
 from shared.contracts.loader import LOADER_COMMAND, AttachWeights, LoaderCommand, ReleaseWeights, WeightsAttached, WeightsReleased
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StartInstance, StopInstance
@@ -86,11 +87,12 @@ class Node:
 
     async def start_agent(self) -> None:
         said = len(self.statuses)
-        with (self.home / "nodeagent.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.nodeagent"], env=self.environment, stdout=log, stderr=log
-            )
+        self.process = self._spawn()
         await self.until(lambda _: len(self.statuses) > said)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with (self.home / "nodeagent.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", "services.nodeagent"], env=self.environment, stdout=log, stderr=log)
 
     async def loader_on(self) -> None:
         self._loader = self.mesh.respond(subjects.loader_command(self.name), LOADER_COMMAND, self._on_loader, concurrent=True)
@@ -194,11 +196,32 @@ class Node:
         """End whatever is left of this node's processes."""
         if self.process is not None and self.process.poll() is None:
             self.kill_agent()
-        for pid in {p for s in self.statuses for i in s.instances for p in i.pids}:
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                found = psutil.Process(pid)
-                if found.environ().get("THAW_NODE") == self.name:
-                    found.kill()
+                if process.environ().get("THAW_NODE") == self.name:
+                    process.kill()
+
+
+async def begin_request(node: Node, instance_id: str, **body: object) -> None:
+    """Send a request; without a body (that would end the engine) wait until the engine serves it."""
+    request = InferRequest(
+        request_id="r1", instance_id=instance_id, model="demo", endpoint="chat", body=dict(body), deadline_ms=60_000
+    )
+    await node.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=f"t.{instance_id}")
+    if not body:
+        await node.until(lambda s: any(i.instance_id == instance_id and i.load.active for i in s.instances))
+
+
+async def gone(pid: int, within: float = WITHIN_S) -> bool:
+    """Whether the process ends within that time (a zombie has)."""
+    try:
+        process = psutil.Process(pid)
+        await asyncio.to_thread(process.wait, within)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
 
 
 @contextlib.asynccontextmanager

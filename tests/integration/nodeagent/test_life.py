@@ -9,23 +9,12 @@ import psutil
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.inference import InferRequest
 from shared.contracts.node import InstanceState, StatusWanted
 from shared.contracts.phases import Phase
 from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
-from tests.integration.nodeagent.harness import MIB, Node
+from tests.integration.nodeagent.harness import MIB, Node, begin_request, gone
 
 READY, DRAINING, STOPPED, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.STOPPED, InstanceState.FAILED
-
-
-async def begin_request(node: Node, instance_id: str, **body: object) -> None:
-    """Send a request and wait until the engine serves it."""
-    request = InferRequest(
-        request_id="r1", instance_id=instance_id, model="demo", endpoint="chat", body=dict(body), deadline_ms=60_000
-    )
-    await node.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=f"t.{instance_id}")
-    if not body:
-        await node.until(lambda s: any(i.instance_id == instance_id and i.load.active for i in s.instances))
 
 
 async def test_a_start_becomes_ready_with_all_its_phases(node: Node) -> None:
@@ -226,6 +215,4 @@ async def test_an_engine_nobody_owns_is_asked_to_leave(node: Node, tmp_path: Pat
     node.kill_agent()
     (tmp_path / "nodes" / node.name / "agent" / "instances" / f"{instance_id}.json").unlink()
     await node.start_agent()
-    async with asyncio.timeout(10):
-        while psutil.pid_exists(pid):
-            await asyncio.sleep(0.05)
+    assert await gone(pid)

@@ -1,0 +1,87 @@
+"""Engines forked from a zygote, and what happens when it dies. The zygote here forks stub engines; a slow test has the real one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.contracts.node import InstanceState
+from tests.integration.nodeagent.harness import Node, begin_request, gone, running_node
+from tests.integration.nodeagent.test_adoption import ZYGOTE
+from tests.support.servers import NatsServer
+
+READY, STOPPED, FAILED = InstanceState.READY, InstanceState.STOPPED, InstanceState.FAILED
+
+
+@pytest.fixture
+async def node(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Node]:
+    async with running_node(nats_server.url, tmp_path, **ZYGOTE) as found:
+        yield found
+
+
+def zygote_of(pid: int) -> psutil.Process:
+    parent = psutil.Process(pid).parent()
+    assert parent is not None
+    assert "tests.support.stub_zygote" in parent.cmdline()
+    return parent
+
+
+async def test_engines_are_forked_and_their_ends_have_a_status(node: Node) -> None:
+    first, second = await node.start(), await node.start()
+    pid = (await node.reaches(first, READY)).pids[0]
+    await node.reaches(second, READY)
+    zygote = zygote_of(pid)
+    await begin_request(node, first, exit=3)
+    status = await node.reaches(first, FAILED)
+    assert status.error is not None
+    assert "exit status 3" in status.error.message
+    assert node.instance(second).state is READY
+    assert node.stop_agent() == 0
+    assert await gone(zygote.pid)
+
+
+async def test_a_fork_that_fails_is_told(node: Node) -> None:
+    instance_id = await node.start({"fork_error": True})
+    status = await node.reaches(instance_id, FAILED)
+    assert status.error is not None
+    assert status.error.message == "told not to fork"
+    await node.until(lambda s: s.devices[0].reserved_bytes == 0)
+
+
+async def test_a_dead_zygote_takes_no_engine_with_it_and_is_replaced(node: Node) -> None:
+    first = await node.start()
+    pid = (await node.reaches(first, READY)).pids[0]
+    old = zygote_of(pid)
+    old.kill()
+    second = await node.start()
+    zygote = zygote_of((await node.reaches(second, READY)).pids[0])
+    assert zygote.pid != old.pid
+    assert node.instance(first).state is READY
+    await begin_request(node, first, signal=11)
+    await node.reaches(first, FAILED)
+
+
+async def test_the_next_agent_finds_the_same_zygote(node: Node) -> None:
+    first = await node.start()
+    old = zygote_of((await node.reaches(first, READY)).pids[0])
+    node.kill_agent()
+    await node.start_agent()
+    second = await node.start()
+    assert zygote_of((await node.reaches(second, READY)).pids[0]).pid == old.pid
+    await begin_request(node, first, exit=4)
+    status = await node.reaches(first, FAILED)
+    assert status.error is not None
+    assert "exit status 4" in status.error.message
+
+
+async def test_a_zygote_that_cannot_start_fails_the_starts(nats_server: NatsServer, tmp_path: Path) -> None:
+    async with running_node(
+        nats_server.url, tmp_path, THAW_ZYGOTE="true", THAW_ZYGOTE_MODULE="tests.support.no_such_module"
+    ) as node:
+        instance_id = await node.start()
+        status = await node.reaches(instance_id, FAILED)
+        assert status.error is not None
+        assert "no_such_module" in status.error.message

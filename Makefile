@@ -1,0 +1,49 @@
+# Thin on purpose: the work is in the `thaw` command line (`.venv/bin/thaw --help`).
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
+# An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
+TORCH_INDEX ?=
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help up down test lint bench clean install
+
+help: ## Show this
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+up: $(STAMP) ## Install, start the mesh in the background, and show it with three demo models
+	@$(BIN)/thaw up --demo --detach
+
+down: ## Stop the mesh
+	@$(BIN)/thaw down
+
+test: $(STAMP) ## Run the whole test suite
+	@$(BIN)/pytest
+
+lint: $(STAMP) ## Check style, types and imports
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy thaw services shared
+	@$(BIN)/lint-imports
+
+bench: $(STAMP) ## Measure the cold path against a fresh transformers process
+	@$(BIN)/python -m bench.cold_path
+
+install: $(STAMP) ## Make .venv
+
+# torch first: what depends on it then takes it as it is. The stamp makes the second time instant.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Thaw needs Python 3.11 or later: install it, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module: install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt "$(TORCH)"
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[node,local,dev]'
+	@touch $(STAMP)
+
+clean: ## Remove .venv and caches (the mesh's state under ~/.thaw stays)
+	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

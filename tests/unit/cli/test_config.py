@@ -1,0 +1,193 @@
+"""thaw.yaml: every fault at once, each with its place, what was given and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.models import ModelSpec
+from thaw.config import ConfigError, Fault, ThawFile, load_config
+from thaw.config.units import format_duration, format_size, parse_duration, parse_size
+from thaw.errors import CommandError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def load(tmp_path: Path, text: str) -> ThawFile:
+    path = tmp_path / "thaw.yaml"
+    path.write_text(text)
+    return load_config(path)
+
+
+def faults(tmp_path: Path, text: str) -> tuple[Fault, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    return caught.value.faults
+
+
+def lines(tmp_path: Path, text: str) -> list[str]:
+    return [f.text("f") for f in faults(tmp_path, text)]
+
+
+def test_the_example_is_valid() -> None:
+    file = load_config(ROOT / "thaw.example.yaml")
+    assert [m.name for m in file.models] == ["qwen3", "embedder"]
+    assert file.models[0].keep_alive == 600
+    assert file.models[1].keep_alive == 300
+    assert file.models[0].slo.ttft == 2.0
+    assert file.mesh.port == 8080
+
+
+def test_the_example_shows_every_key_of_a_model() -> None:
+    text = (ROOT / "thaw.example.yaml").read_text()
+    assert [key for key in ModelSpec.model_fields if f"{key}:" not in text] == []
+
+
+def test_an_empty_file_is_an_empty_mesh(tmp_path: Path) -> None:
+    assert load(tmp_path, "# nothing\n") == ThawFile()
+
+
+def test_defaults_are_worked_into_each_model(tmp_path: Path) -> None:
+    file = load(
+        tmp_path,
+        """
+defaults:
+  keep_alive: 1h30m
+  replicas: {max: 3}
+  engine_args: {a: 1, b: 2}
+models:
+  - {name: one, source: hf://a/b, replicas: {min: 1}, engine_args: {b: 3}}
+  - {name: two, source: ., keep_alive: -1, engine_args: {kv_cache_bytes: 1GiB}}
+""",
+    )
+    one, two = file.models
+    assert (one.keep_alive, one.replicas.min, one.replicas.max, one.engine_args) == (5400, 1, 3, {"a": 1, "b": 3})
+    assert (two.keep_alive, two.source) == (-1, str(tmp_path))
+    assert two.engine_args["kv_cache_bytes"] == 2**30
+
+
+def test_devices_take_sizes_and_shares(tmp_path: Path) -> None:
+    file = load(tmp_path, "mesh:\n  nodes:\n    a: {cpu:0: 1500MiB, cuda:1: 90%}\n    b: {devices: {cpu:0: 1g}}\n    c:\n")
+    assert file.mesh.nodes["a"].devices == {"cpu:0": 1500 * 2**20, "cuda:1": "90%"}
+    assert file.mesh.nodes["b"].devices == {"cpu:0": 2**30}
+    assert file.mesh.nodes["c"].devices == {}
+
+
+def test_every_fault_is_told_at_once_with_its_place(tmp_path: Path) -> None:
+    told = lines(
+        tmp_path,
+        """\
+modles: []
+mesh: {port: 99999}
+models:
+  - name: a
+    source: hf://a/b
+    keep_alive: 5 minuts
+    keepalive: 3
+    engine: vllm
+  - name: b
+    source: ./nowhere
+    queue: {max_waiting: 0, timeot: 3}
+    pin: perhaps
+    pin: true
+  - source: hf://a/b
+""",
+    )
+    assert told[0] == "f:1:1: modles: unknown key; did you mean 'models'?"
+    assert told[1] == "f:2:8: mesh.port: given 99999; allowed: 65535 or less"
+    assert told[2].startswith("f:6:5: models[0].keep_alive: unknown unit 'minuts'")
+    assert told[3] == "f:7:5: models[0].keepalive: unknown key; did you mean 'keep_alive'?"
+    assert told[4] == "f:8:5: models[0].engine: given 'vllm'; allowed: 'builtin'"
+    assert told[5] == f"f:10:5: models[1].source: given './nowhere'; there is no directory {tmp_path}/nowhere"
+    assert told[6] == "f:11:13: models[1].queue.max_waiting: given 0; allowed: 1 or more"
+    assert told[7] == "f:11:29: models[1].queue.timeot: unknown key; did you mean 'timeout'?"
+    assert told[8] == "f:12:5: models[1].pin: given 'perhaps'; allowed: true or false"
+    assert told[9] == "f:13:5: models[1].pin: the same key twice; it is on line 12 already"
+    assert told[10] == "f:14:5: models[2].name: is required"
+    assert len(told) == 11
+
+
+def test_a_fault_of_the_defaults_is_told_once_and_there(tmp_path: Path) -> None:
+    text = "defaults:\n  priority: 1000\nmodels:\n  - {name: a, source: hf://a/b}\n  - {name: b, source: hf://a/b}\n"
+    assert lines(tmp_path, text) == ["f:2:3: defaults.priority: given 1000; allowed: 100 or less"]
+
+
+def test_a_default_and_a_model_that_disagree_are_told_with_the_model(tmp_path: Path) -> None:
+    text = "defaults:\n  replicas: {max: 2}\nmodels:\n  - name: a\n    source: hf://a/b\n    replicas: {min: 3}\n"
+    (told,) = lines(tmp_path, text)
+    assert told.startswith("f:6:5: models[0].replicas:")
+    assert "min (3) is over max (2)" in told
+
+
+@pytest.mark.parametrize("second", ["name: a", "name: b\n    aliases: [a]", "name: b\n    aliases: [x, x]"])
+def test_names_and_aliases_are_given_once(tmp_path: Path, second: str) -> None:
+    told = lines(tmp_path, f"models:\n  - name: a\n    source: hf://a/b\n  - {second}\n    source: hf://a/b\n")
+    assert len(told) == 1
+    assert "already; allowed: each once" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("models:\n\t- name: a\n", 2, "a tab"),
+        ("models: [a, b\nmesh: {}\n", 2, "not valid YAML"),
+        ("- a\n- b\n", 1, "must be a mapping"),
+        ("models: {a: 1}\n", 1, "must be a list"),
+        ("models:\n  - just-a-name\n", 2, "must be a mapping with at least name and source"),
+        ("models:\n  - {name: 12, source: hf://a/b}\n", 2, "put it in quotes"),
+        ("models:\n  - {name: 'a b', source: hf://a/b}\n", 2, "text matching"),
+        ("models:\n  - {name: a, source: 's3://x/y'}\n", 2, "allowed: a directory, or hf://"),
+        ("models:\n  - {name: a, source: hf://a/b, keep_alive: -5}\n", 2, "or -1 for 'until evicted'"),
+        ("mesh:\n  nodes:\n    A: {cpu:0: 1GiB}\n", 3, "lower-case letters"),
+        ("mesh:\n  nodes:\n    a: {gpu: 1GiB}\n", 3, "allowed: cpu:0 or cuda:N"),
+        ("mesh:\n  nodes:\n    a: {cpu:0: lots}\n", 3, "a size such as"),
+        ("mesh:\n  nodes:\n    a: {cuda:0: 120%}\n", 3, "at most 100%"),
+        ("mesh: {api_keys: sk-1}\n", 1, "allowed: a list"),
+        ("a: &x {b: 1}\n<<: 3\n", 1, "unknown key"),
+    ],
+)
+def test_faults(tmp_path: Path, text: str, line: int, words: str) -> None:
+    found = faults(tmp_path, text)
+    assert len(found) == 1, [f.text("f") for f in found]
+    assert found[0].line == line
+    assert words in found[0].message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500ms", 0.5), ("30s", 30), ("5m", 300), ("1h30m", 5400), ("1.5h", 5400), ("2 min", 120), ("1d", 86400)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "5x", "-5m", "5m later", "1e3s"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1500MiB", 1500 * 2**20), ("8GB", 8 * 10**9), ("2 g", 2**31), ("4096", 4096), ("1.5GiB", 3 * 2**29), ("12b", 12)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "lots", "5 parsecs", "GiB", "-1GiB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_size(text)
+
+
+def test_figures_for_people() -> None:
+    assert [format_size(v) for v in (0, 1023, 1536, 10 * 2**20, 1500 * 2**20, 3 * 2**40)] == [
+        "0 B", "1023 B", "2 KiB", "10.0 MiB", "1.5 GiB", "3.0 TiB",
+    ]  # fmt: skip
+    assert [format_duration(v) for v in (0.0123, 1.25, 42, 600, 9000)] == ["12 ms", "1.2 s", "42 s", "10 min", "2.5 h"]

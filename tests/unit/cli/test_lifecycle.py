@@ -1,0 +1,190 @@
+"""The supervisor's decisions: start order, restarts with back-off, stop order, escalation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from thaw.launcher.lifecycle import (
+    FIRST_DELAY_S,
+    LONGEST_DELAY_S,
+    RUNNING,
+    STEADY_AFTER_S,
+    Effect,
+    Event,
+    Exited,
+    Finished,
+    Kill,
+    Launch,
+    Mesh,
+    Ready,
+    Service,
+    StopRequested,
+    Terminate,
+    Tick,
+    decide,
+    delay_after,
+)
+
+SERVERS = (Service("postgres", stop_rank=4), Service("nats", stop_rank=5))
+AFTER = ("postgres", "nats")
+REST = (Service("gateway", AFTER, 0), Service("nodeagent", AFTER, 1), Service("loader", AFTER, 2), Service("scheduler", AFTER, 3))
+
+
+def play(mesh: Mesh, events: Iterable[Event], now: float = 0.0) -> tuple[Mesh, list[Effect]]:
+    effects: list[Effect] = []
+    for event in events:
+        mesh, more = decide(mesh, event, now)
+        effects += more
+    return mesh, effects
+
+
+def running() -> Mesh:
+    events = [Tick(), *(Ready(s.name) for s in SERVERS), *(Ready(s.name) for s in REST)]
+    mesh, _ = play(Mesh.of((*SERVERS, *REST)), events)
+    return mesh
+
+
+def test_services_start_at_once_when_their_servers_are_ready() -> None:
+    mesh, effects = play(Mesh.of((*SERVERS, *REST)), [Tick()])
+    assert effects == [Launch("postgres"), Launch("nats")]
+    mesh, effects = play(mesh, [Ready("nats")])
+    assert effects == []
+    mesh, effects = play(mesh, [Ready("postgres")])
+    assert {e.name for e in effects if isinstance(e, Launch)} == {"gateway", "nodeagent", "loader", "scheduler"}
+
+
+def test_a_crash_is_restarted_after_a_delay_that_doubles() -> None:
+    mesh, now, delays = running(), 100.0, []
+    for _ in range(8):
+        mesh, effects = decide(mesh, Exited("gateway", 1), now)
+        assert effects == ()
+        delay = (mesh.next_deadline or 0) - now
+        delays.append(round(delay, 3))
+        mesh, effects = decide(mesh, Tick(), now + delay * 0.99)
+        assert effects == ()
+        now += delay
+        mesh, effects = decide(mesh, Tick(), now)
+        assert effects == (Launch("gateway"),)
+    # The first crash came after a long run; those after it follow each other.
+    assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    assert mesh.services["gateway"].restarts == 8
+
+
+def test_a_steady_run_forgives_earlier_failures() -> None:
+    mesh, _ = play(running(), [Exited("gateway", 1)], 1.0)
+    mesh, _ = decide(mesh, Tick(), 2.0)
+    mesh, _ = decide(mesh, Exited("gateway", 1), 2.0 + STEADY_AFTER_S)
+    assert mesh.services["gateway"].failures == 1
+
+
+def test_a_crashed_server_is_restarted_and_the_others_are_left_alone() -> None:
+    mesh, effects = play(running(), [Exited("nats", -9)], 50.0)
+    assert effects == []
+    mesh, effects = play(mesh, [Tick()], 60.0)
+    assert effects == [Launch("nats")]
+    assert all(mesh.services[s.name].status == "ready" for s in REST)
+
+
+def test_everything_stops_in_order() -> None:
+    mesh, effects = play(running(), [StopRequested()])
+    assert effects == [Terminate("gateway")]
+    for name, following in (("gateway", "nodeagent"), ("nodeagent", "loader"), ("loader", "scheduler"), ("scheduler", "postgres")):
+        mesh, effects = play(mesh, [Exited(name, 0)])
+        assert effects == [Terminate(following)]
+    mesh, effects = play(mesh, [Exited("postgres", 0), Exited("nats", 0)])
+    assert effects == [Terminate("nats"), Finished()]
+
+
+def test_what_does_not_stop_is_killed_once() -> None:
+    mesh, _ = decide(running(), StopRequested(), 0.0)
+    mesh, effects = decide(mesh, Tick(), 9.9)
+    assert effects == ()
+    mesh, effects = decide(mesh, Tick(), 10.0)
+    assert effects == (Kill("gateway"),)
+    mesh, effects = decide(mesh, Tick(), 11.0)
+    assert effects == ()
+    _, effects = decide(mesh, Exited("gateway", -9), 11.0)
+    assert effects == (Terminate("nodeagent"),)
+
+
+def test_a_stop_while_backing_off_does_not_restart() -> None:
+    mesh, _ = play(running(), [Exited("gateway", 1)], 1.0)
+    mesh, effects = decide(mesh, StopRequested(), 1.1)
+    assert effects == (Terminate("nodeagent"),)
+    assert decide(mesh, Tick(), 100.0)[1] == (Kill("nodeagent"),)
+
+
+@given(st.integers(1, 1000))
+def test_delays_are_bounded(failures: int) -> None:
+    assert FIRST_DELAY_S <= delay_after(failures) <= LONGEST_DELAY_S
+
+
+class Supervision(RuleBasedStateMachine):
+    """Whatever happens in whatever order: what is launched is not running, and stopping ends with nothing running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mesh = Mesh.of((*SERVERS, *REST))
+        self.now = 0.0
+        self.alive: set[str] = set()
+        self.finished = False
+
+    def feed(self, event: Event) -> None:
+        self.mesh, effects = decide(self.mesh, event, self.now)
+        for effect in effects:
+            match effect:
+                case Launch(name):
+                    assert name not in self.alive
+                    assert not self.mesh.stopping
+                    self.alive.add(name)
+                case Terminate(name) | Kill(name):
+                    assert name in self.alive
+                    assert self.mesh.stopping
+                case Finished():
+                    self.finished = True
+
+    @rule(seconds=st.floats(0, 20))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(Tick())
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), code=st.sampled_from([0, 1, -9]))
+    def a_process_ends(self, data: st.DataObject, code: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        self.alive.discard(name)
+        self.feed(Exited(name, code))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def a_process_answers(self, data: st.DataObject) -> None:
+        self.feed(Ready(data.draw(st.sampled_from(sorted(self.alive)))))
+
+    @rule()
+    def a_stop_is_asked_for(self) -> None:
+        self.feed(StopRequested())
+
+    @invariant()
+    def what_runs_is_known(self) -> None:
+        assert self.alive == {s.name for s in self.mesh.services.values() if s.status in RUNNING}
+
+    @invariant()
+    def finished_means_gone(self) -> None:
+        assert not self.finished or not self.alive
+
+    def teardown(self) -> None:
+        self.feed(StopRequested())
+        for _ in range(len(self.mesh.services) + 1):
+            for name in sorted(self.alive):
+                if self.mesh.services[name].status in ("terminating", "killed"):
+                    self.alive.discard(name)
+                    self.feed(Exited(name, 0))
+        assert self.finished
+        assert not self.alive
+
+
+TestSupervision = Supervision.TestCase

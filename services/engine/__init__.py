@@ -1,0 +1,1 @@
+"""The builtin engine: one process serves one model with torch and transformers."""

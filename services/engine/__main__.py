@@ -1,0 +1,33 @@
+"""`python -m services.engine SPEC.json`: one engine without a zygote. The file holds an `EngineStart` as JSON."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from pydantic import ValidationError
+
+from services.engine.process import end_process, import_libraries, prepare_environment, run_engine_process
+from shared.contracts.engine import EngineStart
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        sys.stderr.write("usage: python -m services.engine SPEC.json\n")
+        return 2
+    try:
+        start = EngineStart.model_validate_json(Path(sys.argv[1]).read_bytes())
+    except (OSError, ValidationError) as e:
+        sys.stderr.write(f"engine: {sys.argv[1]}: {e}\n")
+        return 2
+    age = max(0.0, time.time() - psutil.Process().create_time())
+    born = time.monotonic() - age
+    prepare_environment()
+    import_libraries()
+    return run_engine_process(start, born)
+
+
+if __name__ == "__main__":
+    end_process(main())

@@ -1,0 +1,67 @@
+"""Attention over sequences of different lengths packed into one row: what lets them share every matrix product of a step.
+
+Registered with transformers under the name `PACKED`. Each sequence goes through transformers' own sdpa function with exactly the arguments
+that it would get alone, so that one stream computes what `model.generate` computes, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from services.engine.kv import current_batch
+
+PACKED = "thaw_packed"
+
+
+def register() -> None:
+    """Make `attn_implementation=PACKED` known to transformers. With no mask function of that name its models build no mask."""
+    AttentionInterface.register(PACKED, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query, key, value: [1, heads, tokens of all sequences, head_dim]; the result [1, tokens, heads, head_dim]."""
+    batch = current_batch()
+    outputs, at = [], 0
+    for part in batch.slices:
+        end = at + part.count
+        keys, values = part.kv.append(batch.layer, part.start, key[:, :, at:end], value[:, :, at:end])
+        keys, values, mask = _visible(keys, values, part.start, part.count, sliding_window)
+        output, _ = sdpa_attention_forward(
+            module, query[:, :, at:end], keys, values, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        outputs.append(output)
+        at = end
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def _visible(
+    keys: torch.Tensor, values: torch.Tensor, start: int, count: int, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What `count` new tokens after `start` old ones may look at: keys, values, and a mask where causality alone does not say it."""
+    total = start + count
+    if count == 1:
+        first = 0 if window is None else max(0, total - window)
+        return keys[:, :, first:], values[:, :, first:], None
+    if start == 0 and (window is None or total <= window):
+        return keys, values, None
+    first = 0 if window is None else max(0, start - window + 1)
+    rows = torch.arange(start, total, device=keys.device)[:, None]
+    columns = torch.arange(first, total, device=keys.device)[None, :]
+    mask = columns <= rows
+    if window is not None:
+        mask &= columns > rows - window
+    return keys[:, :, first:], values[:, :, first:], mask[None, None]

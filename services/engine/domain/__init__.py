@@ -1,0 +1,1 @@
+"""Decisions of the engine that need neither torch nor a clock."""

@@ -1,0 +1,46 @@
+"""What one request asks of the sampler and where it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Neutral values mean: not applied. `top_logprobs` None: no log-probabilities; 0: of the sampled token only."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def untouched(self) -> bool:
+        """Whether logits go to the choice of the token as the model gave them."""
+        return not self.logit_bias and not self.penalised
+
+    @property
+    def penalised(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """When an answer ends: after `max_tokens`, on a stop token (its text is not shown), or before a stop string."""
+
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()

@@ -1,0 +1,140 @@
+"""From a segment to an engine that can compute. Everything here runs in threads; the event loop only awaits it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from services.engine import attention, checkpoint
+from services.engine.domain.planning import BLOCK_TOKENS, Limits
+from services.engine.embedding import Embedder, Pooling, read_pooling
+from services.engine.kv import SequenceKV
+from services.engine.requests import Capacity, RequestReader
+from services.engine.runner import PackedRunner, Row, Runner, SequentialRunner
+from services.engine.segment import Segment
+from services.engine.settings import EngineSettings
+from services.engine.tokenization import Tokenization
+from shared.contracts.engine import EngineStart
+from shared.errors import InsufficientMemory
+
+log = logging.getLogger(__name__)
+_WARM_UP = (8, 1)
+"""Tokens of the warm-up's two steps: a prefill and a decode."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the model's small files say."""
+
+    tokenization: Tokenization
+    generation_defaults: Mapping[str, Any]
+    pooling: Pooling
+
+
+@dataclass
+class Bound:
+    """`copied` names parameters that do not lie in the segment, because they are converted."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    segment: Segment
+    is_packed: bool
+    copied: list[str]
+
+
+@dataclass(frozen=True)
+class Computable:
+    """`runner` is None for models that only embed."""
+
+    runner: Runner | None
+    embedder: Embedder
+    reader: RequestReader
+    limits: Limits
+    block_bytes: int
+
+
+def read_files(directory: Path, start: EngineStart) -> Files:
+    return Files(
+        Tokenization.read(directory, start.card.spec.trust_remote_code),
+        checkpoint.read_generation_defaults(directory),
+        read_pooling(directory, causal=start.card.info.task == "generate"),
+    )
+
+
+def bind_early(directory: Path, segment_name: str, start: EngineStart) -> Bound:
+    """Build the model and bind it while its bytes still arrive."""
+    attention.register()
+    config = checkpoint.read_config(directory, start.card)
+    kind = checkpoint.model_class(config, start.card, directory)
+    segment = Segment(segment_name)
+    model = checkpoint.bind(kind, config, segment, checkpoint.torch_dtype(start.card))
+    is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
+    return Bound(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
+
+
+def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSettings) -> Computable:
+    """Every byte is there: convert what must be, move to the device, and compute a few tokens, so that the first request finds all warm.
+
+    Raises `InsufficientMemory` if the granted KV bytes hold nothing.
+    """
+    if bound.copied:
+        # Converted above from bytes that may not have been there yet.
+        log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
+        bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
+    else:
+        bound.segment.populate()
+    device = torch_device(start.device)
+    if device.type != "cpu":
+        bound.model.to(device)
+    causal = start.card.info.task == "generate"
+    embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)
+    runner: Runner | None = None
+    block_bytes = 1
+    if causal:
+        runner = (PackedRunner if bound.is_packed else SequentialRunner)(bound.model, device)
+        block_bytes = _warm_up(runner, start) * BLOCK_TOKENS
+    else:
+        embedder.embed([[1] * _WARM_UP[0]], None)
+    limits = Limits(
+        start.card.spec.max_concurrency,
+        start.kv_bytes // block_bytes if causal else 0,
+        settings.engine_step_tokens,
+        settings.engine_chunk_tokens,
+    )
+    if causal and limits.kv_blocks < 1:
+        raise InsufficientMemory(
+            f"{start.kv_bytes} bytes of KV cache do not hold a block of {BLOCK_TOKENS} tokens ({block_bytes} bytes)"
+        )
+    vocabulary = int(bound.model.get_input_embeddings().weight.shape[0])
+    capacity = Capacity(start.card.context_length, limits.kv_tokens, vocabulary)
+    eos = checkpoint.eos_tokens(bound.config, files.generation_defaults, files.tokenization.tokenizer.eos_token_id)
+    reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal)
+    return Computable(runner, embedder, reader, limits, block_bytes)
+
+
+def torch_device(name: str) -> torch.device:
+    """`cpu:0` is a share of this machine's memory; torch knows one CPU."""
+    return torch.device("cpu") if name.startswith("cpu") else torch.device(name)
+
+
+def _warm_up(runner: Runner, start: EngineStart) -> int:
+    """Compute a few tokens; bytes of keys and values that a token takes."""
+    state = runner.new_state()
+    at = 0
+    for count in _WARM_UP:
+        runner.forward([Row(state, at, [1] * count)])
+        at += count
+    if isinstance(state, SequenceKV):
+        return state.nbytes // BLOCK_TOKENS
+    return _cache_bytes(state) // at or start.card.info.kv_bytes_per_token or 1
+
+
+def _cache_bytes(cache: DynamicCache) -> int:
+    held = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return sum(t.nbytes for t in held if isinstance(t, torch.Tensor))

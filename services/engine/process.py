@@ -1,0 +1,45 @@
+"""The body of an engine process, the same whether it was forked from a zygote or started by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+from shared.contracts.engine import EngineStart
+from shared.runtime import run_service
+
+
+def prepare_environment() -> None:
+    """Before torch and transformers are imported: nothing is fetched from a hub, and no library makes threads of its own."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def import_libraries() -> None:
+    """Everything that an engine needs, including the modules of common architectures. Makes no thread and no CUDA context."""
+    import importlib
+
+    for family in ("llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox", "gpt2", "opt", "bert"):
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    for lazy in ("transformers.tokenization_utils_tokenizers", "opentelemetry.sdk.trace.export", "jinja2.sandbox"):
+        importlib.import_module(lazy)
+
+
+def run_engine_process(start: EngineStart, born: float) -> int:
+    """Serve `start` until told to stop; the exit status. `born`: when this process began, in seconds of the monotonic clock."""
+    os.environ.update(start.environment)
+    os.environ["THAW_NODE"] = start.node
+    from services.engine.app import run_engine
+    from services.engine.settings import EngineSettings
+
+    return run_service("engine", EngineSettings, partial(run_engine, start=start, born=born))
+
+
+def end_process(status: int) -> None:
+    """Leave without waiting for the computing thread, which may be in the middle of a step."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

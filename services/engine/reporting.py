@@ -1,0 +1,78 @@
+"""What an engine tells about itself: on every change and every second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from nats.errors import Error as NatsError
+
+from shared.contracts import subjects
+from shared.contracts.base import ErrorBody
+from shared.contracts.engine import EngineLoad, EngineReport, EngineStart, EngineState
+from shared.contracts.phases import Phase
+from shared.messaging import Mesh
+from shared.telemetry.timeline import Timeline
+
+INTERVAL_S = 1.0
+
+
+class Reporter:
+    """Holds the engine's outward state. `changed` may be called as often as one likes: changes at the same time make one report."""
+
+    def __init__(self, mesh: Mesh, start: EngineStart, timeline: Timeline, load: Callable[[], EngineLoad]) -> None:
+        self._mesh = mesh
+        self._start = start
+        self._timeline = timeline
+        self._load = load
+        self._changed = asyncio.Event()
+        self.state: EngineState = "loading"
+        self.phase: Phase | None = Phase.INIT
+        self.progress = 0.0
+        self.error: ErrorBody | None = None
+        self.weights_id: str | None = None
+
+    def changed(self) -> None:
+        self._changed.set()
+
+    def enter(self, state: EngineState, *, phase: Phase | None = None, error: ErrorBody | None = None) -> None:
+        self.state, self.phase, self.error = state, phase, error
+        if state == "ready":
+            self.progress = 1.0
+        self.changed()
+
+    def advance(self, progress: float, phase: Phase) -> None:
+        """Progress of the start; never backwards."""
+        if self.state == "loading" and (progress > self.progress or phase is not self.phase):
+            self.progress, self.phase = max(self.progress, min(progress, 1.0)), phase
+            self.changed()
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            instance_id=self._start.instance_id,
+            pid=os.getpid(),
+            state=self.state,
+            phase=self.phase,
+            progress=self.progress,
+            load=self._load(),
+            phases=self._timeline.spans(),
+            error=self.error,
+            weights_id=self.weights_id,
+        )
+
+    async def publish(self) -> None:
+        try:
+            await self._mesh.publish(subjects.engine_report(self._start.node), self.report())
+        except NatsError:
+            return  # the next one tells the same
+
+    async def publish_forever(self) -> None:
+        while True:
+            self._changed.clear()
+            await self.publish()
+            try:
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue

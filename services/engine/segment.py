@@ -1,0 +1,79 @@
+"""Weights where the loader put them: a shared-memory segment, mapped and seen as tensors without a copy."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader, SegmentIndex, SegmentTensor
+from shared.errors import CheckpointInvalid
+
+SHARED_MEMORY = Path("/dev/shm")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Segment:
+    """A mapped segment. The mapping is private and writable: torch wants writable memory, and a stray write would stay in this process.
+
+    On Linux a private page that was never written shows what its shared page holds, so bytes that the loader writes after the mapping
+    was made are seen. Tensors keep the mapping alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Map the segment `name`. Raises `CheckpointInvalid` if it is not there or not a segment of a version known here."""
+        try:
+            with (SHARED_MEMORY / name).open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self.header = SegmentHeader.model_validate_json(self._map[:HEADER_BYTES].rstrip(b"\0"))
+            end = self.header.index_offset + self.header.index_bytes
+            self._index = SegmentIndex.model_validate_json(self._map[self.header.index_offset : end])
+        except (OSError, ValueError, ValidationError) as e:
+            raise CheckpointInvalid(f"segment {name} cannot be read: {e}") from e
+        if (self.header.magic, self.header.version) != (MAGIC, LAYOUT_VERSION):
+            raise CheckpointInvalid(f"segment {name} has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
+        self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the checkpoint by its name; their bytes may still be arriving."""
+        return {t.name: self._tensor(t) for t in self._index.tensors}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`'s memory lies in the segment."""
+        return self._start <= tensor.data_ptr() < self._start + len(self._map)
+
+    def populate(self) -> None:
+        """Map every page now, in one call instead of one fault for each few pages (Linux ≥ 5.14; elsewhere nothing happens)."""
+        try:
+            self._map.madvise(22)  # MADV_POPULATE_READ
+        except (OSError, ValueError, AttributeError):
+            return
+
+    def _tensor(self, t: SegmentTensor) -> torch.Tensor:
+        dtype = _DTYPES.get(t.dtype)
+        if dtype is None:
+            raise CheckpointInvalid(f"tensor {t.name} has the unknown type {t.dtype}")
+        count = math.prod(t.shape)
+        if count * dtype.itemsize != t.nbytes or t.offset < 0 or t.offset + t.nbytes > len(self._map):
+            raise CheckpointInvalid(
+                f"tensor {t.name} of shape {list(t.shape)} and type {t.dtype} does not fit its {t.nbytes} bytes"
+            )
+        if count == 0:
+            return torch.empty(t.shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=t.offset).view(t.shape)

@@ -1,0 +1,298 @@
+"""The token path: requests from NATS to the computing thread, and what comes of them back, numbered without gaps."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from pydantic import ValidationError
+
+from services.engine.batcher import Batcher
+from services.engine.events import Admitted, Broken, Embedded, Event, Progressed
+from services.engine.requests import EmbedRequest, GenerationRequest, RequestReader
+from shared.contracts.engine import EngineLoad
+from shared.contracts.inference import EmbeddingsFinished, InferChunk, InferFailed, InferFinished, InferRequest, InferStarted, Usage
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.errors import (
+    Conflict,
+    DeadlineExceeded,
+    EngineFailed,
+    InstanceBusy,
+    InstanceDraining,
+    InvalidRequest,
+    PayloadTooLarge,
+    ShuttingDown,
+    ThawError,
+)
+from shared.messaging import Mesh
+from shared.telemetry.timeline import Timeline
+from shared.telemetry.tracing import context_of, record_phases
+
+log = logging.getLogger(__name__)
+_INLINE_BYTES = 16 * 1024
+"""Bodies over this are tokenised in a thread, so that the loop goes on."""
+Reply = InferStarted | InferChunk | InferFinished | EmbeddingsFinished | InferFailed
+
+
+@dataclass
+class _Stream:
+    """One request that has been taken on."""
+
+    request_id: str
+    reply: str
+    parent: str | None
+    timeline: Timeline
+    received: float
+    request: GenerationRequest | EmbedRequest | None = None
+    deadline: asyncio.TimerHandle | None = None
+    admitted: float | None = None
+    first_token_told: bool = False
+    seq: int = 0
+    generated: int = 0
+    spans: list[PhaseSpan] = field(default_factory=list)
+
+
+class Serving:
+    """Lives on the event loop. `batcher` is set once the model is loaded; until then requests are refused as not ready."""
+
+    def __init__(self, mesh: Mesh, instance_id: str, changed: Callable[[], None]) -> None:
+        self._mesh = mesh
+        self._instance_id = instance_id
+        self._changed = changed
+        self._streams: dict[str, _Stream] = {}
+        self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._reader: RequestReader | None = None
+        self._batcher: Batcher | None = None
+        self._block_bytes = 0
+        self._completed = 0
+        self._generated = 0
+        self._idle_since = time.monotonic()
+        self.draining = False
+        self.drained = asyncio.Event()
+
+    def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int) -> None:
+        self._reader, self._batcher, self._block_bytes = reader, batcher, block_bytes
+        self._idle_since = time.monotonic()
+
+    # State
+
+    def load(self) -> EngineLoad:
+        active = sum(s.admitted is not None for s in self._streams.values())
+        idle = 0 if self._streams else int((time.monotonic() - self._idle_since) * 1000)
+        return EngineLoad(
+            active=active,
+            waiting=len(self._streams) - active,
+            completed=self._completed,
+            generated_tokens=self._generated,
+            kv_bytes_used=self._batcher.blocks_used * self._block_bytes if self._batcher is not None else 0,
+            idle_ms=idle,
+        )
+
+    def drain(self, *, only_if_idle: bool) -> None:
+        """Take no new request. Raises `InstanceBusy` if there are any and it was to be only if idle."""
+        if only_if_idle and self._streams and not self.draining:
+            raise InstanceBusy(f"{len(self._streams)} requests are being served")
+        self.draining = True
+        self._note_drained()
+
+    def abandon(self) -> None:
+        """End everything that is still running with an error, at once."""
+        for stream in list(self._streams.values()):
+            if self._batcher is not None:
+                self._batcher.cancel(stream.request_id)
+            self._fail(stream, ShuttingDown("the engine was stopped while it was answering"))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop without a last message; harmless if there is no such request."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            if self._batcher is not None:
+                self._batcher.cancel(request_id)
+            self._end(stream)
+
+    def _note_drained(self) -> None:
+        if self.draining and not self._streams:
+            self.drained.set()
+
+    # Requests in
+
+    async def on_message(self, message: Msg) -> None:
+        """Callback of the subscription to the instance's `infer` subject."""
+        if not message.reply:
+            return
+        parent = (message.headers or {}).get("traceparent")
+        try:
+            request = InferRequest.model_validate_json(message.data)
+        except ValidationError as e:
+            self._publish(message.reply, InferFailed(seq=0, error=InvalidRequest(f"malformed request: {e}").body()))
+            return
+        stream = _Stream(request.request_id, message.reply, parent, Timeline("engine"), time.monotonic())
+        try:
+            await self._take(stream, request, len(message.data))
+        except ThawError as e:
+            if self._streams.get(stream.request_id) is stream:
+                self._fail(stream, e)
+            else:
+                self._publish(stream.reply, InferFailed(seq=stream.seq, error=e.body()))
+
+    async def _take(self, stream: _Stream, request: InferRequest, size: int) -> None:
+        if self.draining:
+            raise InstanceDraining
+        if self._reader is None or self._batcher is None:
+            raise InstanceDraining("the instance is not ready yet")
+        if stream.request_id in self._streams:
+            raise Conflict(f"request {stream.request_id} is running here already")
+        loop = asyncio.get_running_loop()
+        self._streams[stream.request_id] = stream
+        if len(self._streams) == 1:
+            self._changed()
+        stream.deadline = loop.call_later(request.deadline_ms / 1000, self._expire, stream)
+        if size <= _INLINE_BYTES:
+            self._submit(stream, self._read(self._reader, request))
+            return
+        # Not awaited: the subscription's callbacks run one after the other.
+        job = loop.run_in_executor(self._threads, self._read, self._reader, request)
+        job.add_done_callback(lambda done: self._read_done(stream, done))
+
+    def _read(self, reader: RequestReader, request: InferRequest) -> GenerationRequest | EmbedRequest:
+        try:
+            return reader.read(request)
+        except ThawError:
+            raise
+        except Exception as e:  # a tokenizer or a template may raise anything; the request must have an answer
+            log.exception("a request could not be read", extra={"request_id": request.request_id})
+            raise EngineFailed(f"the request could not be read: {type(e).__name__}: {str(e)[:300]}") from e
+
+    def _read_done(self, stream: _Stream, done: asyncio.Future[GenerationRequest | EmbedRequest]) -> None:
+        if self._streams.get(stream.request_id) is not stream or done.cancelled():
+            return
+        error = done.exception()
+        if isinstance(error, ThawError):
+            self._fail(stream, error)
+        elif error is None:
+            self._submit(stream, done.result())
+        else:
+            raise error
+
+    def _submit(self, stream: _Stream, request: GenerationRequest | EmbedRequest) -> None:
+        assert self._batcher is not None
+        stream.request = request
+        self._batcher.submit(request)
+
+    def _expire(self, stream: _Stream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            if self._batcher is not None:
+                self._batcher.cancel(stream.request_id)
+            self._fail(stream, DeadlineExceeded("the answer was not complete within the request's deadline"))
+
+    # Answers out
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """What the computing thread delivered, on the loop's thread. Events of requests that have ended here already are dropped."""
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None or stream.request is None:
+                continue
+            match event:
+                case Admitted(at=at):
+                    self._started(stream, stream.request, at)
+                case Progressed():
+                    self._progressed(stream, stream.request, event)
+                case Embedded():
+                    self._embedded(stream, stream.request, event)
+                case Broken(error=error):
+                    self._fail(stream, error)
+
+    def _started(self, stream: _Stream, request: GenerationRequest | EmbedRequest, at: float) -> None:
+        stream.admitted = at
+        stream.timeline.add(Phase.QUEUE, stream.received, at)
+        ids = request.prompt_token_ids if isinstance(request, GenerationRequest) else None
+        self._send(
+            stream,
+            InferStarted(
+                seq=stream.seq,
+                prompt_tokens=request.prompt_tokens,
+                phases=stream.timeline.spans(),
+                ignored=request.ignored,
+                prompt_token_ids=ids,
+            ),
+        )
+
+    def _progressed(self, stream: _Stream, request: GenerationRequest | EmbedRequest, event: Progressed) -> None:
+        stream.generated += event.tokens
+        self._generated += event.tokens
+        phases: tuple[PhaseSpan, ...] = ()
+        if not stream.first_token_told:
+            stream.first_token_told = True
+            started = stream.received if stream.admitted is None else stream.admitted
+            stream.timeline.add(Phase.PREFILL, started, event.at, prompt_tokens=request.prompt_tokens)
+            phases = tuple(s for s in stream.timeline.spans() if s.phase is Phase.PREFILL)
+        self._send(stream, InferChunk(seq=stream.seq, choices=event.deltas, phases=phases))
+        if event.done and self._streams.get(stream.request_id) is stream:
+            usage = Usage(prompt_tokens=request.prompt_tokens, completion_tokens=stream.generated)
+            self._send(stream, InferFinished(seq=stream.seq, usage=usage))
+            self._finish(stream)
+
+    def _embedded(self, stream: _Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
+        vectors = tuple(base64.b64encode(v).decode() for v in event.vectors)
+        usage = Usage(prompt_tokens=request.prompt_tokens)
+        self._send(stream, EmbeddingsFinished(seq=stream.seq, dimensions=event.dimensions, vectors=vectors, usage=usage))
+        if self._streams.get(stream.request_id) is stream:
+            self._finish(stream)
+
+    def _finish(self, stream: _Stream) -> None:
+        record_phases(stream.timeline.spans(), context_of(stream.parent))
+        self._completed += 1
+        self._end(stream)
+
+    def _fail(self, stream: _Stream, error: ThawError) -> None:
+        self._publish(stream.reply, InferFailed(seq=stream.seq, error=error.body()))
+        self._end(stream)
+
+    def _end(self, stream: _Stream) -> None:
+        if stream.deadline is not None:
+            stream.deadline.cancel()
+        self._streams.pop(stream.request_id, None)
+        if not self._streams:
+            self._idle_since = time.monotonic()
+            self._changed()
+        self._note_drained()
+
+    def _send(self, stream: _Stream, message: Reply) -> None:
+        body = message.model_dump_json(exclude_defaults=False).encode()
+        if len(body) > self._mesh.max_body:
+            if self._batcher is not None:
+                self._batcher.cancel(stream.request_id)
+            self._fail(stream, PayloadTooLarge(f"the answer has {len(body)} bytes and a message at most {self._mesh.max_body}"))
+            return
+        stream.seq += 1
+        self._outbox.put_nowait((stream.reply, body))
+
+    def _publish(self, reply: str, message: Reply) -> None:
+        self._outbox.put_nowait((reply, message.model_dump_json().encode()))
+
+    async def publish_forever(self) -> None:
+        """Send what is in the outbox, in order. While NATS is away the client buffers; what it cannot hold is lost, and its receiver
+        sees the gap."""
+        while True:
+            subject, body = await self._outbox.get()
+            try:
+                await self._mesh.nc.publish(subject, body)
+            except NatsError as e:
+                log.warning("an answer was lost", extra={"error": repr(e), "subject": subject})
+            finally:
+                self._outbox.task_done()
+
+    async def flush(self) -> None:
+        await self._outbox.join()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,17 @@
+"""Settings of the engine process."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shared.settings import NodeSettings
+
+
+class EngineSettings(NodeSettings):
+    engine_threads: int = Field(
+        default=0, ge=0, description="CPU threads that an engine computes with; 0: as many as torch chooses."
+    )
+    engine_step_tokens: int = Field(default=8192, ge=1, description="Most tokens that one step of an engine computes.")
+    engine_chunk_tokens: int = Field(
+        default=256, ge=1, description="Most prompt tokens in one step while other requests are being answered."
+    )

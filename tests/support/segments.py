@@ -1,0 +1,160 @@
+"""What the loader does, small: a checkpoint's safetensors files written as a segment, and a loader's answers over real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from shared.contracts import subjects
+from shared.contracts.base import Done, Message
+from shared.contracts.loader import LOADER_COMMAND, AttachWeights, LoaderCommand, ReleaseWeights, WeightsAttached, WeightsReleased
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.segment import HEADER_BYTES, PAGE, SegmentHeader, SegmentIndex, SegmentTensor
+from shared.errors import ThawError
+from shared.messaging import Mesh
+
+SHARED_MEMORY = Path("/dev/shm")
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def _page(n: int) -> int:
+    return -(-n // PAGE) * PAGE
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    with file.open("rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        return 8 + size, json.loads(f.read(size))
+
+
+class WrittenSegment:
+    """A segment under a test's own name. `write_index` then `write_data`: what a loader does in that order."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name = f"thaw-test-{secrets.token_hex(6)}"
+        self._files = sorted(directory.glob("*.safetensors"))
+        tensors: list[SegmentTensor] = []
+        offsets: list[int] = []
+        # The index comes before the data, and its length depends on the offsets in it: room enough is kept.
+        self._data_offset = HEADER_BYTES + _page(1024 + 200 * sum(len(_header(f)[1]) for f in self._files))
+        at = self._data_offset
+        for file in self._files:
+            start, header = _header(file)
+            offsets.append(at)
+            for name, t in header.items():
+                if name != "__metadata__":
+                    low, high = t["data_offsets"]
+                    tensors.append(
+                        SegmentTensor(name=name, dtype=t["dtype"], shape=t["shape"], offset=at + start + low, nbytes=high - low)
+                    )
+            at += _page(file.stat().st_size)
+        self._offsets = offsets
+        self.total_bytes = at
+        self.index = SegmentIndex(tensors=tuple(tensors), files=tuple(f.name for f in self._files))
+
+    @property
+    def path(self) -> Path:
+        return SHARED_MEMORY / self.name
+
+    def write_index(self) -> None:
+        index = self.index.model_dump_json().encode()
+        assert HEADER_BYTES + len(index) <= self._data_offset
+        header = SegmentHeader(
+            weights_id=self.name, index_bytes=len(index), data_offset=self._data_offset, total_bytes=self.total_bytes
+        )
+        with self.path.open("wb") as f:
+            f.write(header.model_dump_json().encode().ljust(HEADER_BYTES, b"\0") + index)
+            f.truncate(self.total_bytes)
+
+    def write_data(self) -> None:
+        with self.path.open("r+b") as f:
+            for file, offset in zip(self._files, self._offsets, strict=True):
+                f.seek(offset)
+                f.write(file.read_bytes())
+
+    def write(self) -> WrittenSegment:
+        self.write_index()
+        self.write_data()
+        return self
+
+    def unlink(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def card_of(directory: Path, *, name: str = "demo", task: str = "generate", **spec: Any) -> ModelCard:
+    """What the loader's inspection would say of `directory`, as far as the engine needs it."""
+    config = json.loads((directory / "config.json").read_text())
+    tensors = [t for f in sorted(directory.glob("*.safetensors")) for n, t in _header(f)[1].items() if n != "__metadata__"]
+    context = config.get("max_position_embeddings") or config.get("n_positions") or 512
+    info = ModelInfo(
+        source=str(directory),
+        revision="test",
+        architecture=(config.get("architectures") or ["?"])[0],
+        model_type=config.get("model_type", "?"),
+        task="embed" if task == "embed" else "generate",
+        weights_bytes=sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors),
+        parameters=1,
+        dtype=_DTYPES[tensors[0]["dtype"]] if tensors else "float32",
+        context_length=context,
+        kv_bytes_per_token=0,
+    )
+    return ModelCard(spec=ModelSpec(name=name, source=str(directory), **spec), info=info, created=0)
+
+
+class FakeLoader:
+    """Answers `AttachWeights` for one node from segments it writes; `hold` keeps data back until `release_data`."""
+
+    def __init__(self, mesh: Mesh, node: str, *, hold: bool = False, error: ThawError | None = None) -> None:
+        self._mesh = mesh
+        self._node = node
+        self._error = error
+        self._complete = asyncio.Event()
+        self._segments: dict[str, WrittenSegment] = {}
+        self.asked: list[str] = []
+        if not hold:
+            self._complete.set()
+
+    async def start(self) -> None:
+        await self._mesh.respond(subjects.loader_command(self._node), LOADER_COMMAND, self._answer, concurrent=True).start()
+        await self._mesh.nc.flush()
+
+    def release_data(self) -> None:
+        self._complete.set()
+
+    async def _answer(self, command: LoaderCommand) -> Message:
+        match command:
+            case AttachWeights():
+                return await self._attach(command)
+            case ReleaseWeights():
+                return WeightsReleased(freed_bytes=0)
+            case _:
+                return Done()
+
+    async def _attach(self, command: AttachWeights) -> WeightsAttached:
+        self.asked.append(command.until)
+        directory = command.card.spec.source
+        segment = self._segments.get(directory)
+        if segment is None:
+            segment = self._segments[directory] = WrittenSegment(Path(directory))
+            segment.write_index()
+        if command.until == "complete":
+            await self._complete.wait()
+            if self._error is not None:
+                raise self._error
+            segment.write_data()
+        return WeightsAttached(
+            weights_id=segment.name,
+            segment=segment.name,
+            directory=directory,
+            total_bytes=segment.total_bytes,
+            loaded_bytes=segment.total_bytes,
+            phases=(PhaseSpan(phase=Phase.LOAD, start_ms=-5, duration_ms=5, process="loader"),),
+        )
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.unlink()

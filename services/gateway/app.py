@@ -14,9 +14,8 @@ import sys
 from collections.abc import Generator
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from services.gateway.adapters.catalog import CatalogWatcher
@@ -55,9 +54,8 @@ def http_app(gateway: Gateway) -> ASGIApp:
         *Admin(gateway).routes(),
         Route("/v1/{rest:path}", info.elsewhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
     ]
-    router = Starlette(routes=routes)
-    # Unhandled exceptions are the Edge's: Starlette's own handlers would answer in another shape.
-    app: ASGIApp = Edge(router.router, Keys(gateway.settings))
+    # A bare router: Starlette's own exception handlers would answer in another shape than the Edge.
+    app: ASGIApp = Edge(Router(routes, redirect_slashes=False), Keys(gateway.settings))
     origins = [o.strip() for o in gateway.settings.cors_origins.split(",") if o.strip()]
     if origins:
         exposed = ["x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-thaw-ignored"]

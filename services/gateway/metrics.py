@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 from prometheus_client import CollectorRegistry, generate_latest
 
 if TYPE_CHECKING:
@@ -26,19 +25,22 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._provider = MeterProvider(
             metric_readers=[PrometheusMetricReader(registry=self._registry, scope_info_enabled=False, disable_target_info=True)],
-            views=[
-                View(
-                    instrument_name="gen_ai.server.time_per_output_token", aggregation=ExplicitBucketHistogramAggregation(PER_TOKEN)
-                ),
-                View(instrument_name="*", instrument_unit="s", aggregation=ExplicitBucketHistogramAggregation(SECONDS)),
-            ],
             shutdown_on_exit=False,
         )
         meter = self._provider.get_meter("thaw.gateway")
         self._meter = meter
-        self.duration = meter.create_histogram("gen_ai.server.request.duration", "s", "Time of a request, whole.")
-        self.ttft = meter.create_histogram("gen_ai.server.time_to_first_token", "s", "Time to the first token.")
-        self.tpot = meter.create_histogram("gen_ai.server.time_per_output_token", "s", "Time for each token after the first.")
+        self.duration = meter.create_histogram(
+            "gen_ai.server.request.duration", "s", "Time of a request, whole.", explicit_bucket_boundaries_advisory=SECONDS
+        )
+        self.ttft = meter.create_histogram(
+            "gen_ai.server.time_to_first_token", "s", "Time to the first token.", explicit_bucket_boundaries_advisory=SECONDS
+        )
+        self.tpot = meter.create_histogram(
+            "gen_ai.server.time_per_output_token",
+            "s",
+            "Time for each token after the first.",
+            explicit_bucket_boundaries_advisory=PER_TOKEN,
+        )
         self.tokens = meter.create_counter("gen_ai.client.token.usage", "{token}", "Tokens read and written.")
         self.cold = meter.create_counter("thaw.cold_starts", "{request}", "Requests that waited for their model's start.")
         self.requests = meter.create_counter("thaw.requests", "{request}", "Requests answered, by status.")

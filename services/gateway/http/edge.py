@@ -16,6 +16,7 @@ from shared.errors import InvalidRequest, PayloadTooLarge, ThawError
 from shared.telemetry.logs import request_id as log_request_id
 
 log = logging.getLogger(__name__)
+_DISCARDED_BYTES = 256 * 1024 * 1024
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -33,6 +34,7 @@ class Edge:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _SAFE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         scope["thaw.request_id"] = request_id
+        scope["app"] = self._app  # so that the router raises what it refuses, instead of answering in plain text
         token = log_request_id.set(request_id)
         begun = False
 
@@ -61,21 +63,22 @@ class Edge:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `PayloadTooLarge` as soon as it is known to be over `limit` bytes."""
-    refusal = PayloadTooLarge(f"The body is over the limit of {limit} bytes")
-    length = Headers(scope=scope).get("content-length")
-    if length is not None and length.isdigit() and int(length) > limit:
-        raise refusal
+    """The whole body. Raises `PayloadTooLarge` for one over `limit` bytes, after the client has had a chance to send it: a connection
+    closed while a body is on its way loses the answer too."""
     parts: list[bytes] = []
     size = 0
-    while True:
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise InvalidRequest("The client left before its request was whole")
         part = message.get("body", b"")
         size += len(part)
-        if size > limit:
-            raise refusal
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+        if size <= limit:
+            parts.append(part)
+        elif size > limit + _DISCARDED_BYTES:
+            break
+        more = message.get("more_body", False)
+    if size > limit:
+        raise PayloadTooLarge(f"The body is over the limit of {limit} bytes")
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.http.edge import read_body
-from services.gateway.http.errors import json_response
-from services.gateway.http.openapi import document
+from services.gateway.http.errors import MethodNotAllowed, json_response
+from services.gateway.http.openapi import POSTS, document
 from services.gateway.http.parse import validated
 from services.gateway.service import Gateway
 from shared.contracts.models import ModelCard
@@ -75,6 +75,8 @@ class Info:
     async def elsewhere(self, request: Request) -> Response:
         """Any other route of the API whose body names a model: no engine declares one yet."""
         path = request.url.path
+        if path in POSTS:
+            raise MethodNotAllowed(f"Not allowed to {request.method} on {path}")
         if request.method != "POST":
             raise NotFound(f"Invalid URL ({request.method} {path})")
         body = await read_body(request.scope, request.receive, self._gateway.settings.max_body_bytes)

@@ -11,7 +11,7 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
 _REF = "#/components/schemas/{model}"
-_POSTS: dict[str, tuple[type[ChatCompletionRequest | CompletionRequest | EmbeddingRequest], str, bool]] = {
+POSTS: dict[str, tuple[type[ChatCompletionRequest | CompletionRequest | EmbeddingRequest], str, bool]] = {
     "/v1/chat/completions": (ChatCompletionRequest, "Answer a conversation.", True),
     "/v1/completions": (CompletionRequest, "Continue a prompt, or several.", True),
     "/v1/embeddings": (EmbeddingRequest, "Turn texts into vectors.", False),
@@ -28,11 +28,11 @@ _ERROR_CODES = ("400", "401", "404", "413", "422", "429", "500", "503", "504")
 
 @cache
 def document() -> dict[str, Any]:
-    kinds = [kind for kind, _, _ in _POSTS.values()]
+    kinds = [kind for kind, _, _ in POSTS.values()]
     references, schemas = models_json_schema([(k, "validation") for k in kinds], ref_template=_REF)
     components = schemas["$defs"] | {"Error": _error_schema()}
     paths: dict[str, Any] = {}
-    for path, (kind, summary, streams) in _POSTS.items():
+    for path, (kind, summary, streams) in POSTS.items():
         paths[path] = {"post": _post(references[(kind, "validation")], summary, streams)}
     for path, summary in _GETS.items():
         paths[path] = {"get": _get(path, summary)}

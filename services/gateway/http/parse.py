@@ -52,11 +52,15 @@ def validated(kind: type[M], body: bytes) -> M:
 
 
 def fault(error: ValidationError, body: bytes) -> InvalidRequest:
-    """The first fault of a body, told the way OpenAI tells it."""
-    first = error.errors(include_url=False)[0]
+    """One fault of a body, told the way OpenAI tells it: of the first field at fault the deepest, since each branch of a union
+    complains and the one that got furthest is the one that was meant."""
+    faults = error.errors(include_url=False)
+    first = faults[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {first['msg']}")
-    path = path_in(from_json(body), first["loc"])
+    data = from_json(body)
+    first = max((f for f in faults if f["loc"][:1] == first["loc"][:1]), key=lambda f: path_in(data, f["loc"]).count("["))
+    path = path_in(data, first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)

@@ -1,0 +1,231 @@
+"""Requests for models that are not ready: queues, demand, waking comments, failures, and engines that refuse or die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from services.gateway.http.sse import DONE
+from shared.contracts.demand import Demand
+from shared.contracts.node import InstanceState
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.traces import RequestTrace
+from shared.errors import CheckpointInvalid, EngineFailed, InsufficientMemory
+from tests.integration.gateway.conftest import Served, ServeFn, chat, until, until_listed
+from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, drain, hang
+
+TEXT = "".join(WORDS)
+URL = "/v1/chat/completions"
+
+
+async def test_a_hundred_requests_wake_one_model(gateway: Served, node: FakeNode) -> None:
+    waiting = [asyncio.create_task(gateway.http.post(URL, json=chat())) for _ in range(100)]
+    await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 100)
+    assert len(node.demand) <= 4
+    await node.engine("alpha")
+    answers = await asyncio.gather(*waiting)
+    assert {a.status_code for a in answers} == {200}
+    assert {a.json()["choices"][0]["message"]["content"] for a in answers} == {TEXT}
+    await node.until_demand(lambda: node.demand[-1].waiting == 0)
+    assert len({a.headers["x-request-id"] for a in answers}) == 100
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_back(gateway: Served, node: FakeNode) -> None:
+    waiting = [asyncio.create_task(gateway.http.post(URL, json=chat("beta"))) for _ in range(2)]
+    await node.until_demand(lambda: any(d.model == "beta" for d in node.demand))
+    await until(lambda: _queued(gateway, "beta", 2))
+    refused = await gateway.http.post(URL, json=chat("beta"))
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "number 3" in refused.json()["error"]["message"]
+    await node.engine("beta")
+    assert [a.status_code for a in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def _queued(gateway: Served, model: str, count: int) -> bool:
+    text = (await gateway.http.get("/metrics")).text
+    return f'thaw_queue_length{{gen_ai_request_model="{model}"}} {count:.1f}' in text
+
+
+async def test_the_queues_time_out_is_not_to_be_retried(gateway: Served) -> None:
+    answer = await gateway.http.post(URL, json=chat("hasty"))
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "queue_timeout"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_failed_load_is_told_to_every_waiter(gateway: Served, node: FakeNode) -> None:
+    waiting = [asyncio.create_task(gateway.http.post(URL, json=chat(stream=i % 2 == 0))) for i in range(4)]
+    await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 4)
+    await node.load_failed("alpha", CheckpointInvalid("shard 2 of 3 is truncated"))
+    for answer in await asyncio.gather(*waiting):
+        assert answer.status_code == 422
+        assert answer.json()["error"] == {
+            "message": "shard 2 of 3 is truncated",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "checkpoint_invalid",
+        }
+
+
+async def test_what_can_never_fit_is_told_at_once(gateway: Served, node: FakeNode) -> None:
+    async def impossible(demand: Demand) -> None:
+        raise InsufficientMemory("alpha needs 9 GB and no device has more than 4")
+
+    node.on_demand = impossible  # type: ignore[assignment]  # it never answers, so that it has no type of answer
+    answer = await gateway.http.post(URL, json=chat())
+    assert answer.status_code == 503
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_waking_stream_says_so_and_then_answers(node: FakeNode, serve: ServeFn) -> None:
+    async with serve(waking_comment_after=0.2, waking_comment_interval=0.1) as gateway:
+        await until_listed(gateway, (card_of("alpha"),))
+        starting = await node.engine("alpha", ready=False)
+        async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            comments = [await anext(lines), await anext(lines), await anext(lines)]
+            assert comments[0].startswith(": waking alpha, phase=load, progress=50%, eta=")
+            starting.state = InstanceState.READY
+            await node.announce()
+            rest = [line async for line in lines]
+        assert rest[-2:] == [DONE.decode().strip(), ""]
+        assert rest[-4].startswith(": timing ")
+        assert "prefill;dur=" in rest[-4]
+
+
+async def test_a_failure_after_the_first_comment_is_an_event(node: FakeNode, serve: ServeFn) -> None:
+    async with serve(waking_comment_after=0.2) as gateway:
+        await until_listed(gateway, (card_of("alpha"),))
+        async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith(": waking alpha")
+            await node.load_failed("alpha", EngineFailed("it ran out of luck"))
+            rest = [line async for line in lines if line]
+        assert len(rest) == 1
+        assert json.loads(rest[0].removeprefix("data: "))["error"]["code"] == "engine_failed"
+
+
+async def test_leaving_the_queue_ends_the_demand(gateway: Served, node: FakeNode) -> None:
+    waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
+    await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 1)
+    waiting.cancel()
+    await node.until_demand(lambda: node.demand[-1].waiting == 0)
+
+
+async def test_nobody_listening_is_not_the_clients_problem(gateway: Served, node: FakeNode) -> None:
+    ghost = await node.engine("alpha")
+    await ghost.vanish()
+    waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
+    await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 1)
+    del node.engines[ghost.id]
+    await node.engine("alpha")
+    assert (await waiting).status_code == 200
+
+
+async def test_a_draining_engine_hands_its_request_on(gateway: Served, node: FakeNode) -> None:
+    draining = await node.engine("alpha", drain)
+    waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
+    await draining.until(lambda: len(draining.requests) > 0)
+    draining.state = InstanceState.DRAINING
+    await node.engine("alpha")
+    assert (await waiting).json()["choices"][0]["message"]["content"] == TEXT
+
+
+async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", hang)
+    async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
+        lines = answer.aiter_lines()
+        seen = [await anext(lines) for _ in range(3)]
+        assert WORDS[0] in seen[2]
+        await engine.vanish()
+        engine.state, engine.error = InstanceState.FAILED, EngineFailed("killed by signal 9").body()
+        await node.announce()
+        rest = [line async for line in lines if line]
+    assert len(rest) == 1
+    error = json.loads(rest[0].removeprefix("data: "))["error"]
+    assert error["code"] == "engine_failed"
+    assert "signal 9" in error["message"]
+
+
+async def test_an_engine_that_dies_before_its_first_word_is_replaced(gateway: Served, node: FakeNode) -> None:
+    async def silent(run: Run) -> None:
+        await run.start()
+        await run.cancelled.wait()
+
+    engine = await node.engine("alpha", silent)
+    waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
+    await engine.until(lambda: len(engine.requests) == 1)
+    await engine.vanish()
+    engine.state = InstanceState.FAILED
+    await node.announce()
+    await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 1)
+    await node.engine("alpha")
+    assert (await waiting).status_code == 200
+
+
+async def test_a_lost_message_is_noticed(gateway: Served, node: FakeNode) -> None:
+    async def gap(run: Run) -> None:
+        await run.start()
+        run.seq += 1
+        await run.text("x")
+        await run.finish(1)
+
+    engine = await node.engine("alpha", gap)
+    answer = await gateway.http.post(URL, json=chat())
+    assert answer.status_code == 500
+    assert "were lost" in answer.json()["error"]["message"]
+    await engine.until(lambda: len(engine.cancelled) == 1)
+
+
+async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node: FakeNode) -> None:
+    starting = await node.engine("alpha", ready=False)
+    starting.traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    waiting = asyncio.create_task(gateway.http.post(URL, json=chat(), headers={"x-request-id": "cold-1"}))
+    await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 1)
+    starting.phases = (
+        PhaseSpan(phase=Phase.SCHEDULE, start_ms=-5000, duration_ms=20),
+        PhaseSpan(phase=Phase.LOAD, start_ms=-4980, duration_ms=4979),
+        PhaseSpan(phase=Phase.INIT, start_ms=-1, duration_ms=0.5),
+    )
+    starting.state = InstanceState.READY
+    await node.announce()
+    answer = await waiting
+    assert answer.headers["x-request-id"] == "cold-1"
+    assert "load;dur=" in answer.headers["server-timing"]
+    await until(lambda: _traced(gateway, "cold-1"))
+    for which in ("cold-1", "last"):
+        trace = RequestTrace.model_validate_json((await gateway.http.get(f"/admin/v1/traces/{which}")).content)
+        assert trace.cold
+        assert trace.load_trace_id == "a" * 32
+        assert trace.load_plan_id == "plan-alpha"
+        assert trace.ttft_ms is not None
+        assert abs(sum(s.duration_ms for s in trace.critical_path) - trace.ttft_ms) < 1e-3
+        assert {s.phase for s in trace.critical_path} >= {Phase.LOAD, Phase.INIT}
+
+
+async def _traced(gateway: Served, request_id: str) -> bool:
+    return (await gateway.http.get(f"/admin/v1/traces/{request_id}")).status_code == 200
+
+
+async def test_a_scheduler_that_comes_late_hears_of_it(serve: ServeFn, own_nats: object) -> None:
+    from tests.support.servers import NatsServer
+
+    assert isinstance(own_nats, NatsServer)
+    node = FakeNode(own_nats.url)
+    await node.start(card_of("alpha"), scheduler=False)
+    try:
+        async with serve() as gateway:
+            await until_listed(gateway, (card_of("alpha"),))
+            waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
+            await until(lambda: _queued(gateway, "alpha", 1))
+            late = FakeNode(own_nats.url, "late")
+            await late.start()
+            await late.until_demand(lambda: len(late.demand) > 0)
+            await late.engine("alpha")
+            assert (await waiting).status_code == 200
+            await late.stop()
+    finally:
+        await node.stop()

@@ -1,0 +1,273 @@
+"""Everything that is refused, in OpenAI's error shape; ids, keys, limits; the end of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from nats.errors import Error as NatsError
+
+from services.gateway.http.keys import hash_key
+from shared.contracts import subjects
+from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelAwake
+from shared.contracts.base import Message
+from shared.contracts.inference import ChoiceDelta, InferChunk, TokenLogprob, TopLogprob
+from shared.contracts.models import ModelCard
+from shared.errors import ModelNotFound
+from shared.messaging.streams import catalog_bucket
+from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
+from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, hang
+from tests.support.servers import NatsServer
+
+URL = "/v1/chat/completions"
+
+FAULTS: list[tuple[dict[str, Any], int, str, str | None]] = [
+    (chat("nobody"), 404, "model_not_found", "model"),
+    ({"model": "alpha"}, 400, "invalid_request", "messages"),
+    ({"messages": []}, 400, "invalid_request", "model"),
+    (chat(temperature=3), 400, "invalid_request", "temperature"),
+    (chat(messages=[{"role": "owl", "content": "x"}]), 400, "invalid_request", "messages[0].role"),
+    (chat(messages=[]), 400, "invalid_request", "messages"),
+    (chat(stop=["a", ""]), 400, "invalid_request", "stop[1]"),
+    (chat(stream_options={"include_usage": True}), 400, "invalid_request", None),
+    (chat(response_format={"type": "json_object"}), 400, "unsupported_parameter", "response_format"),
+    (chat(tool_choice="required"), 400, "unsupported_parameter", "tool_choice"),
+    (chat(max_tokens=5000), 400, "context_length_exceeded", "max_tokens"),
+    (chat("vectors"), 400, "invalid_request", "model"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "code", "param"), FAULTS)
+async def test_faults_name_their_parameter(
+    gateway: Served, body: dict[str, Any], status: int, code: str, param: str | None
+) -> None:
+    answer = await gateway.http.post(URL, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, param), error
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"]
+
+
+async def test_inert_and_unknown_fields_are_taken(gateway: Served, node: FakeNode) -> None:
+    async def ignoring(run: Run) -> None:
+        await run.start(ignored=("shoe_size",))
+        await run.text(str(run.request.body["shoe_size"]))
+        await run.finish(1)
+
+    await node.engine("alpha", ignoring)
+    body = chat(shoe_size=42, user="u", metadata={"a": "b"}, response_format={"type": "text"}, tool_choice="auto", store=False)
+    answer = await gateway.http.post(URL, json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == "42"
+    assert answer.headers["x-thaw-ignored"] == "shoe_size"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("POST", URL, b"{", 400, "invalid_request"),
+        ("POST", URL, b"[]", 400, "invalid_request"),
+        ("POST", URL, b"", 400, "invalid_request"),
+        ("POST", URL, b'{"model": "\xff"}', 400, "invalid_request"),
+        ("GET", URL, b"", 405, "method_not_allowed"),
+        ("POST", "/v1/nonsense", b"{}", 400, "invalid_request"),
+        ("POST", "/v1/rerank", b'{"model": "alpha"}', 404, "not_found"),
+        ("POST", "/v1/rerank", b'{"model": "nobody"}', 404, "model_not_found"),
+        ("GET", "/v1/nonsense", b"", 404, "not_found"),
+        ("GET", "/nonsense", b"", 404, "not_found"),
+        ("GET", "/admin/v1/explain", b"", 400, "invalid_request"),
+        ("GET", "/admin/v1/traces/nothing", b"", 404, "not_found"),
+        ("GET", "/admin/v1/cluster", b"", 503, "unreachable"),
+    ],
+)
+async def test_every_refusal_has_one_shape(gateway: Served, method: str, path: str, content: bytes, status: int, code: str) -> None:
+    answer = await gateway.http.request(method, path, content=content)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["code"] == code
+
+
+async def test_a_body_over_the_limit(node: FakeNode, serve: ServeFn) -> None:
+    async with serve(max_body_bytes=2048) as gateway:
+        await until_listed(gateway, CARDS)
+        big = chat(messages=[{"role": "user", "content": "x" * 3000}])
+        assert (await gateway.http.post(URL, json=big)).status_code == 413
+
+        async def parts() -> Any:
+            for _ in range(3):
+                yield b"x" * 1000
+
+        answer = await gateway.http.post(URL, content=parts())
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "payload_too_large"
+
+
+async def test_a_body_as_large_as_a_message_may_be_does_not_cost_the_connection(gateway: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+    for size, status in ((8 * 1024 * 1024, 413), (7 * 1024 * 1024, 200)):
+        body = chat(messages=[{"role": "user", "content": "x" * size}])
+        assert (await gateway.http.post(URL, json=body)).status_code == status
+    assert (await gateway.http.get("/ready")).status_code == 200
+
+
+async def test_request_ids_are_echoed_or_made(gateway: Served) -> None:
+    assert (await gateway.http.get("/health", headers={"x-request-id": "mine-1"})).headers["x-request-id"] == "mine-1"
+    assert (await gateway.http.get("/health", headers={"x-request-id": "a b"})).headers["x-request-id"].startswith("req_")
+
+
+async def test_keys(node: FakeNode, serve: ServeFn, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# people\n{hash_key('sk-file')} alice\n")
+    async with serve(api_keys=hash_key("sk-list"), api_keys_file=keys, admin_key="root") as gateway:
+
+        async def status(path: str, key: str | None) -> int:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            return (await gateway.http.get(path, headers=headers)).status_code
+
+        assert [await status("/v1/models", k) for k in (None, "sk-no", "root")] == [401, 401, 401]
+        assert [await status("/v1/models", k) for k in ("sk-list", "sk-file")] == [200, 200]
+        assert [await status("/admin/v1/traces/x", k) for k in (None, "sk-list", "root")] == [401, 401, 404]
+        assert await status("/health", None) == 200
+
+
+async def test_log_probabilities_and_token_ids_have_their_shapes(gateway: Served, node: FakeNode) -> None:
+    token = TokenLogprob(
+        token_id=5, token="é", logprob=-0.5, bytes=(195, 169), top=(TopLogprob(token_id=5, token="é", logprob=-0.5),)
+    )
+
+    async def certain(run: Run) -> None:
+        await run.start(prompt_token_ids=(1, 2))
+        await run.say(
+            InferChunk(seq=0, choices=(ChoiceDelta(text="é", token_ids=(5,), logprobs=(token,), finish_reason="length"),))
+        )
+        await run.end(1)
+
+    await node.engine("alpha", certain)
+    chosen = (await gateway.http.post(URL, json=chat(logprobs=True, return_token_ids=True))).json()
+    content = chosen["choices"][0]["logprobs"]["content"]
+    assert content == [
+        {"token": "é", "logprob": -0.5, "bytes": [195, 169], "top_logprobs": [{"token": "é", "logprob": -0.5, "bytes": None}]}
+    ]
+    assert (chosen["prompt_token_ids"], chosen["choices"][0]["token_ids"]) == ([1, 2], [5])
+    assert chosen["choices"][0]["finish_reason"] == "length"
+    text = (await gateway.http.post("/v1/completions", json={"model": "alpha", "prompt": "x", "logprobs": 1})).json()
+    assert text["choices"][0]["logprobs"] == {
+        "tokens": ["é"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"é": -0.5}],
+        "text_offset": [0],
+    }
+
+
+async def test_the_catalogue_follows_changes_and_a_restart_of_nats(gateway: Served, node: FakeNode, own_nats: NatsServer) -> None:
+    bucket = await catalog_bucket(node.mesh.nc.jetstream())
+    await bucket.delete(subjects.token("beta"))
+    await until(lambda: _lists(gateway, "beta", False))
+    own_nats.restart()
+    await until(lambda: _registered(node, card_of("gamma")), within=20)
+    await until(lambda: _lists(gateway, "gamma", True))
+    await node.engine("gamma")
+    answer = await gateway.http.post(URL, json=chat("gamma"))
+    assert answer.json()["choices"][0]["message"]["content"] == "".join(WORDS)
+
+
+async def _lists(gateway: Served, model: str, there: bool) -> bool:
+    return (model in {m["id"] for m in (await gateway.http.get("/v1/models")).json()["data"]}) == there
+
+
+async def _registered(node: FakeNode, card: ModelCard) -> bool:
+    """Whether JetStream, which takes a moment to come back, has taken the card."""
+    try:
+        bucket = await catalog_bucket(node.mesh.nc.jetstream(timeout=0.5))
+        await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
+    except NatsError:
+        return False
+    return True
+
+
+async def test_a_removed_model_fails_its_waiters(gateway: Served, node: FakeNode) -> None:
+    waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
+    await node.until_demand(lambda: len(node.demand) > 0)
+    bucket = await catalog_bucket(node.mesh.nc.jetstream())
+    await bucket.delete(subjects.token("alpha"))
+    assert (await waiting).status_code == 404
+
+
+async def test_the_admin_api_asks_the_scheduler(gateway: Served, node: FakeNode) -> None:
+    asked: list[AdminRequest] = []
+
+    async def answer(request: AdminRequest) -> Message:
+        asked.append(request)
+        if request.kind == "view":
+            return ClusterView(scheduler="s", epoch=3)
+        if request.kind == "wake":
+            return ModelAwake(instance_id="i")
+        raise ModelNotFound("no such model", param="model")
+
+    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, answer).start()
+    await node.mesh.nc.flush()
+    assert (await gateway.http.get("/admin/v1/cluster")).json()["epoch"] == 3
+    assert (await gateway.http.post("/admin/v1/models/org/x/wake?timeout=7")).json()["instance_id"] == "i"
+    assert (asked[-1].deadline_ms, getattr(asked[-1], "name", "")) == (7000, "org/x")
+    removed = await gateway.http.delete("/admin/v1/models/org/x")
+    assert (removed.status_code, removed.json()["error"]["code"]) == (404, "model_not_found")
+    faulty = await gateway.http.post("/admin/v1/models", json={"specs": [{"name": "x"}]})
+    assert (faulty.status_code, faulty.json()["error"]["param"]) == (400, "specs[0].source")
+
+
+async def test_metrics_and_description(gateway: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+    await gateway.http.post(URL, json=chat())
+    text = (await gateway.http.get("/metrics")).text
+    assert 'le="120"' in text
+    assert "gen_ai_server_time_to_first_token_seconds_bucket" in text
+    assert "thaw_requests_total" in text
+    described = (await gateway.http.get("/openapi.json")).json()
+    assert set(described["paths"]) >= {URL, "/v1/completions", "/v1/embeddings", "/v1/models"}
+    assert "ChatCompletionRequest" in described["components"]["schemas"]
+
+
+async def test_stopping_lets_a_stream_finish(node: FakeNode, serve: ServeFn) -> None:
+    go = asyncio.Event()
+
+    async def paused(run: Run) -> None:
+        await run.start()
+        await run.text("one")
+        await go.wait()
+        await run.text("two")
+        await run.finish(2)
+
+    async with serve() as gateway:
+        await until_listed(gateway, CARDS)
+        await node.engine("alpha", paused)
+        async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            gateway.stop.set()
+            await until(lambda: _refuses(gateway))
+            go.set()
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert await asyncio.wait_for(gateway.task, 10) == 0
+
+
+async def _refuses(gateway: Served) -> bool:
+    try:
+        async with httpx.AsyncClient() as fresh:
+            return (await fresh.get(f"{gateway.base}/ready")).status_code == 503
+    except httpx.TransportError:
+        return True
+
+
+async def test_stopping_ends_what_does_not_finish(node: FakeNode, serve: ServeFn) -> None:
+    async with serve(drain_timeout=0.3) as gateway:
+        await until_listed(gateway, CARDS)
+        engine = await node.engine("alpha", hang)
+        async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            gateway.stop.set()
+            rest = [line async for line in lines if line]
+        assert "shutting_down" in rest[-1]
+        await engine.until(lambda: len(engine.cancelled) == 1)

@@ -65,7 +65,7 @@ def main() -> None:
     common = set(CommonSettings.model_fields)
     sections.append(_section("Nodeagent, loader and engine", NodeSettings, common))
     node = common | set(NodeSettings.model_fields)
-    services = {
+    services: dict[str, type[CommonSettings]] = {
         "Gateway": GatewaySettings,
         "Scheduler": SchedulerSettings,
         "Nodeagent": NodeagentSettings,

@@ -27,7 +27,8 @@ def logs(
     service: Annotated[
         str,
         typer.Argument(
-            help="gateway, scheduler, nodeagent, loader, nats, postgres, supervisor, an instance's id.", metavar="SERVICE"
+            help="gateway, scheduler, nodeagent, loader, nats, postgres, supervisor, engine, zygote, or the id of an instance.",
+            metavar="SERVICE",
         ),
     ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
@@ -53,11 +54,11 @@ def logs(
 
 
 def log_files(home: Home, service: str) -> dict[str, Path]:
-    """Log files by name: of the service called so, of its processes on every node, or of engines whose instance id begins so."""
+    """Log files by name: of the service called so, of its processes on every node; or of engines and their zygote."""
     known = {p.name.removesuffix(".log"): p for p in sorted(home.logs.glob("*.log"))}
     found = {n: p for n, p in known.items() if n == service or n.startswith(f"{service}.")}
     if not found and len(service) >= 4:
-        found = {p.name.removesuffix(".log"): p for p in sorted(home.nodes.glob(f"*/**/{_literal(service)}*.log"))}
+        found = {p.name.removesuffix(".log"): p for p in sorted(home.nodes.glob(f"*/logs/*{_literal(service)}*.log"))}
     if not found:
         raise CommandError(
             f"There is no log of {service!r} under {home.root}.",

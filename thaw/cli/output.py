@@ -27,7 +27,8 @@ _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def screen(as_json: bool) -> Console:
     """Where people read; mute with `--json`."""
-    return Console(quiet=as_json, highlight=False)
+    # Where nobody can widen it (a pipe, a log of CI) tables get the room that they need.
+    return Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def show_error(error: CommandError, as_json: bool) -> None:

@@ -71,6 +71,7 @@ class Postgres:
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": str(self.sockets) if _socket_fits(self.sockets) else "",
             "max_connections": "100",
+            "dynamic_shared_memory_type": "mmap",  # in its own directory: a killed server leaves nothing under /dev/shm
             # A scheduler whose host vanishes must not keep its leader lock: dead peers are noticed within 3 s.
             "tcp_keepalives_idle": "1",
             "tcp_keepalives_interval": "1",

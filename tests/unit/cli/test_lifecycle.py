@@ -43,7 +43,7 @@ def play(mesh: Mesh, events: Iterable[Event], now: float = 0.0) -> tuple[Mesh, l
 
 
 def running() -> Mesh:
-    events = [Tick(), *(Ready(s.name) for s in SERVERS), *(Ready(s.name) for s in REST)]
+    events: list[Event] = [Tick(), *(Ready(s.name) for s in SERVERS), *(Ready(s.name) for s in REST)]
     mesh, _ = play(Mesh.of((*SERVERS, *REST)), events)
     return mesh
 

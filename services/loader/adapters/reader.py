@@ -174,12 +174,19 @@ def _read_chunk(chunk: _Chunk, writer: SegmentWriter) -> ReadStats:
         raise CheckpointInvalid(f"{chunk.file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
 
 
+def _pread(fd: int, into: memoryview, start: int, end: int, offset: int, flags: int = 0) -> int:
+    with into[
+        start:end
+    ] as part:  # released even while an error's traceback still refers to it, or the segment could not be unmapped
+        return os.preadv(fd, [part], offset + start, flags)
+
+
 def _resident(fd: int, into: memoryview, offset: int) -> int:
     """Copy what the page cache has from `offset` on, without waiting for the disk; bytes copied."""
     done = 0
     try:
         while done < len(into):
-            got = os.preadv(fd, [into[done:]], offset + done, os.RWF_NOWAIT)
+            got = _pread(fd, into, done, len(into), offset, os.RWF_NOWAIT)
             if got == 0:
                 break
             done += got
@@ -194,7 +201,7 @@ def _direct(file: _File, fd: int, into: memoryview, offset: int, start: int) -> 
     done, end = start, len(into) // PAGE * PAGE
     while done < end:
         try:
-            got = os.preadv(fd, [into[done:end]], offset + done)
+            got = _pread(fd, into, done, end, offset)
         except OSError as e:
             if e.errno != errno.EINVAL:
                 raise
@@ -211,7 +218,7 @@ def _direct(file: _File, fd: int, into: memoryview, offset: int, start: int) -> 
 def _buffered(file: _File, fd: int, into: memoryview, offset: int, start: int) -> int:
     done = start
     while done < len(into):
-        got = os.preadv(fd, [into[done:]], offset + done)
+        got = _pread(fd, into, done, len(into), offset)
         if got == 0:
             raise _shrank(file)
         done += got

@@ -63,12 +63,12 @@ class SegmentWriter:
         self.memory[offset : offset + len(data)] = data
 
     def close(self, *, unlink: bool = False) -> None:
+        if unlink:
+            (SHM / self.name).unlink(missing_ok=True)
+        os.close(self._fd)
         self.memory.release()
         self._anchor = None
         self._map.close()
-        os.close(self._fd)
-        if unlink:
-            (SHM / self.name).unlink(missing_ok=True)
 
 
 def check_room(total_bytes: int) -> None:

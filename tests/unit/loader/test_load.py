@@ -1,0 +1,248 @@
+"""Reading into shared memory: every byte, from wherever it lies, and nothing left behind when it goes wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.loader.adapters import shm
+from services.loader.adapters.reader import CHUNK_BYTES, Cancelled
+from services.loader.adapters.shm import SHM, mapped_by, read_segment_header, remove_segment
+from services.loader.format.segment import Layout
+from services.loader.load import load_segment
+from shared.contracts.segment import PAGE
+from shared.errors import CheckpointInvalid, InsufficientMemory
+from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
+from tests.unit.loader.segments import assert_same
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    segment = f"thaw-test-{os.getpid()}"
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    yield segment
+    (SHM / segment).unlink(missing_ok=True)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert os.getpid() not in mapped_by(segment)
+
+
+def evict(directory: Path) -> None:
+    """Have the page cache forget the files."""
+    for path in directory.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def need_disk(directory: Path) -> None:
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(directory)], capture_output=True, text=True, check=True).stdout.strip()
+    if kind in ("tmpfs", "ramfs"):
+        pytest.skip(f"temporary files lie on {kind}, whose pages never leave the page cache (set TMPDIR to a disk)")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_cold_and_warm_give_the_same_bytes(tmp_path: Path, name: str, shards: int) -> None:
+    need_disk(tmp_path)
+    weights = write_checkpoint(tmp_path, tensors(megabytes=50), shards=shards)
+    for _ in range(2):
+        evict(tmp_path)
+        report = load_segment(tmp_path, name)
+        assert report.stats.direct > 0
+        assert_same(name, weights)
+        assert remove_segment(name) == report.total_bytes
+        for path in tmp_path.iterdir():
+            path.read_bytes()
+        report = load_segment(tmp_path, name, threads=1)
+        assert report.stats.cached > 0
+        assert report.stats.direct == 0
+        assert_same(name, weights)
+        remove_segment(name)
+
+
+@pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, CHUNK_BYTES - 100, CHUNK_BYTES, 2 * CHUNK_BYTES + 7])
+def test_any_length_of_file(tmp_path: Path, name: str, size: int) -> None:
+    weights = {"w": np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)}
+    write_checkpoint(tmp_path, weights)
+    evict(tmp_path)
+    report = load_segment(tmp_path, name)
+    assert_same(name, weights)
+    stats = report.stats
+    assert stats.direct + stats.cached + stats.buffered == (tmp_path / "model.safetensors").stat().st_size
+
+
+def test_half_in_the_page_cache(tmp_path: Path, name: str) -> None:
+    need_disk(tmp_path)
+    weights = write_checkpoint(tmp_path, tensors(megabytes=60))
+    evict(tmp_path)
+    with (tmp_path / "model.safetensors").open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        os.pread(file.fileno(), 3 * PAGE, 0)
+        os.pread(file.fileno(), 100, CHUNK_BYTES + 5 * PAGE)
+        os.pread(file.fileno(), CHUNK_BYTES, 2 * CHUNK_BYTES)
+        report = load_segment(tmp_path, name)
+    assert report.stats.cached >= CHUNK_BYTES
+    assert report.stats.direct > CHUNK_BYTES
+    assert_same(name, weights)
+
+
+def test_a_file_system_without_direct_reads(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = write_checkpoint(tmp_path, tensors(megabytes=20))
+    evict(tmp_path)
+    real = os.open
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    report = load_segment(tmp_path, name)
+    monkeypatch.undo()
+    assert report.stats.direct == 0
+    assert_same(name, weights)
+
+
+def test_files_in_memory(name: str) -> None:
+    directory = SHM / f"{name}-files"
+    try:
+        weights = write_checkpoint(directory, tensors(megabytes=20))
+        load_segment(directory, name)
+        assert_same(name, weights)
+    finally:
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+
+
+def test_progress_counts_every_byte(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=50), shards=2)
+    told: list[int] = []
+    load_segment(tmp_path, name, on_bytes=told.append)
+    assert sum(told) == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
+    assert max(told) <= CHUNK_BYTES
+
+
+def test_the_index_is_there_before_the_data(tmp_path: Path, name: str) -> None:
+    weights = write_checkpoint(tmp_path)
+
+    def look(layout: Layout) -> None:
+        header = read_segment_header(name)
+        assert header is not None
+        assert header.total_bytes == layout.total_bytes
+        assert (SHM / name).read_bytes()[: len(layout.head)] == layout.head
+
+    load_segment(tmp_path, name, on_index=look)
+    assert_same(name, weights)
+
+
+def test_called_off_within_a_chunk(tmp_path: Path, name: str) -> None:
+    write_sparse_checkpoint(tmp_path, 64 * CHUNK_BYTES)
+    cancelled = threading.Event()
+    told: list[int] = []
+
+    def on_bytes(count: int) -> None:
+        told.append(count)
+        cancelled.set()
+
+    with pytest.raises(Cancelled):
+        load_segment(tmp_path, name, threads=2, cancelled=cancelled, on_bytes=on_bytes)
+    assert len(told) <= 2
+    assert not (SHM / name).exists()
+
+
+@pytest.mark.parametrize("change", ["shrink", "grow", "touch"])
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change: str) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=50))
+    evict(tmp_path)
+    path = tmp_path / "model.safetensors"
+    told = False
+
+    def on_bytes(_: int) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            if change == "touch":
+                os.utime(path, ns=(1, 1))
+            else:
+                os.truncate(path, path.stat().st_size + (-1_000_000 if change == "shrink" else 1))
+
+    with pytest.raises(CheckpointInvalid, match=r"model\.safetensors (changed|shrank)"):
+        load_segment(tmp_path, name, threads=1, on_bytes=on_bytes)
+    assert not (SHM / name).exists()
+
+
+def test_a_file_that_changed_between_header_and_data(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(CheckpointInvalid, match="changed after its header was read"):
+        load_segment(tmp_path, name, on_layout=lambda _: os.utime(tmp_path / "model.safetensors", ns=(1, 1)))
+    assert not (SHM / name).exists()
+
+
+def test_a_failing_disk_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=40))
+
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointInvalid, match=r"model\.safetensors cannot be read: Input/output error"):
+        load_segment(tmp_path, name)
+    assert not (SHM / name).exists()
+
+
+def test_no_room_at_all(tmp_path: Path, name: str) -> None:
+    write_sparse_checkpoint(tmp_path, 2**43)
+    with pytest.raises(InsufficientMemory, match=r"enlarge it") as caught:
+        load_segment(tmp_path, name)
+    assert caught.value.should_retry is False
+    assert not (SHM / name).exists()
+
+
+def test_no_room_now(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path)
+    monkeypatch.setattr(shm, "available_memory", lambda: 1000)
+    with pytest.raises(InsufficientMemory, match="put other models to sleep") as caught:
+        load_segment(tmp_path, name)
+    assert caught.value.should_retry is True
+
+
+def test_room_that_runs_out_midway(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=60))
+    real, given = os.posix_fallocate, 0
+
+    def some(fd: int, offset: int, length: int) -> None:
+        nonlocal given
+        given += length
+        if given > 2 * CHUNK_BYTES:
+            raise OSError(28, "No space left on device")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", some)
+    with pytest.raises(InsufficientMemory, match="/dev/shm"):
+        load_segment(tmp_path, name)
+    assert not (SHM / name).exists()
+
+
+def test_memory_is_not_called_free_while_somebody_maps_it(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path)
+    report = load_segment(tmp_path, name)
+    script = f"import mmap; f = open('/dev/shm/{name}', 'r+b'); m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as mapper:
+        assert mapper.stdout is not None
+        assert mapper.stdout.readline() == b"mapped\n"
+        assert mapped_by(name) == [mapper.pid]
+        assert remove_segment(name, wait=0.2) == 0
+        load_segment(tmp_path, name)
+        killer = threading.Timer(0.1, mapper.kill)
+        killer.start()
+        assert remove_segment(name, wait=10) == report.total_bytes
+        killer.join()
+    assert remove_segment(name) == 0

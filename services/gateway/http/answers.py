@@ -24,13 +24,15 @@ EVENT_STREAM = [
 
 
 @asynccontextmanager
-async def watched(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
-    """Have the exchange end as soon as the client is gone."""
+async def watched(exchange: Exchange, receive: Receive, keyed: bool) -> AsyncIterator[None]:
+    """Have the exchange end as soon as the client is gone; but an answer with an Idempotency-Key that has begun is finished for the
+    client to come back for."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        exchange.leave()
+        if not (keyed and exchange.ticket.begun):
+            exchange.leave()
 
     task = asyncio.create_task(watch(), name="client")
     try:
@@ -48,8 +50,10 @@ def extra_headers(exchange: Exchange) -> dict[str, str]:
     return headers
 
 
-async def answer_whole(exchange: Exchange, sink: Collected | Embedded, scope: Scope, receive: Receive, send: Send) -> None:
-    async with watched(exchange, receive):
+async def answer_whole(
+    exchange: Exchange, sink: Collected | Embedded, scope: Scope, receive: Receive, send: Send, *, keyed: bool = False
+) -> None:
+    async with watched(exchange, receive, keyed):
         while not exchange.ended:
             await exchange.changed()
     if exchange.gone:
@@ -75,11 +79,11 @@ class StreamedAnswer:
         self._wrote_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def write(self, receive: Receive, send: Send) -> None:
+    async def write(self, receive: Receive, send: Send, *, keyed: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._settings.waking_comment_after, self._on_timer)
         try:
-            async with watched(self._exchange, receive):
+            async with watched(self._exchange, receive, keyed):
                 await self._write(send)
         finally:
             self._timer.cancel()

@@ -14,12 +14,14 @@ from services.gateway.exchange import Exchange
 from services.gateway.http.answers import StreamedAnswer, answer_whole
 from services.gateway.http.collect import Collected, Embedded
 from services.gateway.http.edge import read_body
+from services.gateway.http.once import HEADER, Once
 from services.gateway.http.parse import Parsed, check, parse
 from services.gateway.http.shapes import Head
 from services.gateway.http.sse import EventStream
 from services.gateway.http.waking import progress_of
 from services.gateway.service import Gateway, Origin
 from shared.contracts.inference import Endpoint
+from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, prompts_of
 from shared.telemetry.tracing import context_of, tracer
 
@@ -32,6 +34,7 @@ class Generate:
 
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
+        self._once = Once(gateway.idempotency, gateway.settings)
         self._endpoint: Endpoint = endpoint
 
     @property
@@ -41,12 +44,22 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
         parsed = parse(self._endpoint, await read_body(scope, receive, self.body_limit))
-        await self.answer(parsed, arrived, scope, receive, send)
-
-    async def answer(self, parsed: Parsed, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway = self._gateway
-        card = gateway.catalog.resolve(parsed.request.model)
+        card = self._gateway.catalog.resolve(parsed.request.model)
         check(parsed, card)
+        if HEADER not in Headers(scope=scope):
+            await self._answer(parsed, card, arrived, scope, receive, send)
+            return
+
+        async def produce(tee: Send) -> bool:
+            return await self._answer(parsed, card, arrived, scope, receive, tee, keyed=True)
+
+        await self._once.answer(parsed.body, parsed.stream, scope, receive, send, produce)
+
+    async def _answer(
+        self, parsed: Parsed, card: ModelCard, arrived: float, scope: Scope, receive: Receive, send: Send, *, keyed: bool = False
+    ) -> bool:
+        """Whether the answer was whole and good."""
+        gateway = self._gateway
         span = tracer.start_span(
             f"{_SPAN[self._endpoint]} {card.name}",
             context=context_of(Headers(scope=scope).get("traceparent")),
@@ -58,11 +71,12 @@ class Generate:
         exchange = gateway.open(parsed, card, sink, origin)
         try:
             if isinstance(sink, EventStream):
-                await StreamedAnswer(exchange, sink, gateway.settings, self._progress).write(receive, send)
+                await StreamedAnswer(exchange, sink, gateway.settings, self._progress).write(receive, send, keyed=keyed)
             else:
-                await answer_whole(exchange, sink, scope, receive, send)
+                await answer_whole(exchange, sink, scope, receive, send, keyed=keyed)
         finally:
             gateway.close(exchange, origin)
+        return exchange.error is None and not exchange.gone
 
     def _progress(self, exchange: Exchange) -> str:
         return progress_of(exchange, self._gateway.dispatcher)

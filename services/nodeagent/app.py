@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from services.nodeagent.devices.inventory import open_devices
 from services.nodeagent.devices.parse import labels
-from services.nodeagent.devices.port import DeviceMissing
+from services.nodeagent.devices.port import Device, DeviceMissing
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import NodeState, Policy, Process
@@ -25,7 +27,7 @@ from services.nodeagent.engines.process import find_writer
 from services.nodeagent.engines.zygote import MAX_SOCKET_PATH, ZygoteLauncher
 from services.nodeagent.loop import Loop
 from services.nodeagent.meter import Meter
-from services.nodeagent.performer import Performer
+from services.nodeagent.performer import Parts, Performer
 from services.nodeagent.publisher import Publisher
 from services.nodeagent.records import Record, Records
 from services.nodeagent.settings import NodeagentSettings
@@ -39,18 +41,18 @@ from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
 _RELEASES_WITHIN_S = 2.0
+_ADOPTED_WITHIN_S = 5.0
 
 
 async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
     """Exit status: 0 stopped, 1 lost NATS, 2 a setting that cannot work here."""
     agent_directory = settings.node_state / "agent"
-    logs = settings.node_state / "logs"
     socket_path = agent_directory / "zygote.sock"
     if settings.zygote and len(str(socket_path).encode()) > MAX_SOCKET_PATH:
         log.error(f"THAW_HOME is too long: {socket_path} has over {MAX_SOCKET_PATH} bytes, the most a Unix socket's path may have")
         return 2
     try:
-        logs.mkdir(parents=True, exist_ok=True)
+        (settings.node_state / "logs").mkdir(parents=True, exist_ok=True)
         records = Records(agent_directory)
         known = list(records.load())
         adopting = any(r.instance.ended_at is None for r in known)
@@ -58,108 +60,135 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
     except (DeviceMissing, OSError) as fault:
         log.error(f"cannot start: {fault}")
         return 2
-    launcher: Launcher = (
-        ZygoteLauncher(socket_path, logs / "zygote.log", engine_environment(settings), settings.zygote_module)
-        if settings.zygote
-        else DirectLauncher(settings.engine_module, agent_directory / "specs")
-    )
-    ledger = Ledger({d: device.info.budget_bytes for d, device in devices.items()})
-    policy = Policy(kill_grace_s=settings.kill_grace, adopt_s=settings.adopt_timeout)
-    mesh = Mesh(settings, f"nodeagent-{settings.node}")
-    timelines = Timelines(f"nodeagent-{settings.node}")
     async with asyncio.TaskGroup() as tasks:
-        loop = Loop(NodeState(ledger, policy, newest_epoch=records.epoch()), lambda effect: performer.perform(effect))
-        meter = Meter(devices, lambda: loop.state, lambda: publisher.changed(urgent=False))
-        publisher = Publisher(mesh, settings.node, labels(settings.labels), devices, lambda: loop.state, meter, timelines)
-        performer = Performer(
-            mesh,
+        agent = Nodeagent(settings, records, devices, tasks)
+        try:
+            return await agent.serve(known, stop)
+        finally:
+            agent.cancel()
+
+
+class Nodeagent:
+    """The parts of one nodeagent, put together."""
+
+    def __init__(self, settings: NodeagentSettings, records: Records, devices: dict[str, Device], tasks: asyncio.TaskGroup) -> None:
+        self.settings = settings
+        self.mesh = Mesh(settings, f"nodeagent-{settings.node}")
+        self.timelines = Timelines(f"nodeagent-{settings.node}")
+        self.launcher = _launcher(settings)
+        ledger = Ledger({d: device.info.budget_bytes for d, device in devices.items()})
+        policy = Policy(kill_grace_s=settings.kill_grace, adopt_s=settings.adopt_timeout)
+        self.loop = Loop(NodeState(ledger, policy, newest_epoch=records.epoch()), lambda effect: self.performer.perform(effect))
+        self.meter = Meter(devices, lambda: self.loop.state, lambda: self.publisher.changed(urgent=False))
+        self.publisher = Publisher(
+            self.mesh, settings.node, labels(settings.labels), devices, lambda: self.loop.state, self.meter, self.timelines
+        )
+        self.performer = Performer(
+            Parts(self.mesh, self.launcher, records, self.timelines, self.meter, self.publisher),
             settings.node,
-            launcher,
-            records,
-            timelines,
-            meter,
-            publisher,
-            logs,
+            settings.node_state / "logs",
             engine_environment(settings),
-            loop.post,
-            lambda: loop.state,
+            self.loop,
             tasks,
         )
-        background = [tasks.create_task(launcher.run(), name="launcher"), tasks.create_task(loop.run(), name="loop")]
-        try:
-            return await _serve(
-                settings, stop, mesh, loop, meter, publisher, performer, timelines, known, launcher, background, tasks
-            )
-        finally:
-            performer.cancel()
-            for task in background:
-                task.cancel()
+        self._tasks = tasks
+        self._background: list[asyncio.Task[None]] = []
 
+    async def serve(self, known: list[Record], stop: asyncio.Event) -> int:
+        """From the start to the end of this agent; returns the process's exit status."""
+        self._run("launcher", self.launcher.run())
+        self._run("loop", self.loop.run())
+        node = self.settings.node
+        self.mesh.listen(subjects.engine_report(node), EngineReport, self._on_report)
+        self.mesh.listen(subjects.loader_status(node), LoaderStatus, self._on_loader)
+        self.mesh.listen(subjects.STATUS_WANTED, StatusWanted, self._on_wanted)
+        await self.mesh.start()
+        for record in known:
+            _adopt(record, self.loop, self.performer, self.timelines)
+        await self.loop.until(lambda state: len(state.instances) >= len(known), _ADOPTED_WITHIN_S)
+        commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
+        await commands.start()
+        publishing = self._run("publisher", self.publisher.run())
+        self._run("meter", self.meter.run())
+        await _first(self.mesh.lost, stop)
+        if self.mesh.lost.is_set():
+            log.error("NATS is lost; ending without touching the engines")
+            return 1
+        await self._end()
+        publishing.cancel()
+        await commands.stop()
+        await self.launcher.close()
+        await self.mesh.stop()
+        return 0
 
-async def _serve(
-    settings: NodeagentSettings,
-    stop: asyncio.Event,
-    mesh: Mesh,
-    loop: Loop,
-    meter: Meter,
-    publisher: Publisher,
-    performer: Performer,
-    timelines: Timelines,
-    known: list[Record],
-    launcher: Launcher,
-    background: list[asyncio.Task[None]],
-    tasks: asyncio.TaskGroup,
-) -> int:
-    async def on_report(report: EngineReport) -> None:
-        performer.heard(report)
+    def cancel(self) -> None:
+        """Give up everything that runs in this process; engines are left as they are."""
+        self.performer.cancel()
+        for task in self._background:
+            task.cancel()
 
-    async def on_loader(status: LoaderStatus) -> None:
-        loop.post(e.LoaderHeard(meter.loader_said(status)))
+    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work, name=name)
+        self._background.append(task)
+        return task
 
-    async def on_wanted(_: StatusWanted) -> None:
-        publisher.changed(urgent=True)
+    async def _on_report(self, report: EngineReport) -> None:
+        self.performer.heard(report)
 
-    async def on_command(command: NodeCommand) -> Done:
-        reply, answer = performer.expect_reply()
+    async def _on_loader(self, status: LoaderStatus) -> None:
+        self.loop.post(e.LoaderHeard(self.meter.loader_said(status)))
+
+    async def _on_wanted(self, _: StatusWanted) -> None:
+        self.publisher.changed(urgent=True)
+
+    async def _on_command(self, command: NodeCommand) -> Done:
+        reply, answer = self.performer.expect_reply()
         if isinstance(command, StartInstance):
-            if command.instance_id not in loop.state.instances:
-                timelines.of(command.instance_id).received(command.phases, time.monotonic())
-            loop.post(e.StartCommand(command, reply))
+            if command.instance_id not in self.loop.state.instances:
+                self.timelines.of(command.instance_id).received(command.phases, time.monotonic())
+            self.loop.post(e.StartCommand(command, reply))
         else:
-            loop.post(e.StopCommand(command, reply))
+            self.loop.post(e.StopCommand(command, reply))
         try:
             return await answer
         finally:
-            if command.instance_id not in loop.state.instances:
-                timelines.forget(command.instance_id)
+            if command.instance_id not in self.loop.state.instances:
+                self.timelines.forget(command.instance_id)
 
-    listeners = [
-        mesh.listen(subjects.engine_report(settings.node), EngineReport, on_report),
-        mesh.listen(subjects.loader_status(settings.node), LoaderStatus, on_loader),
-        mesh.listen(subjects.STATUS_WANTED, StatusWanted, on_wanted),
-    ]
-    await mesh.start()
-    for record in known:
-        _adopt(record, loop, performer, timelines)
-    await loop.until(lambda state: len(state.instances) >= len(known), 5.0)
-    commands = mesh.respond(subjects.node_command(settings.node), NODE_COMMAND, on_command, concurrent=True)
-    await commands.start()
-    background.append(tasks.create_task(publisher.run(), name="publisher"))
-    background.append(tasks.create_task(meter.run(), name="meter"))
-    lost, stopped = asyncio.create_task(mesh.lost.wait()), asyncio.create_task(stop.wait())
-    await asyncio.wait((lost, stopped), return_when=asyncio.FIRST_COMPLETED)
-    for waiter in (lost, stopped):
-        waiter.cancel()
-    if mesh.lost.is_set():
-        log.error("NATS is lost; ending without touching the engines")
-        return 1
-    await _end(settings, loop, performer, publisher)
-    await commands.stop()
-    for listener in listeners:
-        await listener.stop()
-    await launcher.close()
-    await mesh.stop()
-    return 0
+    async def _end(self) -> None:
+        """Have every engine leave, within bounds, and tell of it to the last."""
+        loop, settings = self.loop, self.settings
+        loop.post(e.Shutdown(settings.stop_timeout))
+        await loop.until(lambda s: s.stopping, _ADOPTED_WITHIN_S)
+        await self.publisher.publish()
+        ended_within = settings.stop_timeout + 2 * settings.kill_grace
+        if not await loop.until(lambda s: all(i.process is Process.GONE for i in s.live()), ended_within):
+            log.error("engines are left that could not be ended", extra={"instances": [i.instance_id for i in loop.state.live()]})
+        if not await loop.until(lambda s: not s.live(), _RELEASES_WITHIN_S):
+            # Their records stay: the next agent of this node releases them.
+            log.warning("the loader did not release all weights", extra={"instances": [i.instance_id for i in loop.state.live()]})
+        for instance in loop.state.instances.values():
+            if instance.ended_at is not None:
+                self.performer.perform(e.Forget(instance.instance_id))
+        await self.publisher.publish()
+
+
+def _launcher(settings: NodeagentSettings) -> Launcher:
+    agent_directory = settings.node_state / "agent"
+    if not settings.zygote:
+        return DirectLauncher(settings.engine_module, agent_directory / "specs")
+    log_path = settings.node_state / "logs" / "zygote.log"
+    return ZygoteLauncher(agent_directory / "zygote.sock", log_path, engine_environment(settings), settings.zygote_module)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait until one of them is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 def _adopt(record: Record, loop: Loop, performer: Performer, timelines: Timelines) -> None:
@@ -178,20 +207,3 @@ def _adopt(record: Record, loop: Loop, performer: Performer, timelines: Timeline
     error = explain_exit(instance.pid or 0, None, (None, None), log_path)
     log.info("instance found", extra={"instance": instance.instance_id, "pid": instance.pid, "alive": alive})
     loop.post(e.Adopted(instance, alive, error))
-
-
-async def _end(settings: NodeagentSettings, loop: Loop, performer: Performer, publisher: Publisher) -> None:
-    loop.post(e.Shutdown(settings.stop_timeout))
-    processes_within = settings.stop_timeout + 2 * settings.kill_grace
-    await loop.until(lambda s: s.stopping, 1.0)
-    await publisher.publish()
-    if not await loop.until(lambda s: all(i.process is Process.GONE for i in s.live()), processes_within):
-        log.error("engines are left that could not be ended", extra={"instances": [i.instance_id for i in loop.state.live()]})
-    if not await loop.until(lambda s: not s.live(), _RELEASES_WITHIN_S):
-        # Their records stay: the next agent of this node releases them.
-        log.warning("the loader did not release all weights", extra={"instances": [i.instance_id for i in loop.state.live()]})
-    live = {i.instance_id for i in loop.state.live()}
-    for instance_id in loop.state.instances:
-        if instance_id not in live:
-            performer.perform(e.Forget(instance_id))
-    await publisher.publish()

@@ -4,58 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from nats.errors import Error as NatsError
 
 from services.nodeagent.domain import events as e
-from services.nodeagent.domain.state import NodeState
 from services.nodeagent.engines.exits import explain_exit, prune_logs
 from services.nodeagent.engines.launcher import Launcher
 from services.nodeagent.engines.process import Processes
+from services.nodeagent.loop import Loop
 from services.nodeagent.meter import Meter
 from services.nodeagent.publisher import Publisher
 from services.nodeagent.records import Records
 from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
-from shared.contracts.base import Done, ErrorBody
+from shared.contracts.base import Done, ErrorBody, Message, Request
 from shared.contracts.engine import DrainEngine, EngineReport, EngineStart, PingEngine
 from shared.contracts.loader import ReleaseWeights, WeightsReleased
-from shared.errors import ThawError, from_body
+from shared.errors import ThawError, Unavailable, from_body
 from shared.messaging import Mesh
 
+R = TypeVar("R", bound=Message)
 log = logging.getLogger(__name__)
 _EXIT_STATUS_WITHIN_S = 0.25
 _KEPT_LOGS = 64
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What effects go out through."""
+
+    mesh: Mesh
+    launcher: Launcher
+    records: Records
+    timelines: Timelines
+    meter: Meter
+    publisher: Publisher
+
+
 class Performer:
     def __init__(
-        self,
-        mesh: Mesh,
-        node: str,
-        launcher: Launcher,
-        records: Records,
-        timelines: Timelines,
-        meter: Meter,
-        publisher: Publisher,
-        logs: Path,
-        environment: dict[str, str],
-        post: Callable[[e.Event], None],
-        state: Callable[[], NodeState],
-        tasks: asyncio.TaskGroup,
+        self, parts: Parts, node: str, logs: Path, environment: dict[str, str], loop: Loop, tasks: asyncio.TaskGroup
     ) -> None:
-        self._mesh = mesh
+        self._mesh = parts.mesh
+        self._launcher = parts.launcher
+        self._records = parts.records
+        self._timelines = parts.timelines
+        self._meter = parts.meter
+        self._publisher = parts.publisher
         self._node = node
-        self._launcher = launcher
-        self._records = records
-        self._timelines = timelines
-        self._meter = meter
-        self._publisher = publisher
         self._logs = logs
         self._environment = environment
-        self._post = post
-        self._state = state
+        self._post = loop.post
+        self._loop = loop
         self._tasks = tasks
         self._running: set[asyncio.Task[None]] = set()
         self._replies: dict[int, asyncio.Future[Done]] = {}
@@ -72,7 +76,7 @@ class Performer:
     def perform(self, effect: e.Effect) -> None:
         match effect:
             case e.Persist():
-                instance = self._state().instances[effect.instance_id]
+                instance = self._loop.state.instances[effect.instance_id]
                 self._records.save(instance, self._timelines.spans(instance, origin=0.0))
             case e.PersistEpoch():
                 self._records.save_epoch(effect.epoch)
@@ -90,7 +94,7 @@ class Performer:
                 self._spawn("drain", effect.instance_id, self._drain(effect))
             case e.Measure():
                 self._spawn(
-                    "measure", effect.instance_id, self._meter.measure_and_tell(self._state().instances[effect.instance_id])
+                    "measure", effect.instance_id, self._meter.measure_and_tell(self._loop.state.instances[effect.instance_id])
                 )
             case e.ProveMemory():
                 self._spawn("prove", effect.instance_id, self._prove(effect.instance_id))
@@ -123,7 +127,7 @@ class Performer:
             future.set_exception(from_body(error))
 
     async def _fork(self, instance_id: str) -> None:
-        command = self._state().instances[instance_id].command
+        command = self._loop.state.instances[instance_id].command
         self._timelines.of(instance_id).forking(self._launcher.name)
         start = EngineStart(
             instance_id=instance_id,
@@ -156,9 +160,16 @@ class Performer:
         log.info("engine ended", extra={"instance": instance_id, "pid": pid, "status": status})
         self._post(e.EngineExited(instance_id, pid, status, error))
 
+    async def _ask(self, subject: str, request: Request, reply: type[R]) -> R:
+        """`Mesh.request`, with a connection that is not there now as one more typed error."""
+        try:
+            return await self._mesh.request(subject, request, reply)
+        except NatsError as fault:
+            raise Unavailable(f"NATS is not there now: {fault}") from fault
+
     async def _ping(self, instance_id: str) -> None:
         try:
-            report = await self._mesh.request(subjects.engine_control(instance_id), PingEngine(deadline_ms=2_000), EngineReport)
+            report = await self._ask(subjects.engine_control(instance_id), PingEngine(deadline_ms=2_000), EngineReport)
         except ThawError as error:
             log.debug("an engine does not answer yet", extra={"instance": instance_id, "error": error.message})
             return
@@ -166,7 +177,7 @@ class Performer:
 
     def heard(self, report: EngineReport) -> None:
         """An engine has told about itself."""
-        instance = self._state().instances.get(report.instance_id)
+        instance = self._loop.state.instances.get(report.instance_id)
         if instance is not None and instance.state.starting:
             self._timelines.of(report.instance_id).reported(report, instance.command.traceparent)
         self._post(e.EngineReported(report))
@@ -175,13 +186,13 @@ class Performer:
         error: ErrorBody | None = None
         request = DrainEngine(only_if_idle=effect.only_if_idle, reason=effect.reason, deadline_ms=3_000)
         try:
-            await self._mesh.request(subjects.engine_control(effect.instance_id), request, Done)
+            await self._ask(subjects.engine_control(effect.instance_id), request, Done)
         except ThawError as refused:
             error = refused.body()
         self._post(e.DrainAnswered(effect.instance_id, effect.only_if_idle, error))
 
     async def _prove(self, instance_id: str) -> None:
-        instance = self._state().instances[instance_id]
+        instance = self._loop.state.instances[instance_id]
         while True:
             try:
                 freed = await self._meter.prove_gone(instance)
@@ -194,7 +205,7 @@ class Performer:
     async def _release(self, instance_id: str) -> None:
         request = ReleaseWeights(instance_id=instance_id, deadline_ms=5_000)
         try:
-            released = await self._mesh.request(subjects.loader_command(self._node), request, WeightsReleased)
+            released = await self._ask(subjects.loader_command(self._node), request, WeightsReleased)
         except ThawError as error:
             log.warning("weights not released yet; trying again", extra={"instance": instance_id, "error": error.message})
             self._post(e.ReleaseFailed(instance_id, error.body()))
@@ -205,4 +216,4 @@ class Performer:
         self._records.forget(instance_id)
         self._timelines.forget(instance_id)
         self._meter.forget(instance_id)
-        prune_logs(self._logs, _KEPT_LOGS, frozenset(self._state().instances))
+        prune_logs(self._logs, _KEPT_LOGS, frozenset(self._loop.state.instances))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import Callable, Mapping
+
+from nats.errors import Error as NatsError
 
 from services.nodeagent.devices.inventory import device_status
 from services.nodeagent.devices.port import Device
@@ -17,6 +20,7 @@ from shared.contracts import subjects
 from shared.contracts.node import STATUS_INTERVAL_S, NodeStatus
 from shared.messaging import Mesh
 
+log = logging.getLogger(__name__)
 _COALESCE_S = 0.005
 _COALESCE_LOADS_S = 0.1
 
@@ -64,7 +68,10 @@ class Publisher:
         self._changed.clear()
         self._urgent.clear()
         self._seq += 1
-        await self._mesh.publish(subjects.node_status(self._node), self.status())
+        try:
+            await self._mesh.publish(subjects.node_status(self._node), self.status())
+        except NatsError as e:  # the next one, in a second, tells the same
+            log.warning("a status could not be sent", extra={"error": repr(e)})
 
     def status(self) -> NodeStatus:
         state = self._state()

@@ -47,6 +47,7 @@ class ZygoteLauncher:
         self._pid: int | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
+        self._closing = asyncio.Event()
         self._failures = 0
         self._failed = asyncio.Event()
         self._turned = asyncio.Event()
@@ -55,7 +56,7 @@ class ZygoteLauncher:
 
     async def run(self) -> None:
         """Keep a connection to a zygote: one that serves the socket already, or a new one."""
-        while True:
+        while not self._closing.is_set():
             try:
                 reader = await self._connect()
             except EngineFailed as e:
@@ -71,6 +72,8 @@ class ZygoteLauncher:
                 self._turned.set()
                 await self._read(reader)
                 self._connected.clear()
+                if self._closing.is_set():
+                    return
                 log.warning("lost the zygote; starting another", extra={"pid": self._pid})
                 self._abandon()
             await asyncio.sleep(_RESTART_WAITS_S[min(self._failures, len(_RESTART_WAITS_S) - 1)])
@@ -115,6 +118,7 @@ class ZygoteLauncher:
 
     async def close(self) -> None:
         """SIGTERM to the zygote, whoever started it; SIGKILL after two seconds."""
+        self._closing.set()
         if self._writer is not None:
             self._writer.close()
         if self._pid is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -39,7 +40,7 @@ async def test_engines_are_forked_and_their_ends_have_a_status(node: Node) -> No
     assert status.error is not None
     assert "exit status 3" in status.error.message
     assert node.instance(second).state is READY
-    assert node.stop_agent() == 0
+    assert await asyncio.to_thread(node.stop_agent) == 0, (node.home / "nodeagent.log").read_text()
     assert await gone(zygote.pid)
 
 

@@ -204,7 +204,10 @@ class FakeNode:
             i.error = self.fail_starts.pop(0)
             await self._enter(i, InstanceState.FAILED)
             return
-        i.phases = (*i.phases, PhaseSpan(phase=Phase.LOAD, start_ms=-self.start_s * 1e3, duration_ms=self.start_s * 1e3, process="fake"))
+        i.phases = (
+            *i.phases,
+            PhaseSpan(phase=Phase.LOAD, start_ms=-self.start_s * 1e3, duration_ms=self.start_s * 1e3, process="fake"),
+        )
         await self._enter(i, InstanceState.READY)
 
     async def _enter(self, i: FakeInstance, state: InstanceState) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
 from pydantic import SecretStr
 
 from services.scheduler.app import run
@@ -85,6 +87,13 @@ class Site:
         await asyncio.gather(*(task for _, task in self.schedulers), return_exceptions=True)
         for node in self.nodes:
             await node.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tracing() -> None:
+    """Spans with ids, exported nowhere."""
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        trace.set_tracer_provider(TracerProvider())
 
 
 @pytest.fixture

@@ -3,29 +3,258 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from shared.contracts.admin import ExplainPlan, PlanExplained
-from shared.contracts.node import InstanceState
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.admin import (
+    AddModels,
+    ChangeNode,
+    ExplainPlan,
+    ModelAsleep,
+    ModelAwake,
+    ModelsAdded,
+    PlanExplained,
+    RemoveModel,
+    SleepModel,
+    WakeModel,
+)
+from shared.contracts.base import Done
+from shared.contracts.loader import PrepareWeights
+from shared.contracts.models import ModelCard
+from shared.contracts.node import InstanceState, StopInstance
+from shared.contracts.plans import PlanRecord
+from shared.contracts.traces import LoadTrace
+from shared.errors import (
+    CheckpointInvalid,
+    Conflict,
+    EngineFailed,
+    InsufficientMemory,
+    InvalidModel,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+)
 from tests.integration.scheduler.conftest import Site, spec
+from tests.support.fake_node import MIB, FakeNode
+
+READY = InstanceState.READY
+TWO_MODELS = 700 * MIB
+
+
+def ready(node: FakeNode, model: str) -> bool:
+    return any(i.state is READY for i in node.of(model))
+
+
+async def plan_of(site: Site, model: str) -> PlanRecord:
+    explained: PlanExplained = await site.ask(ExplainPlan(model=model), PlanExplained)
+    return explained.plan
+
+
+async def up(site: Site, node: FakeNode, model: str) -> None:
+    """Bring a model up; it has served and is idle."""
+    await site.demand(model, 1)
+    await site.until(lambda: ready(node, model))
+    await site.demand(model, 0)
+    await node.load(model, 1)
+    await node.load(model, 0)
 
 
 async def test_demand_starts_one_instance_and_the_plan_tells_what_was_measured(site: Site) -> None:
     site.scheduler()
     node = await site.node()
     await site.add(spec("a"))
-    noted = await asyncio.gather(*(site.demand("a", 3, gateway=f"g{i}") for i in range(20)))
+    noted = await asyncio.gather(*(site.demand("a", 3, gateway=f"g{i}") for i in range(100)))
     assert {n.outlook for n in noted} <= {"starting", "ready"}
-    await site.until(lambda: any(i.state is InstanceState.READY for i in node.of("a")))
-    assert len(node.starts("a")) == 1
-    explained: PlanExplained = await site.ask(ExplainPlan(model="a"), PlanExplained)
-    await site.until(lambda: _is_ready(site))
-    explained = await site.ask(ExplainPlan(model="a"), PlanExplained)
-    assert explained.plan.outcome == "ready"
-    assert explained.plan.measured_ms is not None
-    assert {"schedule", "load"} <= {s.phase.value for s in explained.plan.measured}
+    assert all(n.eta_ms is not None for n in noted)
+    await site.until(lambda: ready(node, "a"))
+    (start,) = node.starts("a")
+    assert [type(c) for c in node.commands if isinstance(c, PrepareWeights)] == [PrepareWeights]
+    assert start.traceparent is not None
+
+    async def measured() -> bool:
+        return (await plan_of(site, "a")).outcome == "ready"
+
+    await site.until(measured)
+    plan = await plan_of(site, "a")
+    assert plan.measured_ms is not None
+    assert {"schedule", "load"} <= {s.phase.value for s in plan.measured}
+    assert plan.traceparent == start.traceparent
+    assert plan.chosen is not None
+    assert plan.chosen.predicted["load"] > 0
     assert (await site.demand("a", 1)).outlook == "ready"
 
 
-async def _is_ready(site: Site) -> bool:
-    explained: PlanExplained = await site.ask(ExplainPlan(model="a"), PlanExplained)
-    return explained.plan.outcome == "ready"
+async def test_the_load_is_traced(site: Site) -> None:
+    site.scheduler()
+    node = await site.node()
+    await site.add(spec("a"))
+    waiter = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    await site.demand("a", 1, traceparents=(waiter,))
+    await site.until(lambda: ready(node, "a"))
+    js = site.mesh.nc.jetstream()
+    plan = await plan_of(site, "a")
+
+    async def kept() -> LoadTrace | None:
+        messages = await js.subscribe(subjects.load_trace(plan.plan_id), ordered_consumer=True)
+        try:
+            return LoadTrace.model_validate_json((await messages.next_msg(timeout=5)).data)
+        finally:
+            await messages.unsubscribe()
+
+    trace = await kept()
+    assert trace is not None
+    assert (trace.model, trace.outcome, trace.waiters) == ("a", "ready", ("a" * 32,))
+    assert trace.trace_id == (node.starts("a")[0].traceparent or "").split("-")[1]
+    assert sum(s.duration_ms for s in trace.critical_path) == pytest.approx(trace.duration_ms)
+
+
+async def test_three_models_share_a_device_that_holds_two(site: Site) -> None:
+    site.scheduler()
+    node = await site.node(budget=TWO_MODELS)
+    await site.add(spec("a"), spec("b"), spec("c"))
+    for name in ("a", "b"):
+        await up(site, node, name)
+    await site.demand("c", 1)
+    await site.until(lambda: ready(node, "c"))
+    assert not node.of("a"), "the longest idle has left"
+    assert ready(node, "b")
+    plan = await plan_of(site, "c")
+    assert plan.way == "evict_then_load"
+    assert plan.chosen is not None
+    assert plan.chosen.victims[0].startswith("a (")
+    assert "reserve" in {s.phase.value for i in node.of("c") for s in i.phases}
+
+
+async def test_a_serving_model_is_drained_only_when_another_waits_too_long(site: Site) -> None:
+    site.scheduler(preempt_after=0.5)
+    node = await site.node(budget=TWO_MODELS)
+    await site.add(spec("a"), spec("b", pin=True), spec("c"))
+    await up(site, node, "a")
+    await up(site, node, "b")
+    await node.load("a", 1)
+    assert (await site.demand("c", 1)).outlook == "waiting"
+    await site.until(lambda: any(i.state is InstanceState.DRAINING for i in node.of("a")))
+    assert not node.starts("c")
+    assert ready(node, "b")
+    await node.load("a", 0)
+    await site.until(lambda: ready(node, "c"))
+
+
+async def test_wake_sleep_and_remove(site: Site) -> None:
+    site.scheduler()
+    node = await site.node()
+    await site.add(spec("a", aliases=("alias",)))
+    awake: ModelAwake = await site.ask(WakeModel(name="alias"), ModelAwake)
+    assert awake.instance_id in node.instances
+    assert (await plan_of(site, "alias")).trigger == "wake"
+    asleep: ModelAsleep = await site.ask(SleepModel(name="a"), ModelAsleep)
+    assert asleep.instances == (awake.instance_id,)
+    assert asleep.freed_bytes == node.instances[awake.instance_id].command.reserve_bytes
+    node.fail_starts = [CheckpointInvalid("bad shard").body()]
+    with pytest.raises(CheckpointInvalid, match="bad shard"):
+        await site.ask(WakeModel(name="a"), ModelAwake)
+    view = await site.view()
+    assert view.models[0].error == "bad shard"
+    await site.ask(WakeModel(name="a"), ModelAwake)
+    assert (await site.view()).models[0].error is None
+    await site.ask(RemoveModel(name="a"), Done)
+    await site.until(lambda: not node.of("a"))
+    with pytest.raises(ModelNotFound):
+        await site.ask(WakeModel(name="a"), ModelAwake)
+    assert not await catalogue(site)
+
+
+async def catalogue(site: Site) -> dict[str, ModelCard]:
+    from services.scheduler.adapters.catalog import Catalog
+
+    return {c.name: c for c in (await Catalog(site.mesh.nc.jetstream()).read()).values()}
+
+
+async def test_registrations_are_all_or_nothing(site: Site) -> None:
+    site.scheduler()
+    node = await site.node(sizes={"/models/huge": 2000 * MIB})
+    added = await site.add(spec("a", aliases=("x",)), spec("b"))
+    assert added.added == ("a", "b")
+    faults: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        ((spec("c"), spec("c")), InvalidRequest, "named twice: c"),
+        ((spec("c", aliases=("x",)),), Conflict, r"'x' \(a and c\)"),
+        ((spec("x"),), Conflict, "'x'"),
+        ((spec("c"), spec("broken")), InvalidModel, "a shard is missing"),
+        ((spec("c"), spec("huge")), InsufficientMemory, "huge needs"),
+    ]
+    for specs, error, words in faults:
+        with pytest.raises(error, match=words):
+            await site.ask(AddModels(specs=specs), ModelsAdded)
+    assert set(await catalogue(site)) == {"a", "b"}
+    before = len(node.commands)
+    again: ModelsAdded = await site.ask(AddModels(specs=(spec("a", keep_alive=9), spec("b")), prune=True), ModelsAdded)
+    assert (again.changed, again.unchanged) == (("a",), ("b",))
+    assert len(node.commands) == before, "files are not read again"
+    assert (await catalogue(site))["a"].generation == 1
+    changed: ModelsAdded = await site.ask(AddModels(specs=(spec("a", max_model_len=512),), prune=True), ModelsAdded)
+    assert (changed.changed, changed.removed) == (("a",), ("b",))
+    assert (await catalogue(site))["a"].generation == 2
+
+
+async def test_failures_reach_gateways_once_retries_are_over(site: Site) -> None:
+    site.scheduler()
+    one, two = await site.node(node="n1"), await site.node(node="n2")
+    await site.add(spec("a"))
+    one.fail_starts = [EngineFailed("boom").body()]
+    two.fail_starts = [EngineFailed("boom").body()]
+    await site.demand("a", 1)
+    await site.until(lambda: bool(site.failed))
+    assert site.failed[0].error.message == "boom"
+    assert (len(one.starts()), len(two.starts())) == (1, 1)
+    assert (await plan_of(site, "a")).trigger == "retry"
+    await site.until(lambda: not one.of("a"))
+    await site.demand("a", 1)
+    await site.until(lambda: ready(one, "a") or ready(two, "a"))
+
+
+async def test_cordoned_nodes_take_nothing_and_drained_ones_empty(site: Site) -> None:
+    site.scheduler()
+    one = await site.node(node="n1")
+    await site.add(spec("a"))
+    await site.ask(WakeModel(name="a"), ModelAwake)
+    two = await site.node(node="n2")
+    await site.ask(ChangeNode(node="n1", action="drain"), Done)
+    await site.until(lambda: not one.of("a"))
+    await site.ask(WakeModel(name="a"), ModelAwake)
+    assert ready(two, "a")
+    assert {n.node: n.cordoned for n in (await site.view()).nodes} == {"n1": True, "n2": False}
+    with pytest.raises(NotFound, match="n9"):
+        await site.ask(ChangeNode(node="n9", action="cordon"), Done)
+    plan = await plan_of(site, "a")
+    assert {c.node: c.excluded for c in plan.candidates}["n1"] == "the node is cordoned"
+    same: PlanExplained = await site.ask(ExplainPlan(plan_id=plan.plan_id), PlanExplained)
+    assert same.plan.plan_id == plan.plan_id
+
+
+async def test_cancelled_demand_cancels_the_start(site: Site) -> None:
+    site.scheduler()
+    node = await site.node(hold_starts=asyncio.Event())
+    await site.add(spec("a"))
+    await site.demand("a", 1)
+    await site.until(lambda: bool(node.of("a")))
+
+    async def gave_up() -> bool:
+        await site.demand("a", 0)
+        return any(isinstance(c, StopInstance) for c in node.commands)
+
+    await site.until(gave_up)
+    await site.until(lambda: not node.of("a"))
+
+
+async def test_a_nodeagent_restart_keeps_its_instances(site: Site) -> None:
+    site.scheduler()
+    node = await site.node()
+    await site.add(spec("a"))
+    await site.ask(WakeModel(name="a"), ModelAwake)
+    await node.restart()
+    await node.publish()
+    await node.publish()
+    assert (await site.demand("a", 1)).outlook == "ready"
+    assert len(node.starts("a")) == 1

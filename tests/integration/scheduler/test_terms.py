@@ -1,0 +1,207 @@
+"""Leaders come and go: nothing is lost, nothing is decided twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import asyncpg
+import pytest
+from pydantic import SecretStr
+
+from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.repository import Deposed, Repository
+from services.scheduler.app import run
+from services.scheduler.domain.entities import Model
+from services.scheduler.domain.state import Drop
+from shared.contracts.admin import ModelAwake, WakeModel
+from shared.contracts.node import InstanceState
+from shared.errors import StaleToken, Unavailable
+from tests.integration.scheduler.conftest import Site, spec
+from tests.integration.scheduler.test_flow import catalogue, ready
+from tests.support.fake_node import FakeNode
+from tests.support.servers import NatsServer, PostgresServer
+
+
+async def process(site: Site, name: str) -> asyncio.subprocess.Process:
+    """A scheduler as an OS process."""
+    environment = os.environ | {
+        "THAW_NATS_URL": site.settings.nats_url.get_secret_value(),
+        "THAW_DATABASE_URL": site.settings.database_url.get_secret_value(),
+        "THAW_SCHEDULER_NAME": name,
+        "THAW_LOG_LEVEL": "warning",
+    }
+    root = Path(__file__).parents[3]
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "services.scheduler", env=environment, cwd=root)
+
+
+async def leader(site: Site) -> str:
+    return (await site.view()).scheduler
+
+
+async def test_a_killed_leader_is_replaced(site: Site, record_property: Callable[[str, object], None]) -> None:
+    node = await site.node()
+    first = await process(site, "first")
+    try:
+        await site.add(spec("a"), spec("b"))
+        await site.ask(WakeModel(name="a"), ModelAwake)
+        second = await process(site, "second")
+        try:
+            await standby(site)
+            node.hold_starts = asyncio.Event()
+            await site.demand("b", 1)
+            await site.until(lambda: bool(node.of("b")))
+            killed = time.monotonic()
+            first.send_signal(signal.SIGKILL)
+            await first.wait()
+            while await leader(site) != "second":
+                pass
+            took = time.monotonic() - killed
+            record_property("takeover_s", round(took, 3))
+            assert took < 9
+            node.hold_starts.set()
+            await site.demand("b", 1)
+            await site.until(lambda: ready(node, "b"))
+            assert (await site.demand("a", 1)).outlook == "ready"
+            assert len(node.starts("a")) == len(node.starts("b")) == 1
+        finally:
+            second.terminate()
+            assert await second.wait() == 0
+    finally:
+        if first.returncode is None:
+            first.kill()
+            await first.wait()
+
+
+async def standby(site: Site) -> None:
+    """Wait until another scheduler waits for the lock."""
+    connection = await asyncpg.connect(plain_url(site.settings.database_url.get_secret_value()))
+    try:
+        waiting = (
+            "SELECT count(*) FROM pg_locks JOIN pg_database ON pg_database.oid = database "
+            "WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()"
+        )
+
+        async def found() -> bool:
+            return bool(await connection.fetchval(waiting))
+
+        await site.until(found)
+    finally:
+        await connection.close()
+
+
+async def test_a_new_leader_recovers_from_the_database_alone(site: Site) -> None:
+    node = await site.node()
+    stop = asyncio.Event()
+    first = asyncio.create_task(run(site.settings, stop))
+    await site.add(spec("a", replicas={"min": 1, "max": 1}), spec("b"))
+    await site.until(lambda: ready(node, "a"))
+    epoch = (await site.view()).epoch
+    stop.set()
+    assert await first == 0
+    with pytest.raises(Unavailable):
+        await site.demand("a", 1)
+    site.scheduler()
+    view = await site.view()
+    assert view.epoch == epoch + 1
+    assert [m.card.name for m in view.models] == ["a", "b"]
+    await site.ask(WakeModel(name="b"), ModelAwake)
+    assert len(node.starts("a")) == len(node.starts("b")) == 1
+
+
+async def test_a_lost_database_is_led_above_the_epochs_seen(site: Site, postgres_server: PostgresServer) -> None:
+    node = await site.node()
+    stop = asyncio.Event()
+    first = asyncio.create_task(run(site.settings, stop))
+    await site.add(spec("a"))
+    await site.ask(WakeModel(name="a"), ModelAwake)
+    stop.set()
+    await first
+    fresh = postgres_server.create_database(f"fresh_{node.boot_id}")
+    # Epochs begin anew there, and the instance has a token of epoch 1: let the node have seen some more.
+    instance = next(iter(node.instances.values()))
+    instance.command = instance.command.model_copy(update={"token": 7 * 2**32 + 1})
+    site.scheduler(database_url=SecretStr(fresh))
+
+    async def above() -> bool:
+        return (await site.view()).epoch > 7
+
+    await site.until(above)
+    assert await catalogue(site) == {}, "the catalogue follows the database"
+    await site.until(lambda: instance.state is InstanceState.STOPPED)
+
+
+async def test_a_deposed_leader_writes_nothing(database_url: str) -> None:
+    engine = connect(database_url)
+    try:
+        await migrate(engine)
+        await migrate(engine)
+        repository = Repository(engine)
+        with pytest.raises(Deposed):
+            await repository.commit(41, [Drop(Model, "a")])
+    finally:
+        await engine.dispose()
+
+
+async def test_commands_of_an_older_epoch_are_refused(site: Site) -> None:
+    node = await site.node()
+    node.highest_token = 3 * 2**32
+    site.scheduler()
+    await site.add(spec("a"))
+    with pytest.raises((StaleToken, Unavailable)):
+        await site.mesh.request("thaw.v1.scheduler.admin", WakeModel(name="a"), ModelAwake)
+
+    async def led_past() -> bool:
+        return (await site.view()).epoch >= 3
+
+    # Each refusal costs an epoch, until the tokens are above those the node has seen.
+    async def woken() -> bool:
+        try:
+            await site.mesh.request("thaw.v1.scheduler.admin", WakeModel(name="a"), ModelAwake)
+        except (StaleToken, Unavailable):
+            return False
+        return True
+
+    await site.until(woken)
+    assert await led_past()
+
+
+async def test_postgres_restarts_and_demand_is_not_lost(own_nats: NatsServer, site: Site) -> None:
+    server = PostgresServer()
+    try:
+        node = await site.node()
+        site.scheduler(database_url=SecretStr(server.url))
+        await site.add(spec("a"))
+        epoch = (await site.view()).epoch
+        await asyncio.to_thread(server.restart)
+
+        async def led_again() -> bool:
+            return (await site.view()).epoch > epoch
+
+        await site.until(led_again)
+        await site.demand("a", 1)
+        await site.until(lambda: ready(node, "a"))
+    finally:
+        await site.close()
+        await asyncio.to_thread(server.close)
+
+
+async def test_nats_restarts_under_a_leader(own_nats: NatsServer, site: Site) -> None:
+    node: FakeNode = await site.node()
+    site.scheduler()
+    await site.add(spec("a"))
+    await asyncio.to_thread(own_nats.restart)
+
+    async def asked() -> bool:
+        try:
+            await site.demand("a", 1)
+        except Unavailable:
+            return False
+        return ready(node, "a")
+
+    await site.until(asked)

@@ -1,0 +1,197 @@
+"""Whatever happens in whatever order: nothing is booked twice, nobody is thrown out unasked, everybody is answered in the end."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.scheduler.domain.booking import booking
+from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
+from services.scheduler.domain.entities import Entity
+from services.scheduler.domain.events import Recovered
+from services.scheduler.domain.state import ClusterState, Put, apply
+from shared.contracts.node import InstanceState
+from shared.errors import CheckpointInvalid, EngineFailed
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import World
+
+READY, LOADING, DRAINING = InstanceState.READY, InstanceState.LOADING, InstanceState.DRAINING
+NAMES = ("a", "b", "c", "pinned", "many")
+NODES = ("n1", "n2")
+name = st.sampled_from(NAMES)
+node = st.sampled_from(NODES)
+
+
+class Cluster(RuleBasedStateMachine):
+    """Two nodes of 700 MiB; five models of 324 MiB each, so two fit a node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = World()
+        self.heard_stops = 0
+        self.silent: set[str] = set()
+        self.waiting: dict[str, int] = {}
+
+    @initialize()
+    def begin(self) -> None:
+        for n in NODES:
+            self.w.node(n, 700 * MIB)
+        for n in NAMES:
+            self.w.model(n, pin=n == "pinned", keep_alive=20, replicas={"min": 0, "max": 2 if n == "many" else 1})
+
+    def speakers(self) -> tuple[str, ...]:
+        return tuple(n for n in NODES if n not in self.silent)
+
+    @rule(model=name, waiting=st.integers(0, 30), in_flight=st.integers(0, 30), age=st.integers(0, 20_000))
+    def demand(self, model: str, waiting: int, in_flight: int, age: int) -> None:
+        self.waiting[model] = waiting
+        self.w.demand(model, waiting, in_flight=in_flight, oldest_wait_ms=age)
+
+    @rule(seconds=st.sampled_from((0.1, 0.25, 1.0, 3.0, 20.0)))
+    def pass_time(self, seconds: float) -> None:
+        step = min(seconds, 1.0)
+        for _ in range(round(seconds / step)):
+            self.w.now += step
+            self.w.hear(*self.speakers()) if self.speakers() else None
+            self.w.tick(heard=False)
+            for model, waiting in self.waiting.items():
+                if waiting:
+                    self.w.demand(model, waiting)
+
+    @rule(n=node)
+    def starts_succeed(self, n: str) -> None:
+        for r in self.w.agents[n].instances.values():
+            if r.state is LOADING:
+                r.state, r.idle_since = READY, self.w.now
+
+    @rule(n=node, bad=st.booleans())
+    def starts_fail(self, n: str, bad: bool) -> None:
+        error = (CheckpointInvalid if bad else EngineFailed)("it failed").body()
+        for r in self.w.agents[n].instances.values():
+            if r.state is LOADING:
+                r.state, r.error = InstanceState.FAILED, error
+
+    @rule(n=node)
+    def stops_finish(self, n: str) -> None:
+        self.w.agents[n].finish_stops()
+
+    @rule(model=name, active=st.integers(0, 3))
+    def serve(self, model: str, active: int) -> None:
+        for r in self.w.of(model, READY, DRAINING):
+            if r.state is READY or active < r.active:
+                r.completed += max(0, r.active - active)
+                r.active, r.idle_since = active, self.w.now
+
+    @rule(n=node)
+    def say(self, n: str) -> None:
+        if n not in self.silent:
+            self.w.hear(n)
+
+    @rule(n=node)
+    def fall_silent(self, n: str) -> None:
+        self.silent.add(n)
+
+    @rule(n=node)
+    def return_(self, n: str) -> None:
+        self.silent.discard(n)
+        self.w.hear(n)
+
+    @rule(n=node)
+    def reboot(self, n: str) -> None:
+        """The whole node: its engines are gone too."""
+        agent = self.w.agents[n]
+        agent.instances.clear()
+        agent.boot, agent.seq, agent.highest = f"{agent.boot}+", 0, 0
+
+    @rule(model=name)
+    def wake(self, model: str) -> None:
+        self.w.wake(model)
+
+    @rule(model=name)
+    def sleep(self, model: str) -> None:
+        self.w.sleep(model)
+
+    @rule(n=node, action=st.sampled_from(("cordon", "uncordon", "drain")))
+    def change_node(self, n: str, action: str) -> None:
+        self.w.change_node(n, action)
+
+    @precondition(lambda self: not self.silent)
+    @rule()
+    def another_leader(self) -> None:
+        """Only what is durable survives; the new epoch is one higher."""
+        old = self.w.state
+        state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now)
+        kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
+        apply(state, [Put(e) for e in kept])
+        self.w.state = state
+        self.w.send(Recovered(self.w.now))
+
+    @invariant()
+    def nothing_is_booked_twice(self) -> None:
+        for n in NODES:
+            if n in self.w.state.nodes:
+                booked = booking(self.w.state, n, "cpu:0")
+                assert booked.held <= booked.budget
+
+    @invariant()
+    def nobody_is_thrown_out_unasked(self) -> None:
+        stops = self.w.sent(SendStop)
+        for stop in stops[self.heard_stops :]:
+            command = stop.command
+            if command.reason.startswith("makes room"):
+                running = self.w.agents[stop.node].instances.get(command.instance_id)
+                assert running is None or running.command.card.name != "pinned"
+        self.heard_stops = len(stops)
+
+    @invariant()
+    def never_more_than_asked_for(self) -> None:
+        for model in self.w.state.models.values():
+            live = self.w.state.live(model)
+            assert len(live) <= model.card.spec.replicas.max
+            assert len({i.instance_id for i in live}) == len(live)
+
+    def teardown(self) -> None:
+        """From now on everything behaves: then everybody is served."""
+        w = self.w
+        for n in NODES:
+            w.change_node(n, "uncordon")
+        wanted = {n for n, waiting in self.waiting.items() if waiting}
+        served: set[str] = set()
+        before = len(w.sent(PublishLoadFailed))
+        for n in NAMES:
+            self.waiting[n] = 1 if n in wanted else 0
+            w.demand(n, self.waiting[n])
+        for _ in range(120):
+            w.now += 0.5
+            for agent in w.agents.values():
+                for r in agent.instances.values():
+                    r.completed += r.active
+                    if r.active:
+                        r.active, r.idle_since = 0, w.now
+                    if r.state is LOADING:
+                        r.state, r.idle_since = READY, w.now
+                agent.finish_stops()
+            w.tick()
+            for n in wanted - served:
+                if w.demand(n, 1).outlook == "ready":
+                    served.add(n)
+                    self.waiting[n] = 0
+                    w.demand(n, 0)
+                    for r in w.of(n, READY):
+                        r.active = 1
+        told = {e.event.model for e in w.sent(PublishLoadFailed)[before:]}
+        assert wanted <= served | told, (wanted - served, w.state.unmet)
+        waiting_wakes = [x for x in w.state.waiters.values() if x.kind == "wake"]
+        assert not waiting_wakes, waiting_wakes
+        answers = [e.waiter for e in w.sent(ReplyTo)]
+        assert len(answers) == len(set(answers)), "one answer each"
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

@@ -1,0 +1,270 @@
+"""A scheduler's domain without any I/O: events in, effects recorded, and a nodeagent made of a dictionary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from services.scheduler.domain.decide import Decision, decide
+from services.scheduler.domain.draft import TOKENS_PER_EPOCH
+from services.scheduler.domain.effects import Effect, ReplyTo, SendStart, SendStop
+from services.scheduler.domain.events import (
+    AddModelsAsked,
+    ChangeNodeAsked,
+    CommandAccepted,
+    DemandHeard,
+    Event,
+    NodeStatusHeard,
+    RemoveModelAsked,
+    SleepAsked,
+    StartRefused,
+    StopRefused,
+    Tick,
+    WakeAsked,
+)
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state import ClusterState, apply
+from shared.contracts.base import ErrorBody
+from shared.contracts.demand import Demand
+from shared.contracts.engine import EngineLoad
+from shared.contracts.models import ModelSpec
+from shared.contracts.node import (
+    DeviceStatus,
+    InstanceMemory,
+    InstanceState,
+    InstanceStatus,
+    NodeStatus,
+    StartInstance,
+)
+from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
+from tests.support.fake_node import MIB, model_info
+
+E = TypeVar("E", bound=Effect)
+
+
+@dataclass
+class Running:
+    command: StartInstance
+    state: InstanceState = InstanceState.LOADING
+    active: int = 0
+    completed: int = 0
+    idle_since: float = 0.0
+    error: ErrorBody | None = None
+
+
+@dataclass
+class Agent:
+    """A nodeagent that does as it is told; the test says when starts and stops come to their end."""
+
+    node: str
+    budget: int
+    boot: str = "boot-1"
+    seq: int = 1
+    highest: int = 0
+    instances: dict[str, Running] = field(default_factory=dict)
+
+    @property
+    def reserved(self) -> int:
+        return sum(r.command.reserve_bytes for r in self.instances.values() if r.state.holds_memory)
+
+    def start(self, command: StartInstance) -> ErrorBody | None:
+        if command.token < self.highest:
+            return StaleToken().body()
+        self.highest = command.token
+        assert self.reserved + command.reserve_bytes <= self.budget, "the scheduler booked more than there is"
+        self.instances.setdefault(command.instance_id, Running(command))
+        return None
+
+    def stop(self, effect: SendStop) -> ErrorBody | None:
+        command = effect.command
+        if command.token < self.highest:
+            return StaleToken().body()
+        self.highest = command.token
+        r = self.instances.get(command.instance_id)
+        if r is None or not r.state.holds_memory:
+            return None
+        if command.only_if_idle and r.active:
+            return InstanceBusy().body()
+        r.state = InstanceState.DRAINING
+        return None
+
+    def finish_stops(self) -> None:
+        for r in self.instances.values():
+            if r.state is InstanceState.DRAINING and not r.active:
+                r.state = InstanceState.STOPPED
+
+    def status(self, now: float) -> NodeStatus:
+        self.seq += 1
+        return NodeStatus(
+            node=self.node,
+            boot_id=self.boot,
+            seq=self.seq,
+            devices=(DeviceStatus(device_id="cpu:0", kind="cpu", budget_bytes=self.budget, reserved_bytes=self.reserved),),
+            instances=tuple(_status(r, now) for r in self.instances.values()),
+        )
+
+
+def _status(r: Running, now: float) -> InstanceStatus:
+    c = r.command
+    stopped = r.state is InstanceState.STOPPED
+    return InstanceStatus(
+        instance_id=c.instance_id,
+        plan_id=c.plan_id,
+        token=c.token,
+        model=c.card.name,
+        generation=c.card.generation,
+        revision=c.card.info.revision,
+        device_ids=c.device_ids,
+        state=r.state,
+        memory=InstanceMemory(reserved=c.reserve_bytes, kv=c.kv_bytes),
+        freed_bytes=c.reserve_bytes if stopped else None,
+        capacity=c.card.spec.max_concurrency,
+        load=EngineLoad(active=r.active, completed=r.completed, idle_ms=0 if r.active else max(0, int((now - r.idle_since) * 1e3))),
+        error=r.error,
+    )
+
+
+@dataclass
+class World:
+    """Time is `now`; `send` decides one event. Commands reach the agents at once unless `deaf`."""
+
+    policy: Policy = field(default_factory=Policy)
+    epoch: int = 1
+    now: float = 1000.0
+    agents: dict[str, Agent] = field(default_factory=dict)
+    effects: list[Effect] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100)
+        self._asked = 0
+
+    def send(self, event: Event) -> Decision:
+        before = self.state.fork()
+        decision = decide(self.state, event, self.now, self.policy)
+        assert self.state == before, "decide must not change the state"
+        apply(self.state, decision.changes)
+        self.decisions.append(decision)
+        self.effects += decision.effects
+        for effect in decision.effects:
+            self._deliver(effect)
+        return decision
+
+    def _deliver(self, effect: Effect) -> None:
+        if not isinstance(effect, SendStart | SendStop):
+            return
+        token = effect.command.token
+        assert token // TOKENS_PER_EPOCH == self.state.epoch
+        assert not self.tokens or token > self.tokens[-1], "tokens must grow"
+        self.tokens.append(token)
+        agent = self.agents.get(effect.node)
+        if agent is None:
+            return
+        if isinstance(effect, SendStart):
+            error = agent.start(effect.command)
+            again: Event = (
+                StartRefused(self.now, effect.command.instance_id, error)
+                if error
+                else CommandAccepted(self.now, effect.command.instance_id)
+            )
+            self.send(again)
+        elif (error := agent.stop(effect)) is not None:
+            self.send(StopRefused(self.now, effect.command.instance_id, error))
+
+    # What tests do.
+
+    def node(self, name: str = "n1", budget: int = 1000 * MIB) -> Agent:
+        self.agents[name] = Agent(name, budget)
+        self.hear(name)
+        return self.agents[name]
+
+    def hear(self, *names: str) -> None:
+        for name in names or tuple(self.agents):
+            self.send(NodeStatusHeard(self.now, self.agents[name].status(self.now)))
+
+    def tick(self, seconds: float = 0.0, *, heard: bool = True) -> None:
+        """Time passes; nodes are heard in it unless told."""
+        self.now += seconds
+        if heard:
+            self.hear()
+        self.send(Tick(self.now))
+
+    def model(self, name: str, weights: int = 100 * MIB, **options: Any) -> None:
+        spec = ModelSpec(name=name, source=f"/m/{name}", **options)
+        answer = self.admin(AddModelsAsked(self.now, self._waiter(), (spec,), {name: model_info(spec.source, weights)}, False))
+        assert not isinstance(answer, ErrorBody), answer
+
+    def _waiter(self) -> str:
+        self._asked += 1
+        return f"w{self._asked}"
+
+    def admin(self, event: Any) -> Any:
+        """The answer to an operator's request, None if there is none yet."""
+        self.send(event)
+        return self.answer(event.waiter)
+
+    def answer(self, waiter: str) -> Any:
+        return next((e.answer for e in self.effects if isinstance(e, ReplyTo) and e.waiter == waiter), None)
+
+    def demand(self, model: str, waiting: int = 1, gateway: str = "g1", **more: Any) -> Any:
+        waiter = self._waiter()
+        self.send(DemandHeard(self.now, Demand(gateway=gateway, model=model, waiting=waiting, **more), waiter))
+        return self.answer(waiter)
+
+    def wake(self, model: str) -> str:
+        waiter = self._waiter()
+        self.send(WakeAsked(self.now, waiter, model))
+        return waiter
+
+    def sleep(self, model: str) -> str:
+        waiter = self._waiter()
+        self.send(SleepAsked(self.now, waiter, model))
+        return waiter
+
+    def remove(self, model: str) -> Any:
+        return self.admin(RemoveModelAsked(self.now, self._waiter(), model))
+
+    def change_node(self, node: str, action: str) -> Any:
+        return self.admin(ChangeNodeAsked(self.now, self._waiter(), node, action))
+
+    def of(self, model: str, *states: InstanceState) -> list[Running]:
+        found = [r for a in self.agents.values() for r in a.instances.values() if r.command.card.name == model]
+        return [r for r in found if (r.state in states if states else r.state.holds_memory)]
+
+    def get_ready(self, *models: str) -> None:
+        """Every start of these (or of all) succeeds now."""
+        for agent in self.agents.values():
+            for r in agent.instances.values():
+                if r.state is InstanceState.LOADING and (not models or r.command.card.name in models):
+                    r.state, r.idle_since = InstanceState.READY, self.now
+        self.hear()
+
+    def up(self, model: str, served: int = 1) -> Running:
+        """Bring one instance of the model up, idle, with `served` requests behind it."""
+        self.demand(model, 1)
+        self.get_ready(model)
+        self.demand(model, 0)
+        running = self.of(model, InstanceState.READY)[-1]
+        running.completed = served
+        self.hear()
+        return running
+
+    def fail(self, model: str, error: ErrorBody) -> None:
+        for r in self.of(model):
+            r.state, r.error = InstanceState.FAILED, error
+        self.hear()
+
+    def sent(self, kind: type[E]) -> list[E]:
+        return [e for e in self.effects if isinstance(e, kind)]
+
+    def starts(self, model: str) -> list[SendStart]:
+        return [e for e in self.sent(SendStart) if e.command.card.name == model]
+
+    def stops(self, model: str) -> list[SendStop]:
+        ids = {e.command.instance_id for e in self.starts(model)}
+        return [e for e in self.sent(SendStop) if e.command.instance_id in ids]
+
+
+def no_room() -> ErrorBody:
+    return InsufficientMemory("no room", should_retry=True).body()

@@ -13,6 +13,7 @@ from shared.contracts.plans import Candidate, PlanRecord
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.config.units import format_duration, format_size
+from thaw.errors import CommandError
 
 
 @verb
@@ -24,7 +25,12 @@ def explain(
 
     Example: [bold]thaw explain demo-250m[/]
     """
-    plan = Api.find().explain(model).plan
+    try:
+        plan = Api.find().explain(model).plan
+    except CommandError as e:
+        if e.code == "not_found":
+            e.remedy = "A model that nobody has asked for has none yet; `thaw models list` shows those that are registered."
+        raise
     out = screen(as_json)
     ago = format_duration(max(0.0, time.time() - plan.created))
     out.print(

@@ -1,0 +1,54 @@
+"""One mesh for all e2e tests of a module, brought up by `thaw up --detach` on a device that holds two of its three models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from shared.contracts.models import ModelSpec
+from tests.support.launcher import Thaw
+from thaw.cli.demo import budget_for_two
+from thaw.demo.models import make_demo_model
+
+MODELS = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Thaw]:
+    thaw = Thaw()
+    models = thaw.home / "models"
+    specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))
+    config = thaw.home / "thaw.yaml"
+    config.write_text(
+        f"mesh:\n  port: {thaw.port}\n  nodes:\n    node-0: {{cpu:0: {budget_for_two(specs)}}}\n"
+        "defaults: {keep_alive: -1}\nmodels:\n" + "".join(f"  - {{name: {s.name}, source: {s.source}}}\n" for s in specs)
+    )
+    try:
+        up = thaw.json("up", "--detach", "--config", str(config))
+        assert sorted(up["models"]["added"]) == sorted(MODELS)
+        yield thaw
+    finally:
+        thaw.close()
+
+
+@pytest.fixture
+def client(mesh: Thaw) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120, max_retries=2) as client:
+        yield client
+
+
+@pytest.fixture
+def plain(mesh: Thaw) -> Iterator[openai.OpenAI]:
+    """A client that does not try again, to see what the mesh itself says."""
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def admin(mesh: Thaw) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {mesh.endpoints['admin_key']}"}
+    with httpx.Client(base_url=f"{mesh.url}/admin/v1", headers=headers, timeout=60) as client:
+        yield client

@@ -1,0 +1,200 @@
+"""A mesh from `thaw up --detach` to `thaw down`, with the real OpenAI client: three models on a device that holds two."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.e2e.conftest import MODELS
+from tests.support.launcher import Thaw, until
+
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Where does the ice go?"}]
+
+
+def ask(client: openai.OpenAI, model: str, tokens: int = 12) -> str:
+    answer = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=tokens, temperature=0)
+    return answer.choices[0].message.content or ""
+
+
+def stream(client: openai.OpenAI, model: str, tokens: int = 12) -> tuple[str, int, str | None]:
+    """Text, completion tokens and finish reason of a streamed answer."""
+    pieces, tokens_seen, reason = [], 0, None
+    chunks = client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=tokens, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in chunks:
+        if chunk.usage:
+            tokens_seen = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            pieces.append(choice.delta.content or "")
+            reason = choice.finish_reason or reason
+    return "".join(pieces), tokens_seen, reason
+
+
+def test_three_models_on_a_device_that_holds_two_are_all_answered(mesh: Thaw, client: openai.OpenAI) -> None:
+    first = {model: ask(client, model) for model in MODELS}
+    assert len(set(first.values())) == len(MODELS)
+    # The third has evicted the first: asking again is another eviction, and greedy decoding says the same again.
+    for model in MODELS:
+        text, tokens, reason = stream(client, model)
+        assert (text, tokens, reason) == (first[model], 12, "length")
+    ready = [m for m in MODELS if mesh.instances(m)]
+    assert len(ready) == 2
+
+
+def test_a_hundred_requests_for_one_cold_model_are_one_load(mesh: Thaw, client: openai.OpenAI) -> None:
+    mesh.json("sleep", "one")
+    before = mesh.json("explain", "one")["plan_id"]
+    with ThreadPoolExecutor(100) as pool:
+        answers = list(pool.map(lambda _: ask(client, "one", 4), range(100)))
+    assert len(answers) == 100
+    # One sequence alone or many together: float32 greedy output is the same.
+    assert len(set(answers)) == 1
+    plan = mesh.json("explain", "one")
+    assert plan["plan_id"] != before
+    assert plan["outcome"] == "ready"
+    (instance,) = mesh.instances("one")
+    assert instance["plan_id"] == plan["plan_id"]
+
+
+def test_the_trace_of_a_cold_request_tiles_its_ttft(mesh: Thaw, client: openai.OpenAI) -> None:
+    mesh.json("sleep", "two")
+    ask(client, "two")
+    until(lambda: mesh.json("trace")["request"]["model"] == "two", what="the trace is written")
+    shown = mesh.json("trace")
+    request, load = shown["request"], shown["load"]
+    assert request["cold"] is True
+    total = sum(s["duration_ms"] for s in request["critical_path"])
+    assert total == pytest.approx(request["ttft_ms"], rel=0.05, abs=5)
+    phases = {s["phase"] for s in request["spans"]}
+    assert {"schedule", "container", "init", "prefill"} <= phases
+    assert load["model"] == "two"
+    assert load["outcome"] == "ready"
+    assert mesh.json("trace", request["request_id"])["request"] == request
+    text = mesh.run("trace").stdout
+    assert "TTFT" in text
+    assert "█" in text
+
+
+def test_ps_shows_states_and_memory(mesh: Thaw, client: openai.OpenAI) -> None:
+    ask(client, "three")
+    cluster = mesh.json("ps")
+    states = {m["card"]["spec"]["name"]: m["state"] for m in cluster["models"]}
+    assert states["three"] == "ready"
+    (device,) = cluster["nodes"][0]["devices"]
+    assert 0 < device["reserved_bytes"] <= device["budget_bytes"]
+    text = mesh.run("ps").stdout
+    assert "three" in text
+    assert "cpu:0" in text
+
+
+def test_sleep_frees_the_device_and_wake_takes_it(mesh: Thaw) -> None:
+    awake = mesh.json("wake", "two")
+    slept = mesh.json("sleep", "two")
+    assert slept["instances"] == [awake["instance_id"]]
+    assert slept["freed_bytes"] > 0
+    assert mesh.instances("two") == []
+    assert mesh.json("sleep", "two")["instances"] == []
+    again = mesh.json("wake", "two")
+    assert again["instance_id"] != awake["instance_id"]
+    assert [i["instance_id"] for i in mesh.instances("two")] == [again["instance_id"]]
+
+
+def test_explain_tells_who_had_to_leave(mesh: Thaw, client: openai.OpenAI) -> None:
+    for model in MODELS:
+        ask(client, model, 2)
+    plan = mesh.json("explain", "three")
+    assert plan["model"] == "three"
+    assert plan["chosen"]["device_ids"] == ["cpu:0"]
+    assert plan["candidates"]
+    assert "three" in mesh.run("explain", "three").stdout
+
+
+def test_chat_streams_and_answers(mesh: Thaw) -> None:
+    shown = mesh.json("chat", "one", "Hello", "--max-tokens", "6", "--temperature", "0")
+    assert shown["usage"]["completion_tokens"] == 6
+    assert shown["text"]
+    done = mesh.run("chat", "one", "Hello", "--max-tokens", "6", "--temperature", "0")
+    assert shown["text"].strip() in done.stdout
+
+
+def test_errors_say_what_to_do(mesh: Thaw, plain: openai.OpenAI) -> None:
+    for verb in ("wake", "sleep", "explain"):
+        error = mesh.error(verb, "nobody")
+        assert error["code"] in ("model_not_found", "not_found")
+        assert "thaw models" in error["remedy"]
+    assert mesh.error("models", "add", "x", "/nowhere")["code"] == "invalid_model"
+    assert mesh.error("wake", status=2)["code"] == "usage"
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(plain, "nobody")
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_registration_that_fails_leaves_nothing_behind(mesh: Thaw) -> None:
+    broken = mesh.home / "models" / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    error = mesh.error("models", "add", "broken", str(broken))
+    assert error["code"] in ("checkpoint_invalid", "invalid_model", "unsupported_architecture")
+    names = {m["spec"]["name"] for m in mesh.json("models", "list")["models"]}
+    assert names == set(MODELS)
+
+
+def test_up_again_says_it_runs_and_applies_the_difference(mesh: Thaw) -> None:
+    config = mesh.home / "thaw.yaml"
+    text = config.read_text()
+    changed = text.replace("keep_alive: -1", "keep_alive: 1h").replace("name: three", "name: third")
+    config.write_text(changed)
+    up = mesh.json("up", "--detach", "--config", str(config))
+    assert up["already_running"] is True
+    assert up["restart_needed"] == []
+    assert up["models"]["added"] == ["third"]
+    assert sorted(up["models"]["changed"]) == ["one", "two"]
+    assert up["models"]["removed"] == ["three"]
+    config.write_text(text)
+    back = mesh.json("up", "--detach", "--config", str(config))
+    assert (back["models"]["added"], back["models"]["removed"]) == (["three"], ["third"])
+    assert mesh.json("up", "--detach", "--config", str(config))["models"]["unchanged"] == list(MODELS)
+
+
+def test_a_fault_in_the_file_changes_nothing(mesh: Thaw) -> None:
+    config = mesh.home / "bad.yaml"
+    config.write_text("models:\n  - name: x\n    sorce: .\n")
+    error = mesh.error("up", "--detach", "--config", str(config))
+    assert error["code"] == "invalid_config"
+    assert {(f["line"], f["path"]) for f in error["details"]} == {(2, "models[0].source"), (3, "models[0].sorce")}
+    assert {m["spec"]["name"] for m in mesh.json("models", "list")["models"]} == set(MODELS)
+
+
+def test_a_cordoned_node_takes_nothing_new(mesh: Thaw) -> None:
+    mesh.json("sleep", "one")
+    mesh.json("node", "cordon", "node-0")
+    try:
+        (node,) = mesh.json("node", "list")["nodes"]
+        assert node["cordoned"] is True
+    finally:
+        mesh.json("node", "uncordon", "node-0")
+    mesh.json("wake", "one")
+
+
+def test_logs_are_there_for_every_service(mesh: Thaw) -> None:
+    for service in ("gateway", "scheduler", "nodeagent", "loader", "nats", "postgres", "supervisor", "engine"):
+        assert mesh.json("logs", service)["logs"]
+    assert "gateway" in mesh.error("logs", "nobody")["remedy"]
+
+
+def test_doctor_finds_a_healthy_mesh(mesh: Thaw) -> None:
+    findings = {f["subject"]: f for f in mesh.json("doctor")["findings"]}
+    assert findings["nats"]["level"] == "ok"
+    assert findings["postgres"]["level"] == "ok"
+    assert "running" in findings["mesh"]["text"]
+
+
+def test_the_endpoint_needs_the_admin_key(mesh: Thaw) -> None:
+    assert httpx.get(f"{mesh.url}/admin/v1/cluster").status_code == 401
+    for name in ("endpoints.json", "credentials.json", "mesh.json", "nats.conf"):
+        assert (mesh.home / "run" / name).stat().st_mode & 0o077 == 0

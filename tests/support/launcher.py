@@ -1,0 +1,168 @@
+"""`thaw` as a person runs it, in a state directory and on ports of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shared.contracts.segment import segment_prefix
+from tests.support.servers import free_port
+from thaw.cli.app import main
+from thaw.launcher.processes import MARK
+
+ROOT = Path(__file__).resolve().parents[2]
+_PRIVATE = (
+    "THAW_URL",
+    "THAW_HOME",
+    "THAW_ADMIN_KEY",
+    "THAW_API_KEY",
+    "THAW_NATS_URL",
+    "THAW_DATABASE_URL",
+    "THAW_GATEWAY_PORT",
+    MARK,
+)
+
+
+class Thaw:
+    """Runs `thaw` under a THAW_HOME of its own, removed by `close`, which fails if anything of it is left."""
+
+    def __init__(self, **environment: str) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="thaw-e2e-", dir="/tmp")).resolve()
+        self.port = free_port()
+        self.environment = {k: v for k, v in os.environ.items() if k not in _PRIVATE} | {
+            "THAW_HOME": str(self.home),
+            "PYTHONPATH": str(ROOT),
+            "THAW_ENGINE_THREADS": "1",
+            **environment,
+        }
+
+    def popen(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "thaw.cli.app", *arguments],
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            **options,
+        )
+
+    def run(self, *arguments: str, timeout: float = 150.0) -> subprocess.CompletedProcess[str]:
+        process = self.popen(*arguments)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def inside(self, *arguments: str) -> tuple[int, str]:
+        """A verb run in this process, which saves starting one: its status and standard output."""
+        out = io.StringIO()
+        before = {k: os.environ.pop(k) for k in _PRIVATE if k in os.environ}
+        os.environ.update({k: v for k, v in self.environment.items() if k.startswith("THAW_")})
+        try:
+            with contextlib.redirect_stdout(out):
+                status = main(list(arguments))
+        finally:
+            for key in [k for k in os.environ if k.startswith("THAW_")]:
+                del os.environ[key]
+            os.environ.update(before)
+        return status, out.getvalue()
+
+    def json(self, *arguments: str, timeout: float = 150.0) -> dict[str, Any]:
+        """The document of a verb that must succeed: one JSON document, and nothing else."""
+        if arguments[0] in ("up", "down"):
+            done = self.run(*arguments, "--json", timeout=timeout)
+            status, out, err = done.returncode, done.stdout, done.stderr
+        else:
+            (status, out), err = self.inside(*arguments, "--json"), ""
+        assert status == 0, f"{arguments}: {out}{err}{self.last_words()}"
+        document = json.loads(out)
+        assert isinstance(document, dict)
+        return document
+
+    def error(self, *arguments: str, status: int = 1) -> dict[str, Any]:
+        """The error of a verb that must fail."""
+        ended, out = self.inside(*arguments, "--json")
+        assert ended == status, out
+        error = json.loads(out)["error"]
+        assert isinstance(error, dict)
+        return error
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        found = json.loads((self.home / "run" / "endpoints.json").read_text())
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def pid(self, service: str) -> int:
+        """The pid of a supervised service."""
+        status = json.loads((self.home / "run" / "supervisor.json").read_text())
+        process = status["services"][service]["process"] if service != "supervisor" else status["supervisor"]
+        return int(process["pid"])
+
+    def instances(self, model: str) -> list[dict[str, Any]]:
+        """Instances of a model that are ready."""
+        cluster = self.json("ps")
+        return [i for n in cluster["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
+
+    def last_words(self) -> str:
+        """The ends of all logs, for a test that fails."""
+        logs = sorted(self.home.rglob("*.log"))
+        return "".join(f"\n== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-8:]) for log in logs)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that was started under this home."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                marked = process.environ().get("THAW_HOME") == str(self.home) or str(self.home) in " ".join(process.cmdline())
+            except (psutil.Error, OSError):
+                continue
+            if marked and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+    def segments(self) -> list[str]:
+        prefixes = tuple(segment_prefix(self.home, f"node-{i}") for i in range(4))
+        return [p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(prefixes)]
+
+    def assert_nothing_left(self) -> None:
+        assert [f"{p.pid} {' '.join(p.cmdline())}" for p in self.processes()] == []
+        assert self.segments() == []
+
+    def close(self) -> None:
+        try:
+            done = self.run("down")
+            assert done.returncode == 0, done.stdout + done.stderr
+            self.assert_nothing_left()
+        finally:
+            for process in self.processes():
+                process.kill()
+            shutil.rmtree(self.home, ignore_errors=True)
+
+
+def until(condition: Callable[[], bool], within: float = 30.0, what: str = "") -> None:
+    """Wait for something that only looking can tell."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within} s: {what or condition}"
+        time.sleep(0.05)

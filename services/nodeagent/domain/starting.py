@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.nodeagent.domain import ending, stopping
 from services.nodeagent.domain.events import (
     AskDrain,
@@ -16,7 +18,7 @@ from services.nodeagent.domain.events import (
     StartCommand,
 )
 from services.nodeagent.domain.fencing import stale
-from services.nodeagent.domain.state import Instance, Process
+from services.nodeagent.domain.state import STRAY_HOLDER_S, Instance, Process
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport
@@ -128,6 +130,21 @@ def on_loader(turn: Turn, event: LoaderHeard) -> None:
             turn.emit(Publish(urgent=False))
         elif instance.release_at is not None:
             ending.release(turn, instance)
+    _let_strays_go(turn, event)
+
+
+def _let_strays_go(turn: Turn, event: LoaderHeard) -> None:
+    """Weights held for instances that are not here (a start that was refused, a hold that came after the end) are let go in time."""
+    strays = {
+        holder: turn.state.strays.get(holder, turn.now)
+        for holder in event.loaded
+        if (instance := turn.find(holder)) is None or instance.ended_at is not None
+    }
+    for holder, since in list(strays.items()):
+        if turn.now - since >= STRAY_HOLDER_S:
+            del strays[holder]
+            turn.emit(Release(holder))
+    turn.state = replace(turn.state, strays=strays)
 
 
 def on_no_progress(turn: Turn, instance: Instance) -> None:

@@ -14,6 +14,8 @@ from shared.contracts.phases import Phase
 
 EPOCH_SHIFT = 32
 RELEASE_RETRY_S = 1.0
+STRAY_HOLDER_S = 30.0
+"""The loader and this node hear of a start at the same time; one that holds weights this long and was never started here was refused."""
 
 
 class Process(StrEnum):
@@ -84,6 +86,7 @@ class NodeState:
     policy: Policy = Policy()
     instances: Mapping[str, Instance] = field(default_factory=dict)
     idle_asks: Mapping[str, tuple[IdleAsk, ...]] = field(default_factory=dict)
+    strays: Mapping[str, float] = field(default_factory=dict)
     newest_epoch: int = 0
     stopping: bool = False
 

@@ -1,0 +1,297 @@
+"""The life of an instance, decision by decision."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.nodeagent.domain import events as e
+from services.nodeagent.domain.state import Process, deadlines
+from shared.contracts.node import InstanceState
+from shared.errors import InstanceBusy
+from tests.unit.nodeagent.world import EPOCH, ERROR, World, report, start, stop
+
+
+def loading(world: World, instance_id: str = "i", pid: int = 7) -> None:
+    world.hear(e.StartCommand(start(instance_id), 1))
+    world.hear(e.EngineForked(instance_id, pid, 123))
+    world.hear(e.EngineReported(report(instance_id, "loading", pid)))
+
+
+def ready(world: World, instance_id: str = "i", pid: int = 7) -> None:
+    loading(world, instance_id, pid)
+    world.hear(e.EngineReported(report(instance_id, "ready", pid)))
+    world.effects.clear()
+
+
+def ended(world: World, instance_id: str = "i") -> None:
+    world.hear(e.MemoryProved(instance_id, 10))
+    world.hear(e.WeightsReleased(instance_id, 5))
+
+
+def state(world: World) -> InstanceState:
+    return world["i"].state
+
+
+def errors(effects: tuple[e.Effect, ...]) -> list[str | None]:
+    return [f.error.code if f.error else None for f in effects if isinstance(f, e.Reply)]
+
+
+def test_a_start_is_recorded_before_the_fork_and_answered() -> None:
+    effects = World().hear(e.StartCommand(start(), 1))
+    kinds = [type(f).__name__ for f in effects]
+    assert kinds == ["PersistEpoch", "Persist", "Publish", "Fork", "Reply"]
+
+
+def test_states_follow_the_reports() -> None:
+    world = World()
+    world.hear(e.StartCommand(start(), 1))
+    assert state(world) is InstanceState.PREPARING
+    world.hear(e.EngineForked("i", 7, 123))
+    world.hear(e.EngineReported(report(state="loading")))
+    assert state(world) is InstanceState.LOADING
+    world.hear(e.EngineReported(report(state="ready")))
+    assert state(world) is InstanceState.READY
+
+
+def test_bytes_are_given_back_only_after_process_memory_and_weights() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.StopCommand(stop(), 2))
+    assert state(world) is InstanceState.DRAINING
+    world.hear(e.MemoryProved("i", 10))  # too early: the process is still there
+    world.hear(e.WeightsReleased("i", 5))
+    assert world.state.ledger.reserved("cpu:0") == 60
+    effects = world.hear(e.EngineExited("i", 7, 0, ERROR))
+    assert e.Release("i") in effects
+    assert e.ProveMemory("i") in effects
+    world.hear(e.WeightsReleased("i", 5))
+    assert world.state.ledger.reserved("cpu:0") == 60
+    world.hear(e.MemoryProved("i", 10))
+    assert world.state.ledger.reserved("cpu:0") == 0
+    assert state(world) is InstanceState.STOPPED
+    assert world["i"].freed_bytes == 15
+
+
+def test_an_ended_instance_is_shown_for_a_minute() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.StopCommand(stop(), 2))
+    world.hear(e.EngineExited("i", 7, 0, ERROR))
+    ended(world)
+    world.hear(e.Tick(), after=59)
+    assert "i" in world.state.instances
+    assert e.Forget("i") in world.hear(e.Tick(), after=2)
+    assert world.state.instances == {}
+    assert deadlines(world.state) == []
+
+
+def test_a_death_is_told_before_the_memory_is_free() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.EngineExited("i", 7, -11, ERROR))
+    assert state(world) is InstanceState.FAILED
+    assert world["i"].error == ERROR
+    assert world.state.ledger.reserved("cpu:0") == 60
+    ended(world)
+    assert state(world) is InstanceState.FAILED
+    assert world.state.ledger.reserved("cpu:0") == 0
+
+
+def test_the_exit_of_another_process_means_nothing() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.EngineExited("i", 8, -9, ERROR))
+    assert state(world) is InstanceState.READY
+
+
+def test_term_then_kill_until_it_is_gone() -> None:
+    world = World()
+    ready(world)
+    assert e.AskDrain("i", False, "") in world.hear(e.StopCommand(stop(drain_timeout_ms=1000), 2))
+    assert world.hear(e.Tick(), after=0.9) == ()
+    assert e.Signal("i", "term") in world.hear(e.Tick(), after=0.2)
+    assert world.hear(e.Tick(), after=4.9) == ()
+    assert e.Signal("i", "kill") in world.hear(e.Tick(), after=0.2)
+    assert e.Signal("i", "kill") in world.hear(e.Tick(), after=5.1)
+
+
+def test_an_engine_that_cannot_be_asked_to_drain_is_ended() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.StopCommand(stop(), 2))
+    assert e.Signal("i", "term") in world.hear(e.DrainAnswered("i", False, ERROR))
+
+
+def test_a_loading_engine_is_killed_straight_away() -> None:
+    world = World()
+    loading(world)
+    effects = world.hear(e.StopCommand(stop(), 2))
+    assert e.Signal("i", "kill") in effects
+    assert errors(effects) == [None]
+
+
+def test_a_stop_during_the_fork_is_carried_out_after_it() -> None:
+    world = World()
+    world.hear(e.StartCommand(start(), 1))
+    assert not any(isinstance(f, e.Signal) for f in world.hear(e.StopCommand(stop(), 2)))
+    assert e.Signal("i", "kill") in world.hear(e.EngineForked("i", 7, 1))
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_the_engine_answers_whether_it_is_idle(busy: bool) -> None:
+    world = World()
+    ready(world)
+    assert errors(world.hear(e.StopCommand(stop(only_if_idle=True), 2))) == []
+    assert state(world) is InstanceState.READY
+    answer = InstanceBusy().body() if busy else None
+    assert errors(world.hear(e.DrainAnswered("i", True, answer))) == (["instance_busy"] if busy else [None])
+    assert state(world) is (InstanceState.READY if busy else InstanceState.DRAINING)
+
+
+def test_an_idle_question_ends_with_the_engine() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.StopCommand(stop(only_if_idle=True), 2))
+    assert errors(world.hear(e.EngineExited("i", 7, -9, ERROR))) == [None]
+    assert world.hear(e.DrainAnswered("i", True, ERROR)) == ()
+
+
+def test_what_does_not_fit_is_refused_and_its_weights_let_go() -> None:
+    world = World()
+    world.hear(e.StartCommand(start("a"), 1))
+    effects = world.hear(e.StartCommand(start("b"), 2))
+    assert errors(effects) == ["insufficient_memory"]
+    assert e.Release("b") in effects
+    assert set(world.state.instances) == {"a"}
+
+
+def test_a_device_set_is_booked_whole_or_not_at_all() -> None:
+    world = World("cuda:0", "cuda:1")
+    world.hear(e.StartCommand(start("a", devices=("cuda:0",), reserve=80), 1))
+    assert errors(world.hear(e.StartCommand(start("b", devices=("cuda:0", "cuda:1"), reserve=100), 2))) == ["insufficient_memory"]
+    assert world.state.ledger.reserved("cuda:1") == 0
+    world.hear(e.StartCommand(start("c", devices=("cuda:0", "cuda:1"), reserve=40), 3))
+    assert (world.state.ledger.reserved("cuda:0"), world.state.ledger.reserved("cuda:1")) == (100, 20)
+
+
+def test_stale_commands_are_refused() -> None:
+    world = World()
+    world.hear(e.StartCommand(start("a", token=3 * EPOCH + 5, reserve=10), 1))
+    assert errors(world.hear(e.StopCommand(stop("a", token=3 * EPOCH + 4), 2))) == ["stale_token"]
+    assert errors(world.hear(e.StartCommand(start("b", token=2 * EPOCH + 9), 3))) == ["stale_token"]
+    assert errors(world.hear(e.StartCommand(start("b", token=3 * EPOCH + 1, reserve=10), 4))) == [None]
+    assert errors(world.hear(e.StopCommand(stop("unknown", token=EPOCH), 5))) == ["stale_token"]
+
+
+def test_a_repeated_start_changes_nothing() -> None:
+    world = World()
+    world.hear(e.StartCommand(start(), 1))
+    effects = world.hear(e.StartCommand(start(), 2))
+    assert errors(effects) == [None]
+    assert not any(isinstance(f, e.Fork) for f in effects)
+
+
+def test_an_instance_id_is_never_used_again() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.StopCommand(stop(), 2))
+    assert errors(world.hear(e.StartCommand(start(), 3))) == ["conflict"]
+
+
+def test_bytes_that_arrive_are_progress() -> None:
+    world = World()
+    loading(world)
+    world.hear(e.LoaderHeard({"i": 10}), after=90)
+    world.hear(e.Tick(), after=90)
+    assert state(world) is InstanceState.LOADING
+    world.hear(e.LoaderHeard({"i": 10}), after=5)  # nothing new
+    effects = world.hear(e.Tick(), after=10)
+    assert state(world) is InstanceState.FAILED
+    assert e.Signal("i", "term") in effects
+
+
+def test_repeated_reports_are_no_progress() -> None:
+    world = World()
+    loading(world)
+    for _ in range(11):
+        world.hear(e.EngineReported(report(state="loading")), after=10)
+    world.hear(e.Tick())
+    assert state(world) is InstanceState.FAILED
+
+
+def test_weights_are_released_again_when_the_loader_is_back() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.StopCommand(stop(), 2))
+    world.hear(e.EngineExited("i", 7, 0, ERROR))
+    world.hear(e.MemoryProved("i", 1))
+    world.hear(e.ReleaseFailed("i", ERROR))
+    assert world.state.ledger.reserved("cpu:0") == 60
+    assert e.Release("i") in world.hear(e.LoaderHeard({}))
+    world.hear(e.ReleaseFailed("i", ERROR))
+    assert e.Release("i") in world.hear(e.Tick(), after=1.1)
+
+
+def test_a_report_that_beats_the_launcher_is_asked_for_again() -> None:
+    world = World()
+    world.hear(e.StartCommand(start(), 1))
+    world.hear(e.EngineReported(report(state="loading")))
+    assert e.Ping("i") in world.hear(e.EngineForked("i", 7, 1))
+
+
+def test_an_engine_nobody_owns_is_asked_to_leave() -> None:
+    assert [type(f) for f in World().hear(e.EngineReported(report("stray")))] == [e.AskDrain]
+
+
+def test_adoption_shows_at_once_and_gives_up_on_silence() -> None:
+    old, new = World(), World()
+    ready(old)
+    effects = new.hear(e.Adopted(old["i"], True, ERROR))
+    assert state(new) is InstanceState.READY
+    assert e.Ping("i") in effects
+    assert new.state.ledger.reserved("cpu:0") == 60
+    effects = new.hear(e.Tick(), after=11)
+    assert state(new) is InstanceState.FAILED
+    assert e.Signal("i", "kill") in effects
+
+
+def test_an_adopted_engine_that_answers_stays() -> None:
+    old, new = World(), World()
+    ready(old)
+    new.hear(e.Adopted(old["i"], True, ERROR))
+    new.hear(e.EngineReported(report()))
+    new.hear(e.Tick(), after=11)
+    assert state(new) is InstanceState.READY
+
+
+def test_an_end_under_way_is_carried_through_by_the_next_agent() -> None:
+    old, new = World(), World()
+    ready(old)
+    old.hear(e.StopCommand(stop(), 2))
+    old.hear(e.EngineExited("i", 7, 0, ERROR))
+    old.hear(e.WeightsReleased("i", 5))
+    new.hear(e.Adopted(old["i"], False, ERROR))
+    assert new.state.ledger.reserved("cpu:0") == 60
+    new.hear(e.MemoryProved("i", 10))
+    assert state(new) is InstanceState.STOPPED
+    assert new["i"].error is None
+
+
+def test_shutdown_refuses_starts_and_drains() -> None:
+    world = World()
+    ready(world)
+    effects = world.hear(e.Shutdown(3.0))
+    assert e.AskDrain("i", False, "the node is shutting down") in effects
+    assert errors(world.hear(e.StartCommand(start("b", reserve=1), 5))) == ["shutting_down"]
+    assert e.Signal("i", "term") in world.hear(e.Tick(), after=3.1)
+    assert world["i"].process is Process.ALIVE
+
+
+def test_a_holder_that_is_no_instance_lets_go_after_a_while() -> None:
+    world = World()
+    ready(world)
+    assert world.hear(e.LoaderHeard({"i": 1, "late": 0})) == ()
+    assert world.hear(e.LoaderHeard({"i": 1, "late": 0}), after=10) == ()
+    assert world.hear(e.LoaderHeard({"i": 1, "late": 0}), after=25) == (e.Release("late"),)
+    world.hear(e.LoaderHeard({"i": 1}))
+    assert world.state.strays == {}

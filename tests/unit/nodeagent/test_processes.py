@@ -1,0 +1,125 @@
+"""What is read of real processes: identity, ends, memory, and the reason of a death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.nodeagent.devices.cpu import CpuDevice, available_bytes, oom_kills, private_pss, private_rss
+from services.nodeagent.engines.exits import explain_exit, log_tail, prune_logs
+from services.nodeagent.engines.process import Processes, find_writer, process_start
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds 64 MiB and has `log` as its standard error; it says so when it does."""
+    code = "import sys; held = bytearray(b'x') * (64 << 20); print('held', flush=True); sys.stdin.read()"
+    with (tmp_path / "log").open("wb") as log:
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+    assert child.stdout is not None
+    assert child.stdin is not None
+    child.stdout.readline()
+    yield child
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+
+
+async def test_an_end_is_heard_at_once_and_names_the_process(sleeper: subprocess.Popen[bytes]) -> None:
+    ends: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    processes = Processes(lambda instance, pid: ends.put_nowait((instance, pid)))
+    assert processes.watch("i", sleeper.pid) == process_start(sleeper.pid)
+    processes.send("i", "term")
+    assert await asyncio.wait_for(ends.get(), 5) == ("i", sleeper.pid)
+    assert process_start(sleeper.pid) is None  # a zombie until we wait for it
+    processes.send("i", "kill")  # gone: nothing
+    processes.close()
+
+
+async def test_another_process_of_that_pid_is_not_watched(sleeper: subprocess.Popen[bytes]) -> None:
+    processes = Processes(lambda *_: None)
+    started = process_start(sleeper.pid)
+    assert started is not None
+    assert processes.watch("i", sleeper.pid, started - 1) is None
+    assert processes.watch("i", sleeper.pid, started) == started
+    processes.close()
+    sleeper.kill()
+    sleeper.wait()
+    assert processes.watch("i", sleeper.pid, started) is None
+
+
+def test_a_process_is_found_by_its_log(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert find_writer(tmp_path / "log") == sleeper.pid
+    assert find_writer(tmp_path / "other") is None
+
+
+def test_memory_of_a_process_is_its_own_share(sleeper: subprocess.Popen[bytes]) -> None:
+    device = CpuDevice(1)
+    measured = device.private_bytes([sleeper.pid])[sleeper.pid]
+    assert 64 * MIB <= measured <= 128 * MIB
+    assert private_pss(sleeper.pid) == pytest.approx(measured, rel=0.1)
+    resident = private_rss(sleeper.pid)
+    assert resident is not None
+    assert resident >= 64 * MIB
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert device.private_bytes([sleeper.pid]) == {}  # a zombie holds nothing
+    assert private_rss(sleeper.pid) is None
+
+
+def test_shared_memory_is_not_private(tmp_path: Path) -> None:
+    segment = Path(f"/dev/shm/thaw-test-{os.getpid()}")
+    segment.write_bytes(bytes(32 * MIB))
+    code = (
+        f"import mmap, sys; f = open('{segment}', 'rb'); m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); "
+        "s = sum(m[i] for i in range(0, len(m), 4096)); print('held', flush=True); sys.stdin.read()"
+    )
+    try:
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            measured = private_pss(child.pid)
+            child.kill()
+    finally:
+        segment.unlink()
+    assert measured is not None
+    assert measured < 24 * MIB
+
+
+def test_available_memory_and_oom_counter_can_be_read() -> None:
+    assert available_bytes() > 0
+    counter = oom_kills()
+    assert counter is None or counter >= 0
+
+
+def test_an_exit_says_only_what_was_seen(tmp_path: Path) -> None:
+    log = tmp_path / "x.engine.log"
+    log.write_text("\n".join(f"line {n}" for n in range(100)))
+    assert "exit status 3" in explain_exit(5, 3, (1, 2), log).message
+    assert "memory" not in explain_exit(5, 3, (1, 2), log).message
+    assert "memory" not in explain_exit(5, -signal.SIGKILL, (1, 1), log).message
+    assert "possibly out of memory" in explain_exit(5, -signal.SIGKILL, (1, 2), log).message
+    assert "possibly out of memory" in explain_exit(5, None, (1, 2), log).message
+    assert "memory" not in explain_exit(5, -signal.SIGKILL, (None, 2), log).message
+    assert explain_exit(5, None, (None, None), log).message.endswith("line 98\nline 99")
+    assert "is empty" in explain_exit(5, 0, (None, None), tmp_path / "none").message
+    assert len(log_tail(log).splitlines()) == 8
+
+
+def test_old_logs_go_but_not_those_in_use(tmp_path: Path) -> None:
+    for n in range(6):
+        path = tmp_path / f"i{n}.engine.log"
+        path.touch()
+        os.utime(path, (n, n))
+    prune_logs(tmp_path, 2, frozenset({"i0"}))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["i0.engine.log", "i4.engine.log", "i5.engine.log"]

@@ -56,10 +56,17 @@ _INSPECTIONS_AT_ONCE = 8
 class Loader:
     """Owns the state; `changed` is set whenever it has changed."""
 
-    def __init__(self, node: str, boot_id: str, records: Records, runs: Callable[[Callable[[Event], None]], Runs]) -> None:
+    def __init__(
+        self,
+        node: str,
+        boot_id: str,
+        records: Records,
+        runs: Callable[[Callable[[Event], None]], Runs],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._node, self._boot_id, self._records = node, boot_id, records
-        self._state = State()
+        self._state, self._clock = State(), clock
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._numbers = itertools.count(1)
         self._runs = runs(self._from_thread)
@@ -125,7 +132,7 @@ class Loader:
 
     def dispatch(self, event: Event) -> None:
         before = self._state
-        self._state, effects = decide(before, event, time.monotonic())
+        self._state, effects = decide(before, event, self._clock())
         if self._state is not before:
             self.changed.set()
         for effect in effects:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ from services.loader.format.safetensors import read_header
 from shared.contracts.models import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, Unavailable
 
-log = logging.getLogger(__name__)
 _SOURCE = re.compile(r"hf://(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "1_Pooling/*.json")
 CODE_FILES = ("*.py",)
@@ -60,111 +58,79 @@ class HubSource:
         return cls(found["repo"], found["revision"])
 
     def inspect(self, *, trust_remote_code: bool) -> ModelInfo:
-        import httpx2
-
         with _typed(self.repo, self.revision):
-            if not _offline():
-                try:
-                    return self._inspect_remote(trust_remote_code)
-                except (httpx2.ConnectError, httpx2.TimeoutException) as e:
-                    log.warning("the hub cannot be reached; looking into the cache", extra={"repo": self.repo, "error": repr(e)})
-            return self._inspect_cached(trust_remote_code)
+            directory = self._snapshot(_patterns(trust_remote_code))
+            commit, sizes = directory.name, self._listed(directory)
+            architecture, _ = check_small_files(directory, sizes, trust_remote_code=trust_remote_code)
+            names, weight_map = self._weights(directory, sizes)
+            if _offline() or all((directory / name).exists() for name in names):
+                checkpoint = open_checkpoint(directory)
+            else:
+                files = tuple(self._remote_file(directory, name, sizes) for name in names)
+                checkpoint = Checkpoint(directory, check_files(weight_map, files, f"hf://{self.repo}"))
+        # A commit fixes every byte: unlike a directory's, this revision is the same on every node.
+        revision = hashlib.sha256(f"hub\0{self.repo}\0{commit}".encode()).hexdigest()[:32]
+        return describe(f"hf://{self.repo}@{commit}", revision, architecture, checkpoint, directory, sizes)
 
     def fetch(self, on_fetched: Callable[[int], None], cancelled: threading.Event, *, trust_remote_code: bool) -> Path:
         with _typed(self.repo, self.revision):
             # Small files first: they tell which of the repository's weight files are wanted.
-            directory = self._snapshot(_patterns(trust_remote_code), None)
-            names = self._weights(directory)
+            directory = self._snapshot(_patterns(trust_remote_code))
+            names, _ = self._weights(directory, self._listed(directory))
             if all((directory / name).exists() for name in names):
                 return directory
-            return self._snapshot((*_patterns(trust_remote_code), *map(_literal, names)), _progress(on_fetched, cancelled))
+            wanted = (*_patterns(trust_remote_code), *map(_literal, names))
+            return self._snapshot(wanted, _progress(on_fetched, cancelled))
 
-    def _snapshot(self, patterns: tuple[str, ...], progress: type[Any] | None, commit: str | None = None) -> Path:
+    def _snapshot(self, patterns: tuple[str, ...], progress: type[Any] | None = None) -> Path:
+        """The snapshot's directory, which is named by its commit. Without a network, what the cache has."""
         from huggingface_hub import snapshot_download
 
         found: str = snapshot_download(
             self.repo,
-            revision=commit or self.revision,
+            revision=self.revision,
             allow_patterns=list(patterns),
-            ignore_patterns=["original/*"],
             endpoint=os.environ.get("HF_ENDPOINT"),
             local_files_only=_offline(),
-            tqdm_class=progress or _silent(),
+            tqdm_class=progress or _progress(lambda _: None, threading.Event()),
         )
         return Path(found)
 
-    def _weights(self, directory: Path) -> tuple[str, ...]:
-        """Names of the weight files, from the index if it is there."""
-        names = weight_names(self._listed(directory), f"hf://{self.repo}")
-        if names is not None:
-            return names
-        index = directory / INDEX
-        return tuple(sorted(set(parse_index(read_small(index), str(index)).values())))
-
-    def _listed(self, directory: Path) -> frozenset[str]:
-        """Files of the repository at the snapshot's commit, as huggingface_hub noted when it made the snapshot."""
+    def _listed(self, directory: Path) -> dict[str, int]:
+        """Sizes of the repository's files at the snapshot's commit, as huggingface_hub noted when it made the snapshot."""
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
         try:
-            return frozenset(f.path for f in get_cached_repo_tree(self.repo, revision=directory.name))
-        except CachedRepoTreeNotFoundError:
-            return frozenset(p.name for p in directory.iterdir())
+            return {f.path: f.size for f in get_cached_repo_tree(self.repo, revision=directory.name)}
+        except CachedRepoTreeNotFoundError:  # a snapshot of an older huggingface_hub
+            return {p.name: p.stat().st_size for p in directory.iterdir() if p.is_file()}
 
-    def _inspect_cached(self, trust_remote_code: bool) -> ModelInfo:
-        directory = self._snapshot((*_patterns(trust_remote_code), "*.safetensors"), None)
-        present = frozenset(p.name for p in directory.iterdir())
-        architecture, _ = check_small_files(directory, present, trust_remote_code=trust_remote_code)
-        return self._describe(directory.name, architecture, open_checkpoint(directory), directory, present)
+    def _weights(self, directory: Path, present: Collection[str]) -> tuple[tuple[str, ...], dict[str, str] | None]:
+        """Names of the weight files, and the index's tensor → file map if there is one."""
+        names = weight_names(present, f"hf://{self.repo}")
+        if names is not None:
+            return names, None
+        weight_map = parse_index(read_small(directory / INDEX), f"hf://{self.repo}/{INDEX}")
+        return tuple(sorted(set(weight_map.values()))), weight_map
 
-    def _inspect_remote(self, trust_remote_code: bool) -> ModelInfo:
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-        info = api.model_info(self.repo, revision=self.revision, files_metadata=True, timeout=_TIMEOUT_S)
-        sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
-        if info.sha is None or not sizes:
-            raise CheckpointInvalid(f"hf://{self.repo} has no files at revision {self.revision or 'main'}")
-        directory = self._snapshot(_patterns(trust_remote_code), None, info.sha)
-        architecture, _ = check_small_files(directory, sizes, trust_remote_code=trust_remote_code)
-        return self._describe(
-            info.sha, architecture, self._remote_checkpoint(api, directory, info.sha, sizes), directory, frozenset(sizes)
-        )
-
-    def _remote_checkpoint(self, api: Any, directory: Path, commit: str, sizes: dict[str, int]) -> Checkpoint:
-        names = weight_names(sizes, f"hf://{self.repo}")
-        weight_map = None
-        if names is None:
-            weight_map = parse_index(read_small(directory / INDEX), f"hf://{self.repo}/{INDEX}")
-            names = tuple(sorted(set(weight_map.values())))
-        files = []
-        for name in names:
-            where = f"hf://{self.repo}@{commit[:12]}/{name}"
-            if name not in sizes:
-                raise CheckpointInvalid(
-                    f"{where} is named by {INDEX} but missing; the repository is incomplete, take another revision"
-                )
-            read = _RemoteFile(api, self.repo, commit, name).read
-            files.append(WeightFile(name, directory / name, sizes[name], read_header(where, sizes[name], read)))
-        return Checkpoint(directory, check_files(weight_map, files, f"hf://{self.repo}"))
-
-    def _describe(
-        self, commit: str, architecture: Any, checkpoint: Checkpoint, directory: Path, present: frozenset[str]
-    ) -> ModelInfo:
-        # A commit fixes every byte: unlike a directory's, this revision is the same on every node.
-        revision = hashlib.sha256(f"hub\0{self.repo}\0{commit}".encode()).hexdigest()[:32]
-        return describe(f"hf://{self.repo}@{commit}", revision, architecture, checkpoint, directory, present)
+    def _remote_file(self, directory: Path, name: str, sizes: Mapping[str, int]) -> WeightFile:
+        where = f"hf://{self.repo}@{directory.name[:12]}/{name}"
+        if name not in sizes:
+            raise CheckpointInvalid(f"{where} is named by {INDEX} but missing; the repository is incomplete, take another revision")
+        read = _RemoteFile(self.repo, directory.name, name).read
+        return WeightFile(name, directory / name, sizes[name], read_header(where, sizes[name], read))
 
 
 class _RemoteFile:
     """Ranged reads of one file of the hub; the first one is kept, as headers mostly fit into it."""
 
-    def __init__(self, api: Any, repo: str, commit: str, name: str) -> None:
+    def __init__(self, repo: str, commit: str, name: str) -> None:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers
 
-        self._url = hf_hub_url(repo, name, revision=commit, endpoint=api.endpoint)
-        self._headers = build_hf_headers(token=api.token)
+        self._url = hf_hub_url(repo, name, revision=commit, endpoint=os.environ.get("HF_ENDPOINT"))
+        self._headers = build_hf_headers()
         self._first: bytes | None = None
 
     def read(self, offset: int, length: int) -> bytes:
@@ -204,10 +170,6 @@ def _literal(name: str) -> str:
 
 def _offline() -> bool:
     return any(os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-
-
-def _silent() -> type[Any]:
-    return _progress(lambda _: None, threading.Event())
 
 
 def _progress(on_fetched: Callable[[int], None], cancelled: threading.Event) -> type[Any]:
@@ -258,6 +220,8 @@ def _typed(repo: str, revision: str | None) -> Iterator[None]:
             f"{where}: no such repository, or it is private: correct the name, or set HF_TOKEN for the loader"
         ) from e
     except errors.LocalEntryNotFoundError as e:
+        if isinstance(e.__cause__, errors.HfHubHTTPError):  # the hub did answer
+            raise _http_error(where, e.__cause__) from e
         if _offline():
             raise Unavailable(
                 f"{where} is not (whole) in the local cache and HF_HUB_OFFLINE is set: unset it or download it first"

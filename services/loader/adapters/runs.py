@@ -7,8 +7,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from services.loader.adapters.reader import Cancelled
 from services.loader.adapters.shm import await_unmapped, remove_segment
@@ -40,11 +41,13 @@ _SPEEDS_KEPT = 8
 
 @dataclass
 class Run:
-    """A load run. `timeline` is its own; `cancelled` ends it within a chunk's time."""
+    """A load run. `cancelled` ends it within a chunk's time; `wake`: fetched or cancelled."""
 
     order: StartRun
     timeline: Timeline = field(default_factory=lambda: Timeline("loader"))
     cancelled: threading.Event = field(default_factory=threading.Event)
+    wake: threading.Event = field(default_factory=threading.Event)
+    fetched: int = 0
     loaded: int = 0
     reported: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -77,8 +80,9 @@ class Runs:
         self._pool.submit(self._guarded, run)
 
     def cancel(self, run: int) -> None:
-        if run in self._runs:
-            self._runs[run].cancelled.set()
+        if (found := self._runs.get(run)) is not None:
+            found.cancelled.set()
+            found.wake.set()
 
     def remove(self, order: RemoveSegment, forget: Callable[[str], None]) -> None:
         def work() -> None:
@@ -95,8 +99,8 @@ class Runs:
 
     def close(self) -> None:
         """Call off what runs, and wait for it."""
-        for run in self._runs.values():
-            run.cancelled.set()
+        for run in list(self._runs):
+            self.cancel(run)
         self._pool.shutdown(cancel_futures=True)
         self._removals.shutdown()
 
@@ -140,20 +144,10 @@ class Runs:
 
     def _load(self, run: Run, segment: str) -> LoadReport:
         order, card = run.order, run.order.card
-        source = source_of(card.info.source)
-        fetch_started, fetched = time.monotonic(), False
-
-        def on_fetched(total: int) -> None:
-            nonlocal fetched
-            fetched = True
-            if self._due(run):
-                self._emit(Fetched(order.weights_id, order.run, total))
-
-        directory = source.fetch(on_fetched, run.cancelled, trust_remote_code=card.spec.trust_remote_code)
-        if fetched:
-            run.timeline.add(Phase.FETCH, fetch_started, time.monotonic())
-        if run.cancelled.is_set():
-            raise Cancelled
+        began = time.monotonic()
+        directory = self._fetch(run)
+        if run.fetched:
+            run.timeline.add(Phase.FETCH, began, time.monotonic(), bytes=run.fetched)
 
         def on_index(layout: Layout) -> None:
             self._emit(Indexed(order.weights_id, order.run, segment, str(directory), layout.total_bytes))
@@ -182,6 +176,29 @@ class Runs:
         finally:
             run.timeline.end(Phase.LOAD, **(_detail(report) if report is not None else {"loaded_bytes": run.loaded}))
         return report
+
+    def _fetch(self, run: Run) -> Path:
+        """The directory with the model's files. A download that hangs is left to itself when the run is called off."""
+        source, trust = source_of(run.order.card.info.source), run.order.card.spec.trust_remote_code
+        found: Future[Path] = Future()
+
+        def on_fetched(total: int) -> None:
+            run.fetched = total
+            if self._due(run):
+                self._emit(Fetched(run.order.weights_id, run.order.run, total))
+
+        def work() -> None:
+            try:
+                found.set_result(source.fetch(on_fetched, run.cancelled, trust_remote_code=trust))
+            except BaseException as e:
+                found.set_exception(e)
+            run.wake.set()
+
+        threading.Thread(target=work, name="fetch", daemon=True).start()
+        run.wake.wait()
+        if run.cancelled.is_set():
+            raise Cancelled
+        return found.result()
 
     def _due(self, run: Run) -> bool:
         """Whether progress may be told again: not for every chunk."""

@@ -60,8 +60,10 @@ class Computable:
 
 
 def read_files(directory: Path, start: EngineStart) -> Files:
+    tokenization = Tokenization.read(directory, start.card.spec.trust_remote_code)
+    tokenization.warm()
     return Files(
-        Tokenization.read(directory, start.card.spec.trust_remote_code),
+        tokenization,
         checkpoint.read_generation_defaults(directory),
         read_pooling(directory, causal=start.card.info.task == "generate"),
     )

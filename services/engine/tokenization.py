@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -52,6 +53,13 @@ class Tokenization:
         if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
             return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def warm(self) -> None:
+        """Do once what is slow the first time: compile the chat template, load the encoder's tables."""
+        self.decode(self.encode("warm", special_tokens=True))
+        if self.tokenizer.chat_template:
+            with contextlib.suppress(InvalidRequest):  # some templates refuse this or that; a request will tell
+                self.chat([{"role": "user", "content": "warm"}], None, True, {})
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special_tokens)

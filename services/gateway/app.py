@@ -72,11 +72,11 @@ class _Server(uvicorn.Server):
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in settings.gateway_host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        listener.bind((settings.gateway_host, settings.gateway_port))
         listener.listen(2048)
     except OSError:
         listener.close()
@@ -90,7 +90,7 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
     try:
         listener = _listen(settings)
     except OSError as e:
-        where = f"{settings.host}:{settings.port}"
+        where = f"{settings.gateway_host}:{settings.gateway_port}"
         sys.stderr.write(f"gateway: cannot listen on {where}: {e.strerror}; choose another with THAW_GATEWAY_PORT\n")
         return 1
     mesh, metrics = Mesh(settings, "gateway"), Metrics()
@@ -99,12 +99,25 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
     try:
         mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, gateway.on_status)
         mesh.listen(subjects.LOAD_FAILED, LoadFailed, gateway.on_load_failed)
-        await mesh.start()
+        if not await _started(mesh, stop):
+            return 0
         return await _serve(gateway, listener, stop)
     finally:
         listener.close()
         await mesh.stop()
         metrics.close()
+
+
+async def _started(mesh: Mesh, stop: asyncio.Event) -> bool:
+    """Connect, waiting for NATS as long as it takes; False if told to stop before."""
+    starting, stopping = asyncio.create_task(mesh.start()), asyncio.create_task(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        starting.cancel()
+        return False
+    await starting
+    return True
 
 
 async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> int:
@@ -132,7 +145,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         ]
         serving = group.create_task(server.serve(sockets=[listener]), name="http")
         await gateway.mesh.publish(subjects.STATUS_WANTED, StatusWanted())
-        log.info("listening", extra={"host": settings.host, "port": listener.getsockname()[1], "gateway": gateway.id})
+        log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
         lost = await _until(stop, gateway.mesh.lost)
         await _finish(gateway, server, serving)
         for task in (*background, *gateway.tasks):

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nats.errors import Error as NatsError
-from opentelemetry.trace import Status, StatusCode
+from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
 from services.gateway.metrics import Metrics
 from shared.contracts import subjects
@@ -19,7 +19,7 @@ from shared.messaging import Mesh
 from shared.messaging.streams import ensure_trace_stream
 from shared.telemetry.critical_path import critical_path
 from shared.telemetry.timeline import Timeline
-from shared.telemetry.tracing import link_to, trace_id
+from shared.telemetry.tracing import link_to, record_phases, trace_id
 
 if TYPE_CHECKING:
     from services.gateway.exchange import Exchange
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _BACKLOG = 1_000
+OWN = "gateway"
 CLIENT_CLOSED = 499
 """nginx's status for a client that left before its answer; no client ever sees it."""
 
 
 def spans_of(exchange: Exchange) -> tuple[PhaseSpan, ...]:
     """Every phase known of the request, in milliseconds since it arrived; those of its model's start are clipped by the critical path."""
-    timeline = Timeline("gateway")
+    timeline = Timeline(OWN)
     ticket = exchange.ticket
     if ticket.attempts:
         # A cold request waited for the start's own phases; only what it waited after that was for a slot.
@@ -71,12 +72,34 @@ class Recorder:
         error = exchange.error
         status = CLIENT_CLOSED if exchange.gone else error.status if error else 200
         self.metrics.record(exchange, status, ended)
+        spans = spans_of(exchange)
+        # Others export their own phases; what the gateway measured is the wait in its queue.
+        own = [
+            s.model_copy(update={"start_ms": s.start_ms - (ended - exchange.ticket.arrived) * 1e3})
+            for s in spans
+            if s.process == OWN
+        ]
+        record_phases(own, set_span_in_context(origin.span))
         self._end_span(exchange, origin, status)
         if self._queue.full():
             self._queue.get_nowait()
             self._queue.task_done()
             self.dropped += 1
-        self._queue.put_nowait(self._trace(exchange, origin, status, ended))
+        trace = self._trace(exchange, origin, spans, status, ended)
+        self._queue.put_nowait(trace)
+        log.info(
+            "answered",
+            extra={
+                "model": trace.model,
+                "endpoint": trace.endpoint,
+                "status": status,
+                "error": exchange.error.code if exchange.error else None,
+                "cold": trace.cold,
+                "ttft_ms": round(trace.ttft_ms, 1) if trace.ttft_ms is not None else None,
+                "duration_ms": round(trace.duration_ms, 1),
+                "trace_id": trace.trace_id,
+            },
+        )
 
     def _end_span(self, exchange: Exchange, origin: Origin, status: int) -> None:
         span, usage = origin.span, exchange.usage
@@ -99,10 +122,9 @@ class Recorder:
             span.set_status(Status(StatusCode.ERROR, exchange.error.message))
         span.end()
 
-    def _trace(self, exchange: Exchange, origin: Origin, status: int, ended: float) -> RequestTrace:
+    def _trace(self, exchange: Exchange, origin: Origin, spans: tuple[PhaseSpan, ...], status: int, ended: float) -> RequestTrace:
         ticket, instance = exchange.ticket, exchange.instance
         cold = exchange.cold_ready_at is not None
-        spans = spans_of(exchange)
         load = link_to(instance.traceparent) if instance is not None and cold else None
         return RequestTrace(
             request_id=origin.request_id,

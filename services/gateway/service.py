@@ -12,6 +12,7 @@ from opentelemetry.trace import Span
 from services.gateway.adapters.demand import DemandSender
 from services.gateway.adapters.engines import Engines
 from services.gateway.adapters.idempotency import IdempotencyStore
+from services.gateway.adapters.lengths import Lengths
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
@@ -51,6 +52,7 @@ class Gateway:
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = Engines(mesh, self.id)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl)
+        self.lengths = Lengths()
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
         self._open: dict[str, Exchange] = {}
         self.tasks: list[asyncio.Task[None]] = []

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import AliasChoices, Field, SecretStr
+from pydantic import Field, SecretStr
 
 from shared.settings import CommonSettings
 
 
 class GatewaySettings(CommonSettings):
-    host: str = Field(
-        default="127.0.0.1",
-        validation_alias=AliasChoices("THAW_GATEWAY_HOST", "host"),
-        description="Address that the endpoint listens on.",
-    )
-    port: int = Field(
-        default=8080,
-        ge=0,
-        le=65535,
-        validation_alias=AliasChoices("THAW_GATEWAY_PORT", "port"),
-        description="Port that the endpoint listens on; 0: any free one.",
-    )
+    gateway_host: str = Field(default="127.0.0.1", description="Address that the endpoint listens on.")
+    gateway_port: int = Field(default=8080, ge=0, le=65535, description="Port that the endpoint listens on; 0: any free one.")
     max_body_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=1024,

@@ -80,7 +80,7 @@ class Routes:
         if status.state is InstanceState.READY:
             if route.ready_since is None:
                 route.ready_since, route.start_phases = now, status.phases
-        elif status.state.starting:
+        elif status.state is not InstanceState.DRAINING:
             route.ready_since = None
         return route
 

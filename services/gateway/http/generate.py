@@ -46,6 +46,7 @@ class Generate:
         parsed = parse(self._endpoint, await read_body(scope, receive, self.body_limit))
         card = self._gateway.catalog.resolve(parsed.request.model)
         check(parsed, card)
+        await self._gateway.lengths.check(parsed.request, card)
         if HEADER not in Headers(scope=scope):
             await self._answer(parsed, card, arrived, scope, receive, send)
             return

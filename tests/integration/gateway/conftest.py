@@ -31,7 +31,7 @@ class Served:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self.base = f"http://127.0.0.1:{settings.port}"
+        self.base = f"http://127.0.0.1:{settings.gateway_port}"
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(app(settings, self.stop))
         self.http = httpx.AsyncClient(base_url=self.base, timeout=20)
@@ -61,7 +61,7 @@ ServeFn = Callable[..., AbstractAsyncContextManager[Served]]
 def serve(own_nats: NatsServer) -> ServeFn:
     @asynccontextmanager
     async def serving(**settings: Any) -> AsyncIterator[Served]:
-        defaults: dict[str, Any] = {"nats_url": SecretStr(own_nats.url), "port": free_port(), "drain_timeout": 2.0}
+        defaults: dict[str, Any] = {"nats_url": SecretStr(own_nats.url), "gateway_port": free_port(), "drain_timeout": 2.0}
         fields: dict[str, Any] = defaults | settings
         served = Served(GatewaySettings(**fields))
         try:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from nats.errors import Error as NatsError
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.gateway.http.keys import hash_key
 from shared.contracts import subjects
@@ -271,3 +272,38 @@ async def test_stopping_ends_what_does_not_finish(node: FakeNode, serve: ServeFn
             rest = [line async for line in lines if line]
         assert "shutting_down" in rest[-1]
         await engine.until(lambda: len(engine.cancelled) == 1)
+
+
+async def test_a_client_that_does_not_read_costs_no_memory(node: FakeNode, serve: ServeFn) -> None:
+    async def torrent(run: Run) -> None:
+        await run.start()
+        while not run.cancelled.is_set():
+            await run.text("x" * 50_000)
+            await run.engine.nc.flush()
+
+    async with serve(stream_buffer_bytes=1024 * 1024) as gateway:
+        await until_listed(gateway, CARDS)
+        engine = await node.engine("alpha", torrent)
+        async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
+            await engine.until(lambda: len(engine.cancelled) == 1, within=20)
+            lines = [line async for line in answer.aiter_lines() if line]
+        assert "reads more slowly" in lines[-1]
+
+
+async def test_prompts_over_the_context_are_refused_by_the_models_own_tokenizer(
+    gateway: Served, node: FakeNode, tmp_path: Any
+) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    card = card_of("small", context=10)
+    card = card.model_copy(update={"info": card.info.model_copy(update={"source": str(tmp_path)})})
+    assert await _registered(node, card)
+    await until(lambda: _lists(gateway, "small", True))
+    engine = await node.engine("small")
+    for words, status in ((9, 200), (10, 400)):
+        body = chat("small", messages=[{"role": "user", "content": "a " * words}])
+        answer = await gateway.http.post(URL, json=body)
+        assert answer.status_code == status
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert len(engine.requests) == 1

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from shared.errors import ContextLengthExceeded
+from shared.errors import ContextLengthExceeded, EngineFailed
 from tests.integration.gateway.conftest import Served, chat
-from tests.support.fake_engine import WORDS, FakeNode, Run, drain, hang
+from tests.support.fake_engine import WORDS, FakeNode, Run, drain, hang, speak
 
 TEXT = "".join(WORDS)
 
@@ -127,3 +127,20 @@ async def test_the_blocking_client(gateway: Served, node: FakeNode) -> None:
             return whole, "".join(parts)
 
     assert await asyncio.to_thread(ask) == (TEXT, TEXT)
+
+
+async def test_the_clients_own_retries_are_steered(gateway: Served, node: FakeNode) -> None:
+    async def unlucky(run: Run) -> None:
+        if len(run.engine.requests) == 1:
+            await run.fail(EngineFailed("once"))
+        else:
+            await speak(run)
+
+    engine = await node.engine("alpha", unlucky)
+    async with client_of(gateway).with_options(max_retries=2) as client:
+        assert (await client.chat.completions.create(**chat())).choices[0].message.content == TEXT
+        assert len(engine.requests) == 2
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(**chat("hasty"))
+    assert caught.value.code == "queue_timeout"
+    assert sum(d.model == "hasty" and d.waiting == 0 for d in node.demand) == 1

@@ -1,0 +1,46 @@
+"""Streams and buckets are made once, whoever comes first, and keep their bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+from pydantic import SecretStr
+
+from shared.contracts import subjects
+from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
+from shared.messaging import Mesh
+from shared.messaging.streams import catalog_bucket, ensure_trace_stream, idempotency_bucket
+from shared.settings import CommonSettings
+from tests.support.servers import NatsServer
+
+
+@pytest.fixture
+async def js(own_nats: NatsServer) -> AsyncIterator[JetStreamContext]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
+    await mesh.start()
+    yield mesh.nc.jetstream()
+    await mesh.stop()
+
+
+@pytest.mark.parametrize("before", [False, True])
+async def test_the_trace_stream_is_bounded(js: JetStreamContext, before: bool) -> None:
+    if before:
+        await js.add_stream(StreamConfig(name=subjects.TRACE_STREAM, subjects=[subjects.TRACE_SUBJECTS]))
+    await asyncio.gather(*(ensure_trace_stream(js) for _ in range(3)))
+    config = (await js.stream_info(subjects.TRACE_STREAM)).config
+    assert (config.max_age, config.max_msgs) == (TRACE_MAX_AGE_S, TRACE_MAX_COUNT)
+
+
+@pytest.mark.parametrize("before", [False, True])
+async def test_buckets_are_shared(js: JetStreamContext, before: bool) -> None:
+    if before:
+        await js.create_key_value(bucket=subjects.CATALOG_BUCKET, history=3)
+    first, second = await asyncio.gather(catalog_bucket(js), catalog_bucket(js))
+    await first.put("a", b"1")
+    assert (await second.get("a")).value == b"1"
+    ttl = (await (await idempotency_bucket(js, 60.0)).status()).ttl
+    assert ttl == 60.0

@@ -1,0 +1,88 @@
+"""The gateway as the operating system sees it: `python -m services.gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from pathlib import Path
+
+import httpx
+
+from tests.integration.gateway.conftest import chat, until
+from tests.support.fake_engine import FakeNode, hang
+from tests.support.servers import NatsServer, free_port
+
+ROOT = Path(__file__).parents[3]
+
+
+async def spawn(**environment: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.gateway",
+        env={k: v for k, v in os.environ.items() if not k.startswith("THAW_")} | environment,
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def ended(process: Process) -> tuple[int | None, str]:
+    async with asyncio.timeout(15):
+        _, said = await process.communicate()
+    return process.returncode, said.decode()
+
+
+async def answers(base: str, path: str) -> bool:
+    try:
+        async with httpx.AsyncClient(base_url=base) as client:
+            return (await client.get(path)).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def test_a_taken_port_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        status, said = await ended(await spawn(THAW_GATEWAY_PORT=str(taken.getsockname()[1])))
+    assert status == 1
+    assert "THAW_GATEWAY_PORT" in said
+
+
+async def test_a_wrong_setting_is_told() -> None:
+    status, said = await ended(await spawn(THAW_GATEWAY_PORT="eighty"))
+    assert status == 2
+    assert "gateway: THAW_GATEWAY_PORT: " in said
+
+
+async def test_it_can_be_stopped_while_nats_is_not_there() -> None:
+    process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}", THAW_GATEWAY_PORT=str(free_port()))
+    assert process.stderr is not None
+    async with asyncio.timeout(15):
+        assert b"starting" in await process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert (await ended(process))[0] == 0
+
+
+async def test_sigterm_ends_it_in_order_and_logs_no_prompt(node: FakeNode, own_nats: NatsServer) -> None:
+    port = free_port()
+    base = f"http://127.0.0.1:{port}"
+    process = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port), THAW_DRAIN_TIMEOUT="0.2")
+    await until(lambda: answers(base, "/v1/models/alpha"), within=20)
+    engine = await node.engine("alpha", hang)
+    async with httpx.AsyncClient(base_url=base) as client:
+        body = chat(stream=True, messages=[{"role": "user", "content": "a secret"}])
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            process.send_signal(signal.SIGTERM)
+            assert "shutting_down" in [line async for line in lines if line][-1]
+    await engine.until(lambda: len(engine.cancelled) == 1)
+    status, said = await ended(process)
+    assert status == 0, said
+    assert '"message": "answered"' in said
+    assert "secret" not in said

@@ -29,7 +29,7 @@ MAX_SOCKET_PATH = 107
 """Bytes that a Unix socket's address can hold."""
 _CONNECT_POLL_S = 0.02
 _START_WITHIN_S = 120.0
-_FORK_WITHIN_S = 30.0
+_FORK_WITHIN_S = 60.0
 _RESTART_WAITS_S = (0.1, 0.5, 2.0, 5.0)
 _LINE_LIMIT = 4 * 1024 * 1024
 _KEPT_STATUSES = 256
@@ -49,6 +49,7 @@ class ZygoteLauncher:
         self._connected = asyncio.Event()
         self._closing = asyncio.Event()
         self._failures = 0
+        self._spoke = False
         self._failed = asyncio.Event()
         self._turned = asyncio.Event()
         self._forking: dict[str, asyncio.Future[int]] = {}
@@ -66,15 +67,17 @@ class ZygoteLauncher:
                     self._failed.set()
                     self._turned.set()
             else:
-                self._failures = 0
                 self._failed.clear()
+                self._spoke = False
                 self._connected.set()
                 self._turned.set()
                 await self._read(reader)
                 self._connected.clear()
                 if self._closing.is_set():
                     return
-                log.warning("lost the zygote; starting another", extra={"pid": self._pid})
+                # It listens before its imports: one that dies without a word may do so again and again.
+                self._failures = 0 if self._spoke else self._failures + 1
+                log.warning("lost the zygote; starting another", extra={"pid": self._pid, "log": log_tail(self._log_path)})
                 self._abandon()
             await asyncio.sleep(_RESTART_WAITS_S[min(self._failures, len(_RESTART_WAITS_S) - 1)])
 
@@ -188,6 +191,7 @@ class ZygoteLauncher:
                     log.error("the zygote said something unintelligible", extra={"error": str(e)})
 
     def _heard(self, said: EngineForked | EngineExited | ZygoteFailure) -> None:
+        self._spoke = True
         match said:
             case EngineForked():
                 self._settle(said.instance_id, said.pid)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -93,6 +94,11 @@ class Node:
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self.home / "nodeagent.log").open("ab") as log:
             return subprocess.Popen([sys.executable, "-m", "services.nodeagent"], env=self.environment, stdout=log, stderr=log)
+
+    def spawn_loader(self) -> subprocess.Popen[bytes]:
+        """The real loader of this node, instead of the one that answers as told."""
+        with (self.home / "loader.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", "services.loader"], env=self.environment, stdout=log, stderr=log)
 
     async def loader_on(self) -> None:
         self._loader = self.mesh.respond(subjects.loader_command(self.name), LOADER_COMMAND, self._on_loader, concurrent=True)
@@ -213,15 +219,16 @@ async def begin_request(node: Node, instance_id: str, **body: object) -> None:
 
 
 async def gone(pid: int, within: float = WITHIN_S) -> bool:
-    """Whether the process ends within that time (a zombie has)."""
+    """Whether the process ends within that time; a zombie, whoever has yet to reap it, has ended."""
     try:
-        process = psutil.Process(pid)
-        await asyncio.to_thread(process.wait, within)
-    except psutil.NoSuchProcess:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
         return True
-    except psutil.TimeoutExpired:
-        return False
-    return True
+    try:
+        ended, _, _ = await asyncio.to_thread(select.select, [descriptor], [], [], within)
+        return bool(ended)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -39,10 +38,8 @@ async def test_a_killed_agent_disturbs_no_stream_and_the_next_one_adopts(node: N
     await node.mesh.nc.subscribe(f"t.{instance_id}", cb=heard)
     await begin_request(node, instance_id)
     node.kill_agent()
-    at = time.monotonic()
     await node.start_agent()
     after = node.instance(instance_id)  # in its very first status
-    shown_after = time.monotonic() - at
     assert after.state is READY
     assert (after.token, after.pids, after.plan_id) == (before.token, before.pids, before.plan_id)
     assert [s.phase for s in after.phases] == [s.phase for s in before.phases]
@@ -50,7 +47,6 @@ async def test_a_killed_agent_disturbs_no_stream_and_the_next_one_adopts(node: N
     assert node.statuses[0].boot_id != node.latest.boot_id
     await asyncio.wait_for(finished.wait(), 10)
     assert len(chunks) == 62
-    assert shown_after < 20  # measured in the report, bounded here only against a hang
     await node.stop(instance_id)
     await node.reaches(instance_id, STOPPED)
 

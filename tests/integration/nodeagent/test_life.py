@@ -36,7 +36,7 @@ async def test_a_stop_proves_the_memory_free(node: Node) -> None:
     pid = (await node.reaches(instance_id, READY)).pids[0]
     await node.stop(instance_id)
     status = await node.reaches(instance_id, STOPPED)
-    assert not psutil.pid_exists(pid)
+    assert await gone(pid)
     assert node.released == [instance_id]
     assert status.freed_bytes is not None
     assert status.freed_bytes > node.freed_bytes
@@ -84,7 +84,7 @@ async def test_a_drain_that_takes_too_long_is_ended(node: Node, stub: dict[str, 
     await begin_request(node, instance_id)
     await node.stop(instance_id, drain_timeout_ms=200)
     await node.reaches(instance_id, STOPPED)
-    assert not psutil.pid_exists(pid)
+    assert await gone(pid)
 
 
 async def test_a_loading_engine_is_stopped_straight_away(node: Node) -> None:
@@ -184,7 +184,7 @@ async def test_weights_that_cannot_be_released_stay_booked_until_they_can(node: 
     await node.loader_off()
     await node.stop(instance_id)
     await node.until(lambda s: not s.instances[0].pids)
-    assert not psutil.pid_exists(pid)
+    assert await gone(pid)
     assert node.instance(instance_id).state is DRAINING
     assert node.latest.devices[0].reserved_bytes == 100 * MIB
     await node.loader_on()
@@ -203,7 +203,7 @@ async def test_a_clean_end_stops_the_engines_and_leaves_nothing(node: Node) -> N
     instance_id = await node.start()
     pid = (await node.reaches(instance_id, READY)).pids[0]
     assert await asyncio.to_thread(node.stop_agent) == 0
-    assert not psutil.pid_exists(pid)
+    assert await gone(pid)
     assert node.records == []
     await node.seen(lambda s: s.stopping and bool(s.instances))
     assert node.released == [instance_id]

@@ -1,0 +1,110 @@
+"""The real zygote, engine and loader under a real nodeagent."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.node import InstanceState, StartInstance
+from shared.contracts.phases import Phase
+from shared.sizing import need_of
+from tests.integration.nodeagent.harness import Node, gone, running_node
+from tests.support.servers import NatsServer
+from thaw.demo.models import make_demo_model
+
+pytestmark = pytest.mark.slow
+EPOCH = 1 << 32
+
+
+async def inspected(node: Node, spec: ModelSpec) -> ModelCard:
+    ready = asyncio.Event()
+
+    async def heard(_: LoaderStatus) -> None:
+        ready.set()
+
+    await node.mesh.listen(subjects.loader_status(node.name), LoaderStatus, heard).start()
+    await asyncio.wait_for(ready.wait(), 30)
+    answer = await node.mesh.request(subjects.loader_command(node.name), InspectModel(spec=spec), Inspected)
+    return ModelCard(spec=spec, info=answer.info, created=0)
+
+
+def start_of(card: ModelCard, instance_id: str) -> StartInstance:
+    need = need_of(card)
+    return StartInstance(
+        token=EPOCH + 1,
+        plan_id="p",
+        instance_id=instance_id,
+        card=card,
+        device_ids=("cpu:0",),
+        reserve_bytes=need.total,
+        kv_bytes=need.kv,
+    )
+
+
+@pytest.mark.parametrize("zygote", ["true", "false"])
+async def test_a_real_engine_from_start_to_proved_free(nats_server: NatsServer, tmp_path: Path, zygote: str) -> None:
+    source = make_demo_model(tmp_path / "model", "test")
+    settings = {
+        "THAW_ZYGOTE": zygote,
+        "THAW_ENGINE_MODULE": "services.engine",
+        "THAW_ENGINE_THREADS": "1",
+        "THAW_DEVICES": "cpu:0=2GiB",
+    }
+    async with running_node(nats_server.url, tmp_path, **settings) as node:
+        await node.loader_off()
+        loader = node.spawn_loader()
+        try:
+            card = await inspected(node, ModelSpec(name="tiny", source=str(source)))
+            await node.mesh.request(subjects.node_command(node.name), start_of(card, "real1"), Done)
+            status = await node.reaches("real1", InstanceState.READY, InstanceState.FAILED, within=90)
+            assert status.error is None
+            assert {Phase.RESERVE, Phase.CONTAINER, Phase.LOAD, Phase.INIT} <= {s.phase for s in status.phases}
+            measured = (await node.until(lambda s: s.instances[0].memory.private > 0)).instances[0].memory
+            assert (await node.until(lambda s: s.instances[0].memory.weights > 0)).instances[0].memory.weights > 0
+            # An agent that dies and comes back finds the real engine too.
+            node.kill_agent()
+            await node.start_agent()
+            assert node.instance("real1").pids == status.pids
+            assert node.instance("real1").state is InstanceState.READY
+            await node.stop("real1")
+            stopped = await node.reaches("real1", InstanceState.STOPPED, InstanceState.FAILED)
+            assert stopped.error is None
+            assert stopped.freed_bytes is not None
+            assert stopped.freed_bytes >= card.info.weights_bytes
+            assert measured.private > 0
+            assert await gone(status.pids[0])
+            assert await asyncio.to_thread(node.stop_agent) == 0
+        finally:
+            loader.terminate()
+            assert await gone(loader.pid)
+            loader.wait()
+
+
+async def test_a_real_engine_that_is_killed_is_noticed_with_its_signal(nats_server: NatsServer, tmp_path: Path) -> None:
+    source = make_demo_model(tmp_path / "model", "test")
+    settings = {"THAW_ZYGOTE": "true", "THAW_ZYGOTE_MODULE": "services.engine.zygote", "THAW_ENGINE_THREADS": "1"}
+    async with running_node(nats_server.url, tmp_path, **settings) as node:
+        await node.loader_off()
+        loader = node.spawn_loader()
+        try:
+            card = await inspected(node, ModelSpec(name="tiny", source=str(source)))
+            await node.mesh.request(subjects.node_command(node.name), start_of(card, "real2"), Done)
+            status = await node.reaches("real2", InstanceState.READY, InstanceState.FAILED, within=90)
+            assert status.error is None
+            psutil.Process(status.pids[0]).kill()
+            failed = await node.reaches("real2", InstanceState.FAILED)
+            assert failed.error is not None
+            assert "signal 9" in failed.error.message
+            await node.until(lambda s: s.devices[0].reserved_bytes == 0)
+            assert await asyncio.to_thread(node.stop_agent) == 0
+        finally:
+            loader.terminate()
+            assert await gone(loader.pid)
+            loader.wait()

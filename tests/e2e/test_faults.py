@@ -150,8 +150,12 @@ def test_ctrl_c_stops_a_mesh_in_the_foreground() -> None:
     thaw = Thaw()
     try:
         process = thaw.popen("up", "--port", str(thaw.port), "--nodes", "2", start_new_session=True)
-        until(lambda: _ready(thaw), within=60, what="the mesh is ready")
-        until(lambda: len(_nodes(thaw)) == 2, what="both nodes are seen")
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "Ctrl-C" in line:
+                break
+        nodes = thaw.json("node", "list")["nodes"]
+        assert [n["node"] for n in nodes if n["alive"]] == ["node-0", "node-1"]
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, out + err
@@ -161,5 +165,14 @@ def test_ctrl_c_stops_a_mesh_in_the_foreground() -> None:
         thaw.close()
 
 
-def _nodes(thaw: Thaw) -> list[str]:
-    return [n["node"] for n in thaw.json("node", "list")["nodes"] if n["alive"]]
+def test_ctrl_c_while_it_starts_leaves_nothing() -> None:
+    thaw = Thaw()
+    try:
+        process = thaw.popen("up", "--port", str(thaw.port), start_new_session=True)
+        until((thaw.home / "run" / "endpoints.json").exists, what="the supervisor has begun")
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, out + err
+        thaw.assert_nothing_left()
+    finally:
+        thaw.close()

@@ -151,8 +151,9 @@ class Thaw:
 
     def close(self) -> None:
         try:
-            done = self.run("down")
-            assert done.returncode == 0, done.stdout + done.stderr
+            if (self.home / "run" / "supervisor.json").exists():
+                done = self.run("down")
+                assert done.returncode == 0, done.stdout + done.stderr
             self.assert_nothing_left()
         finally:
             for process in self.processes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -27,6 +28,9 @@ from thaw.launcher.home import Home, read_json
 M = TypeVar("M", bound=BaseModel)
 _TIMEOUT = httpx.Timeout(15.0, connect=3.0)
 _SLACK_S = 10.0
+_TAKEOVER_S = 6.0
+_PAUSE_S = 0.2
+_NOBODY_HEARD = "unreachable"
 _REMEDIES = {
     "model_not_found": "`thaw models list` shows those that are registered; `thaw models add NAME SOURCE` adds one.",
     "invalid_api_key": "Set THAW_ADMIN_KEY (or THAW_API_KEY for chat) to a key of this mesh.",
@@ -48,7 +52,6 @@ class Api:
         self.url = url.rstrip("/")
         self._admin_key = admin_key
         self.api_key = api_key
-        self._client = httpx.Client(base_url=self.url, timeout=_TIMEOUT, trust_env=False)
 
     @classmethod
     def find(cls, home: Home | None = None) -> Api:
@@ -63,15 +66,31 @@ class Api:
             raise NotRunning(home.root)
         return cls(str(endpoints["url"]), key or str(endpoints["admin_key"]), api_key)
 
+    def client(self, timeout: httpx.Timeout) -> httpx.Client:
+        """A client to be closed by its user. Proxies of the environment are not for a mesh; certificates are loaded for HTTPS only."""
+        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, verify=self.url.startswith("https:"))
+
     def request(self, method: str, path: str, body: BaseModel | None = None, *, timeout: float | None = None, **params: str) -> Any:
-        """One call's JSON."""
+        """One call's JSON. While no scheduler leads (one was killed, the next takes over within 3 s) nobody has heard the call yet,
+        so it is made again."""
+        deadline = time.monotonic() + _TAKEOVER_S
+        while True:
+            try:
+                return self._request(method, path, body, timeout, params)
+            except CommandError as e:
+                if e.code != _NOBODY_HEARD or time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE_S)
+
+    def _request(self, method: str, path: str, body: BaseModel | None, timeout: float | None, params: dict[str, str]) -> Any:
         headers = {"authorization": f"Bearer {self._admin_key}"} if self._admin_key else {}
         content = body.model_dump_json() if body is not None else None
         if content is not None:
             headers["content-type"] = "application/json"
         limit = httpx.Timeout(timeout + _SLACK_S, connect=3.0) if timeout else _TIMEOUT
         try:
-            response = self._client.request(method, path, content=content, headers=headers, params=params or None, timeout=limit)
+            with self.client(limit) as client:
+                response = client.request(method, path, content=content, headers=headers, params=params or None)
         except httpx.ConnectError as e:
             raise self.unreachable() from e
         except httpx.HTTPError as e:
@@ -86,7 +105,7 @@ class Api:
         return CommandError(
             f"No gateway answers at {self.url}.",
             "`thaw up` starts the mesh; `thaw logs gateway` says why if it does run; THAW_URL names another one.",
-            code="unreachable",
+            code="no_gateway",
         )
 
     def _get(self, reply: type[M], method: str, path: str, body: BaseModel | None = None, **options: Any) -> M:
@@ -99,7 +118,8 @@ class Api:
     def ready(self) -> bool:
         """Whether the gateway says it can serve."""
         try:
-            return self._client.get("/ready").is_success
+            with self.client(_TIMEOUT) as client:
+                return client.get("/ready").is_success
         except httpx.HTTPError:
             return False
 

@@ -49,8 +49,8 @@ def stream_chat(
     began = time.monotonic()
     try:
         with (
-            httpx.Client(timeout=httpx.Timeout(_SILENCE_S, connect=3.0), trust_env=False) as client,
-            client.stream("POST", f"{api.url}/v1/chat/completions", json=body, headers=headers) as response,
+            api.client(httpx.Timeout(_SILENCE_S, connect=3.0)) as client,
+            client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response,
         ):
             completion.request_id = response.headers.get("x-request-id", "")
             if response.is_error:

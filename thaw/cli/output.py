@@ -55,8 +55,7 @@ def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
             show_error(e, as_json)
             raise typer.Exit(1) from e
         except KeyboardInterrupt:
-            if as_json:
-                print(json.dumps(CommandError("Interrupted.", code="interrupted").body()))
+            show_error(CommandError("Interrupted.", code="interrupted"), as_json)
             raise typer.Exit(130) from None
         if as_json and document is not None:
             print(json.dumps(document, default=str))

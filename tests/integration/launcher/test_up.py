@@ -1,0 +1,120 @@
+"""`thaw up` where something is in its way: each a clear message that says what to do, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launcher import Thaw
+from tests.support.servers import NatsServer
+from thaw.errors import CommandError
+from thaw.launcher import preflight
+from thaw.launcher.home import Home, write_private
+from thaw.launcher.processes import Identity, identify, start_time
+from thaw.launcher.servers import locate_postgres
+from thaw.launcher.status import MeshStatus, running_status
+
+
+@pytest.fixture
+def thaw() -> Iterator[Thaw]:
+    thaw = Thaw()
+    yield thaw
+    thaw.close()
+
+
+def test_a_taken_port_is_named_with_who_has_it(thaw: Thaw) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = thaw.error("up", "--detach", "--port", str(port))
+    assert error["code"] == "port_taken"
+    assert f"(pid {os.getpid()})" in error["message"]
+    assert "--port" in error["remedy"]
+    assert not (thaw.home / "run" / "supervisor.json").exists()
+
+
+def test_a_state_directory_that_cannot_be(thaw: Thaw) -> None:
+    (thaw.home / "file").write_text("")
+    thaw.environment["THAW_HOME"] = str(thaw.home / "file" / "below")
+    try:
+        error = thaw.error("up", "--detach")
+    finally:
+        thaw.environment["THAW_HOME"] = str(thaw.home)
+    assert error["code"] == "state_directory"
+    assert "is a file" in error["message"]
+    assert "THAW_HOME" in error["remedy"]
+
+
+def test_a_state_directory_whose_path_is_too_long_for_sockets(thaw: Thaw) -> None:
+    thaw.environment["THAW_HOME"] = str(thaw.home / ("x" * 90))
+    try:
+        error = thaw.error("up", "--detach")
+    finally:
+        thaw.environment["THAW_HOME"] = str(thaw.home)
+    assert error["code"] == "state_directory"
+    assert "bytes too long" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("available_memory", "too_little_memory"),
+        ("free_shared_memory", "too_little_shared_memory"),
+        ("free_disk", "too_little_disk"),
+    ],
+)
+def test_too_little_room(thaw: Thaw, monkeypatch: pytest.MonkeyPatch, what: str, code: str) -> None:
+    monkeypatch.setattr(preflight, what, lambda *_: 1000)
+    with pytest.raises(CommandError) as caught:
+        preflight.check_room(thaw.home, memory=2000, shared=2000, disk=2000, purpose="The demo")
+    assert caught.value.code == code
+    assert "1000 B" in caught.value.what
+    assert caught.value.remedy
+
+
+def test_a_stale_pid_file_is_not_mistaken_for_a_mesh(thaw: Thaw) -> None:
+    home = Home(thaw.home)
+    home.create()
+    started = start_time(os.getpid())
+    assert started is not None
+    # Our own pid lives, but it started at another time than the supervisor that wrote the file.
+    write_private(home.supervisor_file, MeshStatus(supervisor=Identity(pid=os.getpid(), started=started - 1)).model_dump_json())
+    assert running_status(home) is None
+    me = identify(os.getpid())
+    assert me is not None
+    write_private(home.supervisor_file, MeshStatus(supervisor=me).model_dump_json())
+    assert running_status(home) is not None
+    home.supervisor_file.unlink()
+
+
+def test_down_without_a_mesh_is_no_error(thaw: Thaw) -> None:
+    assert thaw.json("down") == {"was_running": False, "left_behind": {"processes": [], "segments": []}}
+
+
+@pytest.mark.parametrize("verb", [("ps",), ("wake", "x"), ("models", "list"), ("chat", "x", "hi"), ("trace",), ("node", "list")])
+def test_without_a_mesh_every_verb_says_how_to_start_one(thaw: Thaw, verb: tuple[str, ...]) -> None:
+    error = thaw.error(*verb)
+    assert error["code"] == "not_running"
+    assert "thaw up" in error["remedy"]
+
+
+def test_external_servers_are_used_and_not_started(thaw: Thaw, own_nats: NatsServer, database_url: str) -> None:
+    thaw.environment |= {"THAW_NATS_URL": own_nats.url, "THAW_DATABASE_URL": database_url}
+    up = thaw.json("up", "--detach", "--port", str(thaw.port))
+    assert up["endpoint"] == f"{thaw.url}/v1"
+    status = json.loads((thaw.home / "run" / "supervisor.json").read_text())
+    assert not {"nats", "postgres"} & status["services"].keys()
+    assert thaw.endpoints["nats_url"] == own_nats.url
+    findings = {f["subject"]: f for f in thaw.json("doctor")["findings"]}
+    assert findings["nats"]["level"] == findings["postgres"]["level"] == "ok"
+
+
+def test_postgres_runs_in_the_state_directory_even_for_root() -> None:
+    postgres = locate_postgres(Home(Path("/tmp/some-home")))
+    if os.geteuid() == 0 and postgres.user is None:
+        assert postgres.prefix, "root needs the helper"
+    assert postgres.data == Path("/tmp/some-home/postgres") or postgres.user is not None

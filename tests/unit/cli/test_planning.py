@@ -1,0 +1,83 @@
+"""What `thaw up` makes of options, environment and file; and what the demo's budget holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.models import ModelSpec
+from shared.sizing import need_of
+from thaw.cli.demo import budget_for_two, card_of
+from thaw.config.load import MeshConfig, NodeConfig
+from thaw.demo.models import make_demo_model
+from thaw.errors import CommandError
+from thaw.launcher.home import Home
+from thaw.launcher.plan import MeshPlan
+from thaw.launcher.planning import Wanted, make_plan
+from thaw.launcher.services import programs_of
+
+GIB = 2**30
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    for name in ("THAW_GATEWAY_PORT", "THAW_GATEWAY_HOST", "THAW_NATS_URL", "THAW_DATABASE_URL", "THAW_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    home = Home(tmp_path)
+    home.create()
+    return home
+
+
+def plan(home: Home, wanted: Wanted, demo_budget: int | None = None) -> MeshPlan:
+    return make_plan(home, wanted, 10 * GIB, demo_budget)
+
+
+def test_options_go_before_environment_before_file_before_defaults(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Wanted().port_or_default == 8080
+    file = MeshConfig(port=9000, host="0.0.0.0")
+    assert Wanted(mesh=file).port_or_default == 9000
+    monkeypatch.setenv("THAW_GATEWAY_PORT", "9100")
+    assert Wanted(mesh=file).port_or_default == 9100
+    assert Wanted(mesh=file, port=9200).port_or_default == 9200
+    assert plan(home, Wanted(mesh=file, port=9200)).gateway_url == "http://127.0.0.1:9200"
+    monkeypatch.setenv("THAW_GATEWAY_PORT", "many")
+    with pytest.raises(CommandError, match="THAW_GATEWAY_PORT"):
+        _ = Wanted().port_or_default
+
+
+def test_nodes_are_those_of_the_file_cut_or_filled_up(home: Home) -> None:
+    mesh = MeshConfig(nodes={"a": NodeConfig(devices={"cpu:0": GIB}), "node-0": NodeConfig()})
+    assert Wanted().node_names == ("node-0",)
+    assert Wanted(mesh=mesh).node_names == ("a", "node-0")
+    assert Wanted(mesh=mesh, nodes=1).node_names == ("a",)
+    assert Wanted(mesh=mesh, nodes=4).node_names == ("a", "node-0", "node-1", "node-2")
+
+
+def test_several_nodes_divide_the_memory(home: Home) -> None:
+    (one,) = plan(home, Wanted()).nodes
+    assert one.devices == {}
+    two = plan(home, Wanted(nodes=2)).nodes
+    assert [n.devices for n in two] == [{"cpu:0": int(3.5 * GIB)}] * 2
+
+
+def test_credentials_outlive_a_mesh(home: Home) -> None:
+    first = plan(home, Wanted()).credentials
+    assert plan(home, Wanted()).credentials == first
+    assert len({first.nats_password, first.database_password, first.admin_key}) == 3
+    assert home.credentials_file.stat().st_mode & 0o777 == 0o600
+
+
+def test_secrets_are_in_no_command_line(home: Home) -> None:
+    made = plan(home, Wanted(mesh=MeshConfig(api_keys=("sk-secret",))))
+    secrets = {made.credentials.nats_password, made.credentials.database_password, made.credentials.admin_key, "sk-secret"}
+    for program in programs_of(home, made, None):
+        assert not any(secret in word for word in program.command for secret in secrets)
+    assert "sk-secret" not in made.model_dump_json()
+
+
+def test_the_demo_budget_holds_two_models_of_three(tmp_path: Path) -> None:
+    specs = tuple(ModelSpec(name=f"m{i}", source=str(make_demo_model(tmp_path / f"m{i}", "test", seed=i))) for i in range(3))
+    needs = [need_of(card_of(s)).total for s in specs]
+    budget = budget_for_two(specs)
+    assert sum(sorted(needs)[-2:]) <= budget < sum(needs)

@@ -45,7 +45,9 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     mesh = Mesh(settings, f"loader-{settings.node}")
     commands = mesh.respond(subjects.loader_command(settings.node), LOADER_COMMAND, loader.handle, concurrent=True)
     mesh.listen(subjects.node_status(settings.node), NodeStatus, loader.hear_node)
-    await mesh.start()
+    if not await _connected(mesh, stop):
+        await loader.stop()
+        return 0
     subject = subjects.loader_status(settings.node)
     async with asyncio.TaskGroup() as tasks:
         broadcast = tasks.create_task(_broadcast(mesh, loader, subject), name="broadcast")
@@ -58,6 +60,20 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     await mesh.publish(subject, loader.status())
     await mesh.stop()
     return 0
+
+
+async def _connected(mesh: Mesh, stop: asyncio.Event) -> bool:
+    """Wait for NATS as long as it takes; False if told to stop before it is there."""
+    connecting = asyncio.create_task(mesh.start(), name="connect")
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait((connecting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if connecting.done():
+            connecting.result()
+        return connecting.done()
+    finally:
+        for task in (connecting, stopped):
+            task.cancel()
 
 
 async def _broadcast(mesh: Mesh, loader: Loader, subject: str) -> None:

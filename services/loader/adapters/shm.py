@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import select
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
 SHM = Path("/dev/shm")
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -31,21 +31,23 @@ class SegmentWriter:
 
     def __init__(self, name: str, total_bytes: int) -> None:
         """Raises `InsufficientMemory` if there is no room for `total_bytes`."""
-        check_room(total_bytes)
         self.name, self.total_bytes = name, total_bytes
-        self._fd = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _promise(name, total_bytes)
         try:
-            os.ftruncate(self._fd, total_bytes)
-            self._map = mmap.mmap(self._fd, total_bytes)
+            self._fd = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(self._fd, total_bytes)
+                self._map = mmap.mmap(self._fd, total_bytes)
+            except OSError:
+                os.close(self._fd)
+                (SHM / name).unlink()
+                raise
         except OSError:
-            os.close(self._fd)
-            (SHM / name).unlink()
+            _kept(name)
             raise
         self.memory = memoryview(self._map)
         self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
         self._address = ctypes.addressof(self._anchor)
-        # Where the system allows huge pages for who asks, filling costs a fraction; elsewhere this is refused and changes nothing.
-        _libc.madvise(self._address, total_bytes, _MADV_HUGEPAGE)
 
     def populate(self, offset: int, length: int) -> None:
         """Allocate and map these pages now, in one go. A full /dev/shm shows here as `InsufficientMemory`, never as SIGBUS later."""
@@ -57,12 +59,14 @@ class SegmentWriter:
             raise
         # ctypes lets other threads run meanwhile, mmap.madvise would not. A kernel without it faults page by page instead.
         _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
+        _kept(self.name, length)
 
     def write(self, offset: int, data: bytes) -> None:
         self.populate(offset, len(data))
         self.memory[offset : offset + len(data)] = data
 
     def close(self, *, unlink: bool = False) -> None:
+        _kept(self.name)
         if unlink:
             (SHM / self.name).unlink(missing_ok=True)
         os.close(self._fd)
@@ -71,11 +75,29 @@ class SegmentWriter:
         self._map.close()
 
 
-def check_room(total_bytes: int) -> None:
-    """Raise `InsufficientMemory` unless /dev/shm and the host's memory have `total_bytes` free now."""
-    stat = os.statvfs(SHM)
-    if total_bytes > stat.f_bavail * stat.f_frsize or total_bytes > available_memory():
-        raise no_room(total_bytes)
+_lock = threading.Lock()
+_promised: dict[str, int] = {}
+"""Bytes of the segments being filled that are not allocated yet: two loads may not both count on the same free memory."""
+
+
+def _promise(name: str, total_bytes: int) -> None:
+    """Raise `InsufficientMemory` unless /dev/shm and the host's memory have `total_bytes` free beyond what is promised already."""
+    with _lock:
+        needed = total_bytes + sum(_promised.values())
+        stat = os.statvfs(SHM)
+        if needed > stat.f_bavail * stat.f_frsize or needed > available_memory():
+            raise no_room(total_bytes)
+        _promised[name] = total_bytes
+
+
+def _kept(name: str, length: int | None = None) -> None:
+    """`length` bytes of the promise (None: all) are allocated or no longer wanted."""
+    with _lock:
+        left = 0 if length is None else _promised.get(name, 0) - length
+        if left > 0:
+            _promised[name] = left
+        else:
+            _promised.pop(name, None)
 
 
 def no_room(total_bytes: int) -> InsufficientMemory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,6 +204,16 @@ async def test_an_orderly_end_keeps_what_is_held_only(loader: LoaderProcess, cli
     with pytest.raises(ThawError, match="shutting down"):
         await waiting
     assert loader.segments() == [held.segment]
+
+
+def test_waiting_for_nats_can_be_stopped(tmp_path: Path) -> None:
+    process = LoaderProcess("nats://127.0.0.1:1", tmp_path, "alone")
+    process.start()
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "nodes" / "alone" / "loader" / "lock").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.end() == 0
 
 
 async def test_two_loaders_of_one_node_do_not_fight(loader: LoaderProcess, client: Client) -> None:

@@ -214,6 +214,19 @@ def test_no_room_now(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.should_retry is True
 
 
+def test_two_loads_do_not_count_on_the_same_memory(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=10))
+    monkeypatch.setattr(shm, "available_memory", lambda: 15_000_000)
+
+    def second(_: Layout) -> None:
+        with pytest.raises(InsufficientMemory):
+            load_segment(tmp_path, f"{name}-2")
+
+    load_segment(tmp_path, name, on_index=second)
+    remove_segment(name)
+    load_segment(tmp_path, name)  # nothing stays promised
+
+
 def test_room_that_runs_out_midway(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=60))
     real, given = os.posix_fallocate, 0

@@ -15,7 +15,7 @@ _CONTEXT = 6
 _UNDECIDED = 4
 """Tokens that can still belong to an unfinished character: it has four bytes at most, and a token one at least."""
 _LONGEST = 24
-"""A window longer than this without a decision is closed, come what may."""
+"""Over so many tokens a window without a clean beginning is cut where it does no harm."""
 
 
 class Detokenizer:
@@ -35,26 +35,30 @@ class Detokenizer:
             return self._advance(len(self._window), text)
         if len(self._window) - self._shown <= _UNDECIDED:
             return ""
-        return self._advance_decided(text)
+        # Bytes that are no character: show what no later token can change.
+        end = len(self._window) - _UNDECIDED
+        decided = self._decode(self._window[:end])
+        return self._advance(end, decided) if text.startswith(decided) else ""
 
     def flush(self) -> str:
         """The rest, at the end of the text: an unfinished character shows as U+FFFD."""
-        text = self._decode(self._window) if self._shown < len(self._window) else self._prefix
-        return self._advance(len(self._window), text)
+        return self._advance(len(self._window), self._decode(self._window)) if self._shown < len(self._window) else ""
 
     def _advance(self, end: int, text: str) -> str:
-        """Show `text`, which tokens up to `end` of the window make, and move the window on."""
+        """Show `text`, which the window's tokens up to `end` make, and let the window begin where the last advance ended."""
         added = text[len(self._prefix) :]
-        self._window = self._window[self._shown :] if end > self._shown else self._window
-        end -= self._shown if end > self._shown else 0
-        self._shown = end
-        self._prefix = self._decode(self._window[:end])
+        cut = self._shown
+        if self._prefix.endswith(_REPLACEMENT):
+            # That may be in the middle of a character, whose other half would be read as rubbish.
+            cut = self._harmless_cut(end) if len(self._window) > _LONGEST else 0
+        self._window = self._window[cut:]
+        self._shown = end - cut
+        self._prefix = self._decode(self._window[: self._shown]) if cut else text
         return added
 
-    def _advance_decided(self, text: str) -> str:
-        """Bytes that are no character: show what no later token can change."""
-        end = len(self._window) - _UNDECIDED
-        decided = self._decode(self._window[:end])
-        if text.startswith(decided) or len(self._window) - self._shown > _LONGEST:
-            return self._advance(end, decided)
-        return ""
+    def _harmless_cut(self, end: int) -> int:
+        whole = self._decode(self._window)
+        for cut in range(end, 0, -1):
+            if self._decode(self._window[:cut]) + self._decode(self._window[cut:]) == whole:
+                return cut
+        return 0

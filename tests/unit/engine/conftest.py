@@ -1,0 +1,18 @@
+"""A demo model's files, made once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from thaw.demo.models import make_demo_model
+
+    return make_demo_model(tmp_path_factory.mktemp("demo") / "test", "test")

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.engine.domain.planning import BLOCK_TOKENS, Limits, SequenceView, Work, blocks_for, plan_step
+
+LIMITS = Limits(max_sequences=4, kv_blocks=10, step_tokens=1000, chunk_tokens=64)
+
+
+def test_decoding_goes_first_and_prompts_share_a_chunk() -> None:
+    running = [SequenceView(1, 300, 10), SequenceView(2, 50, 49)]
+    assert plan_step(running, [], LIMITS).work == (Work(2, 1), Work(1, 64))
+
+
+def test_alone_a_prompt_is_computed_in_one_step() -> None:
+    plan = plan_step([], [SequenceView(1, 700)], LIMITS)
+    assert (plan.admitted, plan.work) == ((1,), (Work(1, 700),))
+
+
+def test_a_long_prompt_is_cut_at_the_step_limit() -> None:
+    assert plan_step([], [SequenceView(1, 1200)], LIMITS).work == (Work(1, 1000),)
+
+
+def test_the_youngest_gives_way_when_blocks_run_out() -> None:
+    running = [SequenceView(1, 5 * BLOCK_TOKENS + 1, 5 * BLOCK_TOKENS), SequenceView(2, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 1)]
+    plan = plan_step(running, [SequenceView(3, 10)], LIMITS)
+    assert (plan.preempted, plan.admitted, plan.work) == ((2,), (), (Work(1, 1),))
+
+
+def test_one_that_does_not_fit_holds_up_those_behind_it() -> None:
+    running = [SequenceView(1, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 1)]
+    waiting = [SequenceView(2, 6 * BLOCK_TOKENS), SequenceView(3, 10)]
+    assert plan_step(running, waiting, LIMITS).admitted == ()
+
+
+def test_slots_are_limited() -> None:
+    waiting = [SequenceView(i, 10) for i in range(9)]
+    assert plan_step([], waiting, LIMITS).admitted == (0, 1, 2, 3)
+
+
+@given(st.integers(1, 10 * BLOCK_TOKENS))
+def test_whatever_fits_alone_is_admitted_alone(length: int) -> None:
+    assert plan_step([], [SequenceView(1, length)], LIMITS).admitted == (1,)
+
+
+@dataclass
+class Model:
+    key: int
+    prompt: int
+    output: int
+    length: int = field(init=False)
+    computed: int = 0
+
+    def __post_init__(self) -> None:
+        self.length = self.prompt
+
+    @property
+    def view(self) -> SequenceView:
+        return SequenceView(self.key, self.length, self.computed)
+
+
+class Steps(RuleBasedStateMachine):
+    """Sequences come, are computed as planned, and all end; KV memory is never over its limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[Model] = []
+        self.waiting: list[Model] = []
+        self.keys = 0
+        self.ended = 0
+
+    @rule(prompt=st.integers(1, 600), output=st.integers(1, 600))
+    def arrive(self, prompt: int, output: int) -> None:
+        self.keys += 1
+        self.waiting.append(Model(self.keys, prompt, min(output, LIMITS.kv_tokens - prompt)))
+
+    @rule()
+    @precondition(lambda self: self.running or self.waiting)
+    def step(self) -> None:
+        plan = plan_step([s.view for s in self.running], [s.view for s in self.waiting], LIMITS)
+        assert plan.work, "nothing to do although there is work"
+        by_key = {s.key: s for s in (*self.running, *self.waiting)}
+        assert list(plan.admitted) == [s.key for s in self.waiting[: len(plan.admitted)]]
+        assert not (plan.admitted and plan.preempted)
+        gone = [by_key[k] for k in plan.preempted]
+        assert gone == self.running[len(self.running) - len(gone) :]
+        for s in gone:
+            s.computed = 0
+        self.running = [s for s in self.running if s not in gone] + [by_key[k] for k in plan.admitted]
+        self.waiting = gone + self.waiting[len(plan.admitted) :]
+        for work in plan.work:
+            s = by_key[work.key]
+            assert s in self.running
+            assert 0 < work.count <= s.length - s.computed
+            s.computed += work.count
+            if s.computed == s.length:
+                s.length += 1
+        over = [s for s in self.running if s.length - s.prompt >= s.output]
+        self.running = [s for s in self.running if s not in over]
+        self.ended += len(over)
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        assert sum(blocks_for(s.computed) for s in self.running) <= LIMITS.kv_blocks
+        assert len(self.running) <= LIMITS.max_sequences
+
+    def teardown(self) -> None:
+        for _ in range(200_000):
+            if not (self.running or self.waiting):
+                break
+            self.step()
+        assert self.ended == self.keys, "not everything came to an end"
+
+
+TestSteps = Steps.TestCase
+TestSteps.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

@@ -130,3 +130,15 @@ async def test_lost_records_do_not_stop_the_agent(nats_server: NatsServer, tmp_p
         await node.start_agent()
         assert node.latest.instances == ()
         assert not broken.exists()
+
+
+async def test_a_nats_server_that_restarts_changes_nothing(own_nats: NatsServer, tmp_path: Path) -> None:
+    async with running_node(own_nats.url, tmp_path) as node:
+        instance_id = await node.start()
+        before = await node.reaches(instance_id, READY)
+        own_nats.restart()
+        said = len(node.statuses)
+        after = (await node.until(lambda _: len(node.statuses) > said + 2)).instances[0]
+        assert (after.state, after.pids) == (READY, before.pids)
+        await node.stop(instance_id)
+        await node.reaches(instance_id, STOPPED)

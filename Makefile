@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in the `thaw` command line (`.venv/bin/thaw --help`).
 
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
 # An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=

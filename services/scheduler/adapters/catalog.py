@@ -5,9 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, KeyValueConfig, StreamConfig
-from nats.js.errors import BadRequestError, BucketNotFoundError, KeyNotFoundError, NoKeysError, NotFoundError
+from nats.js.errors import (
+    BadRequestError,
+    BucketNotFoundError,
+    KeyNotFoundError,
+    NoKeysError,
+    NotFoundError,
+    ServiceUnavailableError,
+)
 from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
@@ -16,6 +25,10 @@ from shared.contracts.models import ModelCard
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
 
 log = logging.getLogger(__name__)
+
+
+class JetStreamMissing(NatsError):
+    """The NATS server keeps no streams: Thaw needs JetStream for its catalogue and traces."""
 
 
 async def ensure_trace_stream(js: JetStreamContext) -> None:
@@ -34,6 +47,10 @@ async def ensure_trace_stream(js: JetStreamContext) -> None:
             await js.add_stream(config)
         except BadRequestError:
             log.warning("the stream of traces exists with another configuration; it is left as it is")
+    except (ServiceUnavailableError, NoRespondersError) as e:
+        raise JetStreamMissing(
+            "JetStream does not answer: start nats-server with -js (or a jetstream block), then this leads"
+        ) from e
 
 
 class Catalog:

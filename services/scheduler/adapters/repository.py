@@ -68,7 +68,7 @@ class Repository:
             rows = (await connection.execute(select(tables.nodes))).mappings()
             found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
             rows = (await connection.execute(select(tables.instances))).mappings()
-            found += [_instance(dict(r)) for r in rows]
+            found += [_instance(dict(r), now) for r in rows]
             newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
             plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
         apply(state, [Put(e) for e in (*found, *plans)])
@@ -174,8 +174,10 @@ async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:
     return found
 
 
-def _instance(row: dict[str, Any]) -> Instance:
-    return Instance(**{**row, "device_ids": tuple(row["device_ids"]), "state": InstanceState(row["state"])})
+def _instance(row: dict[str, Any], now: float) -> Instance:
+    """No time of another host's clock is taken for later than now."""
+    times = {t: min(row[t], now) for t in ("requested_at", "planned_at", "stop_at", "sent_at", "ready_at") if row[t] is not None}
+    return Instance(**{**row, **times, "device_ids": tuple(row["device_ids"]), "state": InstanceState(row["state"])})
 
 
 def _plan(row: dict[str, Any]) -> PlanRecord:

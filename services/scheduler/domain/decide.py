@@ -35,6 +35,9 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.plans import PlanRecord
 from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
 
+EPOCHS_SKIPPED = 63
+"""After a refusal as stale the next term begins this far up: a node remembers tokens of a database that was lost, and does not say which."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -85,7 +88,7 @@ def _start_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
     if instance is None:
         return
     if error.code == StaleToken.code:
-        d.emit(StepDown(d.state.epoch))
+        d.emit(StepDown(d.state.epoch + EPOCHS_SKIPPED))
     elif error.code == InsufficientMemory.code:
         refused(d, instance)
     elif instance_id not in d.state.seen:
@@ -97,7 +100,7 @@ def _stop_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
     """A busy instance stays. Any other refusal is left to the next status: the stop is repeated until it shows effect."""
     instance = d.state.instances.get(instance_id)
     if error.code == StaleToken.code:
-        d.emit(StepDown(d.state.epoch))
+        d.emit(StepDown(d.state.epoch + EPOCHS_SKIPPED))
     elif instance is not None and error.code == InstanceBusy.code and instance.leaving == "if_idle":
         d.put(replace(instance, leaving="no", leave_reason="", stop_at=None))
         d.put(Pause(instance_id, d.now + d.policy.busy_pause))

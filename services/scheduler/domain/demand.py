@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.entities import GatewayDemand, Instance, ModelDemand, Pressure
@@ -42,6 +44,8 @@ def _keep(d: Draft, name: str, gateways: tuple[GatewayDemand, ...]) -> None:
     else:
         d.drop(ModelDemand, name)
         d.drop(Pressure, name)
+        if (trouble := d.state.trouble.get(name)) is not None:
+            d.put(replace(trouble, attempts=0, avoid=()))
 
 
 def forget_old_demand(d: Draft) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from services.scheduler.domain.draft import TOKENS_PER_EPOCH, Draft
 from services.scheduler.domain.effects import StepDown
-from services.scheduler.domain.entities import Device, Instance, Node, Presence, Seen
+from services.scheduler.domain.entities import Device, Instance, LoaderPresence, Node, Presence, Seen
 from services.scheduler.domain.lifecycle import became_ready, conclude, crashed, send_stop, start_failed
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
@@ -131,9 +131,13 @@ def lost(d: Draft, i: Instance, why: str) -> None:
 
 
 def lose_silent_nodes(d: Draft) -> None:
-    """A node that was silent for too long is dead until it is heard again, and its instances with it."""
+    """A node that was silent for too long is dead until it is heard again, and its instances with it; after a day it is forgotten."""
     for presence in list(d.state.presence.values()):
-        if presence.alive and d.now - presence.heard_at > d.policy.node_lost_after:
+        if not presence.alive and d.now - presence.heard_at > d.policy.node_forgotten_after:
+            d.drop(Presence, presence.node)
+            d.drop(LoaderPresence, presence.node)
+            d.drop(Node, presence.node)
+        elif presence.alive and d.now - presence.heard_at > d.policy.node_lost_after:
             d.put(replace(presence, alive=False))
             for i in list(d.state.on_node(presence.node)):
                 lost(d, i, f"its node {presence.node} has been silent for {d.policy.node_lost_after:.0f} s")

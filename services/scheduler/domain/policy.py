@@ -23,6 +23,7 @@ class Policy:
     min_idle: float = 1.0
     """The shortest keep-alive: an instance just ready waits this long for the requests that woke it."""
     node_lost_after: float = NODE_LOST_AFTER_S
+    node_forgotten_after: float = 86_400.0
     demand_lost_after: float = DEMAND_LOST_AFTER_S
     absence_grace: float = 3.0
     """A command may cross a status on its way: only after this does a missing instance count as gone."""

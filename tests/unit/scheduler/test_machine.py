@@ -10,6 +10,7 @@ from services.scheduler.domain.booking import booking
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
 from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import Recovered
+from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import ClusterState, Put, apply
 from shared.contracts.node import InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed
@@ -24,19 +25,19 @@ node = st.sampled_from(NODES)
 
 
 class Cluster(RuleBasedStateMachine):
-    """Two nodes of 700 MiB; five models of 324 MiB each, so two fit a node."""
+    """Room for two models on one node and for one on the other; five models of 324 MiB each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.w = World()
+        self.w = World(policy=Policy(preempt_after=5.0))
         self.heard_stops = 0
         self.silent: set[str] = set()
         self.waiting: dict[str, int] = {}
 
     @initialize()
     def begin(self) -> None:
-        for n in NODES:
-            self.w.node(n, 700 * MIB)
+        self.w.node("n1", 700 * MIB)
+        self.w.node("n2", 400 * MIB)
         for n in NAMES:
             self.w.model(n, pin=n == "pinned", keep_alive=20, replicas={"min": 0, "max": 2 if n == "many" else 1})
 
@@ -47,6 +48,22 @@ class Cluster(RuleBasedStateMachine):
     def demand(self, model: str, waiting: int, in_flight: int, age: int) -> None:
         self.waiting[model] = waiting
         self.w.demand(model, waiting, in_flight=in_flight, oldest_wait_ms=age)
+
+    @rule(model=name, others_serve=st.booleans())
+    def bring_up(self, model: str, others_serve: bool) -> None:
+        """Demand that is met, served, and over."""
+        for n in NAMES:
+            self.serve(n, int(others_serve))
+        self.demand(model, 1, 0, 0)
+        for n in NODES:
+            self.stops_finish(n)
+            self.say(n)
+            self.starts_succeed(n)
+            self.say(n)
+        self.demand(model, 0, 0, 0)
+        self.serve(model, 1)
+        self.serve(model, 0)
+        self.pass_time(3.0)
 
     @rule(seconds=st.sampled_from((0.1, 0.25, 1.0, 3.0, 20.0)))
     def pass_time(self, seconds: float) -> None:
@@ -152,7 +169,7 @@ class Cluster(RuleBasedStateMachine):
             assert len({i.instance_id for i in live}) == len(live)
 
     def teardown(self) -> None:
-        """From now on everything behaves: then everybody is served."""
+        """From now on everything behaves, though what is ready serves without a pause until it is drained: then everybody is served."""
         w = self.w
         for n in NODES:
             w.change_node(n, "uncordon")
@@ -162,24 +179,19 @@ class Cluster(RuleBasedStateMachine):
         for n in NAMES:
             self.waiting[n] = 1 if n in wanted else 0
             w.demand(n, self.waiting[n])
-        for _ in range(120):
+        for _ in range(160):
             w.now += 0.5
             for agent in w.agents.values():
                 for r in agent.instances.values():
-                    r.completed += r.active
-                    if r.active:
-                        r.active, r.idle_since = 0, w.now
                     if r.state is LOADING:
                         r.state, r.idle_since = READY, w.now
+                    r.active = int(r.state is READY)
                 agent.finish_stops()
             w.tick()
             for n in wanted - served:
                 if w.demand(n, 1).outlook == "ready":
                     served.add(n)
-                    self.waiting[n] = 0
                     w.demand(n, 0)
-                    for r in w.of(n, READY):
-                        r.active = 1
         told = {e.event.model for e in w.sent(PublishLoadFailed)[before:]}
         assert wanted <= served | told, (wanted - served, w.state.unmet)
         waiting_wakes = [x for x in w.state.waiters.values() if x.kind == "wake"]

@@ -1,0 +1,138 @@
+"""A leader whose host vanishes without a word: its lock falls, and it knows, within three seconds.
+
+Two hosts are two network namespaces on a bridge; the leader's cable is pulled by taking its bridge port down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from services.scheduler.adapters.database import connect, migrate
+from tests.support.servers import PostgresServer
+
+log = logging.getLogger(__name__)
+WITHIN_S = 3.0
+SLACK = 3
+"""The bound asserted is this many times wider: the machine may be busy."""
+
+HOLDER = """
+import asyncio, sys
+from services.scheduler.adapters.leadership import leadership
+
+async def main():
+    print("waiting", flush=True)
+    async with leadership(sys.argv[1]) as term:
+        print("leading", term.epoch, flush=True)
+        await term.lost.wait()
+        print("lost", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@dataclass
+class Hosts:
+    """`names`: namespaces; `ports`: their ends on the bridge; `gateway`: the address Postgres listens on."""
+
+    names: tuple[str, str]
+    ports: tuple[str, str]
+    gateway: str
+
+    def unplug(self, which: int) -> None:
+        ip("link", "set", self.ports[which], "down")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces")
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2's `ip`")
+    tag = f"{os.getpid() % 100000:05d}"
+    subnet = f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
+    bridge, names, ports = f"tb{tag}", (f"thaw-a{tag}", f"thaw-b{tag}"), (f"tp{tag}a", f"tp{tag}b")
+    try:
+        try:
+            ip("link", "add", bridge, "type", "bridge")
+            ip("addr", "add", f"{subnet}.1/24", "dev", bridge)
+            ip("link", "set", bridge, "up")
+            for number, (name, port) in enumerate(zip(names, ports, strict=True), start=2):
+                ip("netns", "add", name)
+                ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+                ip("link", "set", port, "master", bridge, "up")
+                ip("-n", name, "addr", "add", f"{subnet}.{number}/24", "dev", "eth0")
+                ip("-n", name, "link", "set", "eth0", "up")
+        except subprocess.CalledProcessError as e:
+            pytest.skip(f"no network namespaces here: {e.stderr.decode().strip()}")
+        yield Hosts(names, ports, f"{subnet}.1")
+    finally:
+        for command in (*(("netns", "del", n) for n in names), ("link", "del", bridge)):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip(*command)
+
+
+async def holder(host: str, url: str) -> asyncio.subprocess.Process:
+    root = Path(__file__).parents[3]
+    return await asyncio.create_subprocess_exec(
+        "ip", "netns", "exec", host, sys.executable, "-c", HOLDER, url, cwd=root, stdout=asyncio.subprocess.PIPE
+    )
+
+
+async def says(process: asyncio.subprocess.Process, word: str) -> str:
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+    assert line.startswith(word), line
+    return line
+
+
+@pytest.mark.root
+async def test_the_lock_of_a_vanished_host_falls(hosts: Hosts) -> None:
+    server = await asyncio.to_thread(lambda: PostgresServer(listen="*"))
+    processes = []
+    try:
+        engine = connect(server.url)
+        await migrate(engine)
+        await engine.dispose()
+        url = server.url.replace("127.0.0.1", hosts.gateway).replace("+asyncpg", "")
+        for name in hosts.names:
+            processes.append(await holder(name, url))  # one after the other: the first leads
+            await says(processes[-1], "waiting")
+            if len(processes) == 1:
+                await says(processes[0], "leading 1")
+        await asyncio.sleep(1.5)  # the connection is idle and its keepalives are running
+        began = time.monotonic()
+        hosts.unplug(0)
+
+        async def taken_over() -> float:
+            await says(processes[1], "leading 2")
+            return time.monotonic() - began
+
+        async def known() -> float:
+            await says(processes[0], "lost")
+            return time.monotonic() - began
+
+        taken, knew = await asyncio.gather(taken_over(), known())
+        log.info("taken over %.2f s after the host vanished; its leader knew after %.2f s", taken, knew)
+        assert max(taken, knew) < WITHIN_S * SLACK
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        await asyncio.to_thread(server.close)

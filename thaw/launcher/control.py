@@ -50,15 +50,25 @@ def launch(home: Home, plan: MeshPlan) -> Identity:
             env=_environment(home),
             start_new_session=True,
         )
+    try:
+        return _await_supervisor(home, process)
+    except BaseException:  # an interrupt too: nobody else knows of this process yet
+        process.terminate()
+        process.wait(_STOP_BOUND_S)
+        raise
+
+
+def _await_supervisor(home: Home, process: subprocess.Popen[bytes]) -> Identity:
     deadline = time.monotonic() + _START_BOUND_S
     while time.monotonic() < deadline:
         status = read_status(home)
-        if status is not None and status.error is not None and status.supervisor.pid == process.pid:
-            process.wait()
-            forget(home)
-            raise CommandError(status.error, status.remedy, code="start_failed")
-        if status is not None and status.supervisor.pid == process.pid and status.supervisor.alive():
-            return status.supervisor
+        if status is not None and status.supervisor.pid == process.pid:
+            if status.error is not None:
+                process.wait()
+                forget(home)
+                raise CommandError(status.error, status.remedy, code="start_failed")
+            if status.supervisor.alive():
+                return status.supervisor
         if process.poll() is not None:
             raise CommandError(
                 f"The supervisor ended with status {process.returncode}: {_last_words(home, 'supervisor')}",
@@ -66,7 +76,6 @@ def launch(home: Home, plan: MeshPlan) -> Identity:
                 code="start_failed",
             )
         time.sleep(_POLL_S)
-    process.kill()
     raise CommandError(f"The supervisor said nothing for {_START_BOUND_S:.0f} s.", f"Its log is {home.log('supervisor')}.")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from shared.contracts.segment import segment_prefix
 from thaw.launcher.home import Home
 from thaw.launcher.processes import Identity, descendants, end, identify, marked
+from thaw.launcher.servers import postgres_directories
 from thaw.launcher.status import read_status
 
 SHM = Path("/dev/shm")
@@ -63,14 +64,15 @@ def _processes(home: Home) -> list[Identity]:
 
 def _postmaster(home: Home) -> Identity | None:
     """The PostgreSQL server that holds our data directory, if its pid file tells of a living postgres."""
-    pid_file = home.root / "postgres" / "postmaster.pid"
-    try:
-        pid = int(pid_file.read_text().split("\n", 1)[0])
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except (OSError, ValueError):
-        return None
-    ours = str(home.root / "postgres").encode() in command
-    return identify(pid) if ours else None
+    for data in postgres_directories(home):
+        try:
+            pid = int((data / "postmaster.pid").read_text().split("\n", 1)[0])
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if str(data).encode() in command:
+            return identify(pid)
+    return None
 
 
 def sweep(home: Home) -> Leftovers:

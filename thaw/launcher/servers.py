@@ -97,7 +97,7 @@ def locate_postgres(home: Home) -> Postgres:
         return Postgres(programs, data, sockets, helper)
     as_nobody = (*helper, "--setuid", str(NOBODY))
     # Below a private home directory nobody reaches nothing; /var/lib is the usual place for a server's data.
-    place = home.root if _reachable_by_nobody(home.root) else Path("/var/lib") / f"thaw-{home.digest}"
+    place = home.root if _reachable_by_nobody(home.root) else _public_place(home)
     if not _reachable_by_nobody(programs):
         raise CommandError(
             f"PostgreSQL does not run as root, user namespaces are refused here, and user 'nobody' cannot read {programs}.",
@@ -107,6 +107,15 @@ def locate_postgres(home: Home) -> Postgres:
     return Postgres(programs, place / "postgres", place / "postgres-socket", as_nobody, NOBODY)
 
 
+def postgres_directories(home: Home) -> tuple[Path, Path]:
+    """Where the database of `home` may lie."""
+    return home.root / "postgres", _public_place(home) / "postgres"
+
+
+def _public_place(home: Home) -> Path:
+    return Path("/var/lib") / f"thaw-{home.digest}"
+
+
 def _reachable_by_nobody(path: Path) -> bool:
     existing = [p for p in (path, *path.parents) if p.exists()]
     return all(p.stat().st_mode & 0o001 for p in existing)
@@ -114,15 +123,14 @@ def _reachable_by_nobody(path: Path) -> bool:
 
 def prepare_postgres(postgres: Postgres, plan: MeshPlan) -> None:
     """Make the directories and, the first time, the database cluster. Raises `CommandError` with initdb's words."""
-    for directory in (postgres.data, postgres.sockets):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if postgres.user is not None:
-            os.chown(directory, postgres.user, postgres.user)
-    if (postgres.data / "PG_VERSION").exists():
+    _make_directory(postgres, postgres.sockets)
+    if postgres.data.exists():
         _set_password(postgres, plan)
         return
-    for leftover in postgres.data.iterdir():  # of an initdb that was interrupted
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    # Made aside: what an interrupted initdb leaves is never taken for a database.
+    draft = postgres.data.with_name(f"{postgres.data.name}.new")
+    shutil.rmtree(draft, ignore_errors=True)
+    _make_directory(postgres, draft)
     password = postgres.sockets / "password"
     try:
         write_private(password, plan.credentials.database_password)
@@ -131,12 +139,19 @@ def prepare_postgres(postgres: Postgres, plan: MeshPlan) -> None:
         _run(
             postgres,
             postgres.command(
-                "initdb", "-D", str(postgres.data), "-U", DATABASE_USER, f"--pwfile={password}",
+                "initdb", "-D", str(draft), "-U", DATABASE_USER, f"--pwfile={password}",
                 "--auth=scram-sha-256", "-E", "UTF8", "--no-locale", "--no-sync",
             ),
         )  # fmt: skip
     finally:
         password.unlink(missing_ok=True)
+    draft.rename(postgres.data)
+
+
+def _make_directory(postgres: Postgres, directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if postgres.user is not None:
+        os.chown(directory, postgres.user, postgres.user)
 
 
 def _set_password(postgres: Postgres, plan: MeshPlan) -> None:
@@ -147,7 +162,7 @@ def _set_password(postgres: Postgres, plan: MeshPlan) -> None:
 
 def _run(postgres: Postgres, command: list[str], text: str | None = None) -> None:
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=postgres.data, timeout=120, check=False)
+        done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=postgres.sockets, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise CommandError(f"PostgreSQL could not be set up: {e}", "`thaw doctor` checks what it needs.") from e
     if done.returncode != 0:

@@ -27,7 +27,7 @@ from thaw.launcher.lifecycle import Event, Exited, Finished, Kill, Launch, Mesh,
 from thaw.launcher.logfiles import bound_logs
 from thaw.launcher.plan import MeshPlan, read_plan
 from thaw.launcher.probes import until_ready
-from thaw.launcher.processes import Identity, identify
+from thaw.launcher.processes import MARK, Identity, identify
 from thaw.launcher.servers import Postgres, locate_postgres, prepare_postgres, write_nats_config
 from thaw.launcher.services import Program, programs_of
 from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
@@ -220,6 +220,7 @@ def _prepare(home: Home, plan: MeshPlan) -> Postgres | None:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     home = Home.from_environment()
+    os.environ[MARK] = "1"  # for all that is started from here on
     with home.lock_file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import socket
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import asyncpg
 import pytest
 
 from tests.support.launcher import Thaw
 from tests.support.servers import NatsServer
 from thaw.errors import CommandError
-from thaw.launcher import preflight
+from thaw.launcher import preflight, unprivileged
 from thaw.launcher.home import Home, write_private
+from thaw.launcher.plan import MeshPlan, credentials_of, free_port
+from thaw.launcher.probes import until_ready
 from thaw.launcher.processes import Identity, identify, start_time
-from thaw.launcher.servers import locate_postgres
+from thaw.launcher.servers import locate_postgres, prepare_postgres
 from thaw.launcher.status import MeshStatus, running_status
 
 
@@ -113,8 +120,38 @@ def test_external_servers_are_used_and_not_started(thaw: Thaw, own_nats: NatsSer
     assert findings["nats"]["level"] == findings["postgres"]["level"] == "ok"
 
 
-def test_postgres_runs_in_the_state_directory_even_for_root() -> None:
-    postgres = locate_postgres(Home(Path("/tmp/some-home")))
-    if os.geteuid() == 0 and postgres.user is None:
-        assert postgres.prefix, "root needs the helper"
-    assert postgres.data == Path("/tmp/some-home/postgres") or postgres.user is not None
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: an ordinary user runs PostgreSQL as it is")
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_postgres_runs_for_root(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a user namespace the data stay root's; where namespaces are refused, it runs as nobody."""
+    if namespaces and not unprivileged.namespaces_work():
+        pytest.skip("user namespaces are refused here")
+    monkeypatch.setattr(unprivileged, "namespaces_work", lambda: namespaces)
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="thaw-pg-") as directory:
+        Path(directory).chmod(0o755)
+        home = Home(Path(directory).resolve())
+        home.create()
+        try:
+            postgres = locate_postgres(home)
+        except CommandError as e:
+            pytest.skip(e.what)
+        plan = MeshPlan(credentials=credentials_of(home), nats_port=1, postgres_port=free_port())
+        prepare_postgres(postgres, plan)
+        prepare_postgres(postgres, plan)  # a second time: nothing to make, the password is set again
+        process = subprocess.Popen(postgres.server_command(plan), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            asyncio.run(asyncio.wait_for(until_ready("postgres", plan.postgres_port), 20))
+            assert asyncio.run(_version(plan.effective_database_url)) >= 14
+            assert (postgres.data.stat().st_uid == 0) is namespaces
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+
+
+async def _version(url: str) -> int:
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    try:
+        return int(connection.get_server_version().major)
+    finally:
+        await connection.close()

@@ -38,7 +38,6 @@ PACKABLE = frozenset(
         "qwen3",
         "qwen3_moe",
         "smollm3",
-        "stablelm",
         "starcoder2",
     }
 )

@@ -1,0 +1,140 @@
+"""The zygote: forks, tells every nodeagent of exits, outlives them, and is outlived by its engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.contracts.engine import EngineExited, EngineForked, ZygoteFailure
+from tests.support.engines import Engines, ZygoteClient, ZygoteProcess
+from tests.support.segments import FakeLoader, card_of
+
+
+@pytest.fixture
+def own_zygote() -> Iterator[ZygoteProcess]:
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        process = ZygoteProcess(Path(directory))
+        yield process
+        process.close()
+
+
+async def fork(client: ZygoteClient, engines: Engines, demo: Path) -> tuple[str, int]:
+    start = engines.spec(card_of(demo))
+    client.send(start.model_dump_json().encode())
+    told = await client.hear()
+    assert isinstance(told, EngineForked)
+    return start.instance_id, told.pid
+
+
+async def test_exits_are_told_to_every_nodeagent(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
+    first, second = await zygote.connect(), await zygote.connect()
+    # Nobody serves as its loader: it would wait, or fail by itself; it is killed before.
+    instance, pid = await fork(first, engines, demo_directory)
+    os.kill(pid, signal.SIGKILL)
+    for client in (first, second):
+        told = await client.hear()
+        assert isinstance(told, EngineExited)
+        assert (told.instance_id, told.pid) == (instance, pid)
+        assert told.returncode in (-signal.SIGKILL, 1)
+        await client.close()
+
+
+async def test_an_engine_has_a_session_and_files_of_its_own(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
+    loader = FakeLoader(engines.mesh, engines.node)
+    await loader.start()
+    client = await zygote.connect()
+    instance, pid = await fork(client, engines, demo_directory)
+    assert (await engines.settled(instance)).state == "ready"
+    assert os.getsid(pid) == pid
+    assert str(zygote.socket) not in {str(c.laddr) for c in psutil.Process(pid).net_connections("unix")}
+    log = engines.directory / f"{instance}.log"
+    assert Path(f"/proc/{pid}/fd/2").resolve() == log
+    assert '"message": "ready"' in log.read_text()
+    os.kill(pid, signal.SIGTERM)
+    told = await client.hear()
+    assert isinstance(told, EngineExited)
+    assert told.returncode == 0
+    await client.close()
+    loader.close()
+
+
+async def test_nonsense_is_answered_and_harms_nothing(zygote: ZygoteProcess) -> None:
+    client = await zygote.connect()
+    client.send(b'{"kind": "nonsense"}')
+    assert isinstance(await client.hear(), ZygoteFailure)
+    client.send(b"not json")
+    assert isinstance(await client.hear(), ZygoteFailure)
+    await client.close()
+
+
+async def test_a_log_that_cannot_be_opened_is_a_failure(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
+    client = await zygote.connect()
+    start = engines.spec(card_of(demo_directory)).model_copy(update={"log_path": "/nonexistent/x.log"})
+    client.send(start.model_dump_json().encode())
+    told = await client.hear()
+    assert isinstance(told, ZygoteFailure)
+    assert told.instance_id == start.instance_id
+    await client.close()
+
+
+async def test_engines_outlive_their_zygote(own_zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
+    loader = FakeLoader(engines.mesh, engines.node)
+    await loader.start()
+    client = await own_zygote.connect()
+    instance, pid = await fork(client, engines, demo_directory)
+    assert (await engines.settled(instance)).state == "ready"
+    own_zygote.process.terminate()
+    assert await asyncio.to_thread(own_zygote.process.wait, 10) == 0
+    assert not own_zygote.socket.exists()
+    stream = await engines.answer(instance, "completion", prompt="abc", max_tokens=4)
+    assert len(stream.tokens()) == 4
+    engine = psutil.Process(pid)
+    os.kill(pid, signal.SIGTERM)
+    gone_by = time.monotonic() + 10
+    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < gone_by
+        await asyncio.sleep(0.02)
+    await client.close()
+    loader.close()
+
+
+def zygote_command(path: Path) -> list[str]:
+    return [sys.executable, "-m", "services.engine.zygote", str(path)]
+
+
+def test_a_second_zygote_leaves_the_first_alone(zygote: ZygoteProcess) -> None:
+    second = subprocess.run(zygote_command(zygote.socket), capture_output=True, text=True, timeout=60)
+    assert second.returncode == 0
+    assert "already served" in second.stdout
+    assert zygote.process.poll() is None
+
+
+def test_a_stale_socket_is_replaced() -> None:
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        path = Path(directory) / "z.sock"
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(path))
+        fresh = ZygoteProcess(Path(directory))
+        assert "ready" in fresh.said
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(path))
+        fresh.close()
+
+
+def test_a_path_that_no_socket_can_have() -> None:
+    failed = subprocess.run(zygote_command(Path("/tmp") / ("x" * 200) / "z.sock"), capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 1
+    assert "cannot listen" in failed.stderr
+    (Path("/tmp") / ("x" * 200) / "z.sock.lock").unlink()
+    (Path("/tmp") / ("x" * 200)).rmdir()

@@ -1,0 +1,187 @@
+"""Real engine processes under test: a zygote, the engines it forks, and what streams back from them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from shared.contracts import subjects
+from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineReport, EngineStart, ZygoteFailure
+from shared.contracts.inference import INFER_REPLY, Endpoint, InferChunk, InferReply, InferRequest, InferStarted
+from shared.contracts.models import ModelCard
+from shared.messaging import Mesh
+
+_numbers = itertools.count(1)
+WITHIN_S = 60.0
+
+
+class ZygoteProcess:
+    """A zygote of its own; ready when the constructor returns."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "z.sock"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "services.engine.zygote", str(self.socket)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline()
+
+    async def connect(self) -> ZygoteClient:
+        reader, writer = await asyncio.open_unix_connection(str(self.socket))
+        return ZygoteClient(reader, writer)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+class ZygoteClient:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, line: bytes) -> None:
+        self._writer.write(line + b"\n")
+
+    async def hear(self) -> EngineForked | EngineExited | ZygoteFailure:
+        async with asyncio.timeout(WITHIN_S):
+            return ZYGOTE_LINE.validate_json(await self._reader.readline())
+
+    async def close(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+
+class Stream:
+    """What came back for one request, in order."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.replies: list[InferReply] = []
+        self.grew = asyncio.Condition()
+
+    async def until(self, done: Callable[[list[InferReply]], bool]) -> list[InferReply]:
+        async with asyncio.timeout(WITHIN_S), self.grew:
+            await self.grew.wait_for(lambda: done(self.replies))
+        return self.replies
+
+    async def last(self) -> Any:
+        """The last message, when it has come."""
+        return (await self.until(lambda r: bool(r) and not isinstance(r[-1], InferStarted | InferChunk)))[-1]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(d.text for r in self.replies if isinstance(r, InferChunk) for d in r.choices if d.index == index)
+
+    def tokens(self, index: int = 0) -> list[int]:
+        return [t for r in self.replies if isinstance(r, InferChunk) for d in r.choices if d.index == index for t in d.token_ids]
+
+    def finish(self, index: int = 0) -> str | None:
+        reasons = [d.finish_reason for r in self.replies if isinstance(r, InferChunk) for d in r.choices if d.index == index]
+        return next((r for r in reasons if r is not None), None)
+
+
+class Engines:
+    """The nodeagent's and the gateway's side of the engines of one node."""
+
+    def __init__(self, mesh: Mesh, node: str, nats_url: str, directory: Path) -> None:
+        self.mesh = mesh
+        self.node = node
+        self.nats_url = nats_url
+        self.directory = directory
+        self.reports: dict[str, list[EngineReport]] = {}
+        self._reported = asyncio.Condition()
+        self._spawned: list[subprocess.Popen[bytes]] = []
+
+    async def start(self) -> None:
+        await self.mesh.listen(subjects.engine_report(self.node), EngineReport, self._hear).start()
+        await self.mesh.nc.flush()
+
+    async def _hear(self, report: EngineReport) -> None:
+        async with self._reported:
+            self.reports.setdefault(report.instance_id, []).append(report)
+            self._reported.notify_all()
+
+    def spec(self, card: ModelCard, *, kv_bytes: int = 64 << 20, **environment: str) -> EngineStart:
+        instance = f"i{os.getpid()}-{next(_numbers)}"
+        return EngineStart(
+            instance_id=instance,
+            node=self.node,
+            card=card,
+            device="cpu:0",
+            kv_bytes=kv_bytes,
+            log_path=str(self.directory / f"{instance}.log"),
+            environment={"THAW_NATS_URL": self.nats_url, "THAW_ENGINE_THREADS": "1", **environment},
+        )
+
+    def spawn(self, start: EngineStart) -> subprocess.Popen[bytes]:
+        """`python -m services.engine`, without a zygote."""
+        file = self.directory / f"{start.instance_id}.json"
+        file.write_text(start.model_dump_json())
+        with Path(start.log_path).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "services.engine", str(file)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **start.environment},
+            )
+        self._spawned.append(process)
+        return process
+
+    async def reported(self, instance_id: str, wanted: Callable[[EngineReport], bool]) -> EngineReport:
+        def find() -> EngineReport | None:
+            return next((r for r in self.reports.get(instance_id, ()) if wanted(r)), None)
+
+        try:
+            async with asyncio.timeout(WITHIN_S), self._reported:
+                await self._reported.wait_for(find)
+        except TimeoutError as e:
+            log = self.directory / f"{instance_id}.log"
+            raise AssertionError(log.read_text() if log.exists() else "the engine wrote no log") from e
+        found = find()
+        assert found is not None
+        return found
+
+    async def settled(self, instance_id: str) -> EngineReport:
+        return await self.reported(instance_id, lambda r: r.state in ("ready", "failed"))
+
+    async def ask(self, instance_id: str, endpoint: Endpoint, *, deadline_ms: int = 60_000, **body: Any) -> Stream:
+        stream = Stream(f"r{next(_numbers)}")
+        subject = f"t.replies.{os.getpid()}.{stream.request_id}"
+
+        async def hear(message: Msg) -> None:
+            async with stream.grew:
+                stream.replies.append(INFER_REPLY.validate_json(message.data))
+                stream.grew.notify_all()
+
+        await self.mesh.nc.subscribe(subject, cb=hear)
+        request = InferRequest(
+            request_id=stream.request_id,
+            instance_id=instance_id,
+            model="demo",
+            endpoint=endpoint,
+            deadline_ms=deadline_ms,
+            body={"model": "demo", **body},
+        )
+        await self.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=subject)
+        return stream
+
+    async def answer(self, instance_id: str, endpoint: Endpoint, **body: Any) -> Stream:
+        stream = await self.ask(instance_id, endpoint, **body)
+        await stream.last()
+        return stream
+
+    def close(self) -> None:
+        for process in self._spawned:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()

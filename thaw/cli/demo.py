@@ -56,6 +56,8 @@ def make_models(home: Home, out: Console, sizes: tuple[str, ...] = SIZES) -> tup
     """Make those demo models that are not there yet, at the same time, in processes of their own. Returns their registrations."""
     missing = [s for s in sizes if not (home.models / model_name(s)).is_dir()]
     if missing:
+        if not out.is_terminal:  # where the bars below do not show
+            out.print(f"making {', '.join(model_name(s) for s in missing)}")
         context = multiprocessing.get_context("spawn")
         shares = context.Array("d", len(missing))
         # The largest first: it takes longest.

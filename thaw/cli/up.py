@@ -49,7 +49,11 @@ def up(
     out, home = screen(as_json), Home.from_environment()
     file = load_config(config) if config is not None else ThawFile()
     wanted = Wanted(host=host, port=port, nodes=nodes, mesh=file.mesh)
-    if running_status(home) is not None:
+    if (status := running_status(home)) is not None and status.stopping:
+        with out.status("waiting for the mesh that is just stopping"):
+            control.await_stopped(status)
+        status = None
+    if status is not None:
         return _already_running(home, file, wanted, demo, out)
     supervisor, document = _start(home, file, wanted, demo, out)
     if detach:

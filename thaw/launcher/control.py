@@ -165,6 +165,15 @@ def _last_words(home: Home, service: str) -> str:
     return lines[-1][:400] if lines else "it left no log"
 
 
+def await_stopped(status: MeshStatus) -> None:
+    """Until a supervisor that is stopping has ended. Raises `CommandError` if it does not."""
+    deadline = time.monotonic() + _STOP_BOUND_S
+    while status.supervisor.alive():
+        if time.monotonic() > deadline:
+            raise CommandError("The mesh that runs here is stopping and does not come to an end.", "`thaw down` ends it.")
+        time.sleep(_POLL_S)
+
+
 def stop(home: Home, progress: Progress) -> Leftovers:
     """Stop the mesh and clean up after it, also when its supervisor is dead already. Returns what had been left behind."""
     status = running_status(home)

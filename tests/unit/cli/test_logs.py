@@ -1,0 +1,75 @@
+"""`thaw logs`: which files, the last lines, and lines as they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thaw.cli.logs import _new_lines, _readable, log_files
+from thaw.errors import CommandError
+from thaw.launcher import logfiles
+from thaw.launcher.home import Home
+from thaw.launcher.logfiles import bound_logs, tail
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = Home(tmp_path)
+    home.create()
+    for name in ("gateway", "loader.node-0", "loader.node-1"):
+        home.log(name).write_text("one\ntwo\nthree\n")
+    engines = home.nodes / "node-0" / "logs"
+    engines.mkdir(parents=True)
+    (engines / "i-1234.engine.log").write_text("")
+    return home
+
+
+def test_a_service_has_a_log_on_every_node(home: Home) -> None:
+    assert list(log_files(home, "gateway")) == ["gateway"]
+    assert list(log_files(home, "loader")) == ["loader.node-0", "loader.node-1"]
+    assert list(log_files(home, "loader.node-1")) == ["loader.node-1"]
+    assert list(log_files(home, "i-1234")) == ["i-1234.engine"]
+    assert list(log_files(home, "engine")) == ["i-1234.engine"]
+
+
+@pytest.mark.parametrize("name", ["gate", "nobody", "../..", "*"])
+def test_an_unknown_one_names_those_there_are(home: Home, name: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        log_files(home, name)
+    assert "gateway, loader.node-0" in caught.value.remedy
+
+
+def test_the_last_lines(home: Home) -> None:
+    assert tail(home.log("gateway"), 2) == ["two", "three"]
+    assert tail(home.log("none"), 2) == []
+
+
+def test_lines_are_followed_whole_and_across_a_move(home: Home) -> None:
+    path = home.log("gateway")
+    positions, rest = {"g": path.stat().st_size}, {"g": ""}
+    with path.open("a") as f:
+        f.write("fo")
+    assert list(_new_lines("g", path, positions, rest)) == []
+    with path.open("a") as f:
+        f.write("ur\nfive\n")
+    assert list(_new_lines("g", path, positions, rest)) == ["four", "five"]
+    path.write_text("six\n")
+    assert list(_new_lines("g", path, positions, rest)) == ["six"]
+
+
+def test_logs_are_bounded(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logfiles, "LIMIT_BYTES", 8)
+    path = home.log("gateway")
+    with path.open("a") as writer:
+        bound_logs(home)
+        assert path.read_text() == ""
+        writer.write("after\n")
+    assert path.read_text() == "after\n"
+    assert path.with_suffix(".log.1").read_text() == "one\ntwo\nthree\n"
+
+
+def test_json_lines_are_for_people() -> None:
+    line = '{"time": "2026-11-20T10:30:22.036Z", "level": "info", "service": "s", "logger": "l", "message": "hello", "pid": 3}'
+    assert _readable(line, "").plain == "10:30:22.036 info    hello pid=3"
+    assert _readable("plain [x] text", "nats").plain == "nats plain [x] text"

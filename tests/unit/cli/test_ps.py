@@ -1,0 +1,70 @@
+"""`thaw ps`: a model's state in one word."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from shared.contracts.admin import ClusterView, ModelView, NodeView
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus
+from thaw.cli.ps import show_devices, show_models, state_of
+
+INFO = ModelInfo(
+    source="/m", revision="r", architecture="A", model_type="a", task="generate", weights_bytes=1, parameters=1, dtype="float32",
+    context_length=8, kv_bytes_per_token=1,
+)  # fmt: skip
+VIEW = ModelView(card=ModelCard(spec=ModelSpec(name="m", source="/m"), info=INFO, created=0))
+
+
+def instance(state: InstanceState) -> InstanceStatus:
+    return InstanceStatus(
+        instance_id=f"i-{state.value}",
+        plan_id="p",
+        token=1,
+        model="m",
+        generation=1,
+        revision="r",
+        device_ids=("cpu:0",),
+        state=state,
+    )
+
+
+@pytest.mark.parametrize(
+    ("states", "waiting", "error", "word"),
+    [
+        ((), 0, None, "cold"),
+        ((), 2, None, "waiting"),
+        ((), 0, "broken", "failed"),
+        ((InstanceState.LOADING,), 1, None, "loading"),
+        ((InstanceState.LOADING, InstanceState.READY), 0, "older", "ready"),
+        ((InstanceState.DRAINING,), 0, None, "draining"),
+        ((InstanceState.PREPARING, InstanceState.LOADING), 0, None, "loading"),
+    ],
+)
+def test_the_state_of_a_model(states: tuple[InstanceState, ...], waiting: int, error: str | None, word: str) -> None:
+    node = NodeView(node="n", alive=True)
+    view = VIEW.model_copy(update={"waiting": waiting, "error": error})
+    assert state_of(view, [(node, instance(s)) for s in states]) == word
+
+
+def test_tables_hold_instances_that_hold_memory_and_errors_in_full() -> None:
+    device = DeviceStatus(device_id="cpu:0", kind="cpu", budget_bytes=2**30, reserved_bytes=2**29)
+    instances = (instance(InstanceState.READY), instance(InstanceState.STOPPED))
+    node = NodeView(node="n", alive=True, cordoned=True, devices=(device,), instances=instances)
+    lost = NodeView(node="gone", alive=False, devices=(device,), instances=(instance(InstanceState.LOADING),))
+    cluster = ClusterView(scheduler="s", epoch=1, models=(VIEW.model_copy(update={"error": "no [such] file"}),), nodes=(node, lost))
+    file = io.StringIO()
+    out = Console(file=file, width=140)
+    show_models(out, cluster)
+    show_devices(out, cluster)
+    text = file.getvalue()
+    assert "i-ready" in text
+    assert "i-stopped" not in text
+    assert "i-loading" not in text
+    assert "m: no [such] file" in text
+    assert "n cordoned" in text
+    assert "gone lost" in text
+    assert "512 MiB" in text

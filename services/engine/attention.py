@@ -6,15 +6,19 @@ that it would get alone, so that one stream computes what `model.generate` compu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from services.engine.kv import current_batch
+from services.engine.kv import PackedBatch, current_batch
 
 PACKED = "thaw_packed"
+_SMALL = 2**18
+"""Keys of one sequence, in elements, under which one new token's attention is computed by one thread."""
 
 
 def register() -> None:
@@ -35,6 +39,35 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """query, key, value: [1, heads, tokens of all sequences, head_dim]; the result [1, tokens, heads, head_dim]."""
     batch = current_batch()
+    heads, width = key.shape[1], key.shape[3]
+    if all(p.count == 1 and (p.start + 1) * heads * width < _SMALL for p in batch.slices):
+        with _single_thread():
+            return _each(batch, module, query, key, value, dropout, scaling, sliding_window, kwargs), None
+    return _each(batch, module, query, key, value, dropout, scaling, sliding_window, kwargs), None
+
+
+@contextmanager
+def _single_thread() -> Iterator[None]:
+    """Small attention on the calling thread: waking the others costs more than they save. (Setting the number takes 0.1 µs.)"""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _each(
+    batch: PackedBatch,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
     outputs, at = [], 0
     for part in batch.slices:
         end = at + part.count
@@ -45,7 +78,7 @@ def packed_attention(
         )
         outputs.append(output)
         at = end
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _visible(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -57,7 +58,7 @@ class Api:
     def find(cls, home: Home | None = None) -> Api:
         """The gateway that THAW_URL names, or that of the mesh under THAW_HOME."""
         home = home or Home.from_environment()
-        key = os.environ.get("THAW_ADMIN_KEY")
+        key = os.environ.get("THAW_ADMIN_KEY") or _secret("thaw_admin_key")
         api_key = os.environ.get("THAW_API_KEY")
         if url := os.environ.get("THAW_URL"):
             return cls(url, key, api_key)
@@ -153,6 +154,13 @@ class Api:
 
     def load_trace(self, plan_id: str) -> LoadTrace:
         return self._get(LoadTrace, "GET", f"/admin/v1/traces/loads/{quote(plan_id, safe='')}")
+
+
+def _secret(name: str) -> str | None:
+    """A file of THAW_SECRETS_DIR, as the services' settings read it: in a gateway's container the admin key lies there."""
+    directory = os.environ.get("THAW_SECRETS_DIR")
+    path = Path(directory) / name if directory else None
+    return path.read_text().strip() if path is not None and path.is_file() else None
 
 
 def error_of(response: httpx.Response) -> CommandError:

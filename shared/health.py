@@ -1,0 +1,71 @@
+"""Whether a service does its work, for a container's health check: `python -m shared.health SERVICE`; exit status 0 or 1, and why.
+
+scheduler             some scheduler leads and answers over NATS: a standby is healthy as long as its mesh has a leader
+nodeagent, loader     this node's status is broadcast over NATS, as it has to be every second
+gateway               /ready: connected to NATS, the catalogue read, not stopping
+
+It runs beside the service, with the same settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import urllib.error
+import urllib.request
+
+SERVICES = ("gateway", "scheduler", "nodeagent", "loader")
+_WITHIN_S = 5.0
+
+
+async def _over_nats(service: str) -> None:
+    # Imported here: the gateway's check, which is made more often, needs neither.
+    from shared.contracts import subjects
+    from shared.contracts.admin import ClusterView, ViewCluster
+    from shared.messaging import Mesh
+    from shared.settings import NodeSettings
+
+    settings = NodeSettings()
+    mesh = Mesh(settings, f"health-{service}")
+    async with asyncio.timeout(_WITHIN_S):
+        await mesh.start()
+        try:
+            if service == "scheduler":
+                await mesh.request(subjects.ADMIN, ViewCluster(deadline_ms=int(_WITHIN_S * 1e3)), ClusterView)
+                return
+            subject = (subjects.node_status if service == "nodeagent" else subjects.loader_status)(settings.node)
+            await (await mesh.nc.subscribe(subject)).next_msg(timeout=_WITHIN_S)
+        finally:
+            await mesh.stop()
+
+
+def _over_http() -> None:
+    port = os.environ.get("THAW_GATEWAY_PORT", "8080")
+    scheme = "https" if os.environ.get("THAW_TLS_CERTIFICATE") else "http"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.open(f"{scheme}://127.0.0.1:{port}/ready", timeout=_WITHIN_S).close()
+
+
+def check(service: str) -> str | None:
+    """What is wrong; None if nothing is."""
+    from shared.errors import ThawError
+
+    try:
+        if service == "gateway":
+            _over_http()
+        else:
+            asyncio.run(_over_nats(service))
+    except urllib.error.HTTPError as e:
+        return e.read().decode(errors="replace")
+    except ThawError as e:
+        return e.message
+    except (OSError, TimeoutError) as e:
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in SERVICES:
+        sys.exit(f"usage: python -m shared.health {'|'.join(SERVICES)}")
+    sys.exit(check(sys.argv[1]))

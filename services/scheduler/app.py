@@ -19,12 +19,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.scheduler.adapters import clock
-from services.scheduler.adapters.catalog import Catalog, ensure_trace_stream
+from services.scheduler.adapters.catalog import Catalog, ensure_streams
 from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.leadership import Term, leadership
 from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Deposed, Repository
+from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.events import Recovered, Tick
 from services.scheduler.handlers import Handlers
 from services.scheduler.loop import SchedulerLoop, SteppedDown
@@ -49,7 +50,7 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(_serve(settings, mesh, engine, name), name="serve")
             await _first(stop, mesh.lost)
-            serving.cancel()
+            await end(serving, again_s=3.0)
     finally:
         if not mesh.lost.is_set():
             await mesh.stop()
@@ -91,13 +92,13 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     loop = SchedulerLoop(await repository.load(term.epoch, clock.now()), repository, loads, policy)
     js = mesh.nc.jetstream()
     catalog = Catalog(js)
-    await ensure_trace_stream(js)
+    await ensure_streams(js)
     await catalog.reconcile([m.card for m in loop.state.models.values()])
     handlers = Handlers(mesh, loop, repository, policy, name)
     outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout)
     loop.post(Recovered(clock.now()))
     try:
-        async with _sides(loop, repository):
+        async with _sides(loop, repository, term.epoch):
             await handlers.start()
             await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
             deciding = asyncio.create_task(loop.run(outbox), name="decide")
@@ -108,9 +109,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
                     deciding.result()
                 log.warning("the leader's lock is lost", extra={"epoch": term.epoch})
             finally:
-                for task in (deciding, lost):
-                    task.cancel()
-                await asyncio.gather(deciding, lost, return_exceptions=True)
+                await end(deciding, lost)
     except SteppedDown as e:
         log.warning("stepping down: a newer epoch was seen", extra={"mine": term.epoch, "seen": e.epoch})
         return e.epoch
@@ -122,7 +121,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
 
 
 @contextlib.asynccontextmanager
-async def _sides(loop: SchedulerLoop, repository: Repository) -> AsyncIterator[None]:
+async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int) -> AsyncIterator[None]:
     """The timers beside a term."""
 
     async def tick() -> None:
@@ -133,8 +132,8 @@ async def _sides(loop: SchedulerLoop, repository: Repository) -> AsyncIterator[N
     async def prune() -> None:
         while True:
             try:
-                await repository.prune(clock.now())
-            except (SQLAlchemyError, OSError) as e:
+                await repository.prune(epoch, clock.now())
+            except (SQLAlchemyError, OSError, Deposed) as e:
                 log.warning("old plans were not pruned", extra={"error": repr(e)})
             await asyncio.sleep(PRUNE_S)
 
@@ -142,6 +141,4 @@ async def _sides(loop: SchedulerLoop, repository: Repository) -> AsyncIterator[N
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)

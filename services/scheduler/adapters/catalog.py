@@ -8,21 +8,13 @@ from collections.abc import Iterable
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, KeyValueConfig, StreamConfig
-from nats.js.errors import (
-    BadRequestError,
-    BucketNotFoundError,
-    KeyNotFoundError,
-    NoKeysError,
-    NotFoundError,
-    ServiceUnavailableError,
-)
+from nats.js.errors import BadRequestError, KeyNotFoundError, NoKeysError, ServiceUnavailableError
 from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
 from shared.contracts import subjects
 from shared.contracts.models import ModelCard
-from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
+from shared.messaging.streams import catalog_bucket, ensure_trace_stream
 
 log = logging.getLogger(__name__)
 
@@ -31,22 +23,13 @@ class JetStreamMissing(NatsError):
     """The NATS server keeps no streams: Thaw needs JetStream for its catalogue and traces."""
 
 
-async def ensure_trace_stream(js: JetStreamContext) -> None:
-    """The stream of load and request traces, bounded by age and count."""
-    config = StreamConfig(
-        name=subjects.TRACE_STREAM,
-        subjects=[subjects.TRACE_SUBJECTS],
-        max_age=TRACE_MAX_AGE_S,
-        max_msgs=TRACE_MAX_COUNT,
-        discard=DiscardPolicy.OLD,
-    )
+async def ensure_streams(js: JetStreamContext) -> None:
+    """Make the stream of traces and the bucket of models unless they are there."""
     try:
-        await js.stream_info(subjects.TRACE_STREAM)
-    except NotFoundError:
-        try:
-            await js.add_stream(config)
-        except BadRequestError:
-            log.warning("the stream of traces exists with another configuration; it is left as it is")
+        await ensure_trace_stream(js)
+        await catalog_bucket(js)
+    except BadRequestError as e:
+        log.warning("a stream exists with another configuration; it is left as it is", extra={"error": str(e)})
     except (ServiceUnavailableError, NoRespondersError) as e:
         raise JetStreamMissing(
             "JetStream does not answer: start nats-server with -js (or a jetstream block), then this leads"
@@ -60,10 +43,7 @@ class Catalog:
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:
-            try:
-                self._bucket = await self._js.key_value(subjects.CATALOG_BUCKET)
-            except BucketNotFoundError:
-                self._bucket = await self._js.create_key_value(KeyValueConfig(bucket=subjects.CATALOG_BUCKET, history=1))
+            self._bucket = await catalog_bucket(self._js)
         return self._bucket
 
     async def put(self, card: ModelCard) -> None:

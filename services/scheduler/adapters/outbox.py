@@ -18,6 +18,7 @@ from nats.js import JetStreamContext
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog
 from services.scheduler.adapters.loads import SCHEDULER, Loads
+from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.effects import (
     DeleteCatalog,
     Effect,
@@ -111,10 +112,7 @@ class Outbox:
 
     async def close(self) -> None:
         """Stop every lane; what has not been sent is the next leader's business."""
-        lanes = list(self._lanes.values())
-        for lane in lanes:
-            lane.task.cancel()
-        await asyncio.gather(*(lane.task for lane in lanes), return_exceptions=True)
+        await end(*(lane.task for lane in self._lanes.values()))
 
     def _lane(self, name: str, job: Job) -> None:
         lane = self._lanes.get(name)

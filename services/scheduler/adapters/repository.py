@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Table, delete, select, text, update
+from sqlalchemy import Table, delete, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -44,9 +44,7 @@ class Repository:
         if not (puts or drops or traced):
             return
         async with self._engine.begin() as connection:
-            guard = select(tables.leadership.c.epoch).where(tables.leadership.c.epoch == epoch).with_for_update(read=True)
-            if (await connection.execute(guard)).first() is None:
-                raise Deposed(f"epoch {epoch} is over")
+            await _fence(connection, epoch)
             for kind, key in drops:
                 await _delete(connection, kind, key)
             for kind, entities in puts.items():
@@ -88,18 +86,28 @@ class Repository:
             row = (await connection.execute(query)).mappings().first()
         return _plan(dict(row)) if row else None
 
-    async def prune(self, now: float) -> int:
-        """Forget plans over seven days old or beyond the newest ten thousand; how many went."""
-        by_age = delete(tables.plans).where(tables.plans.c.created < now - TRACE_MAX_AGE_S, tables.plans.c.outcome != "pending")
-        oldest_kept = select(tables.plans.c.created).order_by(tables.plans.c.created.desc()).offset(TRACE_MAX_COUNT).limit(1)
-        by_count = delete(tables.plans).where(tables.plans.c.created <= oldest_kept.scalar_subquery())
+    async def prune(self, epoch: int, now: float) -> int:
+        """Forget plans over seven days old or beyond the newest ten thousand, but none that is pending; how many went.
+
+        Raises `Deposed` if `epoch` is not the present one.
+        """
+        plans = tables.plans.c
+        newest_first = select(plans.plan_id).order_by(plans.created.desc(), plans.plan_id.desc())
+        old = or_(plans.created < now - TRACE_MAX_AGE_S, plans.plan_id.in_(newest_first.offset(TRACE_MAX_COUNT)))
         async with self._engine.begin() as connection:
-            gone = (await connection.execute(by_age)).rowcount
-            return int(gone + (await connection.execute(by_count)).rowcount)
+            await _fence(connection, epoch)
+            return int((await connection.execute(delete(tables.plans).where(old, plans.outcome != "pending"))).rowcount)
 
     async def ping(self) -> None:
         async with self._engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
+
+
+async def _fence(connection: AsyncConnection, epoch: int) -> None:
+    """No other leader begins before this transaction is over."""
+    guard = select(tables.leadership.c.epoch).where(tables.leadership.c.epoch == epoch).with_for_update(read=True)
+    if (await connection.execute(guard)).first() is None:
+        raise Deposed(f"epoch {epoch} is over")
 
 
 def durable(changes: Iterable[Change]) -> bool:

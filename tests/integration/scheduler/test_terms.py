@@ -13,6 +13,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 from pydantic import SecretStr
+from sqlalchemy import text
 
 from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.repository import Deposed, Repository
@@ -21,6 +22,7 @@ from services.scheduler.domain.entities import Model
 from services.scheduler.domain.state import Drop
 from shared.contracts.admin import ModelAwake, WakeModel
 from shared.contracts.node import InstanceState
+from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
 from shared.errors import StaleToken, Unavailable
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.test_flow import catalogue, ready
@@ -146,6 +148,39 @@ async def test_a_deposed_leader_writes_nothing(database_url: str) -> None:
         repository = Repository(engine)
         with pytest.raises(Deposed):
             await repository.commit(41, [Drop(Model, "a")])
+    finally:
+        await engine.dispose()
+
+
+async def test_old_plans_are_pruned_by_age_and_count_but_none_that_is_pending(database_url: str) -> None:
+    engine = connect(database_url)
+    now = time.time()
+    plans = text(
+        "INSERT INTO plans (plan_id, model, created, trigger, way, reason, outcome, candidates, predicted, measured) "
+        "SELECT CAST(:tag AS text) || n, 'm', CAST(:now AS float) - CAST(:age AS float) - n, "
+        "'demand', 'load', '', CASE n WHEN 0 THEN 'pending' ELSE 'ready' END, '[]', '{}', '[]' "
+        "FROM generate_series(0, CAST(:last AS int)) n"
+    )
+
+    async def kept() -> list[str]:
+        async with engine.connect() as connection:
+            return list((await connection.execute(text("SELECT plan_id FROM plans ORDER BY created DESC, plan_id DESC"))).scalars())
+
+    try:
+        await migrate(engine)
+        async with engine.begin() as connection:
+            await connection.execute(text("UPDATE leadership SET epoch = 7"))
+            await connection.execute(plans, {"tag": "old", "now": now, "age": TRACE_MAX_AGE_S + 60, "last": 5})
+            await connection.execute(plans, {"tag": "new", "now": now, "age": 0, "last": 99})
+        repository = Repository(engine)
+        with pytest.raises(Deposed):
+            await repository.prune(6, now)
+        assert await repository.prune(7, now) == 5
+        assert await kept() == [*(f"new{n}" for n in range(100)), "old0"]
+        async with engine.begin() as connection:
+            await connection.execute(plans, {"tag": "newer", "now": now + 20_000, "age": 0, "last": TRACE_MAX_COUNT - 1})
+        assert await repository.prune(7, now) == 99, "of 101 too many two are pending"
+        assert (await kept())[TRACE_MAX_COUNT:] == ["new0", "old0"]
     finally:
         await engine.dispose()
 

@@ -1,0 +1,37 @@
+"""Tasks end, whatever they do with a cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.scheduler.adapters.tasks import end
+
+
+async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
+    swallowed = 0
+
+    async def stubborn() -> None:
+        nonlocal swallowed
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                swallowed += 1
+                if swallowed == 3:
+                    raise
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    await end(task, again_s=0.01)
+    assert task.cancelled()
+    assert swallowed == 3
+
+
+async def test_a_task_that_failed_is_over_too() -> None:
+    async def fail() -> None:
+        raise OSError
+
+    task = asyncio.create_task(fail())
+    await end(task)
+    await end(task)
+    assert isinstance(task.exception(), OSError)

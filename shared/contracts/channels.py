@@ -1,0 +1,142 @@
+"""Which messages travel on which subject: the map that the AsyncAPI document is generated from.
+
+A test holds it against the contracts: every message class of this package is on some channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.contracts import admin, base, demand, engine, inference, loader, node, subjects, traces
+from shared.contracts.base import Message
+
+
+@dataclass(frozen=True)
+class Channel:
+    """`replies` is empty for events. `listener` is the process that hears `messages`."""
+
+    name: str
+    address: str
+    listener: str
+    summary: str
+    messages: tuple[type[Message], ...]
+    replies: tuple[type[Message], ...] = ()
+
+
+_P = subjects.PREFIX
+
+CHANNELS: tuple[Channel, ...] = (
+    Channel(
+        "demand",
+        subjects.DEMAND,
+        "scheduler (leader)",
+        "What waits in a gateway for a model; a level, repeated every second.",
+        (demand.Demand,),
+        (demand.DemandNoted, base.Failure),
+    ),
+    Channel(
+        "admin",
+        subjects.ADMIN,
+        "scheduler (leader)",
+        "What operators ask.",
+        (
+            admin.AddModels,
+            admin.RemoveModel,
+            admin.WakeModel,
+            admin.SleepModel,
+            admin.ExplainPlan,
+            admin.ChangeNode,
+            admin.ViewCluster,
+        ),
+        (
+            admin.ModelsAdded,
+            admin.ModelAwake,
+            admin.ModelAsleep,
+            admin.PlanExplained,
+            admin.ClusterView,
+            base.Done,
+            base.Failure,
+        ),
+    ),
+    Channel(
+        "loadFailed",
+        subjects.LOAD_FAILED,
+        "gateway",
+        "A model could not be made ready: fail those who wait.",
+        (demand.LoadFailed,),
+    ),
+    Channel("statusWanted", subjects.STATUS_WANTED, "nodeagent", "Send a status now.", (node.StatusWanted,)),
+    Channel(
+        "nodeCommand",
+        f"{_P}.node.{{node}}.command",
+        "nodeagent",
+        "Fenced commands about instances.",
+        (node.StartInstance, node.StopInstance),
+        (base.Done, base.Failure),
+    ),
+    Channel(
+        "nodeStatus",
+        f"{_P}.node.{{node}}.status",
+        "scheduler, gateway, loader",
+        "The whole state of a node, on every change and every second.",
+        (node.NodeStatus,),
+    ),
+    Channel("engineReport", f"{_P}.node.{{node}}.engines", "nodeagent", "An engine about itself.", (engine.EngineReport,)),
+    Channel(
+        "loaderCommand",
+        f"{_P}.loader.{{node}}.command",
+        "loader",
+        "Inspect, prepare, attach and release weights.",
+        (loader.InspectModel, loader.PrepareWeights, loader.AttachWeights, loader.ReleaseWeights),
+        (loader.Inspected, loader.WeightsAttached, loader.WeightsReleased, base.Done, base.Failure),
+    ),
+    Channel(
+        "loaderStatus",
+        f"{_P}.loader.{{node}}.status",
+        "scheduler, nodeagent",
+        "What a loader holds, on every change and every second.",
+        (loader.LoaderStatus,),
+    ),
+    Channel(
+        "infer",
+        f"{_P}.engine.{{instance}}.infer",
+        "engine",
+        "A request to an engine; answers come on the `replies` channel.",
+        (inference.InferRequest,),
+    ),
+    Channel(
+        "engineControl",
+        f"{_P}.engine.{{instance}}.control",
+        "engine",
+        "Ping, drain, cancel.",
+        (engine.PingEngine, engine.DrainEngine, inference.CancelInfer),
+        (engine.EngineReport, base.Done, base.Failure),
+    ),
+    Channel(
+        "replies",
+        f"{_P}.replies.{{gateway}}.{{request}}",
+        "gateway",
+        "What an engine generates, numbered without gaps.",
+        (
+            inference.InferStarted,
+            inference.InferChunk,
+            inference.InferFinished,
+            inference.EmbeddingsFinished,
+            inference.InferFailed,
+        ),
+    ),
+    Channel(
+        "requestTrace",
+        f"{_P}.traces.request.{{request}}",
+        "stream THAW_TRACES",
+        "Where the time of a request went; written by its gateway after the response.",
+        (traces.RequestTrace,),
+    ),
+    Channel(
+        "loadTrace",
+        f"{_P}.traces.load.{{plan}}",
+        "stream THAW_TRACES",
+        "Where the time of a model load went; written by the scheduler.",
+        (traces.LoadTrace,),
+    ),
+)

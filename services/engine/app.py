@@ -7,6 +7,7 @@ subscriptions go; what is still to be sent is sent. A start that fails reports `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -29,13 +30,15 @@ from shared.contracts.engine import ENGINE_CONTROL, DrainEngine, EngineControl, 
 from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, ThawError
+from shared.errors import DeadlineExceeded, EngineFailed, ThawError, Unreachable
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import carried, context_of, record_phases
 
 log = logging.getLogger(__name__)
 _FLUSH_WITHIN_S = 2.0
+_LOADER_AWAY_S = 1.0
+"""The loader says that it lives every second; without a word it is asked again after this long."""
 _BOUND = 0.1
 """Progress when the model is bound; the rest, but for the warm-up, is the share of bytes that have arrived."""
 
@@ -56,6 +59,7 @@ class Engine:
         self._batcher: Batcher | None = None
         self._requests: Subscription | None = None
         self._connected = False
+        self._loader_alive = asyncio.Event()
 
     def _on_compute_thread(self) -> None:
         if self._settings.engine_threads:
@@ -135,6 +139,9 @@ class Engine:
         self._reporter.advance(_BOUND, Phase.LOAD)
         attached = await self._attach("complete")
         self._timeline.absorb(attached.phases)
+        if not bound.segment.is_current(attached.segment):
+            log.warning("the loader was restarted and has loaded again; binding again")
+            bound = await loop.run_in_executor(self._compute, loading.bind_early, directory, attached.segment, self._start)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
             computable = await loop.run_in_executor(self._compute, loading.complete, bound, small, self._start, self._settings)
@@ -145,6 +152,7 @@ class Engine:
         return computable
 
     async def _attach(self, until: str) -> WeightsAttached:
+        """Asks until there is an answer: how long a start may take is the nodeagent's to judge, and a loader may be restarted."""
         request = AttachWeights(
             instance_id=self._start.instance_id,
             card=self._start.card,
@@ -153,7 +161,20 @@ class Engine:
             deadline_ms=AttachWeights.DEADLINE_MS,
         )
         with carried({"traceparent": self._start.traceparent} if self._start.traceparent else None):
-            return await self._mesh.request(subjects.loader_command(self._start.node), request, WeightsAttached)
+            while True:
+                try:
+                    return await self._mesh.request(subjects.loader_command(self._start.node), request, WeightsAttached)
+                except DeadlineExceeded:
+                    log.info("the weights are still on their way; asking again")
+                except Unreachable:
+                    log.info("the loader is away; asking again when it is back")
+                    await self._loader_heard()
+
+    async def _loader_heard(self) -> None:
+        self._loader_alive.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOADER_AWAY_S):
+                await self._loader_alive.wait()
 
     async def _serve(self, computable: loading.Computable) -> int:
         loop = asyncio.get_running_loop()
@@ -189,6 +210,7 @@ class Engine:
         return Done()
 
     async def _on_loader(self, status: LoaderStatus) -> None:
+        self._loader_alive.set()
         for segment in status.segments:
             if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
                 self._reporter.advance(_BOUND + 0.8 * segment.loaded_bytes / segment.total_bytes, Phase.LOAD)

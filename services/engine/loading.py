@@ -24,8 +24,8 @@ from shared.contracts.engine import EngineStart
 from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
-_WARM_UP = (8, 1)
-"""Tokens of the warm-up's two steps: a prefill and a decode."""
+_WARM_UP_TOKENS = 2
+"""One short step reads every weight once, which maps its pages, and makes the kernels; more would only be waited for."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,6 @@ def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSet
         # Converted above from bytes that may not have been there yet.
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
         bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
-    else:
-        bound.segment.populate()
     device = torch_device(start.device)
     if device.type != "cpu":
         bound.model.to(device)
@@ -102,7 +100,7 @@ def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSet
         runner = (PackedRunner if bound.is_packed else SequentialRunner)(bound.model, device)
         block_bytes = _warm_up(runner, start) * BLOCK_TOKENS
     else:
-        embedder.embed([[1] * _WARM_UP[0]], None)
+        embedder.embed([[1] * _WARM_UP_TOKENS], None)
     limits = Limits(
         start.card.spec.max_concurrency,
         start.kv_bytes // block_bytes if causal else 0,
@@ -128,13 +126,10 @@ def torch_device(name: str) -> torch.device:
 def _warm_up(runner: Runner, start: EngineStart) -> int:
     """Compute a few tokens; bytes of keys and values that a token takes."""
     state = runner.new_state()
-    at = 0
-    for count in _WARM_UP:
-        runner.forward([Row(state, at, [1] * count)])
-        at += count
+    runner.forward([Row(state, 0, [1] * _WARM_UP_TOKENS)])
     if isinstance(state, SequenceKV):
         return state.nbytes // BLOCK_TOKENS
-    return _cache_bytes(state) // at or start.card.info.kv_bytes_per_token or 1
+    return _cache_bytes(state) // _WARM_UP_TOKENS or start.card.info.kv_bytes_per_token or 1
 
 
 def _cache_bytes(cache: DynamicCache) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ class Segment:
         """Map the segment `name`. Raises `CheckpointInvalid` if it is not there or not a segment of a version known here."""
         try:
             with (SHARED_MEMORY / name).open("rb") as file:
+                self._inode = os.fstat(file.fileno()).st_ino
                 self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             self.header = SegmentHeader.model_validate_json(self._map[:HEADER_BYTES].rstrip(b"\0"))
             end = self.header.index_offset + self.header.index_bytes
@@ -50,6 +52,13 @@ class Segment:
             raise CheckpointInvalid(f"segment {name} has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
+    def is_current(self, name: str) -> bool:
+        """Whether the segment called `name` now is the one that was mapped, and not a later one."""
+        try:
+            return (SHARED_MEMORY / name).stat().st_ino == self._inode
+        except OSError:
+            return False
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the checkpoint by its name; their bytes may still be arriving."""
         return {t.name: self._tensor(t) for t in self._index.tensors}
@@ -57,13 +66,6 @@ class Segment:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`'s memory lies in the segment."""
         return self._start <= tensor.data_ptr() < self._start + len(self._map)
-
-    def populate(self) -> None:
-        """Map every page now, in one call instead of one fault for each few pages (Linux ≥ 5.14; elsewhere nothing happens)."""
-        try:
-            self._map.madvise(22)  # MADV_POPULATE_READ
-        except (OSError, ValueError, AttributeError):
-            return
 
     def _tensor(self, t: SegmentTensor) -> torch.Tensor:
         dtype = _DTYPES.get(t.dtype)

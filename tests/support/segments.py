@@ -155,6 +155,12 @@ class FakeLoader:
             phases=(PhaseSpan(phase=Phase.LOAD, start_ms=-5, duration_ms=5, process="loader"),),
         )
 
+    def replace(self) -> None:
+        """What a restarted loader does: the same name, another segment."""
+        for segment in self._segments.values():
+            segment.unlink()
+            segment.write_index()
+
     def close(self) -> None:
         for segment in self._segments.values():
             segment.unlink()

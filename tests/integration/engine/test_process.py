@@ -349,6 +349,26 @@ async def test_binding_goes_on_while_bytes_arrive(engines: Engines, mesh: Mesh, 
     loader.close()
 
 
+async def test_a_loader_that_was_restarted_is_followed(
+    engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
+) -> None:
+    """The engine starts before there is a loader, and has mapped a segment that is replaced before it is complete."""
+    start = engines.spec(card_of(demo_directory))
+    pid = await forked(client, start)
+    await engines.reported(start.instance_id, lambda r: r.state == "loading")
+    loader = FakeLoader(mesh, engines.node, hold=True)
+    await loader.start()
+    await engines.reported(start.instance_id, lambda r: r.phase is Phase.LOAD)
+    loader.replace()
+    loader.release_data()
+    assert (await engines.settled(start.instance_id)).state == "ready"
+    stream = await engines.answer(start.instance_id, "completion", prompt="abc", max_tokens=8, temperature=0)
+    assert len(set(stream.tokens())) > 1
+    os.kill(pid, signal.SIGTERM)
+    assert await exited(client, pid) == 0
+    loader.close()
+
+
 async def test_it_starts_without_a_zygote_too(engines: Engines, loader: FakeLoader, demo_directory: Path) -> None:
     start = engines.spec(card_of(demo_directory))
     process = engines.spawn(start)

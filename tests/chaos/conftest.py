@@ -1,0 +1,35 @@
+"""One mesh for each module. After every test its books must be balanced: memory booked is memory used, and nothing is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.support.mesh import Victim
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Victim]:
+    victim = Victim()
+    try:
+        victim.begin()
+        yield victim
+    finally:
+        victim.close()
+
+
+@pytest.fixture(autouse=True)
+def balanced_books(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "mesh" in request.fixturenames:
+        victim: Victim = request.getfixturevalue("mesh")
+        victim.assert_settled()
+
+
+@pytest.fixture
+def client(mesh: Victim) -> Iterator[openai.OpenAI]:
+    """The standard client, with the retries it has by default."""
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=90) as client:
+        yield client

@@ -1,0 +1,109 @@
+"""kill -9 of each process while the mesh is idle, while a model is loading, and while an answer streams.
+
+What clients see is asserted in the strict terms of `Outcome`; after each fault the standard client is answered.
+"""
+
+from __future__ import annotations
+
+import openai
+import psutil
+import pytest
+
+from tests.support.launcher import until
+from tests.support.mesh import LOADER, NODEAGENT, Victim, held, kill
+from tests.support.outcomes import Asked
+
+SUPERVISED = ("gateway", "scheduler", NODEAGENT, LOADER)
+
+
+def ask(client: openai.OpenAI, model: str = "one", tokens: int = 8) -> str:
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Where does the ice go?"}],
+        max_tokens=tokens,
+        temperature=0,
+    )
+    return answer.choices[0].message.content or ""
+
+
+@pytest.mark.parametrize("service", SUPERVISED)
+def test_idle(mesh: Victim, client: openai.OpenAI, service: str) -> None:
+    expected = ask(client)
+    engine = mesh.engine("one")
+    old = mesh.kill(service)
+    # No waiting for the restart: the client's own retries must do.
+    assert ask(client) == expected
+    mesh.await_replaced(service, old)
+    until(lambda: [i["pids"] for i in mesh.instances("one")] == [[engine]], what="the live engine is kept")
+    assert ask(client) == expected
+
+
+def test_idle_engine(mesh: Victim, client: openai.OpenAI) -> None:
+    expected = ask(client)
+    old = mesh.engine("one")
+    kill(old)
+    assert ask(client) == expected
+    assert mesh.engine("one") != old
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("service", [*SUPERVISED, "engine"])
+def test_loading(mesh: Victim, client: openai.OpenAI, service: str, stream: bool) -> None:
+    expected = ask(client, tokens=20)
+    mesh.make_cold("one")
+    loader = mesh.pid(LOADER)
+    with held(loader):
+        asked = Asked(mesh.url, "one", stream=stream, tokens=20)
+        until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
+        starting = mesh.starting("one")
+        assert starting is not None
+        if service == "engine":
+            kill(starting["pids"][0])
+        else:
+            old = mesh.kill(service)
+    outcome = asked.outcome()
+    if service == "gateway":
+        assert outcome.kind == "disconnected"
+    else:
+        assert (outcome.kind, outcome.text) == ("answered", expected)
+    assert ask(client, tokens=20) == expected
+    if service != "engine":
+        mesh.await_replaced(service, old)
+
+
+@pytest.mark.parametrize("service", SUPERVISED)
+def test_streaming(mesh: Victim, client: openai.OpenAI, service: str) -> None:
+    whole = ask(client, tokens=900)
+    asked = Asked(mesh.url, "one")
+    assert asked.begun.wait(30)
+    engine = mesh.engine("one")
+    old = mesh.kill(service)
+    outcome = asked.outcome()
+    if service == "gateway":
+        assert outcome.kind == "disconnected"
+    else:
+        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
+    assert ask(client) == whole[: len(ask(client))]
+    mesh.await_replaced(service, old)
+    assert psutil.pid_exists(engine)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_streaming_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
+    whole = ask(client, tokens=900)
+    first = Asked(mesh.url, "one")
+    other = Asked(mesh.url, "one", stream=stream)
+    assert first.begun.wait(30)
+    if stream:
+        assert other.begun.wait(30)
+    kill(mesh.engine("one"))
+    outcome = first.outcome()
+    assert outcome.kind == "stream error"
+    assert outcome.code == "engine_failed"
+    assert whole.startswith(outcome.text)
+    outcome = other.outcome()
+    if outcome.kind == "answered":  # nothing had reached its client: asked again of another engine
+        assert outcome.text == whole
+    else:
+        assert outcome.kind == ("stream error" if stream else "error")
+    assert ask(client, tokens=900) == whole

@@ -1,0 +1,187 @@
+"""A whole mesh to do harm to: brought up by `thaw up`, its processes killed or held still, its books compared with what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from shared.contracts.models import ModelSpec
+from shared.contracts.node import InstanceState
+from tests.support.launcher import Thaw, until
+from thaw.cli.demo import budget_for_two
+from thaw.demo.models import make_demo_model
+
+MODELS = ("one", "two", "three")
+NODEAGENT, LOADER = "nodeagent.node-0", "loader.node-0"
+
+
+class Victim(Thaw):
+    """Three small models on a device that holds two of them."""
+
+    def begin(self, sizes: dict[str, str] | None = None) -> None:
+        sizes = sizes or dict.fromkeys(MODELS, "test")
+        models = self.home / "models"
+        specs = tuple(
+            ModelSpec(name=name, source=str(make_demo_model(models / name, size, seed=i)))
+            for i, (name, size) in enumerate(sizes.items())
+        )
+        config = self.home / "thaw.yaml"
+        config.write_text(
+            f"mesh:\n  port: {self.port}\n  nodes:\n    node-0: {{cpu:0: {budget_for_two(specs)}}}\n"
+            "defaults: {keep_alive: -1}\nmodels:\n" + "".join(f"  - {{name: {s.name}, source: {s.source}}}\n" for s in specs)
+        )
+        self.json("up", "--detach", "--config", str(config))
+
+    # What there is.
+
+    def cluster(self) -> dict[str, Any]:
+        return self.json("ps")
+
+    def live(self) -> list[dict[str, Any]]:
+        """Instances that hold memory."""
+        return [i for n in self.cluster()["nodes"] for i in n["instances"] if InstanceState(i["state"]).holds_memory]
+
+    def starting(self, model: str) -> dict[str, Any] | None:
+        """The instance of `model` that is being started and has a process."""
+        found = [i for i in self.live() if i["model"] == model and InstanceState(i["state"]).starting and i["pids"]]
+        return found[0] if found else None
+
+    def engine(self, model: str) -> int:
+        (instance,) = self.instances(model)
+        return int(instance["pids"][0])
+
+    def engine_logs(self) -> set[str]:
+        """One for each engine ever started."""
+        return {p.name for p in (self.home / "nodes" / "node-0" / "logs").glob("*.engine.log")}
+
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=5).is_success
+        except httpx.HTTPError:
+            return False
+
+    # What is done to it.
+
+    def kill(self, service: str) -> int:
+        """kill -9; the pid that was."""
+        pid = self.pid(service)
+        kill(pid)
+        return pid
+
+    def replaced(self, service: str, old: int) -> bool:
+        """Whether the supervisor has started another one."""
+        try:
+            return self.pid(service) != old
+        except (KeyError, TypeError):
+            return False
+
+    def await_replaced(self, service: str, old: int) -> None:
+        until(lambda: self.replaced(service, old), what=f"{service} is started again")
+        until(self.ready, what="the gateway is ready")
+
+    def make_cold(self, model: str) -> None:
+        self.json("sleep", model)
+        until(lambda: all(i["model"] != model for i in self.live()), what=f"{model} is cold")
+
+    # What must hold afterwards.
+
+    def assert_settled(self) -> None:
+        """Memory booked is memory used: every reservation is an instance's, every engine process and segment belongs to one."""
+        deadline = time.monotonic() + 20
+        while faults := self.faults_in_the_books():
+            assert time.monotonic() < deadline, f"{faults}{self.last_words()}"
+            time.sleep(0.1)
+
+    def faults_in_the_books(self) -> list[str]:
+        try:
+            nodes = [n for n in self.cluster()["nodes"] if n["alive"]]
+        except AssertionError as e:
+            return [f"no view of the cluster: {e}"[:300]]
+        if not nodes:
+            return ["no node is alive"]
+        live = [i for n in nodes for i in n["instances"] if InstanceState(i["state"]).holds_memory]
+        faults = [f"{i['instance_id']} of {i['model']} is still {i['state']}" for i in live if i["state"] != "ready"]
+        for device in (d for n in nodes for d in n["devices"]):
+            booked = sum(i["memory"]["reserved"] for i in live)
+            if device["reserved_bytes"] != booked:
+                faults.append(f"{device['reserved_bytes']} bytes reserved, and {booked} by live instances")
+            if device["reserved_bytes"] > device["budget_bytes"]:
+                faults.append(f"{device['reserved_bytes']} bytes reserved of {device['budget_bytes']}")
+        pids = {pid for i in live for pid in i["pids"]}
+        engines = {p.pid for p in self.engines()}
+        if pids != engines:
+            faults.append(f"engine processes {engines}, and {pids} of live instances")
+        mapped = {name for pid in pids for name in mappings(pid)}
+        present = set(self.segments())
+        if mapped != present:
+            faults.append(f"segments {present}, and {mapped} mapped by live instances")
+        return faults
+
+    def engines(self) -> list[psutil.Process]:
+        """Engine processes: what the zygotes forked, or `python -m services.engine`. A zygote is a nodeagent's child or an orphan."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                command = " ".join(process.cmdline())
+                if "services.engine" not in command:
+                    continue
+                if "services.engine.zygote" not in command or "engine.zygote" in " ".join(process.parent().cmdline()):  # type: ignore[union-attr]
+                    found.append(process)
+        return found
+
+
+def mappings(pid: int) -> set[str]:
+    """Names of the mesh's segments that a process maps."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {Path(line.split(maxsplit=5)[5].removesuffix(" (deleted)")).name for line in lines if "/dev/shm/thaw-" in line}
+
+
+def kill(pid: int) -> None:
+    process = psutil.Process(pid)
+    os.kill(pid, signal.SIGKILL)
+    psutil.wait_procs([process], timeout=10)
+
+
+@contextlib.contextmanager
+def held(pid: int) -> Iterator[None]:
+    """The process stands still meanwhile, alive and silent."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def slowed(pid: int, share: float = 0.1, period_s: float = 0.01) -> Iterator[None]:
+    """The process runs only `share` of the time meanwhile."""
+    over = threading.Event()
+
+    def turn() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not over.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(period_s * (1 - share))
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(period_s * share)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -15,7 +15,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 class OtlpReceiver:
     """`grpc_url` and `http_url` take exports; `spans` holds what came, `wait_for(name)` waits for a span of that name."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """`host`: the address to listen on; 0.0.0.0 for senders in containers."""
         self.spans: list[tuple[str, Span]] = []
         self._arrived = threading.Condition()
         receiver = self
@@ -39,9 +40,10 @@ class OtlpReceiver:
 
         self._grpc = grpc.server(ThreadPoolExecutor(2))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), self._grpc)  # type: ignore[no-untyped-call]  # generated code
-        self.grpc_url = f"http://127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
+        self.grpc_port = self._grpc.add_insecure_port(f"{host}:0")
+        self.grpc_url = f"http://127.0.0.1:{self.grpc_port}"
         self._grpc.start()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer((host, 0), Handler)
         self.http_url = f"http://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
         self._thread.start()

@@ -1,0 +1,60 @@
+"""A Docker Engine, the two images built from this tree, and the mesh brought up with them. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docker.engine import Images, Project, build_images, docker
+from tests.support.otlp import OtlpReceiver
+from thaw.demo.models import make_demo_model
+
+
+@pytest.fixture(scope="session")
+def engine() -> None:
+    """A Docker Engine that answers, or the test is skipped."""
+    if shutil.which("docker") is None:
+        pytest.skip("needs a Docker Engine; there is no docker command")
+    try:
+        docker("info", within=20)
+    except subprocess.SubprocessError as e:
+        pytest.skip(f"needs a Docker Engine; none answers: {getattr(e, 'stderr', '') or e}")
+
+
+@pytest.fixture(scope="session")
+def images(engine: None, tmp_path_factory: pytest.TempPathFactory) -> Images:
+    return build_images(tmp_path_factory.mktemp("context"))
+
+
+@pytest.fixture(scope="session")
+def otlp() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver("0.0.0.0")
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model `demo`, readable by the containers' user."""
+    directory = tmp_path_factory.mktemp("models")
+    make_demo_model(directory / "demo", "test")
+    for path in (directory, *directory.parents):
+        if path == Path("/tmp"):
+            break
+        path.chmod(0o755)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def mesh(images: Images, models: Path, otlp: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """The whole mesh of compose/, healthy."""
+    project = Project(images, models, otlp.grpc_port, tmp_path_factory.mktemp("compose"))
+    try:
+        project.up()
+        yield project
+    finally:
+        project.down()

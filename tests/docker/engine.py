@@ -1,0 +1,194 @@
+"""docker and Compose as commands: images of this tree, and a project that comes up and goes away."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.servers import free_port
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("shared", "services", "thaw")
+FILES = (
+    "pyproject.toml",
+    "constraints.txt",
+    "README.md",
+    "LICENSE",
+    ".dockerignore",
+    "compose/Dockerfile",
+    "compose/requirements.py",
+    "compose/wheels/README.md",
+)
+OURS = ("gateway", "scheduler", "loader", "nodeagent")
+_SERVED = ("gateway", "scheduler", "nodeagent")
+"""What `up` names; it brings what they depend on. Jaeger is nobody's dependency: the traces go to the test's receiver."""
+
+
+def docker(*arguments: str, within: float = 60, text: str | None = None) -> str:
+    """What `docker ARGUMENTS` printed. Raises CalledProcessError."""
+    return run("docker", *arguments, within=within, text=text)
+
+
+def run(*command: str, within: float = 60, text: str | None = None, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=within, input=text, env=env, check=False)
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr[-4000:])
+    return done.stdout
+
+
+@cache
+def compose_command() -> tuple[str, ...]:
+    """Compose v2 where it is there, or docker-compose."""
+    v2 = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    return ("docker", "compose") if v2.returncode == 0 else ("docker-compose",)
+
+
+@dataclass(frozen=True)
+class Images:
+    mesh: str
+    node: str
+
+
+def build_images(context: Path) -> Images:
+    """Build what is not there already; images are named by a hash of their sources. `context`: an empty directory."""
+    files = [ROOT / f for f in FILES] + sorted(p for s in SOURCES for p in (ROOT / s).rglob("*") if _is_source(p))
+    digest = hashlib.sha256()
+    for file in files:
+        target = context / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, target)
+        digest.update(f"{file.relative_to(ROOT)}\n".encode() + target.read_bytes())
+    tag = f"test-{digest.hexdigest()[:12]}"
+    images = Images(f"thaw-mesh:{tag}", f"thaw-node:{tag}")
+    wanted = {"mesh": images.mesh, "node": images.node}
+    missing = {target: image for target, image in wanted.items() if not _is_there(image)}
+    if missing:
+        for wheel in _torch_wheels():
+            shutil.copyfile(wheel, context / "compose" / "wheels" / wheel.name)
+    options = [f"--build-arg={name}={os.environ[name]}" for name in ("TORCH", "TORCH_INDEX") if os.environ.get(name)]
+    for stage, image in missing.items():
+        where = ("-f", str(context / "compose" / "Dockerfile"), "--target", stage, "-t", image)
+        docker("build", "-q", "--network=host", *where, *options, str(context), within=900)
+    for name in ("thaw-mesh", "thaw-node"):
+        of_earlier_trees = docker(
+            "images", "-q", "--filter", f"reference={name}:test-*", "--filter", f"before={name}:{tag}"
+        ).split()
+        if of_earlier_trees:
+            subprocess.run(["docker", "rmi", "-f", *of_earlier_trees], capture_output=True, check=False)
+    return images
+
+
+def _is_there(image: str) -> bool:
+    return subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode == 0
+
+
+def _is_source(path: Path) -> bool:
+    return path.is_file() and "__pycache__" not in path.parts
+
+
+def _torch_wheels() -> list[Path]:
+    """Wheels of torch in the folders that pip is told to look into: the build takes these rather than an index's CUDA build."""
+    listed = run(sys.executable, "-m", "pip", "config", "list")
+    folders = {f for line in listed.splitlines() if "find-links" in line for f in line.split("=", 1)[1].strip("'\" ").split()}
+    return sorted(w for f in folders if Path(f).is_dir() for w in Path(f).glob("torch-*-cp311-*.whl"))
+
+
+class Project:
+    """compose/ under a project name of its own, with changes for local stand-ins of the servers' images where these are in use."""
+
+    def __init__(self, images: Images, models: Path, otlp_port: int, directory: Path) -> None:
+        self.name = f"thaw-test-{uuid.uuid4().hex[:8]}"
+        self.images = images
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._override = directory / "override.yaml"
+        self._override.write_text(yaml.safe_dump(_override()))
+        self._env = {
+            **os.environ,
+            "THAW_MESH_IMAGE": images.mesh,
+            "THAW_NODE_IMAGE": images.node,
+            "THAW_MODELS": str(models),
+            "THAW_PORT": str(self.port),
+            "THAW_OTLP_ENDPOINT": f"http://receiver:{otlp_port}",
+            "THAW_DEVICES": "cpu:0=1GiB",
+            "THAW_SHM_SIZE": "512m",
+            "THAW_LOADER_MEMORY": "2g",
+            "THAW_ENGINES_MEMORY": "4g",
+        }
+
+    def compose(self, *arguments: str, within: float = 120) -> str:
+        files = ("-f", str(ROOT / "compose" / "compose.yaml"), "-f", str(self._override))
+        return run(*compose_command(), *files, "-p", self.name, *arguments, within=within, env=self._env)
+
+    def up(self) -> None:
+        try:
+            self.compose("up", "-d", "--no-build", *_SERVED, within=180)
+            self.wait_healthy("nats", "postgres", "node", *OURS)
+        except (subprocess.SubprocessError, TimeoutError) as e:
+            raise RuntimeError(f"{e}\n{getattr(e, 'stderr', '')}\n{self.logs()}") from e
+
+    def down(self) -> None:
+        self.compose("down", "-v", "--remove-orphans", "-t", "20", within=180)
+
+    def container(self, service: str) -> str:
+        """The id of a service's container."""
+        return docker("ps", "-aq", *self._of_project(), "--filter", f"label=com.docker.compose.service={service}").strip()
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        found: list[dict[str, Any]] = json.loads(docker("inspect", self.container(service)))
+        return found[0]
+
+    def execute(self, service: str, *command: str, user: str = "", text: str | None = None, within: float = 120) -> str:
+        """What a command in a service's container printed."""
+        options = ["-i"] + (["-u", user] if user else [])
+        return docker("exec", *options, self.container(service), *command, within=within, text=text)
+
+    def logs(self, *services: str) -> str:
+        return self.compose("logs", "--no-color", "--tail=60", *services)
+
+    def wait_healthy(self, *services: str, within: float = 90) -> None:
+        """Bounded by `within` seconds together."""
+        deadline = time.monotonic() + within
+        for service in services:
+            while (state := self.inspect(service)["State"])["Status"] != "running" or state["Health"]["Status"] != "healthy":
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{service} is not healthy: {json.dumps(state)[-2000:]}")
+                time.sleep(0.2)
+
+    def left(self) -> list[str]:
+        """Containers, volumes and networks of this project that are there."""
+        kinds = (("ps", "-aq"), ("volume", "ls", "-q"), ("network", "ls", "-q"))
+        return [name for kind in kinds for name in docker(*kind, *self._of_project()).split()]
+
+    def _of_project(self) -> tuple[str, str]:
+        return "--filter", f"label=com.docker.compose.project={self.name}"
+
+
+def _override() -> dict[str, Any]:
+    services: dict[str, Any] = {name: {"extra_hosts": ["receiver:host-gateway"]} for name in OURS}
+    if not _has("NATS_IMAGE", "nats:2.12-alpine", "command -v wget"):
+        ask = "import urllib.request as u; u.urlopen('http://127.0.0.1:8222/healthz', timeout=3)"
+        services["nats"] = {"healthcheck": {"test": ["CMD", "python3", "-c", ask]}}
+    if _has("POSTGRES_IMAGE", "postgres:17-alpine", "test -e /entry"):
+        # A stand-in that knows POSTGRES_PASSWORD only.
+        start = 'POSTGRES_PASSWORD=$$(cat "$$POSTGRES_PASSWORD_FILE") exec /entry "$$@"'
+        services["postgres"] = {"entrypoint": ["sh", "-c", start, "--"]}
+    return {"services": services}
+
+
+def _has(variable: str, default: str, test: str) -> bool:
+    image = os.environ.get(variable, default)
+    done = subprocess.run(["docker", "run", "--rm", "--entrypoint", "sh", image, "-c", test], capture_output=True, check=False)
+    return done.returncode == 0

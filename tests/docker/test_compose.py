@@ -1,0 +1,157 @@
+"""compose/ brought up for real: serving, credentials, permissions' effect, users, telemetry, deaths, and going away."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.docker.engine import OURS, Images, Project, docker
+from tests.support.otlp import OtlpReceiver
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+CPU_LIMIT_S = 60.0
+
+
+@pytest.fixture
+def client(mesh: Project) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="unused", max_retries=0, timeout=CPU_LIMIT_S)
+
+
+def test_the_command_line_in_the_gateway_registers_and_shows(mesh: Project) -> None:
+    assert "added" in mesh.execute("gateway", "thaw", "models", "add", "demo", "/models/demo")
+    cluster = json.loads(mesh.execute("gateway", "thaw", "ps", "--json"))
+    assert "node-0" in json.dumps(cluster)
+    assert "demo" in mesh.execute("gateway", "thaw", "models", "list")
+
+
+def test_the_admin_api_needs_the_key_that_was_made(mesh: Project) -> None:
+    assert httpx.get(f"{mesh.url}/admin/v1/cluster", trust_env=False).status_code == 401
+    key = mesh.execute("gateway", "cat", "/run/thaw-secrets/thaw_admin_key")
+    answer = httpx.get(f"{mesh.url}/admin/v1/cluster", headers={"authorization": f"Bearer {key}"}, trust_env=False)
+    assert answer.status_code == 200
+
+
+def test_a_cold_model_is_chatted_with(mesh: Project, client: openai.OpenAI) -> None:
+    with client:
+        assert [m.id for m in client.models.list()] == ["demo"]
+        answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hello"}], max_tokens=8)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 8
+
+
+def test_a_stream_comes_in_pieces(mesh: Project, client: openai.OpenAI) -> None:
+    with client:
+        stream = client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "hello"}], max_tokens=8, stream=True
+        )
+        pieces = [chunk.choices[0] for chunk in stream if chunk.choices]
+    assert sum(1 for p in pieces if p.delta.content) > 1
+    assert pieces[-1].finish_reason == "length"
+
+
+def test_a_repeated_key_generates_once(mesh: Project, client: openai.OpenAI) -> None:
+    with client:
+        answers = [
+            client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": "once"}],
+                max_tokens=8,
+                temperature=1.0,
+                extra_headers={"idempotency-key": "compose-1"},
+            )
+            for _ in range(2)
+        ]
+    assert answers[0].id == answers[1].id
+
+
+def test_the_trace_of_a_load_reaches_the_collector_from_every_service(mesh: Project, otlp: OtlpReceiver) -> None:
+    for phase in ("schedule", "load", "init"):
+        otlp.wait_for(phase, within=30)
+    services = {service for service, _ in otlp.spans}
+    assert any("gateway" in s for s in services)
+    assert any("engine" in s for s in services)
+    assert "queue" in mesh.execute("gateway", "thaw", "trace", "--json")
+
+
+def test_nobody_was_refused_a_subject(mesh: Project) -> None:
+    assert "Permissions Violation" not in mesh.logs()
+
+
+def test_our_services_run_as_a_user_without_rights(mesh: Project) -> None:
+    for service in (*OURS, "node"):
+        status = mesh.execute(service, "cat", "/proc/self/status")
+        assert re.search(r"^Uid:\s+10001\s+10001\s+10001", status, re.MULTILINE), service
+        assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE), service
+        assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE), service
+        assert mesh.inspect(service)["HostConfig"]["ReadonlyRootfs"]
+
+
+def test_the_mesh_image_has_no_torch_and_images_hold_no_sources(images: Images) -> None:
+    ask = "import importlib.util as u; print(u.find_spec('torch') is not None)"
+    assert docker("run", "--rm", images.mesh, "python", "-c", ask).strip() == "False"
+    assert docker("run", "--rm", images.node, "python", "-c", ask).strip() == "True"
+    assert docker("run", "--rm", images.mesh, "ls", "/").split().count("src") == 0
+
+
+def test_a_service_sees_its_own_secrets_only(mesh: Project) -> None:
+    seen = {service: set(mesh.execute(service, "ls", "/run/thaw-secrets").split()) for service in OURS}
+    assert seen == {
+        "gateway": {"thaw_nats_url", "thaw_admin_key"},
+        "scheduler": {"thaw_nats_url", "thaw_database_url"},
+        "loader": {"thaw_nats_url"},
+        "nodeagent": {"thaw_nats_url"},
+    }
+    for service in (*OURS, "nats", "postgres"):
+        environment = " ".join(mesh.inspect(service)["Config"]["Env"])
+        assert not re.search(r"[0-9a-f]{48}|thaw-admin-", environment), service
+
+
+def test_credentials_outlive_a_second_start(mesh: Project) -> None:
+    before = mesh.execute("gateway", "cat", "/run/thaw-secrets/thaw_nats_url", "/run/thaw-secrets/thaw_admin_key")
+    mesh.compose("run", "--rm", "--no-deps", "secrets")
+    assert before == mesh.execute("gateway", "cat", "/run/thaw-secrets/thaw_nats_url", "/run/thaw-secrets/thaw_admin_key")
+
+
+def test_the_node_shares_memory_and_process_ids(mesh: Project) -> None:
+    spaces = {
+        service: mesh.execute(service, "sh", "-c", "readlink /proc/self/ns/pid /proc/self/ns/ipc; stat -c %d /dev/shm")
+        for service in ("node", "loader", "nodeagent")
+    }
+    assert len(set(spaces.values())) == 1
+    size = mesh.execute("nodeagent", "df", "--output=size", "-B1", "/dev/shm").split()[-1]
+    assert int(size) == 512 << 20
+    assert "services.loader" in mesh.execute("nodeagent", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
+
+
+@pytest.mark.parametrize("service", ["nodeagent", "loader", "scheduler", "gateway"])
+def test_a_killed_container_comes_back_and_the_mesh_serves(mesh: Project, client: openai.OpenAI, service: str) -> None:
+    first = mesh.inspect(service)["State"]["StartedAt"]
+    # SIGKILL from outside, as a crash: after `docker kill` Docker would take the container for stopped by its owner.
+    pid = mesh.inspect(service)["State"]["Pid"]
+    kill = ("--pid=host", "--user=root", "--cap-add=KILL", mesh.images.mesh, "sh", "-c", f"kill -9 {pid}")
+    docker("run", "--rm", *kill)
+    deadline = time.monotonic() + CPU_LIMIT_S
+    while (state := mesh.inspect(service)["State"])["StartedAt"] == first or state["Status"] != "running":
+        assert time.monotonic() < deadline, state
+        time.sleep(0.1)
+    mesh.wait_healthy(service)
+    with client:
+        answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "again"}], max_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+def test_no_zombies_are_left_of_them(mesh: Project) -> None:
+    states = mesh.execute("node", "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //' | cut -c1")
+    assert "Z" not in states.split()
+
+
+def test_down_leaves_nothing(mesh: Project) -> None:
+    assert mesh.left()
+    mesh.down()
+    assert mesh.left() == []

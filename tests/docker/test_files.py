@@ -1,0 +1,199 @@
+"""What compose/ promises and can be seen without an engine: in the files, and by a NATS server that runs the very nats.conf."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+import yaml
+from nats.aio.client import Client
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js.errors import APIError
+
+from shared.contracts import subjects
+from shared.messaging.mesh import inbox_prefix
+from shared.messaging.streams import catalog_bucket, ensure_trace_stream, idempotency_bucket
+from tests.docker.engine import ROOT
+from tests.support.servers import free_port, wait_for_port, wheel_script
+from thaw.secrets import make_secrets
+
+COMPOSE = ROOT / "compose"
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    return loaded
+
+
+def test_every_service_has_a_health_check_limits_and_a_pinned_image(document: dict[str, Any]) -> None:
+    for name, service in document["services"].items():
+        assert "healthcheck" in service or service["restart"] == "no", name
+        assert "mem_limit" in service, name
+        assert re.search(r":-[a-z/-]+:\d[\w.-]+}$", service["image"]), name
+        assert not service.get("privileged"), name
+
+
+def test_the_gpu_node_is_there_by_profile_only(document: dict[str, Any]) -> None:
+    profiled = {name for name, service in document["services"].items() if "profiles" in service}
+    assert profiled == {"node-gpu", "loader-gpu", "nodeagent-gpu"}
+    devices = document["services"]["nodeagent-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
+    for ours in ("loader", "nodeagent"):
+        gpu, cpu = document["services"][f"{ours}-gpu"], document["services"][ours]
+        assert gpu["command"] == cpu["command"]
+        assert gpu["pid"] == gpu["ipc"] == "service:node-gpu"
+
+
+def test_every_variable_is_in_the_example_with_its_default(document: dict[str, Any]) -> None:
+    text = "\n".join(line for f in ("compose.yaml", "suspend.yaml") for line in (COMPOSE / f).read_text().splitlines())
+    used = dict(re.findall(r"\$\{(\w+):?-([^}]*)}", text))
+    shown = dict(re.findall(r"^#(\w+)=(.*)$", (COMPOSE / ".env.example").read_text(), re.MULTILINE))
+    assert {name: value for name, value in shown.items() if name != "TORCH_INDEX"} == {
+        name: value for name, value in used.items() if name != "TORCH_INDEX"
+    }
+
+
+def test_secrets_are_made_once_and_told_again(tmp_path: Path) -> None:
+    make_secrets(tmp_path)
+    first = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+    shutil.rmtree(tmp_path / "node")
+    (tmp_path / "scheduler" / "thaw_nats_url").write_text("of another mesh")
+    make_secrets(tmp_path)
+    assert first == {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+    assert {p.parts[0] for p in first} == {"nats", "postgres", "gateway", "scheduler", "node"}
+
+
+class Guarded:
+    """A server with compose/nats.conf, and its users' clients, each with what it was refused."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        make_secrets(directory, nats=f"127.0.0.1:{self.port}")
+        text = (COMPOSE / "nats.conf").read_text()
+        for there, here in (
+            ("0.0.0.0:4222", f"127.0.0.1:{self.port}"),
+            ("127.0.0.1:8222", f"127.0.0.1:{free_port()}"),
+            ('"/data"', f'"{directory}/js"'),
+            ('include "../../run/thaw-secrets/passwords.conf"', 'include "nats/passwords.conf"'),
+        ):
+            assert there in text
+            text = text.replace(there, here)
+        (directory / "nats.conf").write_text(text)
+        self.urls = {user: (directory / user / "thaw_nats_url").read_text() for user in ("gateway", "scheduler", "node")}
+        self.process = subprocess.Popen(
+            [wheel_script("nats-server"), "-c", str(directory / "nats.conf")], stderr=subprocess.DEVNULL
+        )
+        wait_for_port(self.port, self.process)
+
+    @contextlib.asynccontextmanager
+    async def client(self, user: str) -> AsyncIterator[tuple[Client, asyncio.Queue[str]]]:
+        refused: asyncio.Queue[str] = asyncio.Queue()
+
+        async def on_error(error: Exception) -> None:
+            refused.put_nowait(str(error).lower())
+
+        url = self.urls[user]
+        client = await nats.connect(url, inbox_prefix=inbox_prefix(url), error_cb=on_error)
+        try:
+            yield client, refused
+        finally:
+            await client.close()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    server = Guarded(tmp_path_factory.mktemp("nats"))
+    yield server
+    server.process.terminate()
+    server.process.wait(10)
+
+
+DENIED = [
+    ("node", subjects.ADMIN, "commands the mesh"),
+    ("node", subjects.DEMAND, "asks for models"),
+    ("node", subjects.node_command("node-1"), "commands another node"),
+    ("node", f"$KV.{subjects.CATALOG_BUCKET}.x", "changes the catalogue"),
+    ("gateway", subjects.node_command("node-0"), "commands a node"),
+    ("gateway", subjects.loader_command("node-0"), "commands a loader"),
+    ("gateway", f"$KV.{subjects.CATALOG_BUCKET}.x", "changes the catalogue"),
+    ("gateway", f"$JS.API.STREAM.DELETE.KV_{subjects.CATALOG_BUCKET}", "deletes the catalogue"),
+    ("gateway", subjects.node_status("node-0"), "speaks for a node"),
+    ("scheduler", subjects.infer("i"), "infers"),
+    ("scheduler", subjects.reply("g", "r"), "answers clients"),
+]
+
+
+@pytest.mark.parametrize(("user", "subject", "what"), DENIED, ids=[f"{u} {w}" for u, _, w in DENIED])
+async def test_publishing_is_refused(guarded: Guarded, user: str, subject: str, what: str) -> None:
+    async with guarded.client(user) as (client, refused):
+        await client.publish(subject, b"{}")
+        assert "permissions violation for publish" in await asyncio.wait_for(refused.get(), 5)
+
+
+@pytest.mark.parametrize(
+    ("user", "subject"),
+    [("node", "thaw.v1.replies.>"), ("node", "_INBOX_gateway.>"), ("gateway", "_INBOX_scheduler.>"), ("scheduler", ">")],
+)
+async def test_listening_in_is_refused(guarded: Guarded, user: str, subject: str) -> None:
+    async with guarded.client(user) as (client, refused):
+        await client.subscribe(subject)
+        assert "permissions violation for subscription" in await asyncio.wait_for(refused.get(), 5)
+
+
+async def test_nobody_enters_without_a_password(guarded: Guarded) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", guarded.port)
+    writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
+    assert b"Authorization Violation" in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+
+
+async def test_an_answer_may_take_its_time_and_is_one(guarded: Guarded) -> None:
+    async with guarded.client("node") as (node, refused), guarded.client("scheduler") as (scheduler, _):
+
+        async def answer(message: Any) -> None:
+            await message.respond(b"1")
+            await message.respond(b"2")
+
+        await node.subscribe(subjects.node_command("node-0"), cb=answer)
+        await node.flush()
+        assert (await scheduler.request(subjects.node_command("node-0"), b"", timeout=5)).data == b"1"
+        assert "permissions violation for publish" in await asyncio.wait_for(refused.get(), 5)
+
+
+async def test_gateway_and_scheduler_share_catalogue_keys_and_traces(guarded: Guarded) -> None:
+    async with guarded.client("scheduler") as (scheduler, s_refused), guarded.client("gateway") as (gateway, g_refused):
+        for client in (gateway, scheduler):
+            await ensure_trace_stream(client.jetstream())
+        theirs, ours = await catalog_bucket(gateway.jetstream()), await catalog_bucket(scheduler.jetstream())
+        watcher: Any = await theirs.watchall()
+        await ours.put("a", b"card")
+        while (entry := await watcher.updates(timeout=5)) is None:
+            continue
+        assert entry.value == b"card"
+        assert await ours.keys() == ["a"]
+        await ours.delete("a")
+        await watcher.stop()
+        keys = await idempotency_bucket(gateway.jetstream(), 60)
+        assert await keys.update("k", b"2", last=await keys.create("k", b"1"))
+        assert (await keys.get("k")).value == b"2"
+        await scheduler.jetstream().publish(subjects.load_trace("p"), b"{}")
+        await gateway.jetstream().publish(subjects.request_trace("r"), b"{}")
+        assert (await gateway.jetstream().get_last_msg(subjects.TRACE_STREAM, subjects.load_trace("p"))).data == b"{}"
+        assert s_refused.empty()
+        assert g_refused.empty()
+
+
+async def test_a_node_has_no_way_to_streams(guarded: Guarded) -> None:
+    async with guarded.client("node") as (node, _):
+        with pytest.raises((NatsTimeoutError, NoRespondersError, APIError, asyncio.TimeoutError)):
+            await node.jetstream(timeout=0.5).stream_info(f"KV_{subjects.CATALOG_BUCKET}")

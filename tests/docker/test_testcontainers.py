@@ -1,0 +1,62 @@
+"""The mesh's promises and the scheduler's flow once more, on NATS and Postgres as testcontainers brings them up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import asyncpg
+import pytest
+
+from tests.contract import test_mesh
+from tests.contract.test_mesh import mesh
+from tests.integration.scheduler import test_flow
+from tests.integration.scheduler.conftest import site, tracing
+
+__all__ = ["mesh", "site", "tracing"]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+_databases = itertools.count(1)
+
+globals().update({name: test for name, test in vars(test_mesh).items() if name.startswith("test_")})
+test_demand_starts_one_instance = test_flow.test_demand_starts_one_instance_and_the_plan_tells_what_was_measured
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the fixtures of the suites use of a server."""
+
+    url: str
+
+
+@pytest.fixture(scope="module")
+def nats_server(engine: None) -> Iterator[Server]:
+    from testcontainers.community.nats import NatsContainer
+
+    with NatsContainer("nats:2.12-alpine", jetstream=True) as container:
+        yield Server(container.nats_uri())
+
+
+@pytest.fixture(scope="module")
+def own_nats(nats_server: Server) -> Server:
+    return nats_server
+
+
+@pytest.fixture(scope="module")
+def postgres(engine: None) -> Iterator[str]:
+    from testcontainers.community.postgres import PostgresContainer
+
+    with PostgresContainer("postgres:17-alpine", username="thaw", password="thaw", dbname="thaw") as container:
+        yield container.get_connection_url(driver=None)
+
+
+@pytest.fixture
+async def database_url(postgres: str) -> str:
+    """A fresh, empty database."""
+    name = f"test_{next(_databases)}"
+    connection = await asyncpg.connect(postgres)
+    try:
+        await connection.execute(f"CREATE DATABASE {name}")
+    finally:
+        await connection.close()
+    return postgres.rsplit("/", 1)[0] + "/" + name

@@ -169,4 +169,5 @@ async def _finish(gateway: Gateway, server: uvicorn.Server, serving: asyncio.Tas
         await asyncio.wait([serving], timeout=gateway.settings.drain_timeout)
     gateway.end_all()
     await asyncio.wait([serving])
+    await gateway.settle(_LAST_WORDS_S)
     await gateway.recorder.flush(_LAST_WORDS_S)

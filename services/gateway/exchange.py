@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -17,7 +17,10 @@ from shared.contracts.inference import EmbeddingsFinished, Endpoint, InferFinish
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceStatus
 from shared.contracts.phases import PhaseSpan
-from shared.errors import EngineFailed, InstanceDraining, ThawError, Unreachable, from_body
+from shared.errors import Conflict, EngineFailed, InstanceDraining, ThawError, Unreachable, from_body
+
+if TYPE_CHECKING:
+    from services.gateway.keyed import Keyed
 
 
 class Sink(Protocol):
@@ -59,6 +62,10 @@ class Exchange:
         self.error: ThawError | None = None
         self.ended = False
         self.gone = False
+        self.over = asyncio.Event()
+        self.keyed: Keyed | None = None
+        self.replayed = False
+        self.refusal: ThawError | None = None
         self.first_at: float | None = None
         self.ended_at: float | None = None
         self.usage = Usage(prompt_tokens=0)
@@ -76,8 +83,7 @@ class Exchange:
 
     def sent(self, now: float) -> None:
         """A (new) attempt begins: note the instance, and the start that the request waited for."""
-        self._seq = 0
-        self.heard.clear()
+        self.restart()
         route = self._dispatcher.routes.get(self.ticket.instance_id or "")
         if route is None:
             return
@@ -86,6 +92,17 @@ class Exchange:
         if route.ready_since is not None and route.ready_since > self.ticket.arrived:
             self.cold_ready_at = route.ready_since
             self.heard.append(Heard(route.ready_since, route.start_phases))
+
+    def restart(self) -> None:
+        """Expect an answer from its first message on."""
+        self._seq = 0
+        self.refusal = None
+        self.heard.clear()
+
+    @property
+    def received(self) -> int:
+        """Messages of the present attempt that have been taken."""
+        return self._seq
 
     # From the engine.
 
@@ -103,6 +120,8 @@ class Exchange:
         if self.ended:
             return
         now = time.monotonic()
+        if self.keyed is not None and (message["seq"] < self._seq or _repeated(message)):
+            return
         if message["seq"] != self._seq:
             self._break(EngineFailed(f"messages of {self.card.name} were lost: number {self._seq} is missing"))
             return
@@ -128,7 +147,7 @@ class Exchange:
             self.ticket.begun = True
             self.heard.append(Heard(now, _phases(message.get("phases"))))
         self.sink.chunk(message["choices"])
-        if self.sink.pending > self._buffer_limit:
+        if self.sink.pending > self._buffer_limit and not self.replayed:
             self._break(EngineFailed("the client reads more slowly than the model writes; its buffer is full", should_retry=False))
         else:
             self.wake()
@@ -144,6 +163,7 @@ class Exchange:
 
     def _failed(self, error: ThawError, now: float) -> None:
         if isinstance(error, InstanceDraining):
+            self.refusal = error
             self._dispatcher.on_refused(self.ticket, error, now)
             return
         self._dispatcher.on_finished(self.ticket, now)
@@ -160,6 +180,18 @@ class Exchange:
             self.error = error
             self._end(time.monotonic())
 
+    async def client_left(self) -> None:
+        """The client is gone; whether that ends the request is for its Idempotency-Key to say, if it has one."""
+        if self.keyed is not None:
+            await self.keyed.client_left()
+        else:
+            self.leave()
+
+    async def settled(self) -> None:
+        """Wait until a failed request may be repeated."""
+        if self.keyed is not None:
+            await self.keyed.settled()
+
     def leave(self) -> None:
         """The client is gone: leave the queue, or have the engine stop."""
         if not self.ended:
@@ -169,6 +201,7 @@ class Exchange:
 
     def _end(self, now: float) -> None:
         self.ended, self.ended_at = True, now
+        self.over.set()
         self.wake()
 
     def wake(self) -> None:
@@ -188,3 +221,8 @@ class Exchange:
 
 def _phases(raw: list[Any] | None) -> tuple[PhaseSpan, ...]:
     return tuple(PhaseSpan.model_validate(p) for p in raw or ())
+
+
+def _repeated(message: dict[str, Any]) -> bool:
+    """Whether an engine says that it is at this request already: it was asked twice, to be sure."""
+    return bool(message["kind"] == "failed" and message["error"]["code"] == Conflict.code)

@@ -11,13 +11,14 @@ from opentelemetry.trace import Span
 
 from services.gateway.adapters.demand import DemandSender
 from services.gateway.adapters.engines import Engines
-from services.gateway.adapters.idempotency import IdempotencyStore
+from services.gateway.adapters.idempotency import Claim, Entry, Found, IdempotencyStore
 from services.gateway.adapters.lengths import Lengths
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from services.gateway.exchange import Exchange, Sink
 from services.gateway.http.parse import Parsed
+from services.gateway.keyed import Keyed
 from services.gateway.recording import Recorder
 from services.gateway.settings import GatewaySettings
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
@@ -51,16 +52,20 @@ class Gateway:
         self.recorder = recorder
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = Engines(mesh, self.id)
-        self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl)
+        self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         self.lengths = Lengths()
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
         self._open: dict[str, Exchange] = {}
+        self._keyed: set[asyncio.Task[None]] = set()
         self.tasks: list[asyncio.Task[None]] = []
         self.closing = False
 
     # Requests.
 
-    def open(self, parsed: Parsed, card: ModelCard, sink: Sink, origin: Origin) -> Exchange:
+    def open(
+        self, parsed: Parsed, card: ModelCard, sink: Sink, origin: Origin, key: tuple[Claim | Found, Entry] | None = None
+    ) -> Exchange:
+        """Take a request on. `key`: where its Idempotency-Key stands, and the entry to make if that is forgotten."""
         now = time.monotonic()
         ticket = Ticket(
             id=uuid.uuid4().hex,
@@ -72,7 +77,13 @@ class Gateway:
         )
         exchange = Exchange(ticket, card, parsed.endpoint, parsed.body, sink, self.dispatcher, self.settings.stream_buffer_bytes)
         self._open[ticket.id] = exchange
-        self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)
+        if key is None:
+            self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)
+            return exchange
+        exchange.keyed = Keyed(self, exchange, *key)
+        task = asyncio.create_task(exchange.keyed.run(), name="idempotency key")
+        self._keyed.add(task)
+        task.add_done_callback(self._keyed.discard)
         return exchange
 
     def close(self, exchange: Exchange, origin: Origin) -> None:
@@ -89,7 +100,11 @@ class Gateway:
     # Effects.
 
     def send(self, ticket: Ticket) -> None:
-        self.engines.send(self._open[ticket.id])
+        exchange = self._open[ticket.id]
+        if exchange.keyed is not None:
+            exchange.keyed.send()
+        else:
+            self.engines.send(exchange)
 
     def cancel(self, ticket: Ticket) -> None:
         exchange = self._open[ticket.id]
@@ -144,5 +159,16 @@ class Gateway:
     def end_all(self) -> None:
         """The time to finish is over: end what is left with an error."""
         for exchange in list(self._open.values()):
-            if not exchange.ended:
+            if exchange.ended:
+                continue
+            if exchange.keyed is not None:
+                exchange.keyed.hand_over(ShuttingDown())
+            else:
                 self.dispatcher.on_broken(exchange.ticket, ShuttingDown(), time.monotonic())
+
+    async def settle(self, within: float) -> None:
+        """Let the last requests with Idempotency-Keys write down how they ended."""
+        if self._keyed:
+            await asyncio.wait(self._keyed, timeout=within)
+        for task in self._keyed:
+            task.cancel()

@@ -41,6 +41,9 @@ class GatewaySettings(CommonSettings):
         default=None, description="File with one such hash a line (`#` starts a comment); read again when it changes."
     )
     idempotency_ttl: float = Field(default=24 * 3600.0, gt=0, description="Seconds that the answer to an Idempotency-Key is kept.")
+    idempotency_bytes: int = Field(
+        default=256 * 1024 * 1024, ge=1024 * 1024, description="Bytes kept of such answers; beyond, the oldest go first."
+    )
     cors_origins: str = Field(
         default="", description="Origins whose pages may call the endpoint, comma-separated; *: all; empty: none."
     )

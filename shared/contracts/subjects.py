@@ -24,6 +24,10 @@ ALL_LOADER_STATUS = f"{PREFIX}.loader.*.status"
 CATALOG_BUCKET = "thaw_catalog"
 TRACE_STREAM = "THAW_TRACES"
 TRACE_SUBJECTS = f"{PREFIX}.traces.>"
+KEYED_STREAM = "THAW_KEYED_REPLIES"
+KEYED_SUBJECTS = f"{PREFIX}.replies.keyed.>"
+IDEMPOTENCY_BUCKET = "thaw_idempotency"
+KEYS_BUCKET = "thaw_keys"
 
 
 def token(name: str) -> str:
@@ -72,6 +76,26 @@ def replies(gateway_id: str) -> str:
 
 def reply(gateway_id: str, request_id: str) -> str:
     return f"{PREFIX}.replies.{gateway_id}.{request_id}"
+
+
+def keyed_replies(gateway_id: str) -> str:
+    """A gateway's subscription to the streams of its requests with an Idempotency-Key."""
+    return f"{PREFIX}.replies.keyed.{gateway_id}.*"
+
+
+def keyed_reply(gateway_id: str, request_id: str) -> str:
+    """Like `reply`, and captured by `KEYED_STREAM`: another gateway can go on where this one stops."""
+    return f"{PREFIX}.replies.keyed.{gateway_id}.{request_id}"
+
+
+def keyed_waiters(key: str) -> str:
+    """Whoever waits for the answer to an Idempotency-Key (by its digest) that another request generates answers here."""
+    return f"{PREFIX}.gateway.keyed.{key}.waiters"
+
+
+def keyed_left(key: str) -> str:
+    """One of those has left."""
+    return f"{PREFIX}.gateway.keyed.{key}.left"
 
 
 def request_trace(request_id: str) -> str:

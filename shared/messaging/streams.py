@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StoreCompression, StreamConfig
 from nats.js.errors import BadRequestError
 from nats.js.kv import KeyValue
 
@@ -11,7 +11,6 @@ from shared.contracts import subjects
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
 
 _NAME_IN_USE = 10058
-IDEMPOTENCY_BUCKET = "thaw_idempotency"
 
 
 async def ensure_trace_stream(js: JetStreamContext) -> None:
@@ -26,6 +25,26 @@ async def ensure_trace_stream(js: JetStreamContext) -> None:
         max_msgs=TRACE_MAX_COUNT,
         allow_direct=True,
     )
+    await _stream(js, config)
+
+
+async def ensure_keyed_stream(js: JetStreamContext, max_age_s: float, max_bytes: int) -> None:
+    """Make the stream of what engines say to requests with an Idempotency-Key: the oldest goes first beyond `max_bytes`."""
+    config = StreamConfig(
+        name=subjects.KEYED_STREAM,
+        subjects=[subjects.KEYED_SUBJECTS],
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        compression=StoreCompression.S2,
+        discard=DiscardPolicy.OLD,
+        max_age=max_age_s,
+        max_bytes=max_bytes,
+        allow_direct=True,
+    )
+    await _stream(js, config)
+
+
+async def _stream(js: JetStreamContext, config: StreamConfig) -> None:
     try:
         await js.add_stream(config)
     except BadRequestError as e:
@@ -40,8 +59,13 @@ async def catalog_bucket(js: JetStreamContext) -> KeyValue:
 
 
 async def idempotency_bucket(js: JetStreamContext, ttl_s: float) -> KeyValue:
-    """The bucket of answers to requests with an Idempotency-Key; entries go away after `ttl_s` seconds."""
-    return await _bucket(js, IDEMPOTENCY_BUCKET, ttl_s)
+    """The bucket of Idempotency-Keys (by digest); entries go away after `ttl_s` seconds."""
+    return await _bucket(js, subjects.IDEMPOTENCY_BUCKET, ttl_s)
+
+
+async def keys_bucket(js: JetStreamContext) -> KeyValue:
+    """The bucket of API keys (key: SHA-256 of the API key, in hex)."""
+    return await _bucket(js, subjects.KEYS_BUCKET, None)
 
 
 async def _bucket(js: JetStreamContext, name: str, ttl_s: float | None) -> KeyValue:

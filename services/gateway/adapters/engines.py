@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -33,16 +34,14 @@ class Engines:
         self._gateway = gateway
         self._open: dict[str, Exchange] = {}
         self._outbox: asyncio.Queue[tuple[Exchange | None, str, bytes, str, dict[str, str] | None]] = asyncio.Queue()
-        self._prefix = len(subjects.reply(gateway, ""))
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
-        self._subscription = await self._mesh.nc.subscribe(
-            subjects.replies(self._gateway),
-            cb=self._on_message,
-            pending_msgs_limit=_PENDING_MSGS,
-            pending_bytes_limit=_PENDING_BYTES,
-        )
+        for subject in (subjects.replies(self._gateway), subjects.keyed_replies(self._gateway)):
+            subscription = await self._mesh.nc.subscribe(
+                subject, cb=self._on_message, pending_msgs_limit=_PENDING_MSGS, pending_bytes_limit=_PENDING_BYTES
+            )
+            self._subscriptions.append(subscription)
 
     async def run(self) -> None:
         """Publish what is asked until cancelled."""
@@ -55,14 +54,30 @@ class Engines:
                 if exchange is not None:
                     exchange.on_no_responders()
 
-    def send(self, exchange: Exchange) -> None:
-        """Publish the request to the instance its ticket names; what comes back goes to `exchange`."""
+    def send(self, exchange: Exchange, reply: str | None = None) -> None:
+        """Publish the request to the instance its ticket names; what comes back (on `reply`) goes to `exchange`."""
         ticket = exchange.ticket
-        instance = ticket.instance_id or ""
         self.forget(exchange)
         exchange.reply_token = ticket.attempt_id
         self._open[exchange.reply_token] = exchange
         exchange.sent(time.monotonic())
+        self._ask(exchange, reply or subjects.reply(self._gateway, ticket.attempt_id))
+
+    async def ask_again(self, exchange: Exchange, reply: str) -> Callable[[], Awaitable[None]]:
+        """Publish a request that a gateway which is gone may not have published; what comes back on `reply` is not taken here, but for
+        NATS's own word that nobody listens. Returns what ends that."""
+
+        async def on_message(message: Msg) -> None:
+            if message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS:
+                exchange.on_no_responders()
+
+        subscription = await self._mesh.nc.subscribe(reply, cb=on_message)
+        self._ask(exchange, reply)
+        return subscription.unsubscribe
+
+    def _ask(self, exchange: Exchange, reply: str) -> None:
+        ticket = exchange.ticket
+        instance = ticket.instance_id or ""
         envelope = {
             "v": CONTRACT_VERSION,
             "kind": "infer",
@@ -75,9 +90,7 @@ class Engines:
         # The body goes on as it came: it is validated JSON, and making it anew costs more than all the rest of this.
         payload = b'%b,"body":%b}' % (json.dumps(envelope).encode()[:-1], exchange.body)
         headers = {"traceparent": ticket.traceparent} if ticket.traceparent else None
-        self._outbox.put_nowait(
-            (exchange, subjects.infer(instance), payload, subjects.reply(self._gateway, ticket.attempt_id), headers)
-        )
+        self._outbox.put_nowait((exchange, subjects.infer(instance), payload, reply, headers))
 
     def cancel(self, exchange: Exchange) -> None:
         ticket = exchange.ticket
@@ -89,7 +102,7 @@ class Engines:
         self._open.pop(exchange.reply_token, None)
 
     async def _on_message(self, message: Msg) -> None:
-        exchange = self._open.get(message.subject[self._prefix :])
+        exchange = self._open.get(message.subject.rpartition(".")[2])
         if exchange is None:
             return
         if message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS:

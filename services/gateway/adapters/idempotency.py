@@ -1,165 +1,280 @@
-"""Answers kept under an Idempotency-Key, in a JetStream bucket that all gateways share; touched only when a request has such a key.
+"""Idempotency-Keys in JetStream: who answers for a key (a KV entry) and what the engine has said so far (a captured stream).
 
-A key's entry is either `running`, owned by one gateway that renews it while it works, or `done`, with the answer in parts beside it.
-Whoever finds it running waits for its change. If it is not renewed for LEASE_S (on the waiter's own clock) its owner is dead, and the
-first waiter to replace exactly that revision becomes the owner. A failed attempt removes its entry: the next one tries anew.
+A key's entry is either `running`, owned by one claim that renews it while it works, or `done`. It names the subject on which the engine
+answers; JetStream captures that subject, so that anybody can read the answer from its first message on, while it is made and after. An
+entry that is not renewed for LEASE_S (on the waiter's own clock), or that has no owner, goes to the first waiter who replaces exactly
+that revision. A failed attempt removes its entry: the next request tries anew. docs/adr/0011-idempotency.md says why.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
+from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
+from shared.contracts import subjects
 from shared.contracts.base import Frozen
 from shared.errors import Unavailable
 from shared.messaging import Mesh
-from shared.messaging.streams import idempotency_bucket
+from shared.messaging.streams import ensure_keyed_stream, idempotency_bucket
 
 log = logging.getLogger(__name__)
 LEASE_S = 5.0
 RENEW_S = 1.5
-MAX_ANSWER_BYTES = 8 * 1024 * 1024
-PART_BYTES = 512 * 1024
+_STORED_WITHIN_S = 2.0
+_LOOK_S = 0.05
+_HERE_WITHIN_S = 1.0
 
 
 class Entry(Frozen):
-    """What lies under a key. `request` is a digest of the body that came with it."""
+    """What lies under a key. `request` is a digest of the body that came with it; `owner` names a claim, and is empty once a gateway that
+    was stopped has handed the key over. `reply` is empty until an engine is about to be given the request."""
 
-    state: Literal["running", "done"]
+    state: Literal["running", "done"] = "running"
     request: str
-    gateway: str = ""
+    owner: str = ""
     renewals: int = 0
-    parts: int = 0
-    status: int = 200
-    headers: dict[str, str] = Field(default_factory=dict)
+    answer_id: str
+    created: int
+    reply: str = ""
+    attempt_id: str = ""
+    instance_id: str = ""
+    node: str = ""
+    messages: int = 0
 
 
-class Answer(Frozen):
-    """A whole answer as it went to the first client."""
+class ClaimLost(Exception):
+    """Another gateway has the key now."""
 
-    status: int
-    headers: dict[str, str]
-    body: bytes
+
+@contextmanager
+def reachable() -> Iterator[None]:
+    """Raise `Unavailable` for whatever the store's client raises: generating without the store could generate twice."""
+    try:
+        yield
+    except (NatsError, TimeoutError, ValidationError) as e:
+        raise Unavailable(f"the store of idempotency keys cannot be reached: {type(e).__name__}", should_retry=True) from e
+
+
+class Found:
+    """A key that is there, at one revision."""
+
+    def __init__(self, key: str, entry: Entry, revision: int) -> None:
+        self.key = key
+        self.entry = entry
+        self.revision = revision
 
 
 class Claim:
     """The right, and the duty, to answer for a key."""
 
     def __init__(self, bucket: KeyValue, key: str, entry: Entry, revision: int) -> None:
+        self.key = key
+        self.entry = entry
+        self.lost = asyncio.Event()
         self._bucket = bucket
-        self._key = key
-        self._entry = entry
         self._revision = revision
+        self._lock = asyncio.Lock()
 
-    @asynccontextmanager
-    async def renewed(self) -> AsyncIterator[None]:
-        """Keep the claim while the block runs."""
-        task = asyncio.create_task(self._renew(), name="idempotency lease")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            self._entry = self._entry.model_copy(update={"renewals": self._entry.renewals + 1})
+    async def _write(self, **changes: Any) -> None:
+        """Replace the entry. Raises `ClaimLost`, or what NATS raises."""
+        async with self._lock:
+            entry = self.entry.model_copy(update=changes)
             try:
-                self._revision = await self._bucket.update(self._key, _bytes(self._entry), last=self._revision)
+                self._revision = await self._bucket.update(self.key, _bytes(entry), last=self._revision)
             except KeyWrongLastSequenceError:
-                log.warning("another gateway took over an idempotency key; the request may be generated twice")
-                return
+                # An update that was written although its confirmation was lost is still ours.
+                self._revision = await self._bucket.update(self.key, _bytes(entry), last=await self._own_revision())
+            self.entry = entry
+
+    async def _own_revision(self) -> int:
+        try:
+            found = await self._bucket.get(self.key)
+        except KeyNotFoundError as e:
+            self.lost.set()
+            raise ClaimLost from e
+        if found.value is None or found.revision is None or Entry.model_validate_json(found.value).owner != self.entry.owner:
+            self.lost.set()
+            raise ClaimLost
+        return found.revision
+
+    async def renew_forever(self) -> None:
+        """Keep the claim until cancelled, or lost."""
+        while not self.lost.is_set():
+            await asyncio.sleep(RENEW_S)
+            try:
+                await self._write(renewals=self.entry.renewals + 1)
+            except ClaimLost:
+                log.warning("another gateway took over an idempotency key")
             except (NatsError, TimeoutError) as e:
                 log.info("an idempotency key could not be renewed", extra={"error": repr(e)})
 
-    async def keep(self, answer: Answer) -> None:
-        """Store the answer for whoever comes with the key."""
-        parts = [answer.body[i : i + PART_BYTES] for i in range(0, len(answer.body), PART_BYTES)]
-        done = self._entry.model_copy(
-            update={"state": "done", "parts": len(parts), "status": answer.status, "headers": answer.headers}
-        )
-        for number, part in enumerate(parts):
-            await self._bucket.put(f"{self._key}.{number}", part)
-        await self._bucket.update(self._key, _bytes(done), last=self._revision)
+    async def sending(self, reply: str, attempt_id: str, instance_id: str, node: str) -> None:
+        """Write down who is about to be asked, before it is."""
+        await self._write(reply=reply, attempt_id=attempt_id, instance_id=instance_id, node=node)
+
+    async def done(self, messages: int) -> None:
+        await self._write(state="done", messages=messages)
+
+    async def hand_over(self) -> None:
+        """Let whoever waits, or comes next, go on with it."""
+        await self._write(owner="")
 
     async def drop(self) -> None:
-        await self._bucket.delete(self._key, last=self._revision)
+        """Forget the key."""
+        async with self._lock:
+            try:
+                await self._bucket.delete(self.key, last=self._revision)
+            except KeyWrongLastSequenceError:
+                await self._bucket.delete(self.key, last=await self._own_revision())
 
 
 class IdempotencyStore:
-    def __init__(self, mesh: Mesh, gateway: str, ttl_s: float) -> None:
+    def __init__(self, mesh: Mesh, gateway: str, ttl_s: float, max_bytes: int) -> None:
         self._mesh = mesh
         self._gateway = gateway
         self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
         self._bucket: KeyValue | None = None
 
-    async def claim(self, key: str, request: str) -> Claim | Answer | None:
-        """Become the one who answers (`Claim`), or wait for the answer. None: the key was used with another body.
+    @property
+    def _js(self) -> JetStreamContext:
+        return self._mesh.nc.jetstream(timeout=3)
 
-        Raises `Unavailable` if the bucket cannot be reached: generating without it could generate twice.
-        """
+    async def _open(self) -> KeyValue:
+        if self._bucket is None:
+            await ensure_keyed_stream(self._js, self._ttl_s, self._max_bytes)
+            self._bucket = await idempotency_bucket(self._js, self._ttl_s)
+        return self._bucket
+
+    def _mine(self, entry: Entry) -> Entry:
+        return entry.model_copy(update={"owner": f"{self._gateway}:{uuid.uuid4().hex}"})
+
+    async def find(self, key: str, fresh: Entry) -> Claim | Found:
+        """Become the one who answers for `key`, or learn who is. Raises `Unavailable`."""
+        with reachable():
+            try:
+                bucket = await self._open()
+                while True:
+                    mine = self._mine(fresh)
+                    try:
+                        return Claim(bucket, key, mine, await bucket.create(key, _bytes(mine)))
+                    except KeyWrongLastSequenceError:
+                        pass
+                    try:
+                        there = await bucket.get(key)
+                    except KeyNotFoundError:
+                        continue
+                    if there.value is not None and there.revision is not None:
+                        return Found(key, Entry.model_validate_json(there.value), there.revision)
+            except (NatsError, TimeoutError):
+                self._bucket = None
+                raise
+
+    async def take_over(self, found: Found) -> Claim | None:
+        """Replace an owner who is gone; None if somebody else has been faster, or he is not gone after all."""
+        bucket, mine = await self._open(), self._mine(found.entry)
         try:
-            bucket = self._bucket = self._bucket or await idempotency_bucket(self._mesh.nc.jetstream(timeout=3), self._ttl_s)
-            while True:
-                mine = Entry(state="running", request=request, gateway=self._gateway)
-                try:
-                    return Claim(bucket, key, mine, await bucket.create(key, _bytes(mine)))
-                except KeyWrongLastSequenceError:
-                    found = await self._wait(bucket, key, mine)
-                if found is not None:
-                    return found if not isinstance(found, Entry) else None
-        except (NatsError, TimeoutError, ValidationError) as e:
-            self._bucket = None
-            raise Unavailable(f"the store of idempotency keys cannot be reached: {type(e).__name__}", should_retry=True) from e
-
-    async def _wait(self, bucket: KeyValue, key: str, mine: Entry) -> Claim | Answer | Entry | None:
-        """Follow a key that is there: its answer, a claim taken over, the entry if it is another request's, or None when it is gone."""
-        watcher: Any = await bucket.watch(key)  # its methods carry no types
-        try:
-            entry, revision = mine, 0
-            while True:
-                try:
-                    update = await watcher.updates(timeout=LEASE_S)
-                except TimeoutError:
-                    with contextlib.suppress(KeyWrongLastSequenceError):
-                        return Claim(bucket, key, mine, await bucket.update(key, _bytes(mine), last=revision))
-                    return None
-                if update is None:
-                    if not revision:
-                        return None
-                    continue
-                if update.operation is not None:
-                    return None
-                entry, revision = Entry.model_validate_json(update.value), update.revision
-                if entry.request != mine.request:
-                    return entry
-                if entry.state == "done":
-                    return await _read(bucket, key, entry)
-        finally:
-            await watcher.stop()
-
-
-async def _read(bucket: KeyValue, key: str, entry: Entry) -> Answer | None:
-    parts = []
-    for number in range(entry.parts):
-        try:
-            parts.append((await bucket.get(f"{key}.{number}")).value or b"")
-        except KeyNotFoundError:
-            await bucket.delete(key)
+            return Claim(bucket, found.key, mine, await bucket.update(found.key, _bytes(mine), last=found.revision))
+        except KeyWrongLastSequenceError:
             return None
-    return Answer(status=entry.status, headers=entry.headers, body=b"".join(parts))
+
+    async def forget(self, found: Found) -> None:
+        """Remove an entry whose answer is not there any more."""
+        try:
+            await (await self._open()).delete(found.key, last=found.revision)
+        except KeyWrongLastSequenceError:
+            log.info("an idempotency key changed while it was to be forgotten")
+
+    @asynccontextmanager
+    async def watching(self, key: str) -> AsyncIterator[Any]:
+        watcher: Any = await (await self._open()).watch(key)  # its methods carry no types
+        try:
+            yield watcher
+        finally:
+            if self._mesh.nc.is_connected:
+                await watcher.stop()
+
+    # What engines said.
+
+    async def stored(self, reply: str) -> int:
+        """How many messages of an engine's answer are kept."""
+        info = await self._js.stream_info(subjects.KEYED_STREAM, subjects_filter=reply)
+        return int((info.state.subjects or {}).get(reply, 0))
+
+    async def until_stored(self, reply: str, messages: int) -> bool:
+        """Whether the answer's last message has been captured, which takes no time but while NATS restarts."""
+        async with asyncio.timeout(_STORED_WITHIN_S):
+            while await self.stored(reply) < messages:  # noqa: ASYNC110 - what is waited for happens in the NATS server
+                await asyncio.sleep(_LOOK_S)
+        return True
+
+    async def follow(self, reply: str, take: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
+        """Have `take` called with every message of an answer, from the first one on; returns what ends that."""
+
+        async def on_message(message: Msg) -> None:
+            take(message.data)
+
+        subscription = await self._js.subscribe(reply, cb=on_message, stream=subjects.KEYED_STREAM, ordered_consumer=True)
+
+        async def end() -> None:
+            if self._mesh.nc.is_connected:
+                await subscription.unsubscribe()
+
+        return end
+
+    # Who waits.
+
+    @asynccontextmanager
+    async def waiting(self, key: str) -> AsyncIterator[None]:
+        """Answer the owner's question whether anybody waits, while the block runs; and tell it of the end."""
+
+        async def here(message: Msg) -> None:
+            await message.respond(b"")
+
+        nc = self._mesh.nc
+        subscription = await nc.subscribe(subjects.keyed_waiters(key), cb=here)
+        try:
+            yield
+        finally:
+            if nc.is_connected:
+                await subscription.unsubscribe()
+                await nc.publish(subjects.keyed_left(key))
+
+    async def anybody_waits(self, key: str) -> bool:
+        """Nobody listening is an answer, and an immediate one."""
+        try:
+            await self._mesh.nc.request(subjects.keyed_waiters(key), timeout=_HERE_WITHIN_S)
+        except NoRespondersError:
+            return False
+        except (NatsError, TimeoutError) as e:
+            log.info("could not ask who waits for an idempotency key", extra={"error": repr(e)})
+            return False
+        return True
+
+    @asynccontextmanager
+    async def told_of_leaving(self, key: str, tell: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        async def left(_: Msg) -> None:
+            await tell()
+
+        subscription = await self._mesh.nc.subscribe(subjects.keyed_left(key), cb=left)
+        try:
+            yield
+        finally:
+            if self._mesh.nc.is_connected:
+                await subscription.unsubscribe()
 
 
 def _bytes(entry: Entry) -> bytes:

@@ -105,10 +105,22 @@ class Dispatcher:
         elif queue is not None and len(queue.waiting) >= max_waiting:
             self._fail(ticket, self._full(ticket.model, queue, now))
         else:
+            ticket.stage = Stage.QUEUED
             queue = self._queues.setdefault(ticket.model, Queue())
             queue.waiting[ticket.id] = ticket
             if len(queue.waiting) == 1:
                 self._tell(ticket.model, queue, now)
+
+    def on_adopted(self, ticket: Ticket, attempt_id: str, instance_id: str, node: str, now: float) -> None:
+        """A request that a gateway which is gone had given to an instance is ours from now on."""
+        ticket.attempt_id, ticket.instance_id, ticket.node = attempt_id, instance_id, node
+        ticket.stage, ticket.attempts, ticket.sent_at = Stage.SENT, ticket.attempts + 1, now
+        self.routes.hold(instance_id)
+        self._sent[ticket.id] = ticket
+
+    def on_disowned(self, ticket: Ticket, now: float) -> None:
+        """Another gateway sees to the request; its engine, if it has one, goes on."""
+        self._leave(ticket, now)
 
     def on_cancel(self, ticket: Ticket, now: float) -> None:
         """The client is gone, or its answer cannot be used any more."""
@@ -194,6 +206,7 @@ class Dispatcher:
         ticket.stage = Stage.SENT
         ticket.instance_id = route.status.instance_id
         ticket.attempts += 1
+        ticket.attempt_id = f"{ticket.id}-{ticket.attempts}"
         ticket.sent_at, ticket.heard_at = now, 0.0
         ticket.node = route.node
         self.routes.hold(route.status.instance_id)

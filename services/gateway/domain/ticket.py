@@ -7,6 +7,9 @@ from enum import Enum
 
 
 class Stage(Enum):
+    NEW = "new"
+    FOLLOWING = "following"
+    """Another request with the same Idempotency-Key generates; this one gets what that one gets."""
     QUEUED = "queued"
     SENT = "sent"
     DONE = "done"
@@ -22,7 +25,7 @@ class Ticket:
     queue_deadline: float
     response_timeout: float
     traceparent: str | None = None
-    stage: Stage = Stage.QUEUED
+    stage: Stage = Stage.NEW
     instance_id: str | None = None
     node: str = ""
     sent_at: float = 0.0
@@ -30,8 +33,5 @@ class Ticket:
     attempts: int = 0
     lost: int = 0
     begun: bool = False
-
-    @property
-    def attempt_id(self) -> str:
-        """Names this attempt on the mesh, so that late messages of an earlier one are not taken for its own."""
-        return f"{self.id}-{self.attempts}"
+    attempt_id: str = ""
+    """Names the present attempt on the mesh, so that late messages of an earlier one are not taken for its own."""

@@ -22,19 +22,18 @@ EVENT_STREAM = [
     (b"x-accel-buffering", b"no"),
 ]
 """The last keeps nginx from holding events back."""
+REPLAYED = "idempotent-replayed"
 _UNSAFE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
 
 
 @asynccontextmanager
-async def watched(exchange: Exchange, receive: Receive, keyed: bool) -> AsyncIterator[None]:
-    """Have the exchange end as soon as the client is gone; but an answer with an Idempotency-Key that has begun is finished for the
-    client to come back for."""
+async def watched(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
+    """Have the exchange end as soon as the client is gone."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        if not (keyed and exchange.ticket.begun):
-            exchange.leave()
+        await exchange.client_left()
 
     task = asyncio.create_task(watch(), name="client")
     try:
@@ -44,7 +43,7 @@ async def watched(exchange: Exchange, receive: Receive, keyed: bool) -> AsyncIte
 
 
 def extra_headers(exchange: Exchange) -> dict[str, str]:
-    headers = {}
+    headers = {REPLAYED: "true"} if exchange.replayed else {}
     if exchange.ignored:
         # The names are the client's own: whatever would not be one word of a header is not let into one.
         headers["x-thaw-ignored"] = ", ".join(_UNSAFE.sub("?", name)[:64] for name in exchange.ignored[:32])
@@ -53,15 +52,14 @@ def extra_headers(exchange: Exchange) -> dict[str, str]:
     return headers
 
 
-async def answer_whole(
-    exchange: Exchange, sink: Collected | Embedded, scope: Scope, receive: Receive, send: Send, *, keyed: bool = False
-) -> None:
-    async with watched(exchange, receive, keyed):
+async def answer_whole(exchange: Exchange, sink: Collected | Embedded, scope: Scope, receive: Receive, send: Send) -> None:
+    async with watched(exchange, receive):
         while not exchange.ended:
             await exchange.changed()
     if exchange.gone:
         return
     if exchange.error is not None:
+        await exchange.settled()
         raise exchange.error
     await json_response(sink.answer(), headers=extra_headers(exchange))(scope, receive, send)
 
@@ -82,11 +80,11 @@ class StreamedAnswer:
         self._wrote_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def write(self, receive: Receive, send: Send, *, keyed: bool = False) -> None:
+    async def write(self, receive: Receive, send: Send) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._settings.waking_comment_after, self._on_timer)
         try:
-            async with watched(self._exchange, receive, keyed):
+            async with watched(self._exchange, receive):
                 await self._write(send)
         finally:
             self._timer.cancel()
@@ -98,6 +96,7 @@ class StreamedAnswer:
                 return
             ended = exchange.ended
             if ended and exchange.error is not None:
+                await exchange.settled()
                 if not self._headers_sent:
                     raise exchange.error
                 stream.put(event(error_object(exchange.error)))

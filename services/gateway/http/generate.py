@@ -10,15 +10,17 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.adapters.engines import ENVELOPE_BYTES
+from services.gateway.adapters.idempotency import Claim, Entry, Found, digest
 from services.gateway.exchange import Exchange
 from services.gateway.http.answers import StreamedAnswer, answer_whole
 from services.gateway.http.collect import Collected, Embedded
 from services.gateway.http.edge import read_body
-from services.gateway.http.once import HEADER, Once
+from services.gateway.http.once import key_of
 from services.gateway.http.parse import Parsed, check, parse
 from services.gateway.http.shapes import Head
 from services.gateway.http.sse import EventStream
 from services.gateway.http.waking import progress_of
+from services.gateway.keyed import joinable
 from services.gateway.service import Gateway, Origin
 from shared.contracts.inference import Endpoint
 from shared.contracts.models import ModelCard
@@ -34,7 +36,6 @@ class Generate:
 
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
-        self._once = Once(gateway.idempotency, gateway.settings)
         self._endpoint: Endpoint = endpoint
 
     @property
@@ -47,19 +48,25 @@ class Generate:
         card = self._gateway.catalog.resolve(parsed.request.model)
         check(parsed, card)
         await self._gateway.lengths.check(parsed.request, card)
-        if HEADER not in Headers(scope=scope):
-            await self._answer(parsed, card, arrived, scope, receive, send)
-            return
-
-        async def produce(tee: Send) -> bool:
-            return await self._answer(parsed, card, arrived, scope, receive, tee, keyed=True)
-
-        await self._once.answer(parsed.body, parsed.stream, scope, receive, send, produce)
+        answer_id, created = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time())
+        key: tuple[Claim | Found, Entry] | None = None
+        if (name := key_of(scope)) is not None:
+            fresh = Entry(request=digest(parsed.body), answer_id=answer_id, created=created)
+            place = joinable(await self._gateway.idempotency.find(name, fresh), fresh.request)
+            key, answer_id, created = (place, fresh), place.entry.answer_id, place.entry.created
+        await self._answer(parsed, card, arrived, self._sink(parsed, answer_id, created), key, scope, receive, send)
 
     async def _answer(
-        self, parsed: Parsed, card: ModelCard, arrived: float, scope: Scope, receive: Receive, send: Send, *, keyed: bool = False
-    ) -> bool:
-        """Whether the answer was whole and good."""
+        self,
+        parsed: Parsed,
+        card: ModelCard,
+        arrived: float,
+        sink: EventStream | Collected | Embedded,
+        key: tuple[Claim | Found, Entry] | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         gateway = self._gateway
         span = tracer.start_span(
             f"{_SPAN[self._endpoint]} {card.name}",
@@ -68,21 +75,19 @@ class Generate:
             attributes={"gen_ai.operation.name": _SPAN[self._endpoint], "gen_ai.provider.name": "thaw"},
         )
         origin = Origin(scope["thaw.request_id"], span, arrived)
-        sink = self._sink(parsed)
-        exchange = gateway.open(parsed, card, sink, origin)
+        exchange = gateway.open(parsed, card, sink, origin, key)
         try:
             if isinstance(sink, EventStream):
-                await StreamedAnswer(exchange, sink, gateway.settings, self._progress).write(receive, send, keyed=keyed)
+                await StreamedAnswer(exchange, sink, gateway.settings, self._progress).write(receive, send)
             else:
-                await answer_whole(exchange, sink, scope, receive, send, keyed=keyed)
+                await answer_whole(exchange, sink, scope, receive, send)
         finally:
             gateway.close(exchange, origin)
-        return exchange.error is None and not exchange.gone
 
     def _progress(self, exchange: Exchange) -> str:
         return progress_of(exchange, self._gateway.dispatcher)
 
-    def _sink(self, parsed: Parsed) -> EventStream | Collected | Embedded:
+    def _sink(self, parsed: Parsed, answer_id: str, created: int) -> EventStream | Collected | Embedded:
         request = parsed.request
         if isinstance(request, EmbeddingRequest):
             return Embedded(request.model, request.encoding_format == "float")
@@ -92,10 +97,10 @@ class Generate:
             include_usage = request.stream_options is not None and request.stream_options.include_usage
             logprobs = request.logprobs is not None and request.logprobs is not False
             return EventStream(
-                self._head(chunk, request.model), include_usage=include_usage, token_ids=request.return_token_ids, logprobs=logprobs
+                Head(answer_id, chunk, created, request.model),
+                include_usage=include_usage,
+                token_ids=request.return_token_ids,
+                logprobs=logprobs,
             )
         prompts = len(prompts_of(request.prompt)) if isinstance(request, CompletionRequest) else 1
-        return Collected(self._head(kind, request.model), prompts * (request.n or 1), request.return_token_ids)
-
-    def _head(self, kind: str, model: str) -> Head:
-        return Head(_PREFIX[self._endpoint] + uuid.uuid4().hex, kind, int(time.time()), model)
+        return Collected(Head(answer_id, kind, created, request.model), prompts * (request.n or 1), request.return_token_ids)

@@ -12,6 +12,8 @@ from services.gateway.exchange import Exchange
 def progress_of(exchange: Exchange, dispatcher: Dispatcher) -> str:
     """One line: which phase of its model's start the request waits for, how far it is, and how long it is thought to take."""
     model, now = exchange.ticket.model, time.monotonic()
+    if exchange.ticket.stage is Stage.FOLLOWING:
+        return "waiting for the first request with this Idempotency-Key"
     if exchange.ticket.stage is Stage.SENT:
         return f"waiting for {model}, phase=prefill"
     queue = dispatcher.queue(model)

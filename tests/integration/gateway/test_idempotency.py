@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import pytest
+from nats.js.errors import NotFoundError
+
+from services.gateway import keyed
 from services.gateway.adapters import idempotency
-from services.gateway.adapters.idempotency import Claim, IdempotencyStore, digest
+from services.gateway.adapters.idempotency import Claim, Entry, IdempotencyStore, digest
 from services.gateway.http.keys import Keys
-from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
-from tests.support.fake_engine import WORDS, FakeNode, Run
+from shared.contracts import subjects
+from shared.contracts.inference import InferRequest
+from shared.contracts.node import InstanceState
+from shared.errors import Conflict, EngineFailed
+from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
+from tests.integration.gateway.test_process import answers, spawn
+from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, drain, speak
+from tests.support.servers import NatsServer, free_port
 
 URL = "/v1/chat/completions"
 TEXT = "".join(WORDS)
@@ -43,33 +54,8 @@ async def test_two_gateways_generate_once(gateway: Served, node: FakeNode, serve
         assert len(engine.requests) == 1
 
 
-async def test_a_client_that_comes_back_gets_what_was_begun(gateway: Served, node: FakeNode) -> None:
-    go = asyncio.Event()
-
-    async def paused(run: Run) -> None:
-        await run.start()
-        await run.text("one ")
-        await go.wait()
-        await run.text("two")
-        await run.finish(2)
-
-    engine = await node.engine("alpha", paused)
-    async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as answer:
-        await anext(answer.aiter_lines())
-    again = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True), headers=KEY))
-    go.set()
-    text = (await again).text
-    assert "one " in text
-    assert "two" in text
-    assert len(engine.requests) == 1
-    assert engine.cancelled == []
-
-
 async def test_a_failed_attempt_is_not_kept(gateway: Served, node: FakeNode) -> None:
     async def once_bad(run: Run) -> None:
-        from shared.errors import EngineFailed
-        from tests.support.fake_engine import speak
-
         if len(run.engine.requests) == 1:
             await run.fail(EngineFailed("bad luck"))
         else:
@@ -80,13 +66,310 @@ async def test_a_failed_attempt_is_not_kept(gateway: Served, node: FakeNode) -> 
     assert (await gateway.http.post(URL, json=chat(), headers=KEY)).json()["choices"][0]["message"]["content"] == TEXT
 
 
-async def test_a_dead_gateways_key_is_taken_over(gateway: Served, node: FakeNode) -> None:
+class Paced:
+    """An engine's behaviour that says one word, then the rest when `go` is set. Refuses to do the same request twice at once."""
+
+    def __init__(self, rest: str = "two") -> None:
+        self.go = asyncio.Event()
+        self.rest = rest
+        self._at: set[str] = set()
+
+    async def __call__(self, run: Run) -> None:
+        name = run.request.request_id
+        if name in self._at:
+            await run.fail(Conflict("it is running here already"))
+            return
+        self._at.add(name)
+        await run.start()
+        await run.text("one ")
+        going, leaving = asyncio.create_task(self.go.wait()), asyncio.create_task(run.cancelled.wait())
+        await asyncio.wait([going, leaving], return_when=asyncio.FIRST_COMPLETED)
+        for task in (going, leaving):
+            task.cancel()
+        if not run.cancelled.is_set():
+            await run.text(self.rest)
+            await run.finish(2)
+
+
+def content(text: str) -> str:
+    """What a stream said."""
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of a second instead of five."""
+    monkeypatch.setattr(keyed, "LEASE_S", 1.0)
+    monkeypatch.setattr(idempotency, "RENEW_S", 0.25)
+    monkeypatch.setattr(keyed, "RENEW_S", 0.25)
+
+
+async def test_a_request_without_a_key_touches_no_stream(gateway: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+    assert (await gateway.http.post(URL, json=chat())).status_code == 200
+    js = node.mesh.nc.jetstream()
+    for stream in (subjects.KEYED_STREAM, f"KV_{subjects.IDEMPOTENCY_BUCKET}"):
+        with pytest.raises(NotFoundError):
+            await js.stream_info(stream)
+
+
+async def test_a_stream_and_its_repetition_are_the_same(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha")
+    first = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
+    second = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
+    assert first.text == second.text
+    assert len(engine.requests) == 1
+    vectors = await node.engine("vectors")
+    ask = {"model": "vectors", "input": ["x", "y"]}
+    embedded = [await gateway.http.post("/v1/embeddings", json=ask, headers=KEY) for _ in range(2)]
+    assert embedded[0].json() == embedded[1].json()
+    assert len(vectors.requests) == 1
+
+
+async def test_an_answer_over_what_a_message_may_carry_is_generated_once(gateway: Served, node: FakeNode) -> None:
+    async def long(run: Run) -> None:
+        await run.start()
+        for _ in range(24):
+            await run.text("x" * 500_000)
+        await run.finish(24)
+
+    engine = await node.engine("alpha", long)
+    answers = [await gateway.http.post(URL, json=chat(), headers=KEY) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    assert len(answers[0].content) > 12_000_000
+    assert len(engine.requests) == 1
+
+
+async def test_a_killed_gateways_generation_is_joined(node: FakeNode, serve: ServeFn, own_nats: NatsServer) -> None:
+    paced = Paced()
+    engine = await node.engine("alpha", paced)
+    port = free_port()
+    process = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port))
+    base = f"http://127.0.0.1:{port}"
+    await until(lambda: answers(base, "/v1/models/alpha"), within=20)
+    async with serve() as other:
+        await until_listed(other, CARDS)
+        async with other.http.stream("POST", f"{base}{URL}", json=chat(stream=True), headers=KEY) as broken:
+            lines = broken.aiter_lines()
+            while "one " not in await anext(lines):
+                pass
+            process.kill()
+            await process.wait()
+        again = asyncio.create_task(other.http.post(URL, json=chat(stream=True), headers=KEY))
+        await until(lambda: _taken_over(node))
+        paced.go.set()
+        answer = await again
+        assert content(answer.text) == "one two"
+        assert answer.headers["idempotent-replayed"] == "true"
+        third = await other.http.post(URL, json=chat(stream=True), headers=KEY)
+        assert third.text == answer.text
+    assert len(engine.requests) == 1
+    assert engine.cancelled == []
+
+
+async def _entry(node: FakeNode) -> Entry | None:
+    bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
+    keys = await bucket.keys()
+    value = (await bucket.get(keys[0])).value
+    return Entry.model_validate_json(value) if value else None
+
+
+async def _taken_over(node: FakeNode) -> bool:
+    """Whether the key's owner is another than the gateway that its engine answers to."""
+    entry = await _entry(node)
+    return entry is not None and entry.owner.split(":")[0] != entry.reply.split(".")[-2]
+
+
+async def claimed(node: FakeNode, body: bytes) -> Claim:
+    """A key as a gateway that then dies leaves it."""
+    dead = IdempotencyStore(node.mesh, "dead", 3600.0, 2**24)
+    key = digest(Keys.of(None).encode(), URL.encode(), b"k-1")
+    claim = await dead.find(key, Entry(request=digest(body), answer_id="chatcmpl-dead", created=1))
+    assert isinstance(claim, Claim)
+    return claim
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_gateway_that_died_in_its_queue_is_replaced(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
     request = gateway.http.build_request("POST", URL, json=chat(), headers=KEY)
-    dead = IdempotencyStore(node.mesh, "dead", 3600.0)
-    key = digest(Keys.of(None).encode(), URL.encode(), b"k-1")
-    assert isinstance(await dead.claim(key, digest(request.content)), Claim)
-    assert idempotency.LEASE_S > 2 * idempotency.RENEW_S
+    await claimed(node, request.content)
     answer = await gateway.http.send(request)
     assert answer.json()["choices"][0]["message"]["content"] == TEXT
     assert len(engine.requests) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("sent", [False, True])
+async def test_an_engine_that_may_not_have_been_asked_is_asked_again(gateway: Served, node: FakeNode, sent: bool) -> None:
+    queued = asyncio.Event()
+
+    async def late(run: Run) -> None:
+        if sent and len(run.engine.requests) > 1:
+            await run.fail(Conflict("it is running here already"))
+            queued.set()
+            return
+        if sent:
+            await queued.wait()
+        await speak(run)
+
+    engine = await node.engine("alpha", late)
+    request = gateway.http.build_request("POST", URL, json=chat(), headers=KEY)
+    claim = await claimed(node, request.content)
+    reply = subjects.keyed_reply("dead", "r-1")
+    await claim.sending(reply, "r-1", engine.id, node.name)
+    if sent:
+        ask = InferRequest(request_id="r-1", instance_id=engine.id, model="alpha", endpoint="chat", body=chat())
+        await node.mesh.nc.publish(subjects.infer(engine.id), ask.model_dump_json().encode(), reply=reply)
+    answer = await gateway.http.send(request)
+    assert answer.json()["choices"][0]["message"]["content"] == TEXT
+    assert answer.json()["id"] == "chatcmpl-dead"
+    assert [r.request.request_id for r in engine.requests] == ["r-1"] * (2 if sent else 1)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_engine_that_is_gone_too_is_replaced(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha")
+    request = gateway.http.build_request("POST", URL, json=chat(), headers=KEY)
+    claim = await claimed(node, request.content)
+    await claim.sending(subjects.keyed_reply("dead", "r-1"), "r-1", "0" * 32, "nowhere")
+    answer = await gateway.http.send(request)
+    assert answer.json()["choices"][0]["message"]["content"] == TEXT
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_stopped_gateway_hands_its_generation_over(node: FakeNode, serve: ServeFn) -> None:
+    paced = Paced()
+    engine = await node.engine("alpha", paced)
+    async with serve(drain_timeout=0.2) as first, serve() as second:
+        await until_listed(first, CARDS)
+        await until_listed(second, CARDS)
+        async with first.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as broken:
+            lines = broken.aiter_lines()
+            await anext(lines)
+            first.stop.set()
+            assert "shutting_down" in [line async for line in lines if line][-1]
+        again = asyncio.create_task(second.http.post(URL, json=chat(stream=True), headers=KEY))
+        await until(lambda: _taken_over(node))
+        paced.go.set()
+        assert content((await again).text) == "one two"
+    assert len(engine.requests) == 1
+    assert engine.cancelled == []
+
+
+async def test_a_client_that_leaves_ends_what_nobody_else_waits_for(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", Paced())
+    async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as answer:
+        await anext(answer.aiter_lines())
+    await engine.until(lambda: len(engine.cancelled) == 1)
+    engine.behaviour = speak
+    again = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
+    assert content(again.text) == TEXT
+    assert len(engine.requests) == 2
+
+
+async def test_a_client_that_leaves_does_not_end_what_others_wait_for(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
+    paced = Paced()
+    engine = await node.engine("alpha", paced)
+    async with serve() as other:
+        await until_listed(other, CARDS)
+        async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as first:
+            lines = first.aiter_lines()  # kept: the connection is closed with it
+            await anext(lines)
+            second = asyncio.create_task(other.http.post(URL, json=chat(stream=True), headers=KEY))
+            await until(lambda: _waited_for(node))
+        paced.go.set()
+        assert content((await second).text) == "one two"
+    assert len(engine.requests) == 1
+    assert engine.cancelled == []
+
+
+async def test_the_last_of_several_clients_ends_the_generation(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", Paced())
+    async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as first:
+        lines = first.aiter_lines()  # kept: the connection is closed with it
+        await anext(lines)
+        second = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True), headers=KEY))
+        await until(lambda: _waited_for(node))
+    await asyncio.sleep(0)
+    assert engine.cancelled == []
+    second.cancel()
+    await engine.until(lambda: len(engine.cancelled) == 1)
+
+
+async def _waited_for(node: FakeNode) -> bool:
+    key = digest(Keys.of(None).encode(), URL.encode(), b"k-1")
+    return await IdempotencyStore(node.mesh, "test", 3600.0, 2**24).anybody_waits(key)
+
+
+async def test_followers_hear_of_a_failure_once(gateway: Served, node: FakeNode) -> None:
+    go = asyncio.Event()
+
+    async def unlucky(run: Run) -> None:
+        await run.start()
+        await go.wait()
+        await run.fail(EngineFailed("bad luck"))
+
+    engine = await node.engine("alpha", unlucky)
+    first = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))
+    await engine.until(lambda: len(engine.requests) == 1)
+    second = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))
+    await until(lambda: _waited_for(node))
+    go.set()
+    assert [(await a).status_code for a in (first, second)] == [500, 500]
+
+
+async def test_followers_outlive_an_engine_that_drains(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
+    go = asyncio.Event()
+
+    async def draining(run: Run) -> None:
+        await go.wait()
+        await drain(run)
+
+    async with serve() as other:
+        await until_listed(other, CARDS)
+        leaving = await node.engine("alpha", draining)
+        tasks = [asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))]
+        await leaving.until(lambda: len(leaving.requests) == 1)
+        tasks.append(asyncio.create_task(other.http.post(URL, json=chat(), headers=KEY)))
+        await until(lambda: _waited_for(node))
+        leaving.state = InstanceState.DRAINING
+        engine = await node.engine("alpha")
+        go.set()
+        answers = [(await t).json() for t in tasks]
+    assert answers[0] == answers[1]
+    assert answers[0]["choices"][0]["message"]["content"] == TEXT
+    assert len(engine.requests) == 1
+
+
+async def test_an_answer_that_is_not_kept_any_more_is_made_anew(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha")
+    assert (await gateway.http.post(URL, json=chat(), headers=KEY)).status_code == 200
+    await until(lambda: _done(node))
+    await node.mesh.nc.jetstream().purge_stream(subjects.KEYED_STREAM)
+    again = await gateway.http.post(URL, json=chat(), headers=KEY)
+    assert again.json()["choices"][0]["message"]["content"] == TEXT
+    assert "idempotent-replayed" not in again.headers
+    assert len(engine.requests) == 2
+
+
+async def _done(node: FakeNode) -> bool:
+    entry = await _entry(node)
+    return entry is not None and entry.state == "done"
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_owner_that_was_taken_for_dead_gives_way(gateway: Served, node: FakeNode) -> None:
+    engine: FakeEngine = await node.engine("alpha", Paced())
+    first = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))
+    await engine.until(lambda: len(engine.requests) == 1)
+    bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
+    entry = await _entry(node)
+    assert entry is not None
+    usurped = entry.model_copy(update={"owner": "other:1"})
+    await bucket.put((await bucket.keys())[0], usurped.model_dump_json().encode())
+    answer = await first
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+    assert engine.cancelled == []

@@ -1,0 +1,271 @@
+"""One request with an Idempotency-Key: it generates for all who bring the key, or follows the one who does, or takes over from him.
+
+Owner. Its request goes through the dispatcher as any other, but the engine is written down before it is asked, and answers on a captured
+subject. At the end the key is `done`, or forgotten if there is no answer to give again.
+Follower. Reads the captured answer from its first message on. It becomes the owner when the owner's lease runs out, and goes on where
+that one was: in the queue, or with the engine that works already. An engine that may not have got the request is asked again under the
+same name: it refuses a repetition of what it is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from nats.errors import Error as NatsError
+
+from services.gateway.adapters.idempotency import LEASE_S, RENEW_S, Claim, ClaimLost, Entry, Found, IdempotencyStore, reachable
+from services.gateway.domain.ticket import Stage
+from shared.contracts import subjects
+from shared.errors import DeadlineExceeded, EngineFailed, InvalidRequest, ThawError, Unavailable
+
+if TYPE_CHECKING:
+    from services.gateway.exchange import Exchange
+    from services.gateway.service import Gateway
+
+log = logging.getLogger(__name__)
+_REPLAY_S = 30.0
+"""Longest silence while an answer that is whole is read."""
+End = Callable[[], Awaitable[None]]
+
+
+class IdempotencyKeyReused(InvalidRequest):
+    """The Idempotency-Key came before with another body."""
+
+    code, status = "idempotency_key_reused", 422
+
+
+def joinable(place: Claim | Found, request: str) -> Claim | Found:
+    """`place`, unless it is another request's: then raises `IdempotencyKeyReused`."""
+    if isinstance(place, Found) and place.entry.request != request:
+        raise IdempotencyKeyReused()
+    return place
+
+
+class Keyed:
+    """Drives one exchange from `run`; the others of its methods are called while that runs."""
+
+    def __init__(self, gateway: Gateway, exchange: Exchange, place: Claim | Found, fresh: Entry) -> None:
+        self._gateway = gateway
+        self._store: IdempotencyStore = gateway.idempotency
+        self._exchange = exchange
+        self._ticket = exchange.ticket
+        self._place = place
+        self._fresh = fresh
+        self._claim: Claim | None = None
+        self._heard = ""
+        self._ends: list[End] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._handing_over = False
+        self._settled = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until the exchange has ended and the key says so."""
+        spec = self._exchange.card.spec
+        try:
+            async with asyncio.timeout(spec.queue.timeout + spec.response_timeout) as limit:
+                with reachable():
+                    await self._run()
+        except ThawError as e:
+            late = DeadlineExceeded("the first request with this Idempotency-Key was not answered in time")
+            self._exchange.fail(late if limit.expired() else e)
+        finally:
+            self._settled.set()
+            await self._stop_listening()
+
+    async def _run(self) -> None:
+        place: Claim | Found | None = self._place
+        while place is not None and not self._exchange.ended:
+            place = await (self._own(place) if isinstance(place, Claim) else self._follow(place))
+
+    # The owner.
+
+    async def _own(self, claim: Claim) -> None:
+        self._claim = claim
+        renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
+        ends = [asyncio.create_task(e.wait()) for e in (self._exchange.over, claim.lost)]
+        try:
+            await self._begin(claim.entry)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (renewing, *ends):
+                task.cancel()
+            await asyncio.gather(renewing, *ends, return_exceptions=True)
+        if self._exchange.ended:
+            await self._settle(claim)
+            return
+        self._gateway.dispatcher.on_disowned(self._ticket, time.monotonic())
+        self._exchange.fail(
+            Unavailable("another gateway answers for this Idempotency-Key now; repeat the request", should_retry=True)
+        )
+
+    async def _begin(self, entry: Entry) -> None:
+        dispatcher, now = self._gateway.dispatcher, time.monotonic()
+        if not entry.reply:
+            dispatcher.on_request(self._ticket, self._exchange.card.spec.queue.max_waiting, now)
+            return
+        dispatcher.on_adopted(self._ticket, entry.attempt_id, entry.instance_id, entry.node, now)
+        if self._heard != entry.reply:
+            await self._listen(entry)
+        if self._exchange.refusal is not None:
+            dispatcher.on_refused(self._ticket, self._exchange.refusal, now)
+        elif not self._exchange.ended and not await self._store.stored(entry.reply):
+            self._ends.append(await self._gateway.engines.ask_again(self._exchange, entry.reply))
+
+    def send(self) -> None:
+        """The dispatcher has chosen an instance: write that down, then ask it."""
+        self._sending = asyncio.create_task(self._send(self._ticket.attempt_id), name="idempotency send")
+
+    async def _send(self, attempt_id: str) -> None:
+        assert self._claim is not None
+        await self._stop_listening()
+        reply = subjects.keyed_reply(self._gateway.id, attempt_id)
+        try:
+            with reachable():
+                await self._claim.sending(reply, attempt_id, self._ticket.instance_id or "", self._ticket.node)
+        except ClaimLost:
+            return
+        except Unavailable as e:
+            if not self._exchange.ended:
+                self._gateway.dispatcher.on_broken(self._ticket, e, time.monotonic())
+            return
+        if self._ticket.attempt_id == attempt_id and self._ticket.stage is Stage.SENT:
+            self._gateway.engines.send(self._exchange, reply)
+
+    async def _settle(self, claim: Claim) -> None:
+        exchange = self._exchange
+        try:
+            if self._handing_over:
+                await claim.hand_over()
+            elif exchange.gone or exchange.error is not None:
+                await claim.drop()
+            elif await self._store.until_stored(claim.entry.reply, exchange.received):
+                await claim.done(exchange.received)
+        except ClaimLost:
+            log.info("an idempotency key was another gateway's when its request ended")
+        except (NatsError, TimeoutError) as e:
+            log.warning("the end of a request with an idempotency key could not be stored", extra={"error": repr(e)})
+
+    def hand_over(self, error: ThawError) -> None:
+        """This gateway ends; the engine goes on for the one that the client turns to next."""
+        self._handing_over = True
+        self._gateway.dispatcher.on_disowned(self._ticket, time.monotonic())
+        self._exchange.fail(error)
+
+    # The follower.
+
+    async def _follow(self, found: Found) -> Claim | Found | None:
+        """Until the answer has been read (None), or the key is free or ours."""
+        self._ticket.stage = Stage.FOLLOWING
+        self._exchange.replayed = True
+        over = asyncio.create_task(self._exchange.over.wait(), name="over")
+        try:
+            async with self._store.waiting(found.key), self._store.watching(found.key) as watcher:
+                place = await self._follow_changes(found, watcher, over)
+        finally:
+            over.cancel()
+        if isinstance(place, Claim):
+            self._exchange.replayed = bool(place.entry.reply)
+        return place
+
+    async def _follow_changes(self, found: Found, watcher: Any, over: asyncio.Task[bool]) -> Claim | Found | None:
+        seen = False
+        while True:
+            patience = _REPLAY_S if found.entry.state == "done" else LEASE_S
+            update = asyncio.create_task(watcher.updates(timeout=patience), name="idempotency key")
+            await asyncio.wait({over, update}, return_when=asyncio.FIRST_COMPLETED)
+            if over.done():
+                update.cancel()
+                await asyncio.gather(update, return_exceptions=True)
+                return None
+            try:
+                entry = update.result()
+            except TimeoutError:
+                return await self._take_over(found)
+            if entry is None and seen:
+                continue
+            if entry is None or entry.operation is not None:
+                return await self._anew(found.key)
+            seen = True
+            found = Found(found.key, Entry.model_validate_json(entry.value), entry.revision)
+            if not await self._there(found):
+                await self._store.forget(found)
+                return await self._anew(found.key)
+            if found.entry.state == "running" and not found.entry.owner:
+                return await self._take_over(found)
+            if found.entry.reply and found.entry.reply != self._heard:
+                await self._listen(found.entry)
+
+    async def _there(self, found: Found) -> bool:
+        """Whether what was answered is still kept, as far as it has not been read yet."""
+        entry = found.entry
+        if entry.state == "running" or entry.reply == self._heard:
+            return True
+        return await self._store.stored(entry.reply) >= entry.messages
+
+    async def _take_over(self, found: Found) -> Claim | Found:
+        if found.entry.state == "done":
+            raise Unavailable("the answer to this Idempotency-Key could not be read in time", should_retry=True)
+        claim = await self._store.take_over(found)
+        if claim is not None:
+            log.info("took over an idempotency key", extra={"instance": found.entry.instance_id, "model": self._ticket.model})
+            return claim
+        return joinable(await self._store.find(found.key, self._fresh), self._fresh.request)
+
+    async def _anew(self, key: str) -> Claim | Found:
+        """The key has been forgotten: its attempt failed."""
+        self._require_unbegun()
+        self._exchange.restart()
+        await self._stop_listening()
+        return joinable(await self._store.find(key, self._fresh), self._fresh.request)
+
+    async def _listen(self, entry: Entry) -> None:
+        """Read an attempt from its first message on."""
+        self._require_unbegun()
+        await self._stop_listening()
+        self._exchange.restart()
+        self._heard, self._ticket.attempt_id = entry.reply, entry.attempt_id
+
+        def take(data: bytes) -> None:
+            if self._ticket.attempt_id == entry.attempt_id:
+                self._exchange.on_message(data)
+
+        self._ends.append(await self._store.follow(entry.reply, take))
+
+    def _require_unbegun(self) -> None:
+        if self._ticket.begun:
+            raise EngineFailed("the answer that this Idempotency-Key had begun to get was broken off; repeat the request")
+
+    async def _stop_listening(self) -> None:
+        ends, self._ends, self._heard = self._ends, [], ""
+        for end in ends:
+            with contextlib.suppress(NatsError, TimeoutError):
+                await end()
+
+    # Clients.
+
+    async def settled(self) -> None:
+        """Wait until the key says how the request ended, so that a client that comes back at once finds it so."""
+        await self._settled.wait()
+
+    async def client_left(self) -> None:
+        """End the exchange; but an answer that others wait for is finished."""
+        claim = self._claim
+        if claim is not None:
+            try:
+                async with self._store.told_of_leaving(claim.key, lambda: self._leave_alone(claim.key)):
+                    while not self._exchange.ended:
+                        await self._leave_alone(claim.key)
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(self._exchange.over.wait(), RENEW_S)
+            except NatsError as e:
+                log.info("could not hear who waits for an idempotency key", extra={"error": repr(e)})
+        self._exchange.leave()
+
+    async def _leave_alone(self, key: str) -> None:
+        if not await self._store.anybody_waits(key):
+            self._exchange.leave()

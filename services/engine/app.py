@@ -30,13 +30,15 @@ from shared.contracts.engine import ENGINE_CONTROL, DrainEngine, EngineControl, 
 from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
 from shared.contracts.phases import Phase
-from shared.errors import DeadlineExceeded, EngineFailed, ThawError, Unreachable
+from shared.errors import DeadlineExceeded, EngineFailed, ShuttingDown, ThawError, Unreachable
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import carried, context_of, record_phases
 
 log = logging.getLogger(__name__)
 _FLUSH_WITHIN_S = 2.0
+_ASK_AGAIN_MS = 2_000
+"""A question is repeated: it, or its answer, is lost if the loader or NATS is killed meanwhile, and nothing tells of that."""
 _LOADER_AWAY_S = 1.0
 """The loader says that it lives every second; without a word it is asked again after this long."""
 _BOUND = 0.1
@@ -158,15 +160,15 @@ class Engine:
             card=self._start.card,
             until="index" if until == "index" else "complete",
             traceparent=self._start.traceparent,
-            deadline_ms=AttachWeights.DEADLINE_MS,
+            deadline_ms=_ASK_AGAIN_MS,
         )
         with carried({"traceparent": self._start.traceparent} if self._start.traceparent else None):
             while True:
                 try:
                     return await self._mesh.request(subjects.loader_command(self._start.node), request, WeightsAttached)
                 except DeadlineExceeded:
-                    log.info("the weights are still on their way; asking again")
-                except Unreachable:
+                    log.debug("the weights are still on their way; asking again")
+                except (Unreachable, ShuttingDown):
                     log.info("the loader is away; asking again when it is back")
                     await self._loader_heard()
 

@@ -2,6 +2,10 @@
 
 Registered with transformers under the name `PACKED`. Each sequence goes through transformers' own sdpa function with exactly the arguments
 that it would get alone, so that one stream computes what `model.generate` computes, bit for bit.
+
+What batching does change is the rounding of the matrix products, whose kernels depend on the number of rows. In float32 no greedy token
+changes for it. In bfloat16 it decides near-ties: with ten random prompts on the 60M demo model, eight answers depart from their single-stream
+selves within 64 tokens, each where the two best logits differ by at most 0.125, two units in the last place (tests bound the gap).
 """
 
 from __future__ import annotations

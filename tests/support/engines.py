@@ -123,13 +123,13 @@ class Engines:
             environment={"THAW_NATS_URL": self.nats_url, "THAW_ENGINE_THREADS": "1", **environment},
         )
 
-    def spawn(self, start: EngineStart) -> subprocess.Popen[bytes]:
-        """`python -m services.engine`, without a zygote."""
+    def spawn(self, start: EngineStart, module: str = "services.engine") -> subprocess.Popen[bytes]:
+        """`python -m MODULE SPEC`, without a zygote."""
         file = self.directory / f"{start.instance_id}.json"
         file.write_text(start.model_dump_json())
         with Path(start.log_path).open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "services.engine", str(file)],
+                [sys.executable, "-m", module, str(file)],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **start.environment},

@@ -1,0 +1,169 @@
+"""What a nodeagent and a gateway may rely on in any engine: the same suite for the stub that other tests use and for the builtin engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.engine import DrainEngine, EngineExited, EngineForked, EngineReport, EngineStart, PingEngine
+from shared.contracts.inference import CancelInfer, InferChunk, InferFinished, InferStarted
+from shared.errors import InstanceBusy, Unreachable
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.engines import Engines, Stream, ZygoteClient, ZygoteProcess
+from tests.support.segments import FakeLoader, card_of
+from tests.support.servers import NatsServer
+from thaw.demo.models import make_demo_model
+
+QUICK: dict[str, Any] = {"prompt": "abc", "max_tokens": 5, "temperature": 0}
+SLOW: dict[str, Any] = {"prompt": "abc", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+STUB = {"tokens": 60, "pace": 0.02}
+
+
+@dataclass
+class Running:
+    engines: Engines
+    start: EngineStart
+    pid: int
+    exit_status: Callable[[], Awaitable[int]]
+
+    @property
+    def name(self) -> str:
+        return self.start.instance_id
+
+    async def control(self, command: DrainEngine | CancelInfer) -> Done:
+        return await self.engines.mesh.request(subjects.engine_control(self.name), command, Done)
+
+    async def ask(self, body: dict[str, Any]) -> Stream:
+        return await self.engines.ask(self.name, "completion", **body)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[ZygoteProcess]:
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        process = ZygoteProcess(Path(directory))
+        yield process
+        process.close()
+
+
+async def forked(client: ZygoteClient, start: EngineStart) -> tuple[int, Callable[[], Awaitable[int]]]:
+    client.send(start.model_dump_json().encode())
+    told = await client.hear()
+    assert isinstance(told, EngineForked)
+
+    async def exit_status() -> int:
+        told = await client.hear()
+        assert isinstance(told, EngineExited)
+        return told.returncode
+
+    return told.pid, exit_status
+
+
+@pytest.fixture(params=["stub", "builtin"])
+async def engine(request: pytest.FixtureRequest, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Running]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    await mesh.start()
+    engines = Engines(mesh, f"n-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}", nats_server.url, tmp_path)
+    await engines.start()
+    loader = FakeLoader(mesh, engines.node)
+    await loader.start()
+    card = card_of(make_demo_model(tmp_path / "model", "test"), engine_args={} if request.param == "builtin" else {"stub": STUB})
+    start = engines.spec(card)
+    pid, client = 0, None
+    try:
+        if request.param == "builtin":
+            client = await request.getfixturevalue("zygote").connect()
+            pid, exit_status = await forked(client, start)
+        else:
+            process = engines.spawn(start, "tests.support.stub_engine")
+            pid, exit_status = process.pid, lambda: asyncio.to_thread(process.wait, 30)
+        report = await engines.settled(start.instance_id)
+        assert report.state == "ready", report.error
+        yield Running(engines, start, pid, exit_status)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL) if pid else None
+        if client is not None:
+            await client.close()
+        engines.close()
+        loader.close()
+        await mesh.stop()
+
+
+async def test_it_reports_and_answers_a_ping(engine: Running) -> None:
+    report = await engine.engines.mesh.request(subjects.engine_control(engine.name), PingEngine(), EngineReport)
+    assert (report.state, report.pid, report.progress) == ("ready", engine.pid, 1.0)
+    assert report.phases
+    assert report.load.active == 0
+    seen = len(engine.engines.reports[engine.name])
+    await engine.engines.reported(engine.name, lambda _: len(engine.engines.reports[engine.name]) > seen + 1)
+
+
+async def test_a_stream_is_numbered_and_ends_once(engine: Running) -> None:
+    stream = await engine.ask(QUICK)
+    await stream.last()
+    assert [r.seq for r in stream.replies] == list(range(len(stream.replies)))
+    assert isinstance(stream.replies[0], InferStarted)
+    assert all(isinstance(r, InferChunk) for r in stream.replies[1:-1])
+    last = stream.replies[-1]
+    assert isinstance(last, InferFinished)
+    assert last.usage.completion_tokens == len(stream.tokens())
+    assert stream.finish() in ("stop", "length")
+    assert stream.text()
+
+
+async def test_cancelling_is_harmless_and_silent(engine: Running) -> None:
+    await engine.control(CancelInfer(request_id="nobody"))
+    stream = await engine.ask(SLOW)
+    await stream.until(lambda r: any(isinstance(m, InferChunk) for m in r))
+    await engine.control(CancelInfer(request_id=stream.request_id))
+    await engine.engines.reported(engine.name, lambda r: r.load.completed > 0 or r.load.generated_tokens > 0)
+    other = await engine.ask(QUICK)
+    await other.last()
+    assert isinstance(stream.replies[-1], InferChunk)
+
+
+async def test_a_busy_engine_stays_and_then_drains(engine: Running) -> None:
+    stream = await engine.ask(SLOW)
+    await stream.until(lambda r: any(isinstance(m, InferChunk) for m in r))
+    with pytest.raises(InstanceBusy):
+        await engine.control(DrainEngine(only_if_idle=True))
+    await engine.control(DrainEngine())
+    assert isinstance(await stream.last(), InferFinished)
+    await engine.engines.reported(engine.name, lambda r: r.state == "stopped")
+    assert await engine.exit_status() == 0
+    with pytest.raises(Unreachable):
+        await engine.control(DrainEngine())
+
+
+async def test_an_idle_engine_leaves_at_once(engine: Running) -> None:
+    await engine.control(DrainEngine(only_if_idle=True))
+    assert await engine.exit_status() == 0
+
+
+async def test_sigterm_ends_it_cleanly(engine: Running) -> None:
+    os.kill(engine.pid, signal.SIGTERM)
+    assert await engine.exit_status() == 0
+    await engine.engines.reported(engine.name, lambda r: r.state == "stopped")
+
+
+def test_the_spec_must_be_readable(tmp_path: Path) -> None:
+    nonsense = tmp_path / "spec.json"
+    nonsense.write_text("{}")
+    done = subprocess.run([sys.executable, "-m", "services.engine", str(nonsense)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "spec.json" in done.stderr

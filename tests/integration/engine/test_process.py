@@ -25,6 +25,7 @@ from shared.contracts.inference import (
     InferFinished,
     InferStarted,
 )
+from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.phases import Phase
 from shared.errors import CheckpointInvalid, InstanceBusy, Unreachable
 from shared.messaging import Mesh
@@ -364,6 +365,29 @@ async def test_a_loader_that_was_restarted_is_followed(
     assert (await engines.settled(start.instance_id)).state == "ready"
     stream = await engines.answer(start.instance_id, "completion", prompt="abc", max_tokens=8, temperature=0)
     assert len(set(stream.tokens())) > 1
+    os.kill(pid, signal.SIGTERM)
+    assert await exited(client, pid) == 0
+    loader.close()
+
+
+async def test_a_question_that_the_loader_lost_is_asked_again(
+    engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
+) -> None:
+    """As when the loader, or NATS, is killed between the question and the answer: nothing tells the engine of that."""
+
+    class Forgetful(FakeLoader):
+        async def _attach(self, command: AttachWeights) -> WeightsAttached:
+            if command.until not in self.asked:
+                self.asked.append(command.until)
+                await asyncio.Event().wait()
+            return await super()._attach(command)
+
+    loader = Forgetful(mesh, engines.node)
+    await loader.start()
+    start = engines.spec(card_of(demo_directory))
+    pid = await forked(client, start)
+    assert (await engines.settled(start.instance_id)).state == "ready"
+    assert loader.asked == ["index", "index", "complete", "complete"]
     os.kill(pid, signal.SIGTERM)
     assert await exited(client, pid) == 0
     loader.close()

@@ -1,65 +1,98 @@
-"""Who holds how many bytes of a device, and who has been promised some."""
+"""Who holds how many bytes of a device, and who has been promised some.
+
+`book` reckons it from the instances on the device; `apply` (state.py) keeps the result for every device in `ClusterState.bookings`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.domain.entities import Instance
-from services.scheduler.domain.state import ClusterState
+from shared.contracts.node import InstanceState
+
+if TYPE_CHECKING:
+    from services.scheduler.domain.state import ClusterState
 
 
-@dataclass(frozen=True, slots=True)
-class Booking:
+class Booking(NamedTuple):
     """Bytes of one device. `held` is never let over `budget`; `held - leaving + claimed` neither."""
 
+    node: str
+    device_id: str
     budget: int
     held: int
     claimed: int
     leaving: int
+    free: int
+    """Free now and promised to nobody."""
+    coming: int
+    """Free and promised to nobody once those that leave have left."""
+    idle: int
+    """Held by ready instances that have nothing to do and have not been asked to leave."""
+    movable: int
+    """Held by ready instances that have not been asked to leave, idle or not."""
+    idle_since: float
+    """Since when the longest idle of them is idle; infinity if none is."""
+    closed: str
+    """Why nothing may be placed here, whatever is free; empty if something may."""
+    bytes_per_second: float | None
+    """What the node's loader measured."""
 
     @property
-    def free(self) -> int:
-        """Free now and promised to nobody."""
-        return self.budget - self.held - self.claimed
+    def key(self) -> str:
+        return device_key(self.node, self.device_id)
 
-    @property
-    def coming(self) -> int:
-        """Free and promised to nobody once those that leave have left."""
-        return self.free + self.leaving
+
+def device_key(node: str, device_id: str) -> str:
+    return f"{node}/{device_id}"
 
 
 def booking(state: ClusterState, node: str, device_id: str) -> Booking:
-    """The booking of a device.
+    """The booking of a device; of one that its node does not have: what is held of nothing."""
+    return state.bookings.get(device_key(node, device_id)) or book(state, node, device_id)
+
+
+def book(state: ClusterState, node: str, device_id: str) -> Booking:
+    """Reckon the booking of a device.
 
     Bytes count as held from the moment a start is sent until the nodeagent reports the instance gone; and what a nodeagent holds
     beyond the instances known here (a process not proved gone yet) counts too.
     """
-    held = claimed = leaving = known = 0
-    for i in state.on_node(node):
-        if device_id not in i.device_ids:
-            continue
+    held = claimed = leaving = known = idle = movable = 0
+    idle_since = float("inf")
+    for i in state.on_device(node, device_id):
         if i.claim:
             claimed += i.reserve_bytes
             continue
         held += i.reserve_bytes
+        seen = state.seen.get(i.instance_id)
+        if seen and seen.status.state.holds_memory:
+            known += i.reserve_bytes
         if i.leaving != "no":
             leaving += i.reserve_bytes
-        if (seen := state.seen.get(i.instance_id)) and seen.status.state.holds_memory:
-            known += i.reserve_bytes
+        elif i.state is InstanceState.READY:
+            movable += i.reserve_bytes
+            if seen and seen.idle_since is not None:
+                idle += i.reserve_bytes
+                idle_since = min(idle_since, seen.idle_since)
     presence = state.presence.get(node)
     reported = presence.status if presence else None
     for device in reported.devices if reported else ():
         if device.device_id == device_id:
             held += max(0, device.reserved_bytes - known)
-    return Booking(_budget(state, node, device_id), held, claimed, leaving)
-
-
-def _budget(state: ClusterState, node: str, device_id: str) -> int:
     found = state.nodes.get(node)
-    return next((d.budget_bytes for d in found.devices if d.device_id == device_id), 0) if found else 0
+    budget = next((d.budget_bytes for d in found.devices if d.device_id == device_id), 0) if found else 0
+    closed = ""
+    if presence is None or not presence.alive or reported is None or reported.stopping:
+        closed = "the node is silent or stopping"
+    elif found is None or found.cordoned:
+        closed = "the node is cordoned"
+    loader = state.loaders.get(node)
+    free = budget - held - claimed
+    speed = loader.status.bytes_per_second if loader else None
+    return Booking(node, device_id, budget, held, claimed, leaving, free, free + leaving, idle, movable, idle_since, closed, speed)
 
 
 def claims(state: ClusterState, node: str, device_id: str) -> list[Instance]:
     """Those waiting for bytes of the device, first come first."""
-    waiting = (i for i in state.on_node(node) if i.claim and device_id in i.device_ids)
-    return sorted(waiting, key=lambda i: (i.planned_at, i.token))
+    return sorted((i for i in state.on_device(node, device_id) if i.claim), key=lambda i: (i.planned_at, i.token))

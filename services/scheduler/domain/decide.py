@@ -77,7 +77,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             d.drop(Waiter, waiter)
         case AddModelsAsked() | RemoveModelAsked() | WakeAsked() | SleepAsked() | ChangeNodeAsked():
             administer(d, event)
-    settle(d)
+    settle(d, everything=isinstance(event, Recovered | Tick) or now - state.recovered_at <= policy.recovery_window)
     if isinstance(event, DemandHeard):
         answer_demand(d, event)
     return Decision(tuple(d.changes), tuple(d.effects), tuple(d.plans))

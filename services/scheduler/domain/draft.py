@@ -1,11 +1,12 @@
-"""A decision in the making: changes are applied to a fork as they are made, so that each step sees the ones before it."""
+"""A decision in the making: changes are applied above the state as they are made, so that each step sees the ones before it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from services.scheduler.domain.effects import Effect
-from services.scheduler.domain.entities import Counter, Entity, Leaving, Seen, key_of
+from services.scheduler.domain.entities import Counter, Entity, Seen, key_of
+from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, table
 from shared.contracts.plans import PlanRecord
@@ -23,7 +24,7 @@ class Draft:
     plans: list[PlanRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state = self.origin.fork()
+        self.state = self.origin.overlay()
 
     def put(self, entity: Entity) -> None:
         if table(self.state, type(entity)).get(key_of(entity)) == entity:
@@ -38,6 +39,15 @@ class Draft:
         change = Drop(kind, key)
         apply(self.state, (change,))
         self.changes.append(change)
+
+    def rebooked(self) -> tuple[str, ...]:
+        """Keys of the devices whose bookings have changed, or may have."""
+        return self.state.bookings.written if isinstance(self.state.bookings, Overlay) else ()
+
+    def before(self, kind: type[Entity], key: str) -> Entity | None:
+        """An entity as it was before this decision."""
+        found: Entity | None = table(self.origin, kind).get(key)
+        return found
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
@@ -60,6 +70,3 @@ class Draft:
         """Since when an instance has nothing to do; None while it serves or has not been heard of."""
         seen: Seen | None = self.state.seen.get(instance_id)
         return seen.idle_since if seen else None
-
-
-__all__ = ["TOKENS_PER_EPOCH", "Draft", "Leaving"]

@@ -30,6 +30,11 @@ class Model:
     def key(self) -> str:
         return self.card.name
 
+    @property
+    def floor(self) -> int:
+        """How many instances are kept up without demand."""
+        return 0 if self.resting else self.card.spec.replicas.min
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -112,9 +117,16 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class LoaderPresence:
+    """What was last heard of a loader."""
+
     node: str
     heard_at: float
     status: LoaderStatus
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Revisions whose weights lie whole in the node's memory. A loader names weights by their revision."""
+        return tuple(s.weights_id for s in self.status.segments if s.error is None and s.loaded_bytes >= s.total_bytes > 0)
 
     @property
     def key(self) -> str:

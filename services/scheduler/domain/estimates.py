@@ -20,12 +20,8 @@ _MODEL = (Phase.INIT, Phase.COMPILE, Phase.CAPTURE, Phase.RESTORE, Phase.PROFILE
 
 
 def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
-    """Whether the node's loader holds the model's weights, whole, in memory."""
-    loader = state.loaders.get(node)
-    return loader is not None and any(
-        s.error is None and s.total_bytes > 0 and s.loaded_bytes >= s.total_bytes and (s.model == card.name)
-        for s in loader.status.segments
-    )
+    """Whether the node's loader holds the weights of this revision, whole, in memory."""
+    return node in state.resident_on.get(card.info.revision, ())
 
 
 def predict(state: ClusterState, node: str, card: ModelCard, leaving: bool) -> dict[str, float]:

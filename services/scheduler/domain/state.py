@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from services.scheduler.domain.booking import Booking, device_key
 from services.scheduler.domain.entities import (
     Counter,
     Entity,
@@ -24,7 +25,12 @@ from services.scheduler.domain.entities import (
     Waiter,
     key_of,
 )
+from services.scheduler.domain.indexes import index
+from services.scheduler.domain.overlay import Overlay
 from shared.contracts.plans import PlanRecord
+
+V = TypeVar("V")
+Table = MutableMapping[str, V]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +62,60 @@ Change = Put | Drop | Traced
 
 @dataclass
 class ClusterState:
-    """Tables of frozen entities by key, and a few indexes that `apply` keeps."""
+    """Tables of frozen entities by key, and indexes that `apply` keeps (indexes.py)."""
 
     epoch: int
     recovered_at: float = 0.0
-    models: dict[str, Model] = field(default_factory=dict)
-    nodes: dict[str, Node] = field(default_factory=dict)
-    instances: dict[str, Instance] = field(default_factory=dict)
-    plans: dict[str, PlanRecord] = field(default_factory=dict)
-    presence: dict[str, Presence] = field(default_factory=dict)
-    loaders: dict[str, LoaderPresence] = field(default_factory=dict)
-    seen: dict[str, Seen] = field(default_factory=dict)
-    demand: dict[str, ModelDemand] = field(default_factory=dict)
-    waiters: dict[str, Waiter] = field(default_factory=dict)
-    unmet: dict[str, Unmet] = field(default_factory=dict)
-    pressure: dict[str, Pressure] = field(default_factory=dict)
-    trouble: dict[str, Trouble] = field(default_factory=dict)
-    pauses: dict[str, Pause] = field(default_factory=dict)
-    estimates: dict[str, Estimate] = field(default_factory=dict)
-    counter: dict[str, Counter] = field(default_factory=dict)
-    # Indexes.
-    aliases: dict[str, str] = field(default_factory=dict)
-    last_plan: dict[str, str] = field(default_factory=dict)
-    kept_up: dict[str, None] = field(default_factory=dict)
+    models: Table[Model] = field(default_factory=dict)
+    nodes: Table[Node] = field(default_factory=dict)
+    instances: Table[Instance] = field(default_factory=dict)
+    plans: Table[PlanRecord] = field(default_factory=dict)
+    presence: Table[Presence] = field(default_factory=dict)
+    loaders: Table[LoaderPresence] = field(default_factory=dict)
+    seen: Table[Seen] = field(default_factory=dict)
+    demand: Table[ModelDemand] = field(default_factory=dict)
+    waiters: Table[Waiter] = field(default_factory=dict)
+    unmet: Table[Unmet] = field(default_factory=dict)
+    pressure: Table[Pressure] = field(default_factory=dict)
+    trouble: Table[Trouble] = field(default_factory=dict)
+    pauses: Table[Pause] = field(default_factory=dict)
+    estimates: Table[Estimate] = field(default_factory=dict)
+    counter: Table[Counter] = field(default_factory=dict)
+    # Indexes. Ids of instances by model, by node and by device (node/device); nodes by what they hold or were measured with.
+    aliases: Table[str] = field(default_factory=dict)
+    last_plan: Table[str] = field(default_factory=dict)
+    kept_up: Table[bool] = field(default_factory=dict)
+    by_model: Table[tuple[str, ...]] = field(default_factory=dict)
+    by_node: Table[tuple[str, ...]] = field(default_factory=dict)
+    by_device: Table[tuple[str, ...]] = field(default_factory=dict)
+    resident_on: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By revision: nodes whose loaders hold its weights, whole."""
+    measured_on: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By model: nodes with an estimate of their own."""
+    bookings: Table[Booking] = field(default_factory=dict)
+    claimed: Table[tuple[str, str]] = field(default_factory=dict)
+    """Devices that instances wait for, as (node, device)."""
 
     def fork(self) -> ClusterState:
-        """A state that can be changed without changing this one (entities are frozen and shared)."""
-        copy = replace(self)
-        for name in _DICTS:
-            setattr(copy, name, dict(getattr(self, name)))
-        return copy
+        """A copy that can be changed without changing this one (entities are frozen and shared)."""
+        return ClusterState(self.epoch, self.recovered_at, *(dict(getattr(self, name)) for name in _MAPPINGS))
+
+    def overlay(self) -> ClusterState:
+        """As `fork`, at no cost, while this one does not change."""
+        return ClusterState(self.epoch, self.recovered_at, *(Overlay(getattr(self, name)) for name in _MAPPINGS))
 
     def model_named(self, name: str) -> Model | None:
         """By name or alias."""
         return self.models.get(name) or self.models.get(self.aliases.get(name, ""))
 
-    def of_model(self, name: str) -> Iterator[Instance]:
-        return (i for i in self.instances.values() if i.model == name)
+    def of_model(self, name: str) -> list[Instance]:
+        return [self.instances[i] for i in self.by_model.get(name, ())]
 
-    def on_node(self, node: str) -> Iterator[Instance]:
-        return (i for i in self.instances.values() if i.node == node)
+    def on_node(self, node: str) -> list[Instance]:
+        return [self.instances[i] for i in self.by_node.get(node, ())]
+
+    def on_device(self, node: str, device_id: str) -> list[Instance]:
+        return [self.instances[i] for i in self.by_device.get(device_key(node, device_id), ())]
 
     def live(self, model: Model) -> list[Instance]:
         """Instances of the model's present generation that run or are about to, and are not asked to leave."""
@@ -115,7 +135,7 @@ class ClusterState:
         return loader is not None and now - loader.heard_at <= within
 
 
-_DICTS = tuple(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at"))
+_MAPPINGS = tuple(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at"))
 
 _TABLES: dict[type[Any], str] = {
     Model: "models",
@@ -136,8 +156,8 @@ _TABLES: dict[type[Any], str] = {
 }
 
 
-def table(state: ClusterState, kind: type[Entity]) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(state, _TABLES[kind])
+def table(state: ClusterState, kind: type[Entity]) -> Table[Any]:
+    found: Table[Any] = getattr(state, _TABLES[kind])
     return found
 
 
@@ -145,10 +165,17 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
     """Carry out `changes` on `state`, in order."""
     for change in changes:
         match change:
+            case Put(PlanRecord() as plan):
+                _put_plan(state, plan)
             case Put(entity):
-                _put(state, entity)
+                rows, key = table(state, type(entity)), key_of(entity)
+                old = rows.get(key)
+                rows[key] = entity
+                index(state, old, entity)
             case Drop(kind, key):
-                _drop(state, kind, key)
+                old = table(state, kind).pop(key, None)
+                if old is not None:
+                    index(state, old, None)
             case Traced(plan_id, instance_id, traceparent):
                 if plan_id in state.plans:
                     state.plans[plan_id] = state.plans[plan_id].model_copy(update={"traceparent": traceparent})
@@ -156,32 +183,15 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
                     state.instances[instance_id] = replace(state.instances[instance_id], traceparent=traceparent)
 
 
-def _put(state: ClusterState, entity: Entity) -> None:
-    key = key_of(entity)
-    if isinstance(entity, Model):
-        _unindex(state, state.models.get(key))
-        state.aliases.update(dict.fromkeys(entity.card.spec.aliases, key))
-        if entity.card.spec.replicas.min > 0:
-            state.kept_up[key] = None
-    elif isinstance(entity, PlanRecord):
-        superseded = state.last_plan.get(entity.model)
-        if superseded not in (None, key) and (old := state.plans.get(superseded)) and old.outcome != "pending":
-            del state.plans[superseded]
-        if superseded != key and (key not in state.plans):
-            state.last_plan[entity.model] = key
-    table(state, type(entity))[key] = entity
-    if isinstance(entity, PlanRecord) and entity.outcome != "pending" and state.last_plan.get(entity.model) != key:
-        del state.plans[key]
-
-
-def _drop(state: ClusterState, kind: type[Entity], key: str) -> None:
-    if kind is Model:
-        _unindex(state, state.models.get(key))
-    table(state, kind).pop(key, None)
-
-
-def _unindex(state: ClusterState, model: Model | None) -> None:
-    if model is not None:
-        for alias in model.card.spec.aliases:
-            state.aliases.pop(alias, None)
-        state.kept_up.pop(model.key, None)
+def _put_plan(state: ClusterState, plan: PlanRecord) -> None:
+    """Of each model the last plan is kept, and those still pending; the database has the others."""
+    key = plan.plan_id
+    last = state.last_plan.get(plan.model)
+    if key not in state.plans and last != key:
+        if last is not None and (old := state.plans.get(last)) is not None and old.outcome != "pending":
+            del state.plans[last]
+        state.last_plan[plan.model] = last = key
+    if plan.outcome == "pending" or last == key:
+        state.plans[key] = plan
+    else:
+        state.plans.pop(key, None)

@@ -110,7 +110,7 @@ def test_4_the_soonest_device_is_taken(w: World) -> None:
     w.node("n1")
     w.node("n2")
     w.model("a")
-    segment = SegmentStatus(weights_id="x", model="a", segment="s", total_bytes=1, loaded_bytes=1, holders=())
+    segment = SegmentStatus(weights_id="rev-/m/a", model="a", segment="s", total_bytes=1, loaded_bytes=1, holders=())
     w.send(LoaderStatusHeard(w.now, LoaderStatus(node="n2", boot_id="b", segments=(segment,))))
     w.demand("a")
     assert w.starts("a")[0].node == "n2"

@@ -32,6 +32,6 @@ async def test_a_task_that_failed_is_over_too() -> None:
         raise OSError
 
     task = asyncio.create_task(fail())
-    await end(task)
+    await asyncio.wait([task])
     await end(task)
     assert isinstance(task.exception(), OSError)

@@ -1,0 +1,113 @@
+"""What `apply` keeps beside the tables, so that a decision looks only at what it is about. Values are replaced, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import TYPE_CHECKING
+
+from services.scheduler.domain.booking import book, device_key
+from services.scheduler.domain.entities import Entity, Estimate, Instance, LoaderPresence, Model, Node, Presence, Seen
+from shared.contracts.plans import PlanRecord
+
+if TYPE_CHECKING:
+    from services.scheduler.domain.state import ClusterState
+
+Groups = MutableMapping[str, tuple[str, ...]]
+
+
+def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
+    """`old` was replaced by `new` in its table; None: there was, or is, none."""
+    match new if new is not None else old:
+        case Instance():
+            _instance(state, old, new)  # type: ignore[arg-type]  # old and new are of one type
+        case Seen(instance_id=instance_id):
+            if (i := state.instances.get(instance_id)) is not None:
+                _rebook(state, i.node, i.device_ids)
+        case Presence(node=node):
+            _rebook_node(state, node)
+        case Node(name=node):
+            _node(state, node, old, new)  # type: ignore[arg-type]
+        case LoaderPresence():
+            _loader(state, old, new)  # type: ignore[arg-type]
+        case Model():
+            _model(state, old, new)  # type: ignore[arg-type]
+        case Estimate(model=model, node=node):
+            _regroup(state.measured_on, {model} if old else (), {model} if new else (), node)
+        case PlanRecord():
+            pass
+
+
+def _regroup(groups: Groups, old: Iterable[str], new: Iterable[str], member: str) -> None:
+    """`member` was in the `old` groups and is in the `new` ones."""
+    before, after = set(old), set(new)
+    for group in before - after:
+        left = tuple(m for m in groups.get(group, ()) if m != member)
+        if left:
+            groups[group] = left
+        else:
+            groups.pop(group, None)
+    for group in after - before:
+        groups[group] = (*groups.get(group, ()), member)
+
+
+def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -> None:
+    present = new or old
+    assert present is not None
+    if old is None or new is None or (old.node, old.device_ids, old.model) != (new.node, new.device_ids, new.model):
+        key = present.instance_id
+        _regroup(state.by_model, [old.model] if old else (), [new.model] if new else (), key)
+        _regroup(state.by_node, [old.node] if old else (), [new.node] if new else (), key)
+        _regroup(state.by_device, _devices(old), _devices(new), key)
+    if old is not None:
+        _rebook(state, old.node, old.device_ids)
+    if new is not None and (old is None or old.device_ids != new.device_ids or old.node != new.node):
+        _rebook(state, new.node, new.device_ids)
+
+
+def _devices(i: Instance | None) -> list[str]:
+    return [device_key(i.node, device) for device in i.device_ids] if i else []
+
+
+def _node(state: ClusterState, name: str, old: Node | None, new: Node | None) -> None:
+    gone = {d.device_id for d in old.devices} if old else set()
+    gone -= {d.device_id for d in new.devices} if new else set()
+    for device in gone:
+        state.bookings.pop(device_key(name, device), None)
+    _rebook_node(state, name)
+
+
+def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence | None) -> None:
+    present = new or old
+    assert present is not None
+    _regroup(state.resident_on, old.resident if old else (), new.resident if new else (), present.node)
+    if (old.status.bytes_per_second if old else None) != (new.status.bytes_per_second if new else None):
+        _rebook_node(state, present.node)
+
+
+def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
+    if old is not None:
+        for alias in old.card.spec.aliases:
+            state.aliases.pop(alias, None)
+        state.kept_up.pop(old.key, None)
+    if new is not None:
+        state.aliases.update(dict.fromkeys(new.card.spec.aliases, new.key))
+        if new.card.spec.replicas.min > 0:
+            state.kept_up[new.key] = True
+
+
+def _rebook_node(state: ClusterState, name: str) -> None:
+    if (node := state.nodes.get(name)) is not None:
+        _rebook(state, name, [d.device_id for d in node.devices])
+
+
+def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
+    found = state.nodes.get(node)
+    known = {d.device_id for d in found.devices} if found else set()
+    for device in device_ids:
+        key, booked = device_key(node, device), book(state, node, device)
+        if device in known and state.bookings.get(key) != booked:
+            state.bookings[key] = booked
+        if booked.claimed:
+            state.claimed[key] = (node, device)
+        else:
+            state.claimed.pop(key, None)

@@ -1,0 +1,74 @@
+"""A mapping over another one: reads see both, writes stay above. What lies below is never changed."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from typing import Any, Final, TypeVar
+
+V = TypeVar("V")
+_GONE: Final[Any] = object()
+"""Marks above what is deleted below."""
+
+
+class Overlay(MutableMapping[str, V]):
+    """Costs nothing to make, whatever the size of `below` (which must not change meanwhile), and as much to keep as is written to it.
+
+    Values are never None. Order: as below, then what is new.
+    """
+
+    __slots__ = ("_above", "_below")
+
+    def __init__(self, below: Mapping[str, V]) -> None:
+        self._below = below
+        self._above: dict[str, V] = {}
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Keys set or deleted here."""
+        return tuple(self._above)
+
+    def __getitem__(self, key: str) -> V:
+        value = self._above.get(key)
+        if value is None:
+            return self._below[key]
+        if value is _GONE:
+            raise KeyError(key)
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._above.get(key)
+        if value is None:
+            return self._below.get(key, default)
+        return default if value is _GONE else value
+
+    def __contains__(self, key: object) -> bool:
+        return self.get(key) is not None  # type: ignore[arg-type]  # any object may be asked for
+
+    def __setitem__(self, key: str, value: V) -> None:
+        self._above[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._above[key] = _GONE
+
+    def _merged(self) -> Mapping[str, V]:
+        if not self._above:
+            return self._below
+        merged = {**self._below, **self._above}
+        for key, value in self._above.items():
+            if value is _GONE:
+                del merged[key]
+        return merged
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._merged())
+
+    def values(self) -> ValuesView[V]:
+        return self._merged().values()
+
+    def items(self) -> ItemsView[str, V]:
+        return self._merged().items()
+
+    def __len__(self) -> int:
+        return len(self._merged()) if self._above else len(self._below)

@@ -1,0 +1,59 @@
+"""Which instances leave by themselves, and how: of removed or changed models, on drained nodes, past their keep-alive, unwanted starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.entities import Instance, Leaving, Model
+from services.scheduler.domain.lifecycle import leave
+from shared.contracts.node import InstanceState
+
+
+def retire(d: Draft, instances: Iterable[Instance]) -> None:
+    """Have those of `instances` leave whose time has come."""
+    for i in instances:
+        if i.leaving == "no" and (order := _must_leave(d, i)) is not None:
+            leave(d, i, *order)
+
+
+def _must_leave(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
+    model = d.state.models.get(i.model)
+    if model is None:
+        return "drain", "its model was removed"
+    ready = i.state is InstanceState.READY
+    idle = d.idle_since(i.instance_id)
+    may_ask = ready and idle is not None and not d.paused(i.instance_id)
+    if i.generation != model.card.generation:
+        if not ready:
+            return "drain", "its model was changed"
+        return ("if_idle", "its model was changed") if may_ask else None
+    node = d.state.nodes.get(i.node)
+    if node is not None and node.drain_since is not None:
+        if not ready or d.now - node.drain_since > d.policy.drain_timeout:
+            return "drain", f"{node.name} is drained"
+        return ("if_idle", f"{node.name} is drained") if may_ask else None
+    if not ready:
+        return ("drain", "nobody waits for it any more") if _unwanted(d, i, model) else None
+    if may_ask and idle is not None and _idle_too_long(d, i, model, idle):
+        return "if_idle", "idle for longer than keep_alive"
+    return None
+
+
+def _unwanted(d: Draft, i: Instance, model: Model) -> bool:
+    """A start that nobody waits for. A new leader gives gateways the time to repeat their demand first."""
+    if d.state.waiting(model.key) or d.now - d.state.recovered_at < d.policy.demand_settle:
+        return False
+    if i.trigger == "replicas" and (demand := d.state.demand.get(model.key)) and demand.in_flight:
+        return False
+    return len(d.state.live(model)) > model.floor
+
+
+def _idle_too_long(d: Draft, i: Instance, model: Model, idle: float) -> bool:
+    spec = model.card.spec
+    if spec.pin or spec.keep_alive < 0 or d.state.waiting(model.key):
+        return False
+    if d.now - max(idle, i.ready_at or idle) < max(spec.keep_alive, d.policy.min_idle):
+        return False
+    ready = sum(1 for other in d.state.live(model) if other.state is InstanceState.READY)
+    return ready > model.floor

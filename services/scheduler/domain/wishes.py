@@ -1,0 +1,120 @@
+"""What models want (one more instance, and why), and what becomes of the wish: a start, a claim, a wait or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.entities import Model, Pressure, Unmet
+from services.scheduler.domain.lifecycle import begin, give_up
+from services.scheduler.domain.placement import Placement, place
+from shared.contracts.plans import PlanRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One more instance that a model wants, and why. It has been waited for `since`, and known of here since `heard`."""
+
+    model: Model
+    trigger: str
+    since: float
+    heard: float
+    extra: bool = False
+
+
+def wishes(d: Draft, names: Iterable[str]) -> list[Wish]:
+    """What the models of these names want, in the order in which it is granted."""
+    found = []
+    for name in sorted(names):
+        model = d.state.models.get(name)
+        wish = wish_of(d, model) if model else None
+        if wish is not None:
+            found.append(wish)
+        elif name in d.state.unmet:
+            _no_longer(d, name)
+    return sorted(found, key=lambda w: (-w.model.card.spec.priority, w.extra, w.since, w.model.key))
+
+
+def wish_of(d: Draft, model: Model) -> Wish | None:
+    """The next instance that the model wants, if it wants one."""
+    name = model.key
+    live = len(d.state.live(model))
+    demand = d.state.demand.get(name)
+    unmet = d.state.unmet.get(name)
+    if live == 0 and d.state.waiting(name):
+        woken = [w.since for w in d.state.waiters.values() if w.kind == "wake" and w.model == name]
+        trouble = d.state.trouble.get(name)
+        trigger = "retry" if trouble and trouble.attempts else "demand" if demand and demand.waiting else "wake"
+        since = min([*woken, *([demand.since] if demand and demand.since is not None else [])], default=d.now)
+        heard = min([*woken, *([g.heard_at for g in demand.gateways if g.waiting] if demand else [])], default=d.now)
+        return Wish(model, trigger, since, unmet.since if unmet else heard)
+    if live < model.floor:
+        return Wish(model, "min_replicas", d.now, unmet.since if unmet else d.now)
+    return _more(d, model, live)
+
+
+def _more(d: Draft, model: Model, live: int) -> Wish | None:
+    """One more replica, if demand has exceeded for some time what the instances there can run at once."""
+    name = model.key
+    demand = d.state.demand.get(name)
+    capacity = 0
+    for i in d.state.live(model):
+        seen = d.state.seen.get(i.instance_id)
+        capacity += seen.status.capacity if seen and i.ready_at is not None else model.card.spec.max_concurrency
+    wanted = demand.waiting + demand.in_flight if demand else 0
+    if live == 0 or live >= model.card.spec.replicas.max or wanted <= capacity:
+        d.drop(Pressure, name)
+        return None
+    pressure = d.state.pressure.get(name) or Pressure(name, d.now)
+    d.put(pressure)
+    if d.now - pressure.since <= d.policy.scale_up_after:
+        return None
+    return Wish(model, "replicas", pressure.since, d.now, extra=True)
+
+
+def _no_longer(d: Draft, name: str) -> None:
+    d.drop(Unmet, name)
+    plan = d.state.last_plan_of(name)
+    if plan is not None and plan.way == "wait" and plan.outcome == "pending":
+        d.put(plan.model_copy(update={"outcome": "cancelled"}))
+
+
+def grant(d: Draft, wish: Wish) -> bool:
+    """Start what is wished for, or keep on record why not. Whether something was begun (then there may be more to wish for)."""
+    model = d.state.models[wish.model.key]
+    placement = place(d, model, d.now - min(wish.since, wish.heard), extra=wish.extra, kept_up_only=wish.trigger == "min_replicas")
+    if placement.chosen is not None:
+        begin(d, model, placement, wish.trigger, wish.heard)
+        d.drop(Unmet, model.key)
+        return True
+    if wish.extra:
+        return False
+    if placement.error is not None and wish.trigger != "min_replicas":
+        plan = _note(d, wish, placement)
+        failed = plan.model_copy(update={"outcome": "failed", "error": placement.error.body()})
+        d.put(failed)
+        give_up(d, model, placement.error.body(), plan.plan_id)
+    else:
+        d.put(Unmet(model.key, wish.heard, placement.reason))
+        _note(d, wish, placement)
+        if placement.error is not None and model.error != placement.error.message:
+            d.put(replace(model, error=placement.error.message))
+    return False
+
+
+def _note(d: Draft, wish: Wish, placement: Placement) -> PlanRecord:
+    """Keep the record of a decision that starts nothing: one for as long as the model waits, rewritten when the reason changes."""
+    last = d.state.last_plan_of(wish.model.key)
+    waiting = last if last is not None and last.outcome == "pending" and last.instance_id is None else None
+    record = PlanRecord(
+        plan_id=waiting.plan_id if waiting else f"plan-{d.token():x}",
+        model=wish.model.key,
+        created=waiting.created if waiting else d.now,
+        trigger=wish.trigger,
+        way=placement.way,
+        candidates=placement.candidates,
+        reason=placement.reason,
+    )
+    d.put(record)
+    return record

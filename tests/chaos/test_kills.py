@@ -11,19 +11,9 @@ import pytest
 
 from tests.support.launcher import until
 from tests.support.mesh import LOADER, NODEAGENT, Victim, held, kill
-from tests.support.outcomes import Asked
+from tests.support.outcomes import Asked, ask
 
 SUPERVISED = ("gateway", "scheduler", NODEAGENT, LOADER)
-
-
-def ask(client: openai.OpenAI, model: str = "one", tokens: int = 8) -> str:
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "Where does the ice go?"}],
-        max_tokens=tokens,
-        temperature=0,
-    )
-    return answer.choices[0].message.content or ""
 
 
 @pytest.mark.parametrize("service", SUPERVISED)

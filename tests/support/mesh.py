@@ -89,8 +89,13 @@ class Victim(Thaw):
         until(self.ready, what="the gateway is ready")
 
     def make_cold(self, model: str) -> None:
-        self.json("sleep", model)
-        until(lambda: all(i["model"] != model for i in self.live()), what=f"{model} is cold")
+        """Asked for until it is so: the demand of a gateway that was killed may wake the model once more."""
+
+        def is_cold() -> bool:
+            self.json("sleep", model)
+            return all(i["model"] != model for i in self.live())
+
+        until(is_cold, what=f"{model} is cold")
 
     # What must hold afterwards.
 

@@ -8,8 +8,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
+import openai
 
+QUESTION = "Where does the ice go?"
 Kind = Literal["answered", "error", "stream error", "disconnected", "truncated", "malformed"]
+
+
+def ask(client: openai.OpenAI, model: str = "one", tokens: int = 8) -> str:
+    """What the standard client gets."""
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=tokens,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    return answer.choices[0].message.content or ""
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class Asked(threading.Thread):
     """A request under way in a thread. `begun` is set with the first text."""
 
     def __init__(
-        self, url: str, model: str, *, stream: bool = True, tokens: int = 900, prompt: str = "Where does the ice go?", **more: Any
+        self, url: str, model: str, *, stream: bool = True, tokens: int = 900, prompt: str = QUESTION, **more: Any
     ) -> None:
         super().__init__(daemon=True)
         self.begun = threading.Event()

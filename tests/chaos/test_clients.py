@@ -1,0 +1,122 @@
+"""Clients that leave in each phase, and one that reads nothing: the mesh stops working for them, and others are not disturbed."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import openai
+import psutil
+import pytest
+
+from tests.support.launcher import until
+from tests.support.mesh import LOADER, Victim, held
+from tests.support.outcomes import Asked, ask
+from tests.support.raw import RawClient
+
+
+def load_of(mesh: Victim, model: str) -> tuple[int, int, int]:
+    """Requests running and waiting in the model's engine, and tokens it ever generated."""
+    (instance,) = mesh.instances(model)
+    load = instance["load"]
+    return load["active"], load["waiting"], load["generated_tokens"]
+
+
+def idle(mesh: Victim, model: str) -> bool:
+    return load_of(mesh, model)[:2] == (0, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_leaving_while_it_generates_stops_the_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
+    ask(client)
+    until(lambda: idle(mesh, "one"), what="the engine is idle")
+    before = load_of(mesh, "one")[2]
+    with held(mesh.engine("one")):
+        pass
+    leaver = RawClient(mesh.port, "one", stream=stream)
+    if stream:
+        assert leaver.read()
+    else:
+        until(lambda: load_of(mesh, "one")[0] == 1, what="it is generating")
+    leaver.leave()
+    until(lambda: idle(mesh, "one"), what="the engine has stopped")
+    assert load_of(mesh, "one")[2] - before < 900
+
+
+def test_leaving_before_the_first_token_stops_the_engine(mesh: Victim, client: openai.OpenAI) -> None:
+    ask(client)
+    until(lambda: idle(mesh, "one"), what="the engine is idle")
+    before = load_of(mesh, "one")[2]
+    with held(mesh.engine("one")):  # the request lies at the engine's door
+        leaver = RawClient(mesh.port, "one", stream=True)
+        time.sleep(0.2)  # nothing tells of a request that nobody has taken
+        leaver.leave()
+        time.sleep(0.2)
+    assert ask(client)
+    until(lambda: idle(mesh, "one"), what="the engine has stopped")
+    assert load_of(mesh, "one")[2] - before < 100
+
+
+def test_a_load_that_nobody_waits_for_any_more_is_called_off(mesh: Victim, client: openai.OpenAI) -> None:
+    mesh.make_cold("one")
+    with held(mesh.pid(LOADER)):
+        leavers = [RawClient(mesh.port, "one", stream=stream) for stream in (True, False)]
+        until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
+        for leaver in leavers:
+            leaver.leave()
+        until(lambda: mesh.starting("one") is None, what="the start is called off")
+    until(lambda: mesh.segments() == [] or mesh.live() != [], what="its segment is gone")
+    assert mesh.instances("one") == []
+    assert mesh.json("explain", "one")["outcome"] == "cancelled"
+    assert ask(client)
+
+
+def test_a_load_that_somebody_still_waits_for_goes_on(mesh: Victim, client: openai.OpenAI) -> None:
+    mesh.make_cold("one")
+    before = mesh.engine_logs()
+    with held(mesh.pid(LOADER)):
+        leaver = RawClient(mesh.port, "one", stream=True)
+        stays = Asked(mesh.url, "one", tokens=8)
+        until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
+        leaver.leave()
+    assert stays.outcome().kind == "answered"
+    assert len(mesh.engine_logs() - before) == 1
+
+
+def test_leaving_the_queue_of_a_busy_model_leaves_the_others_their_places(mesh: Victim, client: openai.OpenAI) -> None:
+    """Capacity is 16 and twice as many are sent to the engine: what is beyond waits in the gateway."""
+    ask(client)
+    until(lambda: idle(mesh, "one"), what="the engine is idle")
+    before = load_of(mesh, "one")[2]
+    with held(mesh.engine("one")), ExitStack() as leaving:
+        for _ in range(40):
+            leaver = RawClient(mesh.port, "one", stream=True, tokens=500)
+            leaving.callback(leaver.leave)
+        stays = Asked(mesh.url, "one", tokens=8)
+        time.sleep(0.2)
+        leaving.close()
+        time.sleep(0.2)
+    assert stays.outcome().kind == "answered"
+    until(lambda: idle(mesh, "one"), what="the engine has stopped")
+    assert load_of(mesh, "one")[2] - before < 40 * 500 / 4
+
+
+def test_a_client_that_reads_nothing_disturbs_nobody(mesh: Victim, client: openai.OpenAI) -> None:
+    expected = ask(client, tokens=50)
+    gateway = psutil.Process(mesh.pid("gateway"))
+    before = gateway.memory_info().rss
+    # With its logprobs one token is some kilobytes: far more is written than sockets hold.
+    slow = [
+        RawClient(mesh.port, "one", receive_buffer=4096, stream=True, logprobs=True, top_logprobs=20, temperature=0)
+        for _ in range(4)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: ask(client, tokens=50), range(8))) == {expected}
+    until(lambda: idle(mesh, "one"), what="the engine is done with the slow clients")
+    assert gateway.memory_info().rss - before < 100 << 20
+    for late in slow:
+        end = late.read_all()
+        late.leave()
+        assert b"data: [DONE]" in end[-200:] or b'"error"' in end[-2000:]
+    assert ask(client, tokens=50) == expected

@@ -1,0 +1,87 @@
+"""NATS and PostgreSQL killed and started again: while idle, during a cold start, and while answers stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.support.launcher import until
+from tests.support.mesh import LOADER, NODEAGENT, Victim, held
+from tests.support.outcomes import Asked, ask
+
+SERVERS = ("nats", "postgres")
+SERVICES = ("gateway", "scheduler", NODEAGENT, LOADER)
+
+
+@pytest.fixture(autouse=True)
+def nobody_else_ends(mesh: Victim) -> Iterator[None]:
+    """Services live through it: they are told apart from those the supervisor would have started again."""
+    before = {s: mesh.pid(s) for s in SERVICES}
+    yield
+    assert {s: mesh.pid(s) for s in SERVICES} == before
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_idle(mesh: Victim, client: openai.OpenAI, server: str) -> None:
+    expected = ask(client)
+    engine = mesh.engine("one")
+    old = mesh.kill(server)
+    assert ask(client) == expected
+    mesh.await_replaced(server, old)
+    # What the server does is needed again: a decision is written down, a catalogue is changed.
+    mesh.make_cold("two")
+    assert ask(client, "two")
+    assert mesh.json("explain", "two")["outcome"] == "ready"
+    assert mesh.engine("one") == engine
+
+
+@pytest.mark.parametrize("phase", ["deciding", "loading"])
+@pytest.mark.parametrize("server", SERVERS)
+def test_cold_start(mesh: Victim, client: openai.OpenAI, server: str, phase: str) -> None:
+    expected = ask(client, tokens=20)
+    mesh.make_cold("one")
+    if phase == "loading":
+        with held(mesh.pid(LOADER)):
+            asked = [Asked(mesh.url, "one", stream=stream, tokens=20) for stream in (True, False)]
+            until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
+            old = mesh.kill(server)
+    else:
+        old = mesh.kill(server)
+        asked = [Asked(mesh.url, "one", stream=stream, tokens=20) for stream in (True, False)]
+    for outcome in (a.outcome() for a in asked):
+        assert (outcome.kind, outcome.text) == ("answered", expected)
+    mesh.await_replaced(server, old)
+    assert ask(client, tokens=20) == expected
+
+
+def test_streams_do_not_notice_postgres(mesh: Victim, client: openai.OpenAI) -> None:
+    whole = ask(client, tokens=900)
+    asked = [Asked(mesh.url, "one", stream=stream) for stream in (True, True, False)]
+    assert asked[0].begun.wait(30)
+    old = mesh.kill("postgres")
+    for outcome in (a.outcome() for a in asked):
+        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
+    mesh.await_replaced("postgres", old)
+
+
+def test_streams_end_whole_or_with_an_error_when_nats_restarts(mesh: Victim, client: openai.OpenAI) -> None:
+    whole = ask(client, tokens=900)
+    streams = [Asked(mesh.url, "one") for _ in range(4)]
+    answer = Asked(mesh.url, "one", stream=False)
+    assert all(a.begun.wait(30) for a in streams)
+    old = mesh.kill("nats")
+    for outcome in [a.outcome() for a in streams]:
+        if outcome.kind == "answered":
+            assert (outcome.text, outcome.tokens) == (whole, 900)
+        else:
+            assert (outcome.kind, outcome.code) == ("stream error", "engine_failed")
+            assert whole.startswith(outcome.text)
+    outcome = answer.outcome()
+    if outcome.kind == "answered":
+        assert outcome.text == whole
+    else:
+        assert (outcome.kind, outcome.status) == ("error", 500)
+    mesh.await_replaced("nats", old)
+    assert ask(client, tokens=900) == whole

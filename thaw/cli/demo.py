@@ -22,7 +22,6 @@ from thaw.cli.completions import Completion, stream_chat
 from thaw.cli.output import Document
 from thaw.cli.waterfall import request_waterfall
 from thaw.config.units import format_duration, format_size
-from thaw.demo.models import make_demo_model
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
 
@@ -44,6 +43,9 @@ def _begin(shares: Any) -> None:
 def _make(directory: str, size: str, index: int) -> None:
     def tell(part: float) -> None:
         _done[index] = part
+
+    # Imported here: it needs numpy, which an installation without a node does not have.
+    from thaw.demo.models import make_demo_model
 
     make_demo_model(Path(directory), size, progress=tell)
 

@@ -22,7 +22,7 @@ def engine() -> None:
     try:
         docker("info", within=20)
     except subprocess.SubprocessError as e:
-        pytest.skip(f"needs a Docker Engine; none answers: {getattr(e, 'stderr', '') or e}")
+        pytest.skip(f"needs a Docker Engine; none answers: {e}")
 
 
 @pytest.fixture(scope="session")

@@ -36,15 +36,19 @@ _SERVED = ("gateway", "scheduler", "nodeagent")
 """What `up` names; it brings what they depend on. Jaeger is nobody's dependency: the traces go to the test's receiver."""
 
 
+class CommandFailed(subprocess.SubprocessError):
+    """A command ended with another status than 0; its words are the message."""
+
+
 def docker(*arguments: str, within: float = 60, text: str | None = None) -> str:
-    """What `docker ARGUMENTS` printed. Raises CalledProcessError."""
+    """What `docker ARGUMENTS` printed. Raises `CommandFailed`."""
     return run("docker", *arguments, within=within, text=text)
 
 
 def run(*command: str, within: float = 60, text: str | None = None, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=within, input=text, env=env, check=False)
     if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr[-4000:])
+        raise CommandFailed(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return done.stdout
 
 
@@ -137,7 +141,7 @@ class Project:
             self.compose("up", "-d", "--no-build", *_SERVED, within=180)
             self.wait_healthy("nats", "postgres", "node", *OURS)
         except (subprocess.SubprocessError, TimeoutError) as e:
-            raise RuntimeError(f"{e}\n{getattr(e, 'stderr', '')}\n{self.logs()}") from e
+            raise RuntimeError(f"{e}\n{self.logs()}") from e
 
     def down(self) -> None:
         self.compose("down", "-v", "--remove-orphans", "-t", "20", within=180)

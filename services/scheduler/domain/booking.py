@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Booking(NamedTuple):
     """Bytes of one device. `held` is never let over `budget`; `held - leaving + claimed` neither."""
 
+    key: str
+    """node/device"""
     node: str
     device_id: str
     budget: int
@@ -28,19 +30,17 @@ class Booking(NamedTuple):
     coming: int
     """Free and promised to nobody once those that leave have left."""
     idle: int
-    """Held by ready instances that have nothing to do and have not been asked to leave."""
+    """Held by ready, unpinned instances that have nothing to do and have not been asked to leave."""
     movable: int
-    """Held by ready instances that have not been asked to leave, idle or not."""
+    """Held by ready, unpinned instances that have not been asked to leave, idle or not."""
     idle_since: float
     """Since when the longest idle of them is idle; infinity if none is."""
     closed: str
     """Why nothing may be placed here, whatever is free; empty if something may."""
+    reachable: bool
+    """The node is alive and not stopping."""
     bytes_per_second: float | None
     """What the node's loader measured."""
-
-    @property
-    def key(self) -> str:
-        return device_key(self.node, self.device_id)
 
 
 def device_key(node: str, device_id: str) -> str:
@@ -70,7 +70,7 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
             known += i.reserve_bytes
         if i.leaving != "no":
             leaving += i.reserve_bytes
-        elif i.state is InstanceState.READY:
+        elif i.state is InstanceState.READY and not _pinned(state, i):
             movable += i.reserve_bytes
             if seen and seen.idle_since is not None:
                 idle += i.reserve_bytes
@@ -83,14 +83,36 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     found = state.nodes.get(node)
     budget = next((d.budget_bytes for d in found.devices if d.device_id == device_id), 0) if found else 0
     closed = ""
-    if presence is None or not presence.alive or reported is None or reported.stopping:
+    reachable = presence is not None and presence.alive and reported is not None and not reported.stopping
+    if not reachable:
         closed = "the node is silent or stopping"
     elif found is None or found.cordoned:
         closed = "the node is cordoned"
     loader = state.loaders.get(node)
     free = budget - held - claimed
     speed = loader.status.bytes_per_second if loader else None
-    return Booking(node, device_id, budget, held, claimed, leaving, free, free + leaving, idle, movable, idle_since, closed, speed)
+    return Booking(
+        key=device_key(node, device_id),
+        node=node,
+        device_id=device_id,
+        budget=budget,
+        held=held,
+        claimed=claimed,
+        leaving=leaving,
+        free=free,
+        coming=free + leaving,
+        idle=idle,
+        movable=movable,
+        idle_since=idle_since,
+        closed=closed,
+        reachable=reachable,
+        bytes_per_second=speed,
+    )
+
+
+def _pinned(state: ClusterState, i: Instance) -> bool:
+    model = state.models.get(i.model)
+    return model is not None and model.card.spec.pin
 
 
 def claims(state: ClusterState, node: str, device_id: str) -> list[Instance]:

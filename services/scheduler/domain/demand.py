@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.scheduler.domain.booking import booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.entities import GatewayDemand, Instance, ModelDemand, Pressure
-from services.scheduler.domain.estimates import predict, total
+from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.events import DemandHeard
 from shared.contracts.demand import DemandNoted
 from shared.contracts.node import InstanceState
@@ -82,5 +83,6 @@ def _left_ms(d: Draft, i: Instance) -> float:
     plan = d.state.plans.get(i.plan_id)
     predicted = plan.chosen.predicted_ms if plan and plan.chosen else None
     if predicted is None and (model := d.state.models.get(i.model)):
-        predicted = total(predict(d.state, i.node, model.card, leaving=False))
+        booked = booking(d.state, i.node, i.device_ids[0])
+        predicted = Forecast(d.state, model.card).on(booked, leaving=False)[1]
     return max(0.0, (predicted or 0.0) - (d.now - i.planned_at) * 1e3)

@@ -265,7 +265,11 @@ class Estimate:
 
     @property
     def key(self) -> str:
-        return f"{self.model}\0{self.node}"
+        return estimate_key(self.model, self.node)
+
+
+def estimate_key(model: str, node: str) -> str:
+    return f"{model}\0{node}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from services.scheduler.domain.entities import Estimate
+from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.entities import Estimate, estimate_key
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 
 WEIGHT_OF_NEWEST = 0.3
 DEFAULT_BYTES_PER_SECOND = 1e9
-PRIOR_MS = {Phase.SCHEDULE: 10.0, Phase.RESERVE: 5.0, Phase.CONTAINER: 50.0, Phase.INIT: 500.0, Phase.PROFILE: 100.0}
+_PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, "profile": 100.0}
 LEAVING_MS = 500.0
 """Prior for the time a victim takes to leave."""
-_BRINGING = (Phase.FETCH, Phase.LOAD)
-_ENGINE = (Phase.CONTAINER, Phase.CONTEXT, Phase.LIBRARIES)
-_MODEL = (Phase.INIT, Phase.COMPILE, Phase.CAPTURE, Phase.RESTORE, Phase.PROFILE)
+_FIRST = ("schedule", "reserve")
+_BRINGING = ("fetch", "load")
+_ENGINE = ("container", "context", "libraries")
+_MODEL = ("init", "compile", "capture", "restore", "profile")
+_NOTHING_TO_BRING = dict.fromkeys(_BRINGING, 0.0)
+assert {*_FIRST, *_BRINGING, *_ENGINE, *_MODEL} <= set(Phase)
 
 
 def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
@@ -24,35 +28,58 @@ def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
     return node in state.resident_on.get(card.info.revision, ())
 
 
-def predict(state: ClusterState, node: str, card: ModelCard, leaving: bool) -> dict[str, float]:
-    """Milliseconds by phase of a start on `node`."""
-    loader = state.loaders.get(node)
-    speed = (loader.status.bytes_per_second if loader else None) or DEFAULT_BYTES_PER_SECOND
-    phases = {p.value: ms for p, ms in PRIOR_MS.items()}
-    phases[Phase.LOAD.value] = card.info.weights_bytes / speed * 1e3
-    if measured := state.estimates.get(Estimate(card.name, node).key):
-        phases |= measured.phases
-    if resident(state, node, card):
-        phases |= {p.value: 0.0 for p in _BRINGING}
-    if leaving:
-        phases[Phase.RESERVE.value] += LEAVING_MS
-    return phases
+class Forecast:
+    """How long a start of one model would take on each node, for many nodes: those that nothing tells apart share one reckoning."""
+
+    def __init__(self, state: ClusterState, card: ModelCard) -> None:
+        self._state = state
+        self._card = card
+        self._special = {*state.resident_on.get(card.info.revision, ()), *state.measured_on.get(card.name, ())}
+        self._found: dict[tuple[str, float | None, bool], tuple[dict[str, float], float]] = {}
+
+    def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
+        """Milliseconds by phase on a device's node, and in all. `leaving`: others must leave first."""
+        key = (b.node if b.node in self._special else "", b.bytes_per_second, leaving)
+        found = self._found.get(key)
+        if found is None:
+            phases = self._predict(b, leaving)
+            found = self._found[key] = (phases, total(phases))
+        return found
+
+    def totals(self, devices: Iterable[Booking]) -> list[float]:
+        """Milliseconds in all, with nobody leaving."""
+        if not self._special:
+            speeds = {b.bytes_per_second: b for b in devices}
+            by_speed = {speed: self.on(b, leaving=False)[1] for speed, b in speeds.items()}
+            return [by_speed[b.bytes_per_second] for b in devices]
+        return [self.on(b, leaving=False)[1] for b in devices]
+
+    def _predict(self, b: Booking, leaving: bool) -> dict[str, float]:
+        phases = dict(_PRIOR_MS)
+        phases["load"] = self._card.info.weights_bytes / (b.bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
+        if measured := self._state.estimates.get(estimate_key(self._card.name, b.node)):
+            phases |= measured.phases
+        if resident(self._state, b.node, self._card):
+            phases |= _NOTHING_TO_BRING
+        if leaving:
+            phases["reserve"] += LEAVING_MS
+        return phases
 
 
 def total(phases: Mapping[str, float]) -> float:
     """Milliseconds from demand to ready: weights arrive while the engine process is made, so only the longer of the two counts."""
 
-    def of(names: Iterable[Phase]) -> float:
-        return sum(phases.get(p.value, 0.0) for p in names)
+    def of(names: Iterable[str]) -> float:
+        return sum([phases.get(p, 0.0) for p in names])
 
-    return of((Phase.SCHEDULE, Phase.RESERVE)) + max(of(_BRINGING), of(_ENGINE)) + of(_MODEL)
+    return of(_FIRST) + max(of(_BRINGING), of(_ENGINE)) + of(_MODEL)
 
 
 def learned(old: Estimate | None, model: str, node: str, measured: Iterable[PhaseSpan], was_resident: bool) -> Estimate:
     """`old` moved towards what a start measured. Waiting for victims and reading from memory say nothing of the next start."""
     sums: dict[str, float] = {}
     for span in measured:
-        if span.phase in (Phase.QUEUE, Phase.MESH, Phase.RESERVE) or (was_resident and span.phase in _BRINGING):
+        if span.phase in (Phase.QUEUE, Phase.MESH, Phase.RESERVE) or (was_resident and span.phase.value in _BRINGING):
             continue
         sums[span.phase.value] = sums.get(span.phase.value, 0.0) + span.duration_ms
     known = dict(old.phases) if old else {}

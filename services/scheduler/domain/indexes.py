@@ -21,10 +21,12 @@ def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
         case Instance():
             _instance(state, old, new)  # type: ignore[arg-type]  # old and new are of one type
         case Seen(instance_id=instance_id):
-            if (i := state.instances.get(instance_id)) is not None:
+            i = state.instances.get(instance_id)
+            if i is not None and _counts(old) != _counts(new):  # type: ignore[arg-type]
                 _rebook(state, i.node, i.device_ids)
         case Presence(node=node):
-            _rebook_node(state, node)
+            if _offers(old) != _offers(new):  # type: ignore[arg-type]
+                _rebook_node(state, node)
         case Node(name=node):
             _node(state, node, old, new)  # type: ignore[arg-type]
         case LoaderPresence():
@@ -35,6 +37,16 @@ def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
             _regroup(state.measured_on, {model} if old else (), {model} if new else (), node)
         case PlanRecord():
             pass
+
+
+def _counts(seen: Seen | None) -> tuple[object, ...]:
+    """What of a report a booking depends on."""
+    return (seen.status.state.holds_memory, seen.idle_since) if seen else ()
+
+
+def _offers(presence: Presence | None) -> tuple[object, ...]:
+    status = presence.status if presence else None
+    return (presence.alive, status.stopping, status.devices) if presence and status else ()
 
 
 def _regroup(groups: Groups, old: Iterable[str], new: Iterable[str], member: str) -> None:
@@ -93,6 +105,9 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
         state.aliases.update(dict.fromkeys(new.card.spec.aliases, new.key))
         if new.card.spec.replicas.min > 0:
             state.kept_up[new.key] = True
+    if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
+        for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
+            _rebook(state, i.node, i.device_ids)
 
 
 def _rebook_node(state: ClusterState, name: str) -> None:

@@ -62,7 +62,8 @@ def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
         case InstanceState.DRAINING:
             d.put(replace(i, state=s.state, leaving="drain", leave_reason=i.leave_reason or "drained on its node"))
         case _:
-            d.put(replace(i, state=s.state))
+            if i.state is not s.state:
+                d.put(replace(i, state=s.state))
             overdue = i.stop_at is not None and d.now - i.stop_at > d.policy.stop_repeat
             if i.leaving != "no" and overdue:
                 send_stop(d, i)

@@ -10,6 +10,7 @@
  8. Otherwise it waits; the reason names what is in the way.
 
 Among devices of one branch: not where it has just failed, then soonest ready, then fewest bytes evicted, then tightest fit.
+Of many devices only a shortlist is considered (shortlist.py).
 An extra replica (`extra`) stops after 6, and never displaces a model that has demand. Pure: the state is only read.
 """
 
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.domain.booking import booking
+from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.entities import Model, Node
-from services.scheduler.domain.estimates import predict, total
+from services.scheduler.domain.entities import Model, Presence
+from services.scheduler.domain.estimates import Forecast
+from services.scheduler.domain.shortlist import FEW, shortlists
+from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.victims import Victims, choose_victims
 from services.scheduler.domain.words import gib
 from shared.contracts.plans import Candidate, Way
@@ -53,42 +56,64 @@ class _Option:
         return (self.branch, self.avoid, c.predicted_ms, self.victims.freed, c.free_bytes, c.node, c.device_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is to be placed. `avoid`: devices (node/device) where it has just failed."""
+
+    model: Model
+    need: int
+    waited: float
+    extra: bool
+    avoid: tuple[str, ...]
+    forecast: Forecast
+
+
 def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up_only: bool = False) -> Placement:
     """Decide for `model`, which has waited `waited` seconds."""
     trouble = d.state.trouble.get(model.key)
     if kept_up_only and trouble and trouble.not_before > d.now:  # 1
         return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
-    nodes = [n for n in d.state.nodes.values() if _alive(d, n)]
-    if not nodes:  # 2
+    if not any(alive(p) for p in d.state.presence.values()):  # 2
         reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
         hopeless = waited > d.policy.no_node_timeout
         return Placement("wait", reason, error=Unavailable(f"{model.key}: {reason}") if hopeless else None)
-    need = need_of(model.card).total
-    largest = max((dev.budget_bytes for n in nodes for dev in n.devices), default=0)
-    candidates = []
-    options = []
-    avoid = trouble.avoid if trouble else ()
-    for node in sorted(d.state.nodes.values(), key=lambda n: n.name):
-        for device in node.devices:
-            option = _consider(d, model, node, device.device_id, need, extra, waited)
-            if isinstance(option, Candidate):
-                candidates.append(option)
-                continue
-            candidates.append(option.candidate)
-            options.append(_Option(option.candidate, option.branch, option.victims, f"{node.name}/{device.device_id}" in avoid))
-    if need > largest:  # 3
-        text = impossible(model.key, need, largest)
-        return Placement("impossible", text, tuple(candidates), error=InsufficientMemory(text))
-    if options:  # 4 to 7
-        best = min(options, key=lambda o: o.order)
-        return Placement(best.candidate.way, _why(best), tuple(candidates), best.candidate, best.victims.ids)
-    return Placement(
-        "wait",
-        "no device has room: " + "; ".join(f"{c.node}/{c.device_ids[0]}: {c.excluded}" for c in candidates)
-        if candidates
-        else "no live node has a device",
-        tuple(candidates),
-    )  # 8
+    request = _Request(
+        model, need_of(model.card).total, waited, extra, trouble.avoid if trouble else (), Forecast(d.state, model.card)
+    )
+    considered: list[Candidate | _Option] = []
+    for devices in shortlists(d, request.need, request.avoid, request.forecast):
+        considered += (found := [_consider(d, request, device) for device in devices])
+        if options := [f for f in found if isinstance(f, _Option)]:  # 4 to 7
+            best = min(options, key=lambda o: o.order)
+            return Placement(best.candidate.way, _why(best), _candidates(considered), best.candidate, best.victims.ids)
+    candidates = _candidates(considered)
+    largest = largest_budget(d.state)
+    if request.need > largest:  # 3
+        text = impossible(model.key, request.need, largest)
+        return Placement("impossible", text, candidates, error=InsufficientMemory(text))
+    return Placement("wait", _obstacles(candidates, len(d.state.bookings)), candidates)  # 8
+
+
+def alive(presence: Presence) -> bool:
+    return presence.alive and presence.status is not None and not presence.status.stopping
+
+
+def largest_budget(state: ClusterState) -> int:
+    """The largest budget of a device of a live node, in bytes; 0 if there is none."""
+    return max((b.budget for b in state.bookings.values() if b.reachable), default=0)
+
+
+def _candidates(considered: list[Candidate | _Option]) -> tuple[Candidate, ...]:
+    """Those of the first list, for the record, by name."""
+    found = [c.candidate if isinstance(c, _Option) else c for c in considered[:FEW]]
+    return tuple(sorted(found, key=lambda c: (c.node, c.device_ids)))
+
+
+def _obstacles(candidates: tuple[Candidate, ...], devices: int) -> str:
+    if not candidates:
+        return "no live node has a device"
+    others = f"; and {devices - len(candidates)} more devices" if devices > len(candidates) else ""
+    return "no device has room: " + "; ".join(f"{c.node}/{c.device_ids[0]}: {c.excluded}" for c in candidates) + others
 
 
 def impossible(name: str, need: int, largest: int) -> str:
@@ -98,50 +123,46 @@ def impossible(name: str, need: int, largest: int) -> str:
     )
 
 
-def _alive(d: Draft, node: Node) -> bool:
-    presence = d.state.presence.get(node.name)
-    return presence is not None and presence.alive and presence.status is not None and not presence.status.stopping
-
-
-def _consider(d: Draft, model: Model, node: Node, device_id: str, need: int, extra: bool, waited: float) -> Candidate | _Option:
-    booked = booking(d.state, node.name, device_id)
-    base = Candidate(node=node.name, device_ids=(device_id,), way="load", needed_bytes=need, free_bytes=max(0, booked.free))
-
-    def excluded(why: str) -> Candidate:
-        return base.model_copy(update={"way": "wait", "excluded": why})
-
-    if not _alive(d, node):
-        return excluded("the node is silent or stopping")
-    if node.cordoned:
-        return excluded("the node is cordoned")
-    if need > booked.budget:
-        return excluded(f"needs {gib(need)}, its budget is {gib(booked.budget)}").model_copy(update={"way": "impossible"})
-    if d.paused(f"{node.name}/{device_id}"):
-        return excluded("its nodeagent has just refused a reservation")
-    if need <= booked.free:  # 4
-        return _option(d, model, base, 4, Victims())
-    if need <= booked.coming:  # 5
-        return _option(d, model, base, 5, Victims())
-    short = need - booked.coming
-    idle = choose_victims(d, node.name, device_id, short, model, serving=False, spare_wanted=extra)
+def _consider(d: Draft, r: _Request, b: Booking) -> Candidate | _Option:
+    """One device: an option with its branch, or a candidate that says why not."""
+    if b.closed:
+        return _excluded(r, b, b.closed)
+    if r.need > b.budget:
+        return _excluded(r, b, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
+    if d.paused(b.key):
+        return _excluded(r, b, "its nodeagent has just refused a reservation")
+    if r.need <= b.free:  # 4
+        return _option(r, b, 4, Victims())
+    if r.need <= b.coming:  # 5
+        return _option(r, b, 5, Victims())
+    short = r.need - b.coming
+    idle = choose_victims(d, b.node, b.device_id, short, r.model, serving=False, spare_wanted=r.extra)
     if idle.enough:  # 6
-        return _option(d, model, base, 6, idle)
-    if not extra and waited >= d.policy.preempt_after:  # 7
-        serving = choose_victims(d, node.name, device_id, short, model, serving=True, spare_wanted=False)
+        return _option(r, b, 6, idle)
+    if not r.extra and r.waited >= d.policy.preempt_after:  # 7
+        serving = choose_victims(d, b.node, b.device_id, short, r.model, serving=True, spare_wanted=False)
         if serving.enough:
-            return _option(d, model, base, 7, serving)
-    return excluded(f"needs {gib(need)}, {gib(max(0, booked.free))} free of {gib(booked.budget)}; {idle.obstacles}")
+            return _option(r, b, 7, serving)
+    return _excluded(r, b, f"needs {gib(r.need)}, {gib(max(0, b.free))} free of {gib(b.budget)}; {idle.obstacles}")
 
 
-def _option(d: Draft, model: Model, base: Candidate, branch: int, victims: Victims) -> _Option:
-    predicted = predict(d.state, base.node, model.card, leaving=branch > 4)
-    update = {
-        "way": "load" if branch == 4 else "evict_then_load",
-        "predicted": predicted,
-        "predicted_ms": total(predicted),
-        "victims": victims.labels,
-    }
-    return _Option(base.model_copy(update=update), branch, victims, False)
+def _excluded(r: _Request, b: Booking, why: str, way: Way = "wait") -> Candidate:
+    return Candidate(node=b.node, device_ids=(b.device_id,), way=way, needed_bytes=r.need, free_bytes=max(0, b.free), excluded=why)
+
+
+def _option(r: _Request, b: Booking, branch: int, victims: Victims) -> _Option:
+    predicted, predicted_ms = r.forecast.on(b, leaving=branch > 4)
+    candidate = Candidate(
+        node=b.node,
+        device_ids=(b.device_id,),
+        way="load" if branch == 4 else "evict_then_load",
+        predicted_ms=predicted_ms,
+        predicted=predicted,
+        needed_bytes=r.need,
+        free_bytes=max(0, b.free),
+        victims=victims.labels,
+    )
+    return _Option(candidate, branch, victims, b.key in r.avoid)
 
 
 def _why(best: _Option) -> str:

@@ -11,7 +11,7 @@ from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
 from services.scheduler.domain.entities import Model, ModelDemand, Pressure, Trouble, Unmet, Waiter
 from services.scheduler.domain.events import AddModelsAsked, AdminAsked, ChangeNodeAsked, RemoveModelAsked, SleepAsked, WakeAsked
 from services.scheduler.domain.lifecycle import leave
-from services.scheduler.domain.placement import impossible
+from services.scheduler.domain.placement import impossible, largest_budget
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.base import Done
@@ -116,9 +116,8 @@ def _card(d: Draft, old: Model | None, spec: ModelSpec, infos: dict[str, ModelIn
 
 
 def _refuse_impossible(d: Draft, cards: list[ModelCard]) -> None:
-    alive = [n for n in d.state.nodes.values() if (p := d.state.presence.get(n.name)) and p.alive and p.status]
-    largest = max((device.budget_bytes for n in alive for device in n.devices), default=None)
-    if largest is None:
+    largest = largest_budget(d.state)
+    if not largest:
         return
     faults = [impossible(c.name, need_of(c).total, largest) for c in cards if need_of(c).total > largest]
     if faults:

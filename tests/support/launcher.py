@@ -48,9 +48,10 @@ class Thaw:
             **environment,
         }
 
-    def popen(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    def popen(self, *arguments: str, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
+        """`prefix`: a command that runs what follows it."""
         return subprocess.Popen(
-            [sys.executable, "-m", "thaw.cli.app", *arguments],
+            [*prefix, sys.executable, "-m", "thaw.cli.app", *arguments],
             env=self.environment,
             text=True,
             stdout=subprocess.PIPE,

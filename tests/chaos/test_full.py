@@ -1,0 +1,114 @@
+"""No room left: a full disk below the whole mesh, and shared memory that holds one model's weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.launcher import until
+from tests.support.mesh import LOADER, Victim
+from tests.support.outcomes import Asked, ask
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")]
+_HOME_SIZE = "256m"
+_WEIGHTS = 880_640
+_OWN_SHM = f'mount -t tmpfs -o size={_WEIGHTS * 3 // 2} tmpfs /dev/shm && exec "$@"'
+
+
+class Cramped(Victim):
+    """State on a small disk of its own, and a small /dev/shm that only its processes see."""
+
+    def __init__(self, **environment: str) -> None:
+        super().__init__(**environment)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_HOME_SIZE},mode=700", "tmpfs", str(self.home)], check=True)
+
+    def popen(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        if arguments[0] != "up":
+            return super().popen(*arguments, **options)
+        inside = ("unshare", "--mount", "--propagation", "private", "sh", "-c", _OWN_SHM, "sh")
+        return super().popen(*arguments, prefix=inside, **options)
+
+    def segments(self) -> list[str]:
+        try:
+            shm = Path(f"/proc/{self.pid(LOADER)}/root/dev/shm")
+            return [p.name for p in shm.iterdir() if p.name.startswith("thaw-")]
+        except (OSError, KeyError, TypeError):
+            return super().segments()
+
+    def resize_shared_memory(self, size: str) -> None:
+        enter = ["nsenter", "-t", str(self.pid(LOADER)), "-m"]
+        subprocess.run([*enter, "mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
+
+    def fill_disk(self) -> Path:
+        filler = self.home / "filler"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(b"\0" * 65536)
+        return filler
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            subprocess.run(["umount", str(self.home)], check=False)
+            self.home.rmdir()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Victim]:
+    victim = Cramped()
+    try:
+        victim.begin()
+        yield victim
+    finally:
+        victim.close()
+
+
+def test_shared_memory_for_one_model_serves_one_at_a_time(mesh: Cramped, client: openai.OpenAI) -> None:
+    """The device's budget holds two: only the loader finds that shared memory does not. Another has to leave, and the client's retry finds room."""
+    expected = ask(client)
+    for outcome in [Asked(mesh.url, "two", stream=stream, tokens=8).outcome() for stream in (True, False)]:
+        if outcome.kind != "answered":
+            assert (outcome.kind, outcome.status, outcome.code) == ("error", 503, "insufficient_memory")
+            assert "/dev/shm" in str(outcome.error)
+    assert ask(client, "two")
+    assert ask(client) == expected
+
+
+def test_shared_memory_without_room_is_a_typed_error_until_there_is_room(mesh: Cramped, client: openai.OpenAI) -> None:
+    for model in ("one", "two"):
+        mesh.make_cold(model)
+    mesh.resize_shared_memory(str(_WEIGHTS // 2))
+    for outcome in [Asked(mesh.url, "one", stream=stream, tokens=8).outcome() for stream in (True, False)]:
+        assert (outcome.kind, outcome.status, outcome.code) == ("error", 503, "insufficient_memory")
+        assert "enlarge" in str(outcome.error)
+    mesh.assert_settled()
+    mesh.resize_shared_memory("64m")
+    assert ask(client)
+    assert ask(client, "two")
+
+
+def test_a_full_disk_costs_nobody_an_answer_once_there_is_room(mesh: Cramped, client: openai.OpenAI) -> None:
+    mesh.resize_shared_memory("64m")
+    whole = ask(client, tokens=900)
+    mesh.make_cold("two")
+    filler = mesh.fill_disk()
+    try:
+        # The warm path writes nothing.
+        outcomes = [a.outcome() for a in [Asked(mesh.url, "one", stream=stream) for stream in (True, False)]]
+        assert [(o.kind, o.text) for o in outcomes] == [("answered", whole)] * 2
+        waiting = [Asked(mesh.url, "two", stream=stream, tokens=8) for stream in (True, False)]
+        waiting[0].join(5)
+    finally:
+        filler.unlink()
+    for outcome in (a.outcome() for a in waiting):
+        assert outcome.kind == "answered", outcome
+    until(mesh.ready, what="the gateway is ready")
+    assert ask(client, "two")
+    assert ask(client, tokens=900) == whole

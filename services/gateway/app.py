@@ -18,12 +18,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from services.gateway.adapters.catalog import CatalogWatcher
+from services.gateway.adapters.buckets import BucketWatcher
+from services.gateway.adapters.catalog import CatalogCopy
 from services.gateway.http.admin import Admin
 from services.gateway.http.edge import Edge
 from services.gateway.http.generate import Generate
 from services.gateway.http.info import Info
-from services.gateway.http.keys import Keys
 from services.gateway.metrics import Metrics
 from services.gateway.recording import Recorder
 from services.gateway.service import Gateway
@@ -32,6 +32,7 @@ from shared.contracts import subjects
 from shared.contracts.demand import LoadFailed
 from shared.contracts.node import NodeStatus, StatusWanted
 from shared.messaging import Mesh
+from shared.messaging.streams import catalog_bucket, keys_bucket
 
 log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
@@ -55,7 +56,7 @@ def http_app(gateway: Gateway) -> ASGIApp:
         Route("/v1/{rest:path}", info.elsewhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
     ]
     # A bare router: Starlette's own exception handlers would answer in another shape than the Edge.
-    app: ASGIApp = Edge(Router(routes, redirect_slashes=False), Keys(gateway.settings))
+    app: ASGIApp = Edge(Router(routes, redirect_slashes=False), gateway)
     origins = [o.strip() for o in gateway.settings.cors_origins.split(",") if o.strip()]
     if origins:
         exposed = ["x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-thaw-ignored"]
@@ -99,8 +100,6 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
     try:
         mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, gateway.on_status)
         mesh.listen(subjects.LOAD_FAILED, LoadFailed, gateway.on_load_failed)
-        if not await _started(mesh, stop):
-            return 0
         return await _serve(gateway, listener, stop)
     finally:
         listener.close()
@@ -108,16 +107,15 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
         metrics.close()
 
 
-async def _started(mesh: Mesh, stop: asyncio.Event) -> bool:
-    """Connect, waiting for NATS as long as it takes; False if told to stop before."""
-    starting, stopping = asyncio.create_task(mesh.start()), asyncio.create_task(stop.wait())
-    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not starting.done():
-        starting.cancel()
-        return False
-    await starting
-    return True
+async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
+    """Connect, waiting for NATS as long as it takes; until then /health and /ready are all that can be answered."""
+    mesh = gateway.mesh
+    await mesh.start()
+    await gateway.run(group)
+    cards = CatalogCopy(gateway.catalog, gateway.on_model_removed)
+    for bucket, copy in ((catalog_bucket, cards), (keys_bucket, gateway.keys.store)):
+        gateway.tasks.append(group.create_task(BucketWatcher(mesh, bucket, copy).run(), name=bucket.__name__))
+    await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
 
 
 async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> int:
@@ -138,14 +136,12 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         )
     )
     async with asyncio.TaskGroup() as group:
-        await gateway.run(group)
+        serving = group.create_task(server.serve(sockets=[listener]), name="http")
+        log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
         background = [
-            group.create_task(CatalogWatcher(gateway.mesh, gateway).run(), name="catalogue"),
+            group.create_task(_join(gateway, group), name="join"),
             group.create_task(gateway.recorder.run(), name="traces"),
         ]
-        serving = group.create_task(server.serve(sockets=[listener]), name="http")
-        await gateway.mesh.publish(subjects.STATUS_WANTED, StatusWanted())
-        log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
         lost = await _until(stop, gateway.mesh.lost)
         await _finish(gateway, server, serving)
         for task in (*background, *gateway.tasks):

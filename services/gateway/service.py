@@ -12,11 +12,13 @@ from opentelemetry.trace import Span
 from services.gateway.adapters.demand import DemandSender
 from services.gateway.adapters.engines import Engines
 from services.gateway.adapters.idempotency import Claim, Entry, Found, IdempotencyStore
+from services.gateway.adapters.keystore import KeyStore
 from services.gateway.adapters.lengths import Lengths
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from services.gateway.exchange import Exchange, Sink
+from services.gateway.http.keys import Keys
 from services.gateway.http.parse import Parsed
 from services.gateway.keyed import Keyed
 from services.gateway.recording import Recorder
@@ -24,11 +26,12 @@ from services.gateway.settings import GatewaySettings
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.models import ModelCard
 from shared.contracts.node import NodeStatus
-from shared.errors import ModelNotFound, ShuttingDown, ThawError
+from shared.errors import ModelNotFound, ShuttingDown, ThawError, Unavailable
 from shared.messaging import Mesh
 from shared.telemetry.tracing import traceparent
 
 TICK_S = 0.1
+_STARTING_RETRY_MS = 1_000
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,13 @@ class Gateway:
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = Engines(mesh, self.id)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
+        self.keys = Keys(settings, KeyStore(mesh))
         self.lengths = Lengths()
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
         self._open: dict[str, Exchange] = {}
         self._keyed: set[asyncio.Task[None]] = set()
         self.tasks: list[asyncio.Task[None]] = []
+        self.joined = False
         self.closing = False
 
     # Requests.
@@ -143,6 +148,28 @@ class Gateway:
             await asyncio.sleep(TICK_S)
             self.dispatcher.on_tick(time.monotonic())
 
+    def faults(self) -> list[str]:
+        """Why requests are not taken now; empty: they are."""
+        if not self.joined:
+            return ["not connected to NATS yet"]
+        wrong = {
+            "stopping": self.closing,
+            "not connected to NATS": not self.mesh.nc.is_connected,
+            "the catalogue has not been read": not self.catalog.complete,
+            "the API keys have not been read": not self.keys.store.complete,
+        }
+        return [fault for fault, so in wrong.items() if so]
+
+    def require_knowledge(self, path: str) -> None:
+        """Raise `Unavailable` for what cannot be answered before the mesh has been read: models, and who may do what."""
+        if path.startswith("/admin/"):
+            known = self.joined and self.keys.store.complete
+        else:
+            known = not path.startswith("/v1/") or (self.joined and self.keys.store.complete and self.catalog.complete)
+        if not known:
+            faults = ", ".join(self.faults())
+            raise Unavailable(f"The gateway is starting: {faults}", retry_after_ms=_STARTING_RETRY_MS, should_retry=True)
+
     async def run(self, group: asyncio.TaskGroup) -> None:
         await self.engines.start()
         self.tasks = [
@@ -150,6 +177,7 @@ class Gateway:
             group.create_task(self._demand.run(), name="demand"),
             group.create_task(self.tick(), name="tick"),
         ]
+        self.joined = True
 
     def begin_closing(self) -> None:
         """Take no new request; those here go on."""

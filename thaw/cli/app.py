@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import thaw
-from thaw.cli import chat, docs, doctor, explain, logs, models, node, ps, trace, up, wake
+from thaw.cli import chat, docs, doctor, explain, keys, logs, models, node, ps, trace, up, wake
 
 app = typer.Typer(
     name="thaw",
@@ -41,6 +41,7 @@ app.command("up")(up.up)
 app.command("down")(up.down)
 app.command("ps")(ps.ps)
 app.add_typer(models.app, name="models")
+app.add_typer(keys.app, name="keys")
 app.command("wake")(wake.wake)
 app.command("sleep")(wake.sleep)
 app.command("chat")(chat.chat)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 
+from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 from pydantic import TypeAdapter
 from starlette.requests import Request
@@ -31,10 +33,12 @@ from shared.contracts.admin import (
 )
 from shared.contracts.base import Done, Message
 from shared.contracts.base import Request as MeshRequest
-from shared.errors import InvalidRequest, NotFound
+from shared.contracts.keys import ApiKey, KeyList, NewKey
+from shared.errors import InvalidRequest, NotFound, Unavailable
 
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
 _MAX_BODY = 4 * 1024 * 1024
+_MAX_KEY_BODY = 64 * 1024
 
 
 class Admin:
@@ -49,6 +53,9 @@ class Admin:
             Route(f"{at}/models/{{name:path}}/wake", self.wake, methods=["POST"]),
             Route(f"{at}/models/{{name:path}}/sleep", self.sleep, methods=["POST"]),
             Route(f"{at}/models/{{name:path}}", self.remove_model, methods=["DELETE"]),
+            Route(f"{at}/keys", self.keys, methods=["GET"]),
+            Route(f"{at}/keys", self.add_key, methods=["POST"]),
+            Route(f"{at}/keys/{{name}}", self.revoke_key, methods=["DELETE"]),
             Route(f"{at}/explain", self.explain, methods=["GET"]),
             Route(f"{at}/nodes/{{node}}/cordon", self.cordon, methods=["POST"]),
             Route(f"{at}/nodes/{{node}}/uncordon", self.uncordon, methods=["POST"]),
@@ -80,6 +87,19 @@ class Admin:
         return await self._ask(
             SleepModel(deadline_ms=_deadline(request, SleepModel), name=request.path_params["name"]), ModelAsleep
         )
+
+    async def keys(self, request: Request) -> Response:
+        keys = self._gateway.keys
+        return json_response(KeyList(keys=tuple(keys.store.all()), configured=len(keys.configured)).model_dump(mode="json"))
+
+    async def add_key(self, request: Request) -> Response:
+        asked = validated(NewKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        key = ApiKey(name=asked.name, scope=asked.scope, created=int(time.time()))
+        await self._gateway.keys.store.add(asked.sha256, key)
+        return json_response(key.model_dump(mode="json"))
+
+    async def revoke_key(self, request: Request) -> Response:
+        return json_response((await self._gateway.keys.store.revoke(request.path_params["name"])).model_dump(mode="json"))
 
     async def explain(self, request: Request) -> Response:
         model, plan = request.query_params.get("model"), request.query_params.get("plan")
@@ -117,6 +137,8 @@ class Admin:
             found = await js.get_last_msg(subjects.TRACE_STREAM, subject)
         except NotFoundError as e:
             raise NotFound(absent) from e
+        except (NatsError, TimeoutError) as e:
+            raise Unavailable(f"the traces cannot be read now: {type(e).__name__}", should_retry=True) from e
         return json_response(json.loads(found.data or b"null"))
 
 

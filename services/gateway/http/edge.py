@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.http.errors import error_response, from_http
-from services.gateway.http.keys import Keys
+from services.gateway.service import Gateway
 from shared.errors import InvalidRequest, PayloadTooLarge, ThawError
 from shared.telemetry.logs import request_id as log_request_id
 
@@ -23,9 +23,9 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Edge:
     """Wraps the router. Handlers raise; nothing they raise reaches the server."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
-        self._keys = keys
+        self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,7 +46,8 @@ class Edge:
             await send(message)
 
         try:
-            self._keys.check(scope["path"], Headers(scope=scope).get("authorization"))
+            self._gateway.require_knowledge(scope["path"])
+            self._gateway.keys.check(scope["path"], Headers(scope=scope).get("authorization"))
             await self._app(scope, receive, send_with_id)
         except (ThawError, HTTPException) as e:
             if begun:

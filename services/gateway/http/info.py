@@ -52,18 +52,9 @@ class Info:
         return json_response({"status": "ok", "uptime_s": round(time.monotonic() - self._started, 1)})
 
     async def ready(self, request: Request) -> Response:
-        """Ready: the mesh is there, the catalogue has been read, and new requests are taken."""
-        gateway = self._gateway
-        faults = [
-            what
-            for what, wrong in (
-                ("stopping", gateway.closing),
-                ("not connected to NATS", not gateway.mesh.nc.is_connected),
-                ("the catalogue has not been read", not gateway.catalog.complete),
-            )
-            if wrong
-        ]
-        state = {"status": "ready" if not faults else "not ready", "faults": faults, "models": len(gateway.catalog)}
+        """Ready: the mesh is there, what it knows has been read, and new requests are taken."""
+        faults = self._gateway.faults()
+        state = {"status": "ready" if not faults else "not ready", "faults": faults, "models": len(self._gateway.catalog)}
         return json_response(state, 503 if faults else 200)
 
     async def metrics(self, request: Request) -> Response:

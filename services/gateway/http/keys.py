@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import time
 from pathlib import Path
 
+from services.gateway.adapters.keystore import KeyStore
 from services.gateway.settings import GatewaySettings
 from shared.errors import AuthenticationFailed
 
@@ -51,22 +51,29 @@ class KeyFile:
 
 
 class Keys:
-    """Says who may do what: `/v1` needs an inference key where any are configured, `/admin` the admin key where one is."""
+    """Says who may do what: `/v1` needs an inference key as soon as there is any, `/admin` an admin key as soon as there is any."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        self._admin = hash_key(settings.admin_key.get_secret_value()) if settings.admin_key else None
+    def __init__(self, settings: GatewaySettings, store: KeyStore) -> None:
+        self._admin = frozenset({hash_key(settings.admin_key.get_secret_value())} if settings.admin_key else ())
         listed = settings.api_keys.get_secret_value() if settings.api_keys else ""
         self._listed = frozenset(h.strip().lower() for h in listed.split(",") if h.strip())
         self._file = KeyFile(settings.api_keys_file) if settings.api_keys_file else None
+        self.store = store
+
+    @property
+    def configured(self) -> frozenset[str]:
+        """Hashes of the inference keys that the settings name."""
+        return self._listed | (self._file.hashes() if self._file else frozenset())
 
     def check(self, path: str, authorization: str | None) -> None:
         """Raise `AuthenticationFailed` unless the header's key opens `path`."""
         if path.startswith("/admin/"):
-            if self._admin is not None and not hmac.compare_digest(self.of(authorization), self._admin):
+            known = self._admin | self.store.hashes("admin")
+            if known and self.of(authorization) not in known:
                 raise AuthenticationFailed("The admin API needs its key: Authorization: Bearer <THAW_ADMIN_KEY>")
-        elif path.startswith("/v1/") and (self._listed or self._file is not None):
-            known = self._listed | (self._file.hashes() if self._file else frozenset())
-            if self.of(authorization) not in known:
+        elif path.startswith("/v1/"):
+            known = self.configured | self.store.hashes("inference")
+            if (known or self._file is not None) and self.of(authorization) not in known:
                 raise AuthenticationFailed("Incorrect API key provided, or none: Authorization: Bearer <key>")
 
     @staticmethod

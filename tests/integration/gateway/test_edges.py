@@ -208,7 +208,9 @@ async def test_the_admin_api_asks_the_scheduler(gateway: Served, node: FakeNode)
 
     await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, answer).start()
     await node.mesh.nc.flush()
-    assert (await gateway.http.get("/admin/v1/cluster")).json()["epoch"] == 3
+    viewed = await gateway.http.get("/admin/v1/cluster")
+    assert viewed.status_code == 200, viewed.text
+    assert viewed.json()["epoch"] == 3
     assert (await gateway.http.post("/admin/v1/models/org/x/wake?timeout=7")).json()["instance_id"] == "i"
     assert (asked[-1].deadline_ms, getattr(asked[-1], "name", "")) == (7000, "org/x")
     removed = await gateway.http.delete("/admin/v1/models/org/x")

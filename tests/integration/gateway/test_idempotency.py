@@ -24,6 +24,7 @@ from tests.support.servers import NatsServer, free_port
 URL = "/v1/chat/completions"
 TEXT = "".join(WORDS)
 KEY = {"idempotency-key": "k-1"}
+NAME = digest(Keys.of(None).encode(), URL.encode(), b"k-1")
 
 
 async def test_the_second_request_gets_the_firsts_answer(gateway: Served, node: FakeNode) -> None:
@@ -170,8 +171,7 @@ async def test_a_killed_gateways_generation_is_joined(node: FakeNode, serve: Ser
 
 async def _entry(node: FakeNode) -> Entry | None:
     bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
-    keys = await bucket.keys()
-    value = (await bucket.get(keys[0])).value
+    value = (await bucket.get(NAME)).value
     return Entry.model_validate_json(value) if value else None
 
 
@@ -184,8 +184,7 @@ async def _taken_over(node: FakeNode) -> bool:
 async def claimed(node: FakeNode, body: bytes) -> Claim:
     """A key as a gateway that then dies leaves it."""
     dead = IdempotencyStore(node.mesh, "dead", 3600.0, 2**24)
-    key = digest(Keys.of(None).encode(), URL.encode(), b"k-1")
-    claim = await dead.find(key, Entry(request=digest(body), answer_id="chatcmpl-dead", created=1))
+    claim = await dead.find(NAME, Entry(request=digest(body), answer_id="chatcmpl-dead", created=1))
     assert isinstance(claim, Claim)
     return claim
 
@@ -300,8 +299,7 @@ async def test_the_last_of_several_clients_ends_the_generation(gateway: Served, 
 
 
 async def _waited_for(node: FakeNode) -> bool:
-    key = digest(Keys.of(None).encode(), URL.encode(), b"k-1")
-    return await IdempotencyStore(node.mesh, "test", 3600.0, 2**24).anybody_waits(key)
+    return await IdempotencyStore(node.mesh, "test", 3600.0, 2**24).anybody_waits(NAME)
 
 
 async def test_followers_hear_of_a_failure_once(gateway: Served, node: FakeNode) -> None:
@@ -369,7 +367,7 @@ async def test_an_owner_that_was_taken_for_dead_gives_way(gateway: Served, node:
     entry = await _entry(node)
     assert entry is not None
     usurped = entry.model_copy(update={"owner": "other:1"})
-    await bucket.put((await bucket.keys())[0], usurped.model_dump_json().encode())
+    await bucket.put(NAME, usurped.model_dump_json().encode())
     answer = await first
     assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
     assert engine.cancelled == []

@@ -68,6 +68,35 @@ async def test_it_can_be_stopped_while_nats_is_not_there() -> None:
     assert (await ended(process))[0] == 0
 
 
+async def test_before_nats_is_up_it_says_so_and_nothing_hangs() -> None:
+    port, nats_port = free_port(), free_port()
+    base = f"http://127.0.0.1:{port}"
+    process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port))
+    await until(lambda: answers(base, "/health"), within=20)
+    async with httpx.AsyncClient(base_url=base, timeout=2) as client:
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/openapi.json")).status_code == 200
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()["faults"]) == (503, ["not connected to NATS yet"])
+        refused = [await client.get("/v1/models"), await client.get("/v1/models/alpha"), await client.get("/admin/v1/cluster")]
+        refused += [await client.get("/admin/v1/traces/last"), await client.get("/admin/v1/keys")]
+        for path, body in (("chat/completions", chat()), ("embeddings", {"model": "x", "input": "y"}), ("rerank", {"model": "x"})):
+            headers = {"idempotency-key": "k"}
+            refused.append(await client.post(f"/v1/{path}", json=body, headers=headers))
+        assert {(r.status_code, r.json()["error"]["code"], r.headers["x-should-retry"]) for r in refused} == {
+            (503, "unavailable", "true")
+        }
+        assert (await client.get("/nonsense")).status_code == 404
+    late = NatsServer(port=nats_port)
+    try:
+        await until(lambda: answers(base, "/ready"), within=20)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        status = (await ended(process))[0]
+        late.close()
+    assert status == 0
+
+
 async def test_sigterm_ends_it_in_order_and_logs_no_prompt(node: FakeNode, own_nats: NatsServer) -> None:
     port = free_port()
     base = f"http://127.0.0.1:{port}"

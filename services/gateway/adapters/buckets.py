@@ -1,0 +1,84 @@
+"""Follows a JetStream bucket, through restarts of NATS and before anybody has made it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
+
+from shared.messaging import Mesh
+
+log = logging.getLogger(__name__)
+_CHECK_S = 2.0
+_RETRY_S = 0.3
+
+
+class Copy(Protocol):
+    """What is kept of a bucket."""
+
+    def replace(self, entries: dict[str, bytes]) -> None:
+        """The whole bucket, as of now."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+    def remove(self, key: str) -> None: ...
+
+
+class BucketWatcher:
+    """Reads the whole bucket, then its changes. A change that a restart swallowed shows in the bucket's last revision."""
+
+    def __init__(self, mesh: Mesh, bucket: Callable[[JetStreamContext], Awaitable[KeyValue]], copy: Copy) -> None:
+        self._mesh = mesh
+        self._bucket = bucket
+        self._copy = copy
+        self._revision = 0
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        while True:
+            try:
+                await self._follow()
+            except (NatsError, TimeoutError, ConnectionError) as e:
+                log.info("a bucket cannot be read now; trying again", extra={"error": repr(e)})
+            await asyncio.sleep(_RETRY_S)
+
+    async def _follow(self) -> None:
+        bucket = await self._bucket(self._mesh.nc.jetstream(timeout=2))
+        watcher: Any = await bucket.watchall()  # its methods carry no types
+        try:
+            await self._snapshot(watcher)
+            while not await self._behind(bucket, watcher):
+                pass
+        finally:
+            if self._mesh.nc.is_connected:
+                await watcher.stop()
+
+    async def _snapshot(self, watcher: Any) -> None:
+        entries: dict[str, bytes] = {}
+        self._revision = 0
+        while (entry := await watcher.updates(timeout=5)) is not None:
+            self._revision = entry.revision or self._revision
+            if entry.operation is None and entry.value:
+                entries[entry.key] = entry.value
+        self._copy.replace(entries)
+
+    async def _behind(self, bucket: KeyValue, watcher: Any) -> bool:
+        """Take over one change, or see after a while that there was one which did not come."""
+        try:
+            entry = await watcher.updates(timeout=_CHECK_S)
+        except TimeoutError:
+            status = await bucket.status()
+            last = status.stream_info.state.last_seq
+            return last != self._revision and watcher._updates.empty()
+        if entry is None:
+            return False
+        self._revision = entry.revision or self._revision
+        if entry.operation is None and entry.value:
+            self._copy.put(entry.key, entry.value)
+        elif entry.operation in (KV_DEL, KV_PURGE):
+            self._copy.remove(entry.key)
+        return False

@@ -1,0 +1,34 @@
+"""API keys as the mesh keeps them: in the bucket `subjects.KEYS_BUCKET`, under the key's SHA-256 in hex. The key itself is kept nowhere."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.contracts.base import Frozen
+
+KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$"
+HASH_PATTERN = r"^[0-9a-f]{64}$"
+Scope = Literal["inference", "admin"]
+
+
+class ApiKey(Frozen):
+    name: str = Field(pattern=KEY_NAME_PATTERN)
+    scope: Scope = "inference"
+    created: int = Field(description="Unix seconds.")
+
+
+class NewKey(Frozen):
+    """What the admin API is asked: `sha256` of a key that the caller has made himself, so that nobody else ever sees it."""
+
+    name: str = Field(pattern=KEY_NAME_PATTERN)
+    scope: Scope = "inference"
+    sha256: str = Field(pattern=HASH_PATTERN)
+
+
+class KeyList(Frozen):
+    """`configured`: inference keys that come from the gateway's settings instead."""
+
+    keys: tuple[ApiKey, ...] = ()
+    configured: int = 0

@@ -1,0 +1,80 @@
+"""`thaw keys add|list|revoke`."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.table import Table
+
+from shared.contracts.keys import ApiKey, KeyList, NewKey
+from thaw.cli.api import Api
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.errors import CommandError
+
+app = typer.Typer(help="API keys of the endpoint: make one, list them, revoke one.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name of the key: who or what it is for.", metavar="NAME")]
+
+
+@app.command()
+@verb
+def add(
+    name: Name,
+    admin: Annotated[bool, typer.Option("--admin", help="For the admin API instead of inference.")] = False,
+    as_json: Json = False,
+) -> Document:
+    """Make an API key and show it, this once. With the first one, inference (or the admin API) needs a key.
+
+    Example: [bold]thaw keys add alice[/]
+    """
+    # Made here, so that only its hash ever reaches the mesh.
+    key = f"sk-thaw-{secrets.token_urlsafe(32)}"
+    try:
+        asked = NewKey(name=name, scope="admin" if admin else "inference", sha256=hashlib.sha256(key.encode()).hexdigest())
+    except ValidationError as e:
+        raise CommandError(
+            f"{name!r} cannot be the name of a key.", "Letters, digits and . _ @ - , at most 100, a letter or digit first."
+        ) from e
+    made = ApiKey.model_validate(Api.find().request("POST", "/admin/v1/keys", asked))
+    out = screen(as_json)
+    out.print(f"[green]✓[/] {made.name} ({made.scope}); only its hash is kept, so write it down now:")
+    out.print(f"  [bold]{key}[/]", soft_wrap=True)
+    return made.model_dump(mode="json") | {"key": key}
+
+
+@app.command("list")
+@verb
+def list_keys(as_json: Json = False) -> Document:
+    """List the API keys that were made with `thaw keys add`.
+
+    Example: [bold]thaw keys list[/]
+    """
+    found = KeyList.model_validate(Api.find().request("GET", "/admin/v1/keys"))
+    out = screen(as_json)
+    table = Table(box=None, header_style="dim")
+    for column in ("NAME", "SCOPE", "MADE"):
+        table.add_column(column)
+    for key in found.keys:
+        table.add_row(key.name, key.scope, time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created)))
+    out.print(table)
+    if found.configured:
+        out.print(f"[dim]and {found.configured} from the gateway's settings[/]")
+    if not found.configured and not any(key.scope == "inference" for key in found.keys):
+        out.print("[dim]no key for inference: whoever reaches the endpoint may use it[/]")
+    return found.model_dump(mode="json")
+
+
+@app.command()
+@verb
+def revoke(name: Name, as_json: Json = False) -> Document:
+    """Make an API key invalid, at once and on every gateway.
+
+    Example: [bold]thaw keys revoke alice[/]
+    """
+    revoked = ApiKey.model_validate(Api.find().request("DELETE", f"/admin/v1/keys/{name}"))
+    screen(as_json).print(f"[green]✓[/] {revoked.name} is not valid any more")
+    return revoked.model_dump(mode="json")

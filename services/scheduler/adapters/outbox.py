@@ -227,11 +227,13 @@ def _before(effect: SendStart, committed_at: float) -> tuple[PhaseSpan, ...]:
         if end > start:
             spans.append(PhaseSpan(phase=phase, start_ms=(start - sent) * 1e3, duration_ms=(end - start) * 1e3, process=SCHEDULER))
 
-    waited = effect.planned_at - effect.requested_at > _WAITED_S
-    add(Phase.RESERVE if waited else Phase.SCHEDULE, effect.requested_at, effect.planned_at)
-    decided = effect.planned_at
+    deciding_since = effect.requested_at
+    if effect.planned_at - effect.requested_at > _WAITED_S:
+        add(Phase.RESERVE, effect.requested_at, effect.planned_at)
+        deciding_since = effect.planned_at
     if effect.claimed:
-        decided = committed_at
+        add(Phase.SCHEDULE, deciding_since, effect.planned_at)
         add(Phase.RESERVE, effect.planned_at, committed_at)
-    add(Phase.SCHEDULE, decided, sent)
+        deciding_since = committed_at
+    add(Phase.SCHEDULE, deciding_since, sent)
     return tuple(spans)

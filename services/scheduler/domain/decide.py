@@ -26,7 +26,7 @@ from services.scheduler.domain.events import (
     WakeAsked,
 )
 from services.scheduler.domain.lifecycle import refused, release, start_failed
-from services.scheduler.domain.observe import hear_node, lose_silent_nodes
+from services.scheduler.domain.observe import end_stalled_starts, hear_node, lose_silent_nodes
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.registry import administer
 from services.scheduler.domain.settle import settle
@@ -58,6 +58,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
         case Tick():
             forget_old_demand(d)
             lose_silent_nodes(d)
+            end_stalled_starts(d)
             for pause in list(d.state.pauses.values()):
                 if pause.until <= now:
                     d.drop(Pause, pause.subject)

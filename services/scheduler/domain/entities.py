@@ -135,11 +135,12 @@ class LoaderPresence:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An instance as its nodeagent last reported it. `idle_since` None: it is serving."""
+    """An instance as its nodeagent last reported it. `idle_since` None: it is serving. `moved_at`: when its start last got on."""
 
     instance_id: str
     status: InstanceStatus
     idle_since: float | None
+    moved_at: float = 0.0
 
     @property
     def key(self) -> str:

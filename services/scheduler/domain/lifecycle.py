@@ -192,6 +192,19 @@ def _tell_sleepers(d: Draft, i: Instance, freed: int) -> None:
 def start_failed(d: Draft, i: Instance, error: ErrorBody) -> None:
     """A start failed: once more if that can help, else everybody who waits is told."""
     conclude(d, i, "failed" if i.leaving == "no" else "cancelled", error.message, error)
+    _count_failure(d, i, error)
+
+
+def stalled(d: Draft, i: Instance, error: ErrorBody) -> None:
+    """A start gets on no longer: as `start_failed`, but it is stopped first, and its bytes stay booked until they are proved free."""
+    plan = d.state.plans.get(i.plan_id)
+    if plan is not None and plan.outcome == "pending":
+        _finish_plan(d, i, plan.model_copy(update={"outcome": "failed", "error": error}))
+    leave(d, i, "drain", error.message)
+    _count_failure(d, i, error)
+
+
+def _count_failure(d: Draft, i: Instance, error: ErrorBody) -> None:
     model = d.state.models.get(i.model)
     if model is None or i.leaving != "no" or i.generation != model.card.generation:
         return

@@ -14,7 +14,7 @@ from dataclasses import replace
 from services.scheduler.domain.draft import TOKENS_PER_EPOCH, Draft
 from services.scheduler.domain.effects import StepDown
 from services.scheduler.domain.entities import Device, Instance, LoaderPresence, Node, Presence, Seen
-from services.scheduler.domain.lifecycle import became_ready, conclude, crashed, send_stop, start_failed
+from services.scheduler.domain.lifecycle import became_ready, conclude, crashed, send_stop, stalled, start_failed
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, ThawError
@@ -75,7 +75,13 @@ def _seen(d: Draft, s: InstanceStatus) -> Seen:
     old = d.state.seen.get(s.instance_id)
     if idle and old and old.idle_since is not None and old.status.load.completed == s.load.completed:
         since = min(since, old.idle_since)
-    return Seen(s.instance_id, s, since if idle else None)
+    moved = old is None or progress(old.status) != progress(s)
+    return Seen(s.instance_id, s, since if idle else None, d.now if old is None or moved else old.moved_at)
+
+
+def progress(s: InstanceStatus) -> tuple[object, ...]:
+    """What changes while a start gets on."""
+    return (s.state, s.phase, s.progress, s.memory.weights, s.memory.private, len(s.phases))
 
 
 def _unknown(d: Draft, node: str, s: InstanceStatus) -> None:
@@ -129,6 +135,19 @@ def lost(d: Draft, i: Instance, why: str) -> None:
     """The instance is gone without its own doing: not counted against the model, its demand is placed anew."""
     error: ErrorBody = ThawError(f"{i.label} was lost: {why}").body()
     conclude(d, i, "cancelled" if i.claim else "failed", why, error)
+
+
+def end_stalled_starts(d: Draft) -> None:
+    """Stop starts that have not got on for longer than their nodeagent should have let them."""
+    for i in list(d.state.instances.values()):
+        seen = d.state.seen.get(i.instance_id)
+        model = d.state.models.get(i.model)
+        if i.leaving != "no" or seen is None or model is None or not seen.status.state.starting:
+            continue
+        limit = model.card.spec.init_timeout
+        if d.now - seen.moved_at > limit + d.policy.init_grace:
+            text = f"the start of {i.label} made no progress on {i.node} for {limit:g} s; init_timeout sets this limit"
+            stalled(d, i, EngineFailed(text).body())
 
 
 def lose_silent_nodes(d: Draft) -> None:

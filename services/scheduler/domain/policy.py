@@ -41,6 +41,8 @@ class Policy:
     """A stop that shows no effect in the node's status is sent again after this."""
     backoff_first: float = 1.0
     backoff_limit: float = 30.0
+    init_grace: float = 30.0
+    """A start without progress is ended by its nodeagent after `init_timeout`; this much later by the scheduler, should that fail."""
     settled_after: float = 30.0
     """An instance that failed after serving this long does not lengthen the back-off."""
 

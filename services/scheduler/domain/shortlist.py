@@ -39,14 +39,15 @@ def shortlists(d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast) 
             soonest = [(b.key in avoid, ms, b.free, b) for b, ms in zip(fitting, forecast.totals(fitting), strict=True)]
             yield [b for *_, b in nsmallest(SHORTLIST, soonest)]
             return
-    idle = [b for b in usable if b.coming + b.idle >= need]
-    serving = [b for b in usable if b.coming + b.idle < need <= b.coming + b.movable]
-    possible = [*_by_idleness(idle, avoid, forecast), *_by_idleness(serving, avoid, forecast)]  # C, D
-    yield possible[:SHORTLIST] or nsmallest(SHORTLIST, devices, key=lambda b: (bool(b.closed), -b.coming, b.key))  # E
-    for start in range(SHORTLIST, len(possible), SHORTLIST):
-        yield possible[start : start + SHORTLIST]
-
-
-def _by_idleness(devices: list[Booking], avoid: tuple[str, ...], forecast: Forecast) -> list[Booking]:
-    ranked = [(b.key in avoid, ms, b.idle_since, b) for b, ms in zip(devices, forecast.totals(devices), strict=True)]
-    return [b for *_, b in sorted(ranked)]
+    possible = [b for b in usable if b.coming + b.movable >= need]
+    if not possible:  # E
+        yield nsmallest(SHORTLIST, devices, key=lambda b: (bool(b.closed), -b.coming, b.key))
+        return
+    durations = forecast.totals(possible)
+    ranked = [
+        (b.coming + b.idle < need, b.key in avoid, ms, b.idle_since, b) for b, ms in zip(possible, durations, strict=True)
+    ]  # C, D
+    yield [b for *_, b in nsmallest(SHORTLIST, ranked)]
+    ranked.sort()
+    for start in range(SHORTLIST, len(ranked), SHORTLIST):
+        yield [b for *_, b in ranked[start : start + SHORTLIST]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.scheduler.domain.booking import booking
 from services.scheduler.domain.effects import LoadEnded, PublishLoadFailed, SendPrepare, SendRelease, StepDown
 from services.scheduler.domain.events import NodeStatusHeard, StartRefused, WaiterGone
 from services.scheduler.domain.policy import Policy
@@ -463,6 +464,37 @@ def test_a_stale_token_deposes(w: World) -> None:
     assert w.sent(StepDown)
 
 
+def test_a_start_without_progress_is_stopped_and_counted_as_failed(w: World) -> None:
+    agent = w.node("n1")
+    w.node("n2")
+    w.model("a", init_timeout=60)
+    w.demand("a")
+    (start,) = w.starts("a")
+    running = w.agents[start.node].instances[start.command.instance_id]
+    for _ in range(89):
+        w.tick(1)
+        w.demand("a")
+    running.progress = 0.5
+    for _ in range(90):
+        w.tick(1)
+        w.demand("a")
+    assert not w.stops("a"), "it has got on meanwhile"
+    w.tick(2)
+    w.demand("a")
+    assert [s.command.instance_id for s in w.stops("a")] == [start.command.instance_id]
+    (ended,) = w.sent(LoadEnded)
+    assert ended.plan.outcome == "failed"
+    assert "no progress" in ended.plan.error.message  # type: ignore[union-attr]
+    assert w.starts("a")[1].node != start.node, "once more, elsewhere"
+    booked = booking(w.state, start.node, "cpu:0")
+    assert booked.held == 324 * MIB, "its bytes are not free before it is gone"
+    agent.finish_stops()
+    w.agents["n2"].finish_stops()
+    w.get_ready()
+    assert w.demand("a").outlook == "ready"
+    assert len(w.starts("a")) == 2
+
+
 # Observing.
 
 
@@ -556,3 +588,73 @@ def test_plans_record_their_end(w: World) -> None:
     w.fail("a", EngineFailed("later").body())
     assert len(w.sent(LoadEnded)) == 1
     assert isinstance(w.state.trouble["a"].error, ErrorBody)
+
+
+# Scale-up beside pressure, drain timeout, forgotten nodes.
+
+
+def test_7_an_extra_replica_never_drains_who_serves_and_rests_when_pressure_is_over(w: World) -> None:
+    w.node(budget=TWO)
+    w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
+    w.model("b")
+    w.up("a").active = 4
+    b = w.up("b")
+    b.active = 1
+    w.tick(1)
+    w.demand("a", 6, in_flight=4)
+    assert "a" in w.state.pressure
+    w.tick(20)
+    w.demand("a", 6, in_flight=4)
+    assert not w.stops("b"), "longer than preempt_after, but b serves"
+    assert "a" not in w.state.unmet, "an extra replica is no need"
+    w.demand("a", 0, in_flight=4)
+    assert "a" not in w.state.pressure
+    b.active = 0
+    b.completed += 1
+    w.tick(5)
+    assert not w.stops("b")
+
+
+def test_6_an_extra_replica_takes_the_place_of_one_that_nobody_wants(w: World) -> None:
+    agent = w.node(budget=TWO)
+    w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
+    w.model("b")
+    w.up("a").active = 4
+    w.up("b")
+    w.tick(3)
+    for _ in range(2):
+        w.tick(1.1)
+        w.demand("a", 6, in_flight=4)
+    assert [s.command.only_if_idle for s in w.stops("b")] == [True]
+    agent.finish_stops()
+    w.hear()
+    assert len(w.starts("a")) == 2
+
+
+def test_a_drained_node_is_emptied_of_who_serves_after_drain_timeout(w: World) -> None:
+    w.node("n1")
+    w.model("a", keep_alive=-1)
+    w.model("b", keep_alive=-1)
+    w.up("a").active = 1
+    w.up("b")
+    w.change_node("n1", "drain")
+    assert len(w.stops("b")) == 1, "idle: leaves at once"
+    w.tick(w.policy.drain_timeout)
+    assert not w.stops("a")
+    w.tick(1)
+    assert [s.command.only_if_idle for s in w.stops("a")] == [False]
+
+
+def test_a_node_silent_for_a_day_is_forgotten(w: World) -> None:
+    w.node("n1")
+    w.node("n2")
+    w.model("a")
+    agent = w.agents.pop("n1")
+    w.tick(86_400)
+    assert set(w.state.nodes) == {"n1", "n2"}
+    w.tick(60)
+    assert set(w.state.nodes) == set(w.state.presence) == {"n2"}
+    assert {b.node for b in w.state.bookings.values()} == {"n2"}
+    w.agents["n1"] = agent
+    w.hear("n1")
+    assert set(w.state.nodes) == {"n1", "n2"}

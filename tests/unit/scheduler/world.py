@@ -49,6 +49,7 @@ class Running:
     active: int = 0
     completed: int = 0
     idle_since: float = 0.0
+    progress: float = 0.0
     error: ErrorBody | None = None
 
 
@@ -116,6 +117,7 @@ def _status(r: Running, now: float) -> InstanceStatus:
         revision=c.card.info.revision,
         device_ids=c.device_ids,
         state=r.state,
+        progress=r.progress,
         memory=InstanceMemory(reserved=c.reserve_bytes, kv=c.kv_bytes),
         freed_bytes=c.reserve_bytes if stopped else None,
         capacity=c.card.spec.max_concurrency,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker.engine import Images, Project, build_images, docker
+from tests.integration.loader.fake_hub import FakeHub
 from tests.support.otlp import OtlpReceiver
 from thaw.demo.models import make_demo_model
 
@@ -49,10 +50,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def hub(models: Path) -> Iterator[FakeHub]:
+    """The model `demo` as repository org/model of a hub."""
+    server = FakeHub(models / "demo", host="0.0.0.0")
+    yield server
+    server.close()
+
+
 @pytest.fixture(scope="module")
-def mesh(images: Images, models: Path, otlp: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+def mesh(
+    images: Images, models: Path, otlp: OtlpReceiver, hub: FakeHub, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Project]:
     """The whole mesh of compose/, healthy."""
-    project = Project(images, models, otlp.grpc_port, tmp_path_factory.mktemp("compose"))
+    project = Project(images, models, otlp.grpc_port, hub.port, tmp_path_factory.mktemp("compose"))
     try:
         project.up()
         yield project

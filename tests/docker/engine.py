@@ -112,7 +112,8 @@ def _torch_wheels() -> list[Path]:
 class Project:
     """compose/ under a project name of its own, with changes for local stand-ins of the servers' images where these are in use."""
 
-    def __init__(self, images: Images, models: Path, otlp_port: int, directory: Path) -> None:
+    def __init__(self, images: Images, models: Path, otlp_port: int, hub_port: int, directory: Path) -> None:
+        """`directory`: where the changes go. The ports are the host's, for what the test itself serves to the containers."""
         self.name = f"thaw-test-{uuid.uuid4().hex[:8]}"
         self.images = images
         self.port = free_port()
@@ -126,6 +127,7 @@ class Project:
             "THAW_MODELS": str(models),
             "THAW_PORT": str(self.port),
             "THAW_OTLP_ENDPOINT": f"http://receiver:{otlp_port}",
+            "HF_ENDPOINT": f"http://receiver:{hub_port}",
             "THAW_DEVICES": "cpu:0=1GiB",
             "THAW_SHM_SIZE": "512m",
             "THAW_LOADER_MEMORY": "2g",

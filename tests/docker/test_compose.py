@@ -9,8 +9,9 @@ import time
 import httpx
 import openai
 import pytest
+import yaml
 
-from tests.docker.engine import OURS, Images, Project, docker
+from tests.docker.engine import OURS, ROOT, Images, Project, docker
 from tests.support.otlp import OtlpReceiver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -69,6 +70,14 @@ def test_a_repeated_key_generates_once(mesh: Project, client: openai.OpenAI) -> 
     assert answers[0].id == answers[1].id
 
 
+def test_a_model_of_the_hub_is_served(mesh: Project, client: openai.OpenAI) -> None:
+    mesh.execute("gateway", "thaw", "models", "add", "hub", "hf://org/model")
+    with client:
+        answer = client.completions.create(model="hub", prompt="hello", max_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
 def test_the_trace_of_a_load_reaches_the_collector_from_every_service(mesh: Project, otlp: OtlpReceiver) -> None:
     for phase in ("schedule", "load", "init"):
         otlp.wait_for(phase, within=30)
@@ -96,6 +105,38 @@ def test_the_mesh_image_has_no_torch_and_images_hold_no_sources(images: Images) 
     assert docker("run", "--rm", images.mesh, "python", "-c", ask).strip() == "False"
     assert docker("run", "--rm", images.node, "python", "-c", ask).strip() == "True"
     assert docker("run", "--rm", images.mesh, "ls", "/").split().count("src") == 0
+
+
+# Asks the kernel to push out a page of another process: what suspending an engine does.
+_PAGE_OUT = """
+import ctypes, os, subprocess
+child = subprocess.Popen(["sleep", "60"])
+first = open(f"/proc/{child.pid}/maps").readline().split()[0]
+start, end = (int(x, 16) for x in first.split("-"))
+class Range(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+libc = ctypes.CDLL(None, use_errno=True)
+taken = libc.syscall(440, os.pidfd_open(child.pid), ctypes.byref(Range(start, end - start)), ctypes.c_size_t(1), 21, 0)
+child.kill()
+print(os.getuid(), taken > 0 or os.strerror(ctypes.get_errno()), open("/proc/self/status").read().split("CapEff:")[1].split()[0])
+"""
+
+
+def test_suspending_has_the_two_capabilities_it_names_and_serving_has_none(images: Images) -> None:
+    (service,) = yaml.safe_load((ROOT / "compose" / "suspend.yaml").read_text())["services"].values()
+    options = ["--cap-drop=ALL", "--security-opt=no-new-privileges:true", "-i"]
+    plain = docker("run", "--rm", *options, images.node, "python", "-", text=_PAGE_OUT)
+    assert plain.split("\n")[0] == "10001 Operation not permitted 0000000000000000"
+    given = ["--user", service["user"], *(f"--cap-add={c}" for c in service["cap_add"])]
+    as_thaw = service["command"][: service["command"].index("python")]
+    suspending = docker("run", "--rm", *options, *given, images.node, *as_thaw, "python", "-", text=_PAGE_OUT)
+    assert suspending.split("\n")[0] == f"10001 True {1 << 23 | 1 << 19:016x}"
+
+
+def test_both_files_and_the_gpu_profile_are_understood(mesh: Project) -> None:
+    shown = yaml.safe_load(mesh.compose("--profile", "gpu", "-f", str(ROOT / "compose" / "suspend.yaml"), "config"))["services"]
+    assert "SYS_PTRACE" in shown["nodeagent"]["cap_add"]
+    assert shown["nodeagent-gpu"]["deploy"]["resources"]["reservations"]["devices"]
 
 
 def test_a_service_sees_its_own_secrets_only(mesh: Project) -> None:

@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """Serves the files of `directory` as repository `repo` at one commit, branch main."""
 
-    def __init__(self, directory: Path, repo: str = "org/model") -> None:
+    def __init__(self, directory: Path, repo: str = "org/model", *, host: str = "127.0.0.1") -> None:
         self.directory, self.repo = directory, repo
         self.status: int | None = None
         self.error_code = ""
@@ -34,9 +34,10 @@ class FakeHub:
             pass
 
         Handler.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((host, 0), Handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
         self._thread.start()
 

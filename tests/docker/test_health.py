@@ -1,0 +1,101 @@
+"""shared.health tells a service that works from one that does not. No engine is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from pydantic import SecretStr, TypeAdapter
+
+from shared.contracts import subjects
+from shared.contracts.admin import ClusterView, ViewCluster
+from shared.contracts.loader import LoaderStatus
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.servers import NatsServer, free_port
+
+
+async def health(service: str, **environment: str) -> tuple[int | None, str]:
+    """Exit status, and what was said."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "shared.health", service),
+        env={**os.environ, **environment},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await asyncio.wait_for(process.communicate(), 30)
+    return process.returncode, said.decode()
+
+
+@pytest.fixture
+async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
+    await mesh.start()
+    yield mesh
+    await mesh.stop()
+
+
+async def test_a_scheduler_is_healthy_while_somebody_leads(mesh: Mesh, own_nats: NatsServer) -> None:
+    async def view(_: ViewCluster) -> ClusterView:
+        return ClusterView(scheduler="s", epoch=1)
+
+    leader = mesh.respond(subjects.ADMIN, TypeAdapter(ViewCluster), view)
+    await leader.start()
+    await mesh.nc.flush()
+    assert await health("scheduler", THAW_NATS_URL=own_nats.url) == (0, "")
+    await leader.stop()
+    await mesh.nc.flush()
+    status, said = await health("scheduler", THAW_NATS_URL=own_nats.url)
+    assert status == 1
+    assert "nobody answers" in said
+
+
+async def test_a_loader_is_healthy_while_its_status_is_heard(mesh: Mesh, own_nats: NatsServer) -> None:
+    async def broadcast() -> None:
+        while True:
+            await mesh.publish(subjects.loader_status("n"), LoaderStatus(node="n", boot_id="b"))
+            await asyncio.sleep(0.1)
+
+    telling = asyncio.create_task(broadcast())
+    assert await health("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="n") == (0, "")
+    assert (await health("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="other"))[0] == 1
+    telling.cancel()
+
+
+async def test_without_nats_nobody_is_healthy() -> None:
+    status, said = await health("nodeagent", THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}")
+    assert status == 1
+    assert "TimeoutError" in said
+
+
+async def test_a_gateway_is_healthy_when_it_is_ready() -> None:
+    statuses = [200, 503]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/ready"
+            self.send_response(statuses.pop(0))
+            self.end_headers()
+            self.wfile.write(b"not connected to NATS")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        port = str(server.server_port)
+        assert (await health("gateway", THAW_GATEWAY_PORT=port))[0] == 0
+        status, said = await health("gateway", THAW_GATEWAY_PORT=port)
+        assert status == 1
+        assert "not connected to NATS" in said
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert (await health("gateway", THAW_GATEWAY_PORT=port))[0] == 1

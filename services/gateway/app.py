@@ -73,6 +73,10 @@ class _Server(uvicorn.Server):
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:
+    if settings.gateway_socket is not None:
+        inherited = socket.socket(fileno=settings.gateway_socket)
+        inherited.setblocking(False)
+        return inherited
     family = socket.AF_INET6 if ":" in settings.gateway_host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

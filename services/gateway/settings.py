@@ -12,6 +12,9 @@ from shared.settings import CommonSettings
 class GatewaySettings(CommonSettings):
     gateway_host: str = Field(default="127.0.0.1", description="Address that the endpoint listens on.")
     gateway_port: int = Field(default=8080, ge=0, le=65535, description="Port that the endpoint listens on; 0: any free one.")
+    gateway_socket: int | None = Field(
+        default=None, description="File descriptor of a listening socket that was inherited, instead of host and port."
+    )
     max_body_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=1024,

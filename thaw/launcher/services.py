@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from thaw.launcher.home import Home
 from thaw.launcher.lifecycle import Service
@@ -19,7 +19,8 @@ _BOUNDS_S = {"gateway": 40.0, "nodeagent": 30.0, "loader": 10.0, "scheduler": 10
 
 @dataclass(frozen=True)
 class Program:
-    """One process to run. `port`: where it listens on loopback once it is ready (None: ready when made)."""
+    """One process to run. `port`: where it listens on loopback once it is ready (None: ready when made). `listens`: host and port of a
+    socket that is kept here and handed to it, so that those who connect while it is started again wait for it instead of being refused."""
 
     name: str
     command: tuple[str, ...]
@@ -27,6 +28,7 @@ class Program:
     port: int | None = None
     stop_signal: signal.Signals = signal.SIGTERM
     starts_after: tuple[str, ...] = ()
+    listens: tuple[str, int] | None = None
 
     @property
     def service(self) -> Service:
@@ -58,7 +60,7 @@ def programs_of(home: Home, plan: MeshPlan, postgres: Postgres | None) -> tuple[
     }
     if plan.api_keys:
         gateway["THAW_API_KEYS"] = ",".join(plan.api_keys)
-    programs.append(_python("gateway", "gateway", gateway, after))
+    programs.append(replace(_python("gateway", "gateway", gateway, after), listens=(plan.host, plan.port)))
     return (*servers, *programs)
 
 

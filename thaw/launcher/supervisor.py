@@ -24,6 +24,7 @@ from thaw.errors import CommandError
 from thaw.launcher.home import Home, write_private
 from thaw.launcher.leftovers import forget, sweep
 from thaw.launcher.lifecycle import Event, Exited, Finished, Kill, Launch, Mesh, Ready, StopRequested, Terminate, Tick, decide
+from thaw.launcher.listeners import VARIABLE, Listeners
 from thaw.launcher.logfiles import bound_logs
 from thaw.launcher.plan import MeshPlan, read_plan
 from thaw.launcher.probes import until_ready
@@ -34,6 +35,8 @@ from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
 
 log = logging.getLogger("thaw.supervisor")
 _LOG_CHECK_S = 30.0
+_PATIENCE = 3
+"""Failures in a row after which those who connect are refused rather than kept waiting for the next start."""
 Wait = Callable[[], Awaitable[int | None]]
 
 
@@ -49,6 +52,7 @@ class Supervisor:
         self._processes: dict[str, Identity] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._finished = False
+        self._listeners = Listeners()
 
     async def run(self) -> None:
         """Until every service has stopped."""
@@ -80,6 +84,8 @@ class Supervisor:
                 log.warning("%s ended with status %s", event.name, event.returncode)
         before = self._mesh
         self._mesh, effects = decide(self._mesh, event, time.monotonic())
+        if self._mesh.stopping:
+            self._listeners.close()
         for effect in effects:
             match effect:
                 case Launch(name):
@@ -101,6 +107,7 @@ class Supervisor:
             self._processes[program.name] = survivor
             self._watch(program, _until_gone(survivor))
             return
+        handed = self._handed(program)
         try:
             with self._home.log(program.name).open("ab") as output:
                 child = await asyncio.create_subprocess_exec(
@@ -108,7 +115,8 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=_environment(program),
+                    env={**_environment(program), **handed},
+                    pass_fds=tuple(int(fd) for fd in handed.values()),
                     cwd=self._home.root,
                     start_new_session=True,
                 )
@@ -121,6 +129,16 @@ class Supervisor:
             self._processes[program.name] = identity
         log.info("started %s (pid %d)", program.name, child.pid)
         self._watch(program, child.wait)
+
+    def _handed(self, program: Program) -> dict[str, str]:
+        """The variable that tells a process of the socket it gets, if it gets one."""
+        if program.listens is None:
+            return {}
+        if self._mesh.services[program.name].failures > _PATIENCE:
+            self._listeners.close()
+            return {}
+        listener = self._listeners.at(*program.listens)
+        return {VARIABLE: str(listener.fileno())} if listener is not None else {}
 
     def _watch(self, program: Program, wait: Wait) -> None:
         self._tasks[program.name] = asyncio.create_task(self._follow(program, wait), name=f"follow {program.name}")

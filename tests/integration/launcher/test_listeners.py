@@ -1,0 +1,39 @@
+"""A listening socket that outlives who serves it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+from thaw.launcher.listeners import VARIABLE, Listeners
+from thaw.launcher.plan import free_port
+
+SERVER = f"""
+import os, socket
+connection, _ = socket.socket(fileno=int(os.environ["{VARIABLE}"])).accept()
+connection.sendall(str(os.getpid()).encode())
+"""
+
+
+def test_who_connects_while_nobody_serves_is_answered_by_the_next() -> None:
+    listeners, port = Listeners(), free_port()
+    try:
+        for _ in range(2):
+            listener = listeners.at("127.0.0.1", port)
+            assert listener is not None
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as early:
+                server = subprocess.Popen(
+                    [sys.executable, "-c", SERVER], env={VARIABLE: str(listener.fileno())}, pass_fds=[listener.fileno()]
+                )
+                assert early.recv(64) == str(server.pid).encode()
+                assert server.wait(10) == 0
+    finally:
+        listeners.close()
+    with socket.socket() as late:
+        assert late.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_an_address_that_another_has_is_left_to_the_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert Listeners().at("127.0.0.1", taken.getsockname()[1]) is None

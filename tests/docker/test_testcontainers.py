@@ -30,7 +30,15 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def nats_server(engine: None) -> Iterator[Server]:
+def containers(engine: None) -> None:
+    """Without testcontainers' reaper, an image more to be had: each container is closed by its `with`."""
+    from testcontainers.core.config import testcontainers_config
+
+    testcontainers_config.ryuk_disabled = True
+
+
+@pytest.fixture(scope="module")
+def nats_server(containers: None) -> Iterator[Server]:
     from testcontainers.community.nats import NatsContainer
 
     with NatsContainer("nats:2.12-alpine", jetstream=True) as container:
@@ -43,7 +51,7 @@ def own_nats(nats_server: Server) -> Server:
 
 
 @pytest.fixture(scope="module")
-def postgres(engine: None) -> Iterator[str]:
+def postgres(containers: None) -> Iterator[str]:
     from testcontainers.community.postgres import PostgresContainer
 
     with PostgresContainer("postgres:17-alpine", username="thaw", password="thaw", dbname="thaw") as container:

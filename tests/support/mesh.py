@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,23 +169,18 @@ def held(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-@contextlib.contextmanager
-def slowed(pid: int, share: float = 0.1, period_s: float = 0.01) -> Iterator[None]:
-    """The process runs only `share` of the time meanwhile."""
-    over = threading.Event()
+class Brake:
+    """Holds a process still, and lets it go on for moments."""
 
-    def turn() -> None:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        os.kill(pid, signal.SIGSTOP)
+
+    def let_go(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            while not over.is_set():
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(period_s * (1 - share))
-                os.kill(pid, signal.SIGCONT)
-                time.sleep(period_s * share)
+            os.kill(self.pid, signal.SIGCONT)
 
-    thread = threading.Thread(target=turn)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    def step(self, seconds: float) -> None:
+        self.let_go()
+        time.sleep(seconds)
+        os.kill(self.pid, signal.SIGSTOP)

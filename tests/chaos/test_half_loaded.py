@@ -1,0 +1,77 @@
+"""A loader killed when an engine has mapped a segment that is only half filled: the engine must not serve what it mapped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.support.launcher import until
+from tests.support.mesh import LOADER, NODEAGENT, Brake, Victim, kill, mappings
+from tests.support.outcomes import Asked, ask
+
+SHM = Path("/dev/shm")
+ATTEMPTS = 5
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Victim]:
+    victim = Victim()
+    try:
+        victim.begin({"one": "60m", "two": "test", "three": "test"})
+        yield victim
+    finally:
+        victim.close()
+
+
+def stop_half_way(mesh: Victim, loader: Brake) -> int | None:
+    """Let the loader work in moments until an engine maps a segment of which pages are missing; the engine's pid. None: it was too fast."""
+    until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
+    starting = mesh.starting("one")
+    assert starting is not None
+    engine = int(starting["pids"][0])
+    while not mappings(engine):
+        loader.step(0.001)
+        time.sleep(0.05)  # for the engine to follow
+    (segment,) = mappings(engine)
+    stat = (SHM / segment).stat()
+    return engine if stat.st_blocks * 512 < stat.st_size else None
+
+
+def caught_half_way(mesh: Victim) -> tuple[Brake, int, list[Asked]]:
+    for _ in range(ATTEMPTS):
+        mesh.make_cold("one")
+        loader = Brake(mesh.pid(LOADER))
+        try:
+            asked = [Asked(mesh.url, "one", stream=stream, tokens=20) for stream in (True, False)]
+            engine = stop_half_way(mesh, loader)
+        except BaseException:
+            loader.let_go()
+            raise
+        if engine is not None:
+            return loader, engine, asked
+        loader.let_go()
+        for a in asked:
+            a.outcome()
+    pytest.fail(f"{ATTEMPTS} times the loader was too fast to be caught")
+
+
+@pytest.mark.parametrize("victim", [LOADER, "nats", NODEAGENT, "engine"])
+def test_killed_while_bytes_arrive(mesh: Victim, client: openai.OpenAI, victim: str) -> None:
+    expected = ask(client, tokens=20)
+    loader, engine, asked = caught_half_way(mesh)
+    try:
+        if victim == "engine":
+            kill(engine)
+        else:
+            old = mesh.kill(victim)
+    finally:
+        loader.let_go()
+    for outcome in (a.outcome() for a in asked):
+        assert (outcome.kind, outcome.text) == ("answered", expected)
+    assert ask(client, tokens=20) == expected
+    if victim != "engine":
+        mesh.await_replaced(victim, old)

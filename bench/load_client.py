@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import cast
 
 import httptools
@@ -59,13 +59,25 @@ class Events:
 
 @dataclass
 class Tally:
-    """What the streams saw. Times in milliseconds, `cpu_s` this process's own."""
+    """What the streams saw. `cpu_s` is this process's own time."""
 
     ttft_ms: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     tokens: int = 0
     elapsed_s: float = 0.0
     cpu_s: float = 0.0
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "ttft_p50_ms": percentile(self.ttft_ms, 50),
+            "ttft_p99_ms": percentile(self.ttft_ms, 99),
+            "gap_p50_ms": percentile(self.gaps_ms, 50),
+            "gap_p99_ms": percentile(self.gaps_ms, 99),
+            "gap_mean_ms": sum(self.gaps_ms) / max(1, len(self.gaps_ms)),
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens / self.elapsed_s,
+            "cpu_s": self.cpu_s,
+        }
 
 
 class Connection(asyncio.Protocol):
@@ -192,7 +204,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         tally = runner.run(load(parse(sys.argv[1:])))
-    print(json.dumps(asdict(tally)))
+    print(json.dumps(tally.summary()))
 
 
 if __name__ == "__main__":

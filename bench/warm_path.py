@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +33,18 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from bench.load_client import percentile
 from bench.prepared_engine import FREE, PACED
 from bench.report import machine, median, write
 from thaw.launcher.servers import MAX_PAYLOAD, nats_program
 
 DIRECT, THAW, LITELLM = "direct", "thaw", "litellm"
 LITELLM_REQUIREMENT = "litellm[proxy]>=1.100"
+Samples = dict[str, list[float]]
+"""A value for each round, by `target.streams.way.figure`."""
 _ALONE_REQUESTS = 16
 """Requests of one stream alone in a round: as many first tokens as sixteen streams give."""
 _READY_WITHIN_S = 120.0
-
-
-@dataclass
-class Samples:
-    """By target, streams and figure: one value for each round."""
-
-    values: dict[tuple[str, int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def median(self, target: str, streams: int, figure: str) -> float | None:
-        values = self.values.get((target, streams, figure))
-        return median(values) if values else None
+_ADDED = ("ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "gap_mean_ms")
 
 
 @dataclass
@@ -187,91 +178,81 @@ def cpu_s(process: psutil.Process) -> float:
     return sum(sum(p.cpu_times()[:2]) for p in (process, *process.children(recursive=True)))
 
 
-def run_client(port: int, **options: Any) -> dict[str, Any]:
-    arguments = [f"--{name}={value}" for name, value in ({"port": port} | options).items()]
+def run_client(target: Target, **options: Any) -> dict[str, float]:
+    """What the client measured, and the CPU time of each process for a token."""
+    arguments = [f"--{name}={value}" for name, value in ({"port": target.port} | options).items()]
+    before = {name: cpu_s(p) for name, p in target.processes.items()}
     done = subprocess.run([sys.executable, "-m", "bench.load_client", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"the client failed: {done.stderr[-2000:]}")
-    tally: dict[str, Any] = json.loads(done.stdout)
-    return tally
+        raise RuntimeError(f"the client failed against {target.name}: {done.stderr[-2000:]}")
+    measured: dict[str, float] = json.loads(done.stdout)
+    used = {name: cpu_s(p) - before[name] for name, p in target.processes.items()} | {"client": measured.pop("cpu_s")}
+    tokens = measured.pop("tokens")
+    return measured | {f"{name}_cpu_us_per_token": 1e6 * seconds / tokens for name, seconds in used.items()}
 
 
 def take_latencies(target: Target, streams: int, options: argparse.Namespace) -> dict[str, float]:
-    """Streams that begin spread over the length of one, so that every first token meets the others' tokens, not their beginnings."""
+    """Paced streams that begin spread over the length of one: every first token meets the others' tokens, not their beginnings."""
     stagger = options.tokens * options.pace / 1e3 / streams
     requests = max(1, _ALONE_REQUESTS // streams)
-    tally = run_client(target.port, model=PACED, streams=streams, tokens=options.tokens, requests=requests, stagger=stagger)
-    ttft, gaps = tally["ttft_ms"], tally["gaps_ms"]
-    return {
-        "ttft_p50_ms": percentile(ttft, 50),
-        "ttft_p99_ms": percentile(ttft, 99),
-        "gap_p50_ms": percentile(gaps, 50),
-        "gap_p99_ms": percentile(gaps, 99),
-        "gap_mean_ms": sum(gaps) / len(gaps),
-    }
+    return run_client(target, model=PACED, streams=streams, tokens=options.tokens, requests=requests, stagger=stagger)
 
 
 def take_throughput(target: Target, streams: int, options: argparse.Namespace) -> dict[str, float]:
-    before = {name: cpu_s(p) for name, p in target.processes.items()}
-    tally = run_client(target.port, model=FREE, streams=streams, tokens=options.tokens, seconds=options.seconds)
-    tokens = tally["tokens"]
-    used = {name: cpu_s(p) - before[name] for name, p in target.processes.items()} | {"client": tally["cpu_s"]}
-    return {
-        "tokens_per_s": tokens / tally["elapsed_s"],
-        "free_ttft_p50_ms": percentile(tally["ttft_ms"], 50),
-        **{f"{name}_cpu_us_per_token": 1e6 * seconds / tokens for name, seconds in used.items()},
-    }
+    """Streams as fast as they go, all at once, each asking again when it has its answer."""
+    return run_client(target, model=FREE, streams=streams, tokens=options.tokens, seconds=options.seconds)
 
 
 def measure(options: argparse.Namespace) -> Samples:
-    samples = Samples()
+    samples: Samples = defaultdict(list)
     with running(options) as targets:
         for number in range(options.rounds):
             for streams in options.streams:
                 load = os.getloadavg()[0]
                 print(f"round {number + 1}/{options.rounds}: {streams} streams; load average {load:.1f}", file=sys.stderr)
-                for take in (take_latencies, take_throughput):
+                for way, take in (("paced", take_latencies), ("free", take_throughput)):
                     for target in targets:
                         for figure, value in take(target, streams, options).items():
-                            samples.values[target.name, streams, figure].append(value)
+                            samples[f"{target.name}.{streams}.{way}.{figure}"].append(value)
     return samples
 
 
-def figures_of(samples: Samples) -> dict[str, float]:
-    """Medians over the rounds; what each proxy adds to the engine alone, and Thaw against LiteLLM."""
-    figures = {f"{target}.{streams}.{figure}": median(v) for (target, streams, figure), v in samples.values.items()}
-    for streams in sorted({s for _, s, _ in samples.values}):
-        for figure in ("ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "gap_mean_ms"):
-            direct = figures[f"{DIRECT}.{streams}.{figure}"]
+def figures_of(samples: Samples, streams: Sequence[int]) -> dict[str, float]:
+    """Medians over the rounds; what each proxy adds to the engine alone; Thaw against LiteLLM."""
+    figures = {name: median(values) for name, values in samples.items()}
+    for number in streams:
+        for figure in _ADDED:
             for target in (THAW, LITELLM):
-                if (value := figures.get(f"{target}.{streams}.{figure}")) is not None:
-                    figures[f"{target}.{streams}.added_{figure}"] = value - direct
-        if f"{LITELLM}.{streams}.added_ttft_p50_ms" in figures:
-            added = figures[f"{THAW}.{streams}.added_ttft_p50_ms"]
-            figures[f"{streams}.added_ttft_thaw_over_litellm"] = added / figures[f"{LITELLM}.{streams}.added_ttft_p50_ms"]
-            rate = figures[f"{THAW}.{streams}.tokens_per_s"]
-            figures[f"{streams}.tokens_per_s_thaw_over_litellm"] = rate / figures[f"{LITELLM}.{streams}.tokens_per_s"]
+                if (value := figures.get(f"{target}.{number}.paced.{figure}")) is not None:
+                    figures[f"{target}.{number}.added.{figure}"] = value - figures[f"{DIRECT}.{number}.paced.{figure}"]
+        for figure in ("added.ttft_p50_ms", "free.tokens_per_s", "paced.proxy_cpu_us_per_token"):
+            if (peer := figures.get(f"{LITELLM}.{number}.{figure}")) is not None:
+                figures[f"thaw_over_litellm.{number}.{figure}"] = figures[f"{THAW}.{number}.{figure}"] / peer
     return figures
 
 
 def show(figures: dict[str, float], streams: Sequence[int]) -> None:
-    columns = ("ttft_p50_ms", "ttft_p99_ms", "added_ttft_p50_ms", "gap_p50_ms", "gap_p99_ms", "added_gap_p99_ms", "tokens_per_s")
-    parts = ("client", "engine", "nats", "proxy")
-    table = Table(
-        "target", "streams", *(c.replace("_", " ") for c in columns), "CPU µs/token", title="Warm path (medians of rounds)"
-    )
+    paced = ("paced.ttft_p50_ms", "added.ttft_p50_ms", "paced.ttft_p99_ms", "paced.gap_p50_ms", "paced.gap_p99_ms")
+    columns = (*paced, "added.gap_p99_ms", "added.gap_mean_ms", "free.tokens_per_s")
+    heads = (c.replace(".", " ").replace("_", " ") for c in columns)
+    table = Table("target", "streams", *heads, "CPU µs/token, paced", "CPU µs/token, free", title="Warm path (medians of rounds)")
     for number in streams:
         for target in (DIRECT, THAW, LITELLM):
-            if f"{target}.{number}.ttft_p50_ms" not in figures:
-                continue
-            row = [figures.get(f"{target}.{number}.{c}") for c in columns]
-            cells = ["" if v is None else f"{v:,.0f}" if v >= 1000 else f"{v:.2f}" for v in row]
-            used = [(p, figures.get(f"{target}.{number}.{p}_cpu_us_per_token")) for p in parts]
-            table.add_row(target, str(number), *cells, ", ".join(f"{p} {v:.0f}" for p, v in used if v is not None))
+            if f"{target}.{number}.free.tokens_per_s" in figures:
+                row = [figures.get(f"{target}.{number}.{c}") for c in columns]
+                cells = ["" if v is None else f"{v:,.0f}" if v >= 1000 else f"{v:.2f}" for v in row]
+                table.add_row(
+                    target, str(number), *cells, *(_cpu(figures, f"{target}.{number}.{way}") for way in ("paced", "free"))
+                )
     Console(width=200).print(table)
     for name, value in figures.items():
-        if "_over_" in name:
+        if name.startswith("thaw_over_litellm"):
             print(f"{name}: {value:.3f}")
+
+
+def _cpu(figures: dict[str, float], prefix: str) -> str:
+    used = {part: figures.get(f"{prefix}.{part}_cpu_us_per_token") for part in ("client", "engine", "nats", "proxy")}
+    return ", ".join(f"{part} {value:.0f}" for part, value in used.items() if value is not None)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -298,7 +279,7 @@ def main() -> None:
         options.litellm = litellm_python()
     print(json.dumps(machine()), file=sys.stderr)
     samples = measure(options)
-    figures = figures_of(samples)
+    figures = figures_of(samples, options.streams)
     show(figures, options.streams)
     write(options.json, figures)
 

@@ -23,7 +23,7 @@ def engine() -> None:
     try:
         docker("info", within=20)
     except subprocess.SubprocessError as e:
-        pytest.skip(f"needs a Docker Engine; none answers: {e}")
+        pytest.skip(f"needs a Docker Engine; none answers: {str(e).splitlines()[-1]}")
 
 
 @pytest.fixture(scope="session")

@@ -87,10 +87,6 @@ def test_the_trace_of_a_load_reaches_the_collector_from_every_service(mesh: Proj
     assert "queue" in mesh.execute("gateway", "thaw", "trace", "--json")
 
 
-def test_nobody_was_refused_a_subject(mesh: Project) -> None:
-    assert "Permissions Violation" not in mesh.logs()
-
-
 def test_our_services_run_as_a_user_without_rights(mesh: Project) -> None:
     for service in (*OURS, "node"):
         status = mesh.execute(service, "cat", "/proc/self/status")
@@ -190,6 +186,19 @@ def test_a_killed_container_comes_back_and_the_mesh_serves(mesh: Project, client
 def test_no_zombies_are_left_of_them(mesh: Project) -> None:
     states = mesh.execute("node", "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //' | cut -c1")
     assert "Z" not in states.split()
+
+
+def test_keys_are_made_and_revoked_while_it_runs(mesh: Project) -> None:
+    key = json.loads(mesh.execute("gateway", "thaw", "keys", "add", "alice", "--json"))["key"]
+    try:
+        assert httpx.get(f"{mesh.url}/v1/models", trust_env=False).status_code == 401
+        assert httpx.get(f"{mesh.url}/v1/models", headers={"authorization": f"Bearer {key}"}, trust_env=False).status_code == 200
+    finally:
+        mesh.execute("gateway", "thaw", "keys", "revoke", "alice")
+
+
+def test_nobody_was_refused_a_subject(mesh: Project) -> None:
+    assert "Permissions Violation" not in mesh.compose("logs", "--no-color")
 
 
 def test_down_leaves_nothing(mesh: Project) -> None:

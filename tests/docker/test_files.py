@@ -21,7 +21,7 @@ from nats.js.errors import APIError
 
 from shared.contracts import subjects
 from shared.messaging.mesh import inbox_prefix
-from shared.messaging.streams import catalog_bucket, ensure_trace_stream, idempotency_bucket
+from shared.messaging.streams import catalog_bucket, ensure_keyed_stream, ensure_trace_stream, idempotency_bucket, keys_bucket
 from tests.docker.engine import ROOT
 from tests.support.servers import free_port, wait_for_port, wheel_script
 from thaw.secrets import make_secrets
@@ -186,6 +186,9 @@ async def test_gateway_and_scheduler_share_catalogue_keys_and_traces(guarded: Gu
         keys = await idempotency_bucket(gateway.jetstream(), 60)
         assert await keys.update("k", b"2", last=await keys.create("k", b"1"))
         assert (await keys.get("k")).value == b"2"
+        assert await (await keys_bucket(gateway.jetstream())).put("k", b"1")
+        for _ in range(2):
+            await ensure_keyed_stream(gateway.jetstream(), 60, 1 << 20)
         await scheduler.jetstream().publish(subjects.load_trace("p"), b"{}")
         await gateway.jetstream().publish(subjects.request_trace("r"), b"{}")
         assert (await gateway.jetstream().get_last_msg(subjects.TRACE_STREAM, subjects.load_trace("p"))).data == b"{}"

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from services.gateway.adapters.buckets import BucketWatcher
 from services.gateway.adapters.catalog import CatalogCopy
 from services.gateway.http.admin import Admin
-from services.gateway.http.edge import Edge
+from services.gateway.http.edge import Edge, RequestIds
 from services.gateway.http.generate import Generate
 from services.gateway.http.info import Info
 from services.gateway.metrics import Metrics
@@ -61,7 +61,7 @@ def http_app(gateway: Gateway) -> ASGIApp:
     if origins:
         exposed = ["x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-thaw-ignored"]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
-    return app
+    return RequestIds(app)
 
 
 class _Server(uvicorn.Server):

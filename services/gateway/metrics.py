@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120)
 """To two minutes: with the conventional end at 10 s every cold start would be +Inf."""
 PER_TOKEN = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
+"""The convention's own, as is the name: a server that stands before its engines counts what its clients use."""
 _OPERATION = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
 
 
@@ -41,7 +43,9 @@ class Metrics:
             "Time for each token after the first.",
             explicit_bucket_boundaries_advisory=PER_TOKEN,
         )
-        self.tokens = meter.create_counter("gen_ai.client.token.usage", "{token}", "Tokens read and written.")
+        self.tokens = meter.create_histogram(
+            "gen_ai.client.token.usage", "{token}", "Tokens read and written.", explicit_bucket_boundaries_advisory=TOKENS
+        )
         self.cold = meter.create_counter("thaw.cold_starts", "{request}", "Requests that waited for their model's start.")
         self.requests = meter.create_counter("thaw.requests", "{request}", "Requests answered, by status.")
 
@@ -59,7 +63,11 @@ class Metrics:
 
     def record(self, exchange: Exchange, status: int, ended: float) -> None:
         ticket, usage = exchange.ticket, exchange.usage
-        names = {"gen_ai.operation.name": _OPERATION[exchange.endpoint], "gen_ai.request.model": ticket.model}
+        names = {
+            "gen_ai.operation.name": _OPERATION[exchange.endpoint],
+            "gen_ai.provider.name": "thaw",
+            "gen_ai.request.model": ticket.model,
+        }
         failure = {"error.type": exchange.error.code} if exchange.error else {}
         self.requests.add(1, names | {"http.response.status_code": status})
         self.duration.record(ended - ticket.arrived, names | failure)
@@ -70,8 +78,11 @@ class Metrics:
         self.ttft.record(exchange.first_at - ticket.arrived, names)
         if usage.completion_tokens > 1 and exchange.ended_at is not None:
             self.tpot.record((exchange.ended_at - exchange.first_at) / (usage.completion_tokens - 1), names)
-        self.tokens.add(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
-        self.tokens.add(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
+        if exchange.replayed:
+            return
+        self.tokens.record(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
+        if exchange.endpoint != "embedding":
+            self.tokens.record(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
 
     def render(self) -> bytes:
         text: bytes = generate_latest(self._registry)

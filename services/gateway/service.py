@@ -14,6 +14,7 @@ from services.gateway.adapters.engines import Engines
 from services.gateway.adapters.idempotency import Claim, Entry, Found, IdempotencyStore
 from services.gateway.adapters.keystore import KeyStore
 from services.gateway.adapters.lengths import Lengths
+from services.gateway.adapters.model_files import ModelFiles
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
@@ -57,7 +58,7 @@ class Gateway:
         self.engines = Engines(mesh, self.id)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         self.keys = Keys(settings, KeyStore(mesh))
-        self.lengths = Lengths()
+        self.lengths = Lengths(ModelFiles(mesh, self.dispatcher.routes.nodes))
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
         self._open: dict[str, Exchange] = {}
         self._keyed: set[asyncio.Task[None]] = set()

@@ -11,12 +11,14 @@ import contextlib
 import logging
 import uuid
 
+from pydantic import TypeAdapter
+
 from services.loader.adapters.records import Records
 from services.loader.adapters.runs import Runs
 from services.loader.handlers import Loader
 from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
-from shared.contracts.loader import LOADER_COMMAND
+from shared.contracts.loader import LOADER_COMMAND, ReadModelFile
 from shared.contracts.node import STATUS_INTERVAL_S, NodeStatus
 from shared.contracts.segment import segment_prefix
 from shared.errors import Conflict
@@ -44,6 +46,7 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     loader.adopt(await asyncio.to_thread(records.recover))
     mesh = Mesh(settings, f"loader-{settings.node}")
     commands = mesh.respond(subjects.loader_command(settings.node), LOADER_COMMAND, loader.handle, concurrent=True)
+    files = mesh.respond(subjects.loader_files(settings.node), TypeAdapter(ReadModelFile), loader.read_file, concurrent=True)
     mesh.listen(subjects.node_status(settings.node), NodeStatus, loader.hear_node)
     if not await _connected(mesh, stop):
         await loader.stop()
@@ -55,6 +58,7 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
         broadcast.cancel()
     await loader.stop()
     await commands.stop()
+    await files.stop()
     if mesh.lost.is_set():
         return 1
     await mesh.publish(subject, loader.status())

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.adapters.records import Records, SegmentRecord
 from services.loader.adapters.runs import Runs
+from services.loader.adapters.small_files import read_part
 from services.loader.adapters.source import source_of
 from services.loader.domain.decide import decide
 from services.loader.domain.events import (
@@ -40,7 +41,9 @@ from shared.contracts.loader import (
     InspectModel,
     LoaderCommand,
     LoaderStatus,
+    ModelFilePart,
     PrepareWeights,
+    ReadModelFile,
     ReleaseWeights,
     SegmentStatus,
     WeightsAttached,
@@ -112,6 +115,10 @@ class Loader:
             self._inspections, lambda: source_of(spec.source).inspect(trust_remote_code=spec.trust_remote_code)
         )
         return Inspected(info=info)
+
+    async def read_file(self, request: ReadModelFile) -> ModelFilePart:
+        """A part of a small file, for a gateway that counts tokens. Raises `NotFound` if it is not on this host."""
+        return await self._loop.run_in_executor(self._inspections, read_part, request)
 
     async def _ask(self, event: Callable[[int], Event]) -> Message:
         number = next(self._numbers)

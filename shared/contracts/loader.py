@@ -74,6 +74,27 @@ class WeightsReleased(Message):
     freed_bytes: int = Field(description="Bytes of shared memory proved gone (0 while others hold the segment).")
 
 
+ModelFile = Literal[
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
+]
+
+
+class ReadModelFile(Request):
+    """A part of one of the small files that a gateway counts tokens with; `NotFound` if this node does not have it."""
+
+    kind: Literal["read_model_file"] = "read_model_file"
+    source: str = Field(description="As in `ModelInfo.source`.")
+    name: ModelFile
+    offset: int = Field(default=0, ge=0)
+    limit: int = Field(default=256 * 1024, gt=0, description="Bytes at most.")
+
+
+class ModelFilePart(Message):
+    kind: Literal["model_file_part"] = "model_file_part"
+    data: str = Field(description="Base64.")
+    total: int = Field(description="Bytes of the whole file.")
+
+
 LoaderCommand = Annotated[InspectModel | PrepareWeights | AttachWeights | ReleaseWeights, Field(discriminator="kind")]
 LOADER_COMMAND: TypeAdapter[LoaderCommand] = TypeAdapter(LoaderCommand)
 

@@ -61,6 +61,11 @@ def loader_status(node: str) -> str:
     return f"{PREFIX}.loader.{token(node)}.status"
 
 
+def loader_files(node: str) -> str:
+    """Where the loader of a node answers `ReadModelFile`."""
+    return f"{PREFIX}.loader.{token(node)}.files"
+
+
 def infer(instance_id: str) -> str:
     return f"{PREFIX}.engine.{instance_id}.infer"
 

@@ -96,6 +96,9 @@ class Routes:
     def node_known(self, node: str) -> bool:
         return node in self._nodes
 
+    def nodes(self) -> list[str]:
+        return sorted(self._nodes)
+
     def hold(self, instance_id: str) -> None:
         """Count a request of ours, also while the instance's node is silent."""
         self._own[instance_id] += 1

@@ -1,4 +1,4 @@
-"""The outermost layer: request ids, keys, and every error in one shape."""
+"""The outer layers: request ids, keys, and every error in one shape."""
 
 from __future__ import annotations
 
@@ -20,6 +20,32 @@ _DISCARDED_BYTES = 256 * 1024 * 1024
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+class RequestIds:
+    """The outermost layer: every answer has an X-Request-Id, the client's own where that is fit to be echoed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _SAFE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        scope["thaw.request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+            await send(message)
+
+        token = log_request_id.set(request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            log_request_id.reset(token)
+
+
 class Edge:
     """Wraps the router. Handlers raise; nothing they raise reaches the server."""
 
@@ -31,36 +57,28 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _SAFE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        scope["thaw.request_id"] = request_id
         scope["app"] = self._app  # so that the router raises what it refuses, instead of answering in plain text
-        token = log_request_id.set(request_id)
         begun = False
 
-        async def send_with_id(message: Message) -> None:
+        async def send_noted(message: Message) -> None:
             nonlocal begun
-            if message["type"] == "http.response.start":
-                begun = True
-                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+            begun = begun or message["type"] == "http.response.start"
             await send(message)
 
         try:
             self._gateway.require_knowledge(scope["path"])
             self._gateway.keys.check(scope["path"], Headers(scope=scope).get("authorization"))
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send_noted)
         except (ThawError, HTTPException) as e:
             if begun:
                 log.error("an error came after the answer had begun", extra={"error": str(e), "path": scope["path"]})
                 raise
             error = e if isinstance(e, ThawError) else from_http(e, scope["method"], scope["path"])
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error)(scope, receive, send_noted)
         except Exception as e:  # the process boundary: a bug is an answer too, and is logged
             log.exception("a handler failed", extra={"path": scope["path"]})
             if not begun:
-                await error_response(ThawError(f"{type(e).__name__}: the gateway has a fault"))(scope, receive, send_with_id)
-        finally:
-            log_request_id.reset(token)
+                await error_response(ThawError(f"{type(e).__name__}: the gateway has a fault"))(scope, receive, send_noted)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

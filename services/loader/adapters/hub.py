@@ -82,6 +82,12 @@ class HubSource:
             wanted = (*_patterns(trust_remote_code), *map(_literal, names))
             return self._snapshot(wanted, _progress(on_fetched, cancelled))
 
+    def small_file(self, name: str) -> Path | None:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.repo, name, revision=self.revision)
+        return Path(found) if isinstance(found, str) else None
+
     def _snapshot(self, patterns: tuple[str, ...], progress: type[Any] | None = None) -> Path:
         """The snapshot's directory, which is named by its commit. Without a network, what the cache has."""
         from huggingface_hub import snapshot_download

@@ -25,6 +25,10 @@ class Source(Protocol):
         """The directory where all files lie; `on_fetched(bytes)` tells what has come so far. Raises `Cancelled` as well."""
         ...
 
+    def small_file(self, name: str) -> Path | None:
+        """Where one of the model's small files lies on this host, if it does; nothing is fetched for it."""
+        ...
+
 
 class DirectorySource:
     """A directory in Hugging Face layout (a snapshot of its cache, with its symbolic links, is one)."""
@@ -43,6 +47,10 @@ class DirectorySource:
 
     def fetch(self, on_fetched: Callable[[int], None], cancelled: threading.Event, *, trust_remote_code: bool) -> Path:
         return self._checked()
+
+    def small_file(self, name: str) -> Path | None:
+        path = self.directory / name
+        return path if path.is_file() else None
 
     def _checked(self) -> Path:
         if not self.directory.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -26,15 +27,20 @@ CARDS = (
 )
 
 
+def _trust(settings: GatewaySettings) -> ssl.SSLContext | bool:
+    return ssl.create_default_context(cafile=str(settings.tls_certificate)) if settings.tls_certificate else True
+
+
 class Served:
     """A running gateway. `stop` asks it to end as SIGTERM does; `ended` gives its exit status."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self.base = f"http://127.0.0.1:{settings.gateway_port}"
+        scheme = "https" if settings.tls_certificate else "http"
+        self.base = f"{scheme}://127.0.0.1:{settings.gateway_port}"
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(app(settings, self.stop))
-        self.http = httpx.AsyncClient(base_url=self.base, timeout=20)
+        self.http = httpx.AsyncClient(base_url=self.base, timeout=20, verify=_trust(settings))
 
     async def until_ready(self) -> None:
         async with asyncio.timeout(15):

@@ -1,0 +1,25 @@
+"""Small files of a model for those who have none on their own host."""
+
+from __future__ import annotations
+
+import base64
+
+from services.loader.adapters.source import source_of
+from shared.contracts.loader import ModelFilePart, ReadModelFile
+from shared.errors import NotFound
+
+
+def read_part(request: ReadModelFile) -> ModelFilePart:
+    """Raises `NotFound` if the file is not on this host, `InvalidModel` if `source` is none. Blocks."""
+    path = source_of(request.source).small_file(request.name)
+    absent = NotFound(f"{request.name} of {request.source} is not on this node")
+    if path is None:
+        raise absent
+    try:
+        with path.open("rb") as file:
+            total = file.seek(0, 2)
+            file.seek(request.offset)
+            data = file.read(request.limit)
+    except OSError as e:
+        raise absent from e
+    return ModelFilePart(data=base64.b64encode(data).decode(), total=total)

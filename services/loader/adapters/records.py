@@ -54,10 +54,16 @@ class Records:
             os.close(fd)
 
     def write(self, record: SegmentRecord) -> None:
+        """A fault of the disk is logged: serving goes on, and a restarted loader loads these weights again instead of adopting them."""
         path = self._path(record.segment)
         draft = path.with_suffix(".tmp")
-        draft.write_text(record.model_dump_json())
-        draft.replace(path)
+        try:
+            draft.write_text(record.model_dump_json())
+            draft.replace(path)
+        except OSError as e:
+            log.error("a segment's record could not be written", extra={"path": str(path), "error": str(e)})
+            with contextlib.suppress(OSError):
+                draft.unlink()
 
     def remove(self, segment: str) -> None:
         self._path(segment).unlink(missing_ok=True)

@@ -84,3 +84,14 @@ def test_another_node_s_segments_are_left_alone(tmp_path: Path, records: Records
 def test_one_loader_at_a_time(tmp_path: Path, prefix: str, records: Records) -> None:
     with pytest.raises(Conflict, match="another loader runs"), Records(tmp_path / "loader", prefix).sole():
         pass
+
+
+def test_a_disk_that_takes_no_record_stops_nothing(tmp_path: Path, prefix: str, records: Records) -> None:
+    found = record(tmp_path, f"{prefix}a", "i1")
+    directory = tmp_path / "loader" / "segments"
+    (directory / f"{found.segment}.tmp").mkdir()
+    records.write(found)
+    (directory / f"{found.segment}.tmp").rmdir()
+    assert list(directory.iterdir()) == []
+    records.write(found)
+    assert records.recover() == [found]

@@ -1,0 +1,66 @@
+"""A gateway with fake engines in a thread of its own, for clients that block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from services.gateway.app import app
+from services.gateway.settings import GatewaySettings
+from tests.support.fake_engine import FakeNode, card_of
+from tests.support.servers import NatsServer, free_port
+
+
+@asynccontextmanager
+async def _running(nats_url: str, port: int) -> AsyncIterator[None]:
+    cards = (card_of("alpha"), card_of("vectors", task="embed"))
+    node, stop = FakeNode(nats_url), asyncio.Event()
+    await node.start(*cards)
+    for card in cards:
+        await node.engine(card.name, capacity=64)
+    settings = GatewaySettings(nats_url=SecretStr(nats_url), gateway_port=port, drain_timeout=1.0)
+    serving = asyncio.create_task(app(settings, stop))
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(20):
+            while not await _ready(client):  # noqa: ASYNC110 - what is waited for is behind HTTP
+                await asyncio.sleep(0.02)
+        yield
+    finally:
+        stop.set()
+        await serving
+        await node.stop()
+
+
+async def _ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    """The base URL of a gateway that serves `alpha` and `vectors`."""
+    nats, port = NatsServer(), free_port()
+    begun, end = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        async with _running(nats.url, port):
+            begun.set()
+            await asyncio.to_thread(end.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="gateway")
+    thread.start()
+    try:
+        assert begun.wait(30)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        end.set()
+        thread.join(30)
+        nats.close()

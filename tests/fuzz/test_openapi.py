@@ -1,0 +1,67 @@
+"""Whatever is sent that fits /openapi.json, or nearly: no server error, no hang, one shape of refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis import Case
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+
+from services.gateway.http.openapi import document
+
+TIMEOUT_S = 10
+schema = schemathesis.openapi.from_dict(document())
+quickly = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+def send(case: Case[Any], endpoint: str) -> None:
+    response = case.call(base_url=endpoint, timeout=TIMEOUT_S)
+    case.validate_response(response, checks=[not_a_server_error, content_type_conformance, response_schema_conformance])
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert response.headers["x-request-id"]
+
+
+@schema.parametrize()
+@quickly
+def test_what_fits_the_description(case: Case[Any], endpoint: str) -> None:
+    send(case, endpoint)
+
+
+@schema.include(method="POST").parametrize()
+@quickly
+def test_what_fits_and_names_a_model(case: Case[Any], endpoint: str) -> None:
+    """Past the catalogue, into the engine's protocol."""
+    if isinstance(case.body, dict):
+        case.body["model"] = "vectors" if "embeddings" in case.path else "alpha"
+    send(case, endpoint)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"model": "alpha"',
+        b"[" * 100_000,
+        b'{"model": ' + b"9" * 5000 + b"}",
+        b"\x00" * 1000,
+    ],
+)
+def test_what_is_no_request(endpoint: str, path: str, body: bytes) -> None:
+    import httpx
+
+    answer = httpx.post(f"{endpoint}{path}", content=body, timeout=TIMEOUT_S)
+    error: dict[str, Any] = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")

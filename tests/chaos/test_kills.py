@@ -36,6 +36,18 @@ def test_idle_engine(mesh: Victim, client: openai.OpenAI) -> None:
     assert mesh.engine("one") != old
 
 
+def test_idle_zygote(mesh: Victim, client: openai.OpenAI) -> None:
+    """The process that engines are forked from: those that live go on, and the next start finds another one."""
+    expected = ask(client)
+    engine = mesh.engine("one")
+    (zygote,) = mesh.zygotes()
+    kill(zygote.pid)
+    assert ask(client) == expected
+    mesh.make_cold("two")
+    assert ask(client, "two")
+    assert mesh.engine("one") == engine
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("service", [*SUPERVISED, "engine"])
 def test_loading(mesh: Victim, client: openai.OpenAI, service: str, stream: bool) -> None:

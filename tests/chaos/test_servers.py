@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import openai
+import psutil
 import pytest
 
 from tests.support.launcher import until
@@ -83,5 +84,24 @@ def test_streams_end_whole_or_with_an_error_when_nats_restarts(mesh: Victim, cli
         assert outcome.text == whole
     else:
         assert (outcome.kind, outcome.status) == ("error", 500)
+    mesh.await_replaced("nats", old)
+    assert ask(client, tokens=900) == whole
+
+
+def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI) -> None:
+    """The engine's last messages die with NATS: no later one shows the gap, and yet the stream neither hangs nor stops in silence."""
+    whole = ask(client, tokens=900)
+    engine = psutil.Process(mesh.engine("one"))
+    stream = Asked(mesh.url, "one")
+    assert stream.begun.wait(30)
+    with held(mesh.pid("nats")):
+        until(lambda: engine.cpu_percent(0.3) < 5, what="the engine has said everything")
+        old = mesh.kill("nats")
+    outcome = stream.outcome()
+    if outcome.kind == "answered":  # it was done before NATS was
+        assert outcome.text == whole
+    else:
+        assert (outcome.kind, outcome.code) == ("stream error", "engine_failed")
+        assert whole.startswith(outcome.text)
     mesh.await_replaced("nats", old)
     assert ask(client, tokens=900) == whole

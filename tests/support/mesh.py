@@ -131,16 +131,29 @@ class Victim(Thaw):
         return faults
 
     def engines(self) -> list[psutil.Process]:
-        """Engine processes: what the zygotes forked, or `python -m services.engine`. A zygote is a nodeagent's child or an orphan."""
-        found = []
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                command = " ".join(process.cmdline())
-                if "services.engine" not in command:
-                    continue
-                if "services.engine.zygote" not in command or "engine.zygote" in " ".join(process.parent().cmdline()):  # type: ignore[union-attr]
-                    found.append(process)
-        return found
+        """Engine processes, forked or not."""
+        return [p for p in self._engine_processes() if not _listens(p)]
+
+    def zygotes(self) -> list[psutil.Process]:
+        """Processes that engines are forked from: they listen on the socket in their command line; their forks do not."""
+        return [p for p in self._engine_processes() if _listens(p)]
+
+    def _engine_processes(self) -> list[psutil.Process]:
+        return [p for p in self.processes() if "services.engine" in " ".join(_command(p))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _listens(process: psutil.Process) -> bool:
+    try:
+        return any(str(c.laddr).endswith("zygote.sock") for c in process.net_connections(kind="unix"))
+    except psutil.Error:
+        return False
 
 
 def mappings(pid: int) -> set[str]:

@@ -59,11 +59,12 @@ class Events:
 
 @dataclass
 class Tally:
-    """What the streams saw. `cpu_s` is this process's own time."""
+    """What the streams saw. `received` are all texts, `tokens` those before the deadline; `cpu_s` is this process's own time."""
 
     ttft_ms: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     tokens: int = 0
+    received: int = 0
     elapsed_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -74,7 +75,7 @@ class Tally:
             "gap_p50_ms": percentile(self.gaps_ms, 50),
             "gap_p99_ms": percentile(self.gaps_ms, 99),
             "gap_mean_ms": sum(self.gaps_ms) / max(1, len(self.gaps_ms)),
-            "tokens": self.tokens,
+            "received": self.received,
             "tokens_per_s": self.tokens / self.elapsed_s,
             "cpu_s": self.cpu_s,
         }
@@ -124,6 +125,7 @@ class Connection(asyncio.Protocol):
 
     def _note(self, texts: int, now: float) -> None:
         tally, took = self._tally, (now - self._last) * 1e3
+        tally.received += texts
         if self._counted and now <= self._deadline:
             (tally.gaps_ms if self._texts else tally.ttft_ms).append(took)
             tally.gaps_ms.extend([0.0] * (texts - 1))

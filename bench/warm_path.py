@@ -13,164 +13,28 @@ time of every process is told by token, since all of them share one machine. Lit
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from bench.prepared_engine import FREE, PACED
 from bench.report import machine, median, write
-from thaw.launcher.servers import MAX_PAYLOAD, nats_program
+from bench.warm_targets import DIRECT, LITELLM, THAW, Target, litellm_python, litellm_version, running
 
-DIRECT, THAW, LITELLM = "direct", "thaw", "litellm"
-LITELLM_REQUIREMENT = "litellm[proxy]>=1.100"
 Samples = dict[str, list[float]]
 """A value for each round, by `target.streams.way.figure`."""
 _ALONE_REQUESTS = 16
 """Requests of one stream alone in a round: as many first tokens as sixteen streams give."""
-_READY_WITHIN_S = 120.0
 _ADDED = ("ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "gap_mean_ms")
-
-
-@dataclass
-class Target:
-    """Something that answers chat completions. `processes`: what works for it, by name."""
-
-    name: str
-    port: int
-    processes: dict[str, psutil.Process]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-class Processes:
-    """The processes of a run, their output in files, ended with it."""
-
-    def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
-        self._directory = directory
-        self._stack = stack
-
-    def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> psutil.Process:
-        log = self._stack.enter_context((self._directory / f"{name}.log").open("wb"))
-        process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, stdout=log, stderr=log)
-        self._stack.callback(_end, process)
-        return psutil.Process(process.pid)
-
-    def await_answer(self, name: str, port: int, model: str) -> None:
-        """Until the process streams an answer."""
-        body = {"model": model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1, "stream": True}
-        deadline = time.monotonic() + _READY_WITHIN_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.TransportError):
-                answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=10)
-                if answer.is_success and b"[DONE]" in answer.content:
-                    return
-            time.sleep(0.1)
-        raise RuntimeError(f"{name} does not answer:\n{(self._directory / f'{name}.log').read_text()[-2000:]}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    # The wheel's nats-server is a launcher of the real one.
-    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.terminate()
-
-
-@contextlib.contextmanager
-def running(options: argparse.Namespace) -> Iterator[list[Target]]:
-    """All servers, each answering."""
-    with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
-        home = Path(directory)
-        processes = Processes(home, stack)
-        nats_port, engine_port, gateway_port = free_port(), free_port(), free_port()
-        nats_url = f"nats://127.0.0.1:{nats_port}"
-        config = home / "nats.conf"
-        config.write_text(
-            f'listen: "127.0.0.1:{nats_port}"\nmax_payload: {MAX_PAYLOAD}\njetstream {{ store_dir: "{home}/jetstream" }}\n'
-        )
-        nats = processes.start("nats", [nats_program(), "-c", str(config)])
-        _await_port(nats_port)
-        engine_command = ["bench.prepared_engine", "--nats", nats_url, "--port", str(engine_port), "--pace", str(options.pace)]
-        engine = processes.start("engine", [sys.executable, "-m", *engine_command])
-        gateway_settings = {"THAW_NATS_URL": nats_url, "THAW_GATEWAY_PORT": str(gateway_port), "THAW_HOME": str(home)}
-        gateway = processes.start("gateway", [sys.executable, "-m", "services.gateway"], gateway_settings)
-        targets = [
-            Target(DIRECT, engine_port, {"engine": engine}),
-            Target(THAW, gateway_port, {"engine": engine, "nats": nats, "proxy": gateway}),
-        ]
-        if options.litellm:
-            proxy, port = _start_litellm(processes, options.litellm, home, engine_port)
-            targets.append(Target(LITELLM, port, {"engine": engine, "proxy": proxy}))
-        for target in targets:
-            processes.await_answer(
-                "engine" if target.name == DIRECT else "gateway" if target.name == THAW else LITELLM, target.port, FREE
-            )
-        yield targets
-
-
-def _await_port(port: int) -> None:
-    deadline = time.monotonic() + _READY_WITHIN_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.02)
-    raise RuntimeError(f"nothing listens on port {port}")
-
-
-def _start_litellm(processes: Processes, python: Path, home: Path, engine_port: int) -> tuple[psutil.Process, int]:
-    """The proxy as its documentation has it for production: one worker, no callbacks, no debug output."""
-    port = free_port()
-    base = f"http://127.0.0.1:{engine_port}/v1"
-    models = [
-        {"model_name": m, "litellm_params": {"model": f"openai/{m}", "api_base": base, "api_key": "none"}} for m in (FREE, PACED)
-    ]
-    config = home / "litellm.yaml"
-    config.write_text(yaml.safe_dump({"model_list": models, "litellm_settings": {"set_verbose": False, "request_timeout": 600}}))
-    environment = {
-        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "LITELLM_LOG": "ERROR",
-        "LITELLM_MODE": "PRODUCTION",
-    }
-    arguments = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1", "--telemetry", "False"]
-    return processes.start(LITELLM, [str(python.parent / "litellm"), *arguments], environment), port
-
-
-def litellm_python() -> Path:
-    """The interpreter of a virtual environment with LiteLLM's proxy, made unless it is there."""
-    place = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "thaw-bench" / "litellm"
-    python = place / "bin" / "python"
-    if not (place / "bin" / "litellm").exists():
-        print(f"installing {LITELLM_REQUIREMENT} into {place}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", LITELLM_REQUIREMENT], check=True)
-    return python
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -187,7 +51,7 @@ def run_client(target: Target, **options: Any) -> dict[str, float]:
         raise RuntimeError(f"the client failed against {target.name}: {done.stderr[-2000:]}")
     measured: dict[str, float] = json.loads(done.stdout)
     used = {name: cpu_s(p) - before[name] for name, p in target.processes.items()} | {"client": measured.pop("cpu_s")}
-    tokens = measured.pop("tokens")
+    tokens = measured.pop("received")
     return measured | {f"{name}_cpu_us_per_token": 1e6 * seconds / tokens for name, seconds in used.items()}
 
 
@@ -205,7 +69,8 @@ def take_throughput(target: Target, streams: int, options: argparse.Namespace) -
 
 def measure(options: argparse.Namespace) -> Samples:
     samples: Samples = defaultdict(list)
-    with running(options) as targets:
+    samples["load_average_before"].append(os.getloadavg()[0])
+    with running(options.pace, options.litellm) as targets:
         for number in range(options.rounds):
             for streams in options.streams:
                 load = os.getloadavg()[0]
@@ -234,7 +99,7 @@ def figures_of(samples: Samples, streams: Sequence[int]) -> dict[str, float]:
 def show(figures: dict[str, float], streams: Sequence[int]) -> None:
     paced = ("paced.ttft_p50_ms", "added.ttft_p50_ms", "paced.ttft_p99_ms", "paced.gap_p50_ms", "paced.gap_p99_ms")
     columns = (*paced, "added.gap_p99_ms", "added.gap_mean_ms", "free.tokens_per_s")
-    heads = (c.replace(".", " ").replace("_", " ") for c in columns)
+    heads = (c.removeprefix("paced.").removeprefix("free.").replace(".", " ").replace("_", " ") for c in columns)
     table = Table("target", "streams", *heads, "CPU µs/token, paced", "CPU µs/token, free", title="Warm path (medians of rounds)")
     for number in streams:
         for target in (DIRECT, THAW, LITELLM):
@@ -277,6 +142,8 @@ def main() -> None:
         print("LiteLLM is left out: there is nothing to compare with", file=sys.stderr)
     elif options.litellm is None:
         options.litellm = litellm_python()
+    if options.litellm is not None:
+        print(f"peer: LiteLLM {litellm_version(options.litellm)}", file=sys.stderr)
     print(json.dumps(machine()), file=sys.stderr)
     samples = measure(options)
     figures = figures_of(samples, options.streams)

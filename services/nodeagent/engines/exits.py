@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ from shared.errors import EngineFailed
 _TAIL_BYTES = 8192
 _TAIL_LINES = 8
 _TAIL_CHARACTERS = 1200
+_ERRORS = ("error", "critical")
 
 
 def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, int | None], log_path: Path) -> ErrorBody:
@@ -23,10 +25,9 @@ def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, 
             f"; possibly out of memory: the kernel's out-of-memory killer struck {after - before} time(s) on this machine just then"
         )
     tail = log_tail(log_path)
-    message = f"the engine (pid {pid}) {how}" + (
-        f"; the end of its log:\n{tail}" if tail else f"; its log {log_path.name} is empty"
-    )
-    return EngineFailed(message).body()
+    instance = log_path.name.removesuffix(".engine.log")
+    told = f"; the end of its log:\n{tail}" if tail else f"; its log tells no reason (`thaw logs {instance}`)"
+    return EngineFailed(f"the engine (pid {pid}) {how}{told}").body()
 
 
 def _how(returncode: int | None) -> str:
@@ -41,7 +42,10 @@ def _how(returncode: int | None) -> str:
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log."""
+    """The last lines of a log that may tell why it ended: errors, and what is no record of ours (a traceback, the words of a C library).
+
+    Clients are told this. The rest of a log is nobody's business but the operator's.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -49,8 +53,21 @@ def log_tail(path: Path) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = [line for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
+    whole = text.splitlines()[1 if size > _TAIL_BYTES else 0 :]
+    lines = [told for line in whole if (told := _told(line))][-_TAIL_LINES:]
     return "\n".join(lines)[-_TAIL_CHARACTERS:]
+
+
+def _told(line: str) -> str:
+    try:
+        record = json.loads(line) if line.startswith("{") else None
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or "level" not in record:
+        return line.rstrip()
+    if record["level"] not in _ERRORS:
+        return ""
+    return "\n".join(str(record[key]) for key in ("message", "error", "exception") if record.get(key))
 
 
 def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -112,8 +113,19 @@ def test_an_exit_says_only_what_was_seen(tmp_path: Path) -> None:
     assert "possibly out of memory" in explain_exit(5, None, (1, 2), log).message
     assert "memory" not in explain_exit(5, -signal.SIGKILL, (None, 2), log).message
     assert explain_exit(5, None, (None, None), log).message.endswith("line 98\nline 99")
-    assert "is empty" in explain_exit(5, 0, (None, None), tmp_path / "none").message
     assert len(log_tail(log).splitlines()) == 8
+    assert "`thaw logs none`" in explain_exit(5, 0, (None, None), tmp_path / "none.engine.log").message
+
+
+def test_clients_are_told_of_a_log_only_what_may_be_the_reason(tmp_path: Path) -> None:
+    log = tmp_path / "i-1.engine.log"
+    records = [
+        {"level": "info", "message": "listening", "host": "10.0.0.7"},
+        {"level": "error", "message": "the start failed", "error": "a tensor is missing"},
+        {"level": "warning", "message": "NATS error"},
+    ]
+    log.write_text("\n".join(json.dumps(r) for r in records) + "\nFatal Python error: Aborted\n")
+    assert log_tail(log) == "the start failed\na tensor is missing\nFatal Python error: Aborted"
 
 
 def test_old_logs_go_but_not_those_in_use(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""One mesh for each module. After every test its books must be balanced: memory booked is memory used, and nothing is left over."""
+"""One mesh for all modules but those that bring up their own.
+
+After every test its books must be balanced: memory booked is memory used, and nothing is left over.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from tests.support.mesh import Victim
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def mesh() -> Iterator[Victim]:
     victim = Victim()
     try:

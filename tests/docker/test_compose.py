@@ -15,12 +15,13 @@ from tests.docker.engine import OURS, ROOT, Images, Project, docker
 from tests.support.otlp import OtlpReceiver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-CPU_LIMIT_S = 60.0
+WITHIN_S = 150.0
+"""A busy machine takes half a minute for a new zygote to import torch."""
 
 
 @pytest.fixture
 def client(mesh: Project) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="unused", max_retries=0, timeout=CPU_LIMIT_S)
+    return openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="unused", max_retries=0, timeout=WITHIN_S)
 
 
 def test_the_command_line_in_the_gateway_registers_and_shows(mesh: Project) -> None:
@@ -172,7 +173,7 @@ def test_a_killed_container_comes_back_and_the_mesh_serves(mesh: Project, client
     pid = mesh.inspect(service)["State"]["Pid"]
     kill = ("--pid=host", "--user=root", "--cap-add=KILL", mesh.images.mesh, "sh", "-c", f"kill -9 {pid}")
     docker("run", "--rm", *kill)
-    deadline = time.monotonic() + CPU_LIMIT_S
+    deadline = time.monotonic() + WITHIN_S
     while (state := mesh.inspect(service)["State"])["StartedAt"] == first or state["Status"] != "running":
         assert time.monotonic() < deadline, state
         time.sleep(0.1)

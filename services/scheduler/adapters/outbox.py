@@ -38,6 +38,7 @@ from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import WeightsReleased
 from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.traces import LoadTrace
 from shared.errors import DeadlineExceeded, ThawError, Unreachable
 from shared.messaging import Mesh
 
@@ -96,7 +97,7 @@ class Outbox:
                 case PublishLoadFailed(event):
                     self._lane("events", partial(self._mesh.publish, subjects.LOAD_FAILED, event))
                 case LoadEnded():
-                    self._lane("traces", self._trace_job(effect))
+                    self._lane("traces", self._trace_job(self._loads.ended(effect)))
                 case PutCatalog(card):
                     catalogued = True
                     self._lane("catalogue", partial(_surely, partial(self._catalog.put, card)))
@@ -168,9 +169,8 @@ class Outbox:
 
         return tell
 
-    def _trace_job(self, effect: LoadEnded) -> Job:
+    def _trace_job(self, trace: LoadTrace) -> Job:
         async def publish() -> None:
-            trace = self._loads.ended(effect)
             try:
                 await self._js.publish(subjects.load_trace(trace.plan_id), trace.model_dump_json().encode(), timeout=5)
             except (NatsError, TimeoutError) as e:

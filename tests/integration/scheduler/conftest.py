@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import asyncpg
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from pydantic import SecretStr
 
+from services.scheduler.adapters.database import plain_url
 from services.scheduler.app import run
 from services.scheduler.settings import SchedulerSettings
 from shared.contracts import subjects
 from shared.contracts.admin import AddModels, ClusterView, ModelsAdded, ViewCluster
-from shared.contracts.base import Message, Request
+from shared.contracts.base import Request
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.models import ModelSpec
 from shared.errors import Unavailable
@@ -119,4 +124,36 @@ def spec(name: str, **more: Any) -> ModelSpec:
     return ModelSpec(name=name, source=f"/models/{name}", **more)
 
 
-__all__ = ["Message", "Site", "spec"]
+async def process(site: Site, name: str, **environment: str) -> asyncio.subprocess.Process:
+    """A scheduler as an OS process; what it logs can be read from its `stderr`."""
+    settings = {
+        "THAW_NATS_URL": site.settings.nats_url.get_secret_value(),
+        "THAW_DATABASE_URL": site.settings.database_url.get_secret_value(),
+        "THAW_SCHEDULER_NAME": name,
+        "THAW_LOG_LEVEL": "warning",
+    }
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.scheduler",
+        env=os.environ | settings | environment,
+        cwd=Path(__file__).parents[3],
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def standby(site: Site) -> None:
+    """Wait until another scheduler waits for the lock."""
+    connection = await asyncpg.connect(plain_url(site.settings.database_url.get_secret_value()))
+    try:
+        waiting = (
+            "SELECT count(*) FROM pg_locks JOIN pg_database ON pg_database.oid = database "
+            "WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()"
+        )
+
+        async def found() -> bool:
+            return bool(await connection.fetchval(waiting))
+
+        await site.until(found)
+    finally:
+        await connection.close()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import sys
 import time
-from pathlib import Path
 
-import asyncpg
 import pytest
 from pydantic import SecretStr
 from sqlalchemy import text
 
-from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.database import connect, migrate
 from services.scheduler.adapters.repository import Deposed, Repository
 from services.scheduler.app import run
 from services.scheduler.domain.entities import Model
@@ -24,24 +20,12 @@ from shared.contracts.admin import ModelAwake, WakeModel
 from shared.contracts.node import InstanceState
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
 from shared.errors import StaleToken, Unavailable
-from tests.integration.scheduler.conftest import Site, spec
+from tests.integration.scheduler.conftest import Site, process, spec, standby
 from tests.integration.scheduler.test_flow import catalogue, ready
 from tests.support.fake_node import FakeNode
 from tests.support.servers import NatsServer, PostgresServer
 
 log = logging.getLogger(__name__)
-
-
-async def process(site: Site, name: str) -> asyncio.subprocess.Process:
-    """A scheduler as an OS process."""
-    environment = os.environ | {
-        "THAW_NATS_URL": site.settings.nats_url.get_secret_value(),
-        "THAW_DATABASE_URL": site.settings.database_url.get_secret_value(),
-        "THAW_SCHEDULER_NAME": name,
-        "THAW_LOG_LEVEL": "warning",
-    }
-    root = Path(__file__).parents[3]
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "services.scheduler", env=environment, cwd=root)
 
 
 async def leader(site: Site) -> str:
@@ -80,23 +64,6 @@ async def test_a_killed_leader_is_replaced(site: Site) -> None:
         if first.returncode is None:
             first.kill()
             await first.wait()
-
-
-async def standby(site: Site) -> None:
-    """Wait until another scheduler waits for the lock."""
-    connection = await asyncpg.connect(plain_url(site.settings.database_url.get_secret_value()))
-    try:
-        waiting = (
-            "SELECT count(*) FROM pg_locks JOIN pg_database ON pg_database.oid = database "
-            "WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()"
-        )
-
-        async def found() -> bool:
-            return bool(await connection.fetchval(waiting))
-
-        await site.until(found)
-    finally:
-        await connection.close()
 
 
 async def test_a_new_leader_recovers_from_the_database_alone(site: Site) -> None:

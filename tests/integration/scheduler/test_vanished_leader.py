@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import asyncpg
 import pytest
 
-from services.scheduler.adapters.database import connect, migrate
+from services.scheduler.adapters.database import connect, migrate, plain_url
 from tests.support.servers import PostgresServer
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,23 @@ async def says(process: asyncio.subprocess.Process, word: str) -> str:
     return line
 
 
+async def idle(url: str) -> None:
+    """Wait until the leader's connection has nothing under way: only its keepalives will tell that the host is gone."""
+    states = (
+        "SELECT array_agg(state) FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE granted AND locktype = 'advisory' "
+        "AND application_name = 'thaw-scheduler-leadership'"
+    )
+    connection = await asyncpg.connect(plain_url(url))
+    try:
+        for _ in range(1000):
+            if await connection.fetchval(states) == ["idle"]:
+                return
+            await asyncio.sleep(0.01)
+        raise TimeoutError("the leader's connection is never idle")
+    finally:
+        await connection.close()
+
+
 @pytest.mark.root
 async def test_the_lock_of_a_vanished_host_falls(hosts: Hosts) -> None:
     server = await asyncio.to_thread(lambda: PostgresServer(listen="*"))
@@ -115,7 +133,7 @@ async def test_the_lock_of_a_vanished_host_falls(hosts: Hosts) -> None:
             await says(processes[-1], "waiting")
             if len(processes) == 1:
                 await says(processes[0], "leading 1")
-        await asyncio.sleep(1.5)  # the connection is idle and its keepalives are running
+        await idle(server.url)
         began = time.monotonic()
         hosts.unplug(0)
 

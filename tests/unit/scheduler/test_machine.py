@@ -149,7 +149,11 @@ class Cluster(RuleBasedStateMachine):
         for n in NODES:
             if n in self.w.state.nodes:
                 booked = booking(self.w.state, n, "cpu:0")
-                assert booked.held <= booked.budget
+                there = [i for i in self.w.state.instances.values() if i.node == n]
+                sent = sum(i.reserve_bytes for i in there if i.sent_at is not None)
+                staying = sum(i.reserve_bytes for i in there if i.leaving == "no")
+                assert sent <= booked.held <= booked.budget
+                assert staying <= booked.budget, "more is claimed than will come free"
 
     @invariant()
     def nobody_is_thrown_out_unasked(self) -> None:

@@ -85,7 +85,8 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
     demand = d.state.demand.get(model.key)
     d.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
     for victim in placement.victims:
-        idle = d.idle_since(victim) is not None
+        # One that has just refused as busy is known to serve, whatever its node reported last: asked for if idle it would refuse again.
+        idle = d.idle_since(victim) is not None and not d.paused(victim)
         leave(d, d.state.instances[victim], "if_idle" if idle else "drain", f"makes room for {model.key}")
     if model.resting:
         d.put(replace(model, resting=False))

@@ -227,6 +227,22 @@ def test_7_who_waits_too_long_may_displace_one_that_serves(w: World) -> None:
     assert len(w.starts("c")) == 1
 
 
+def test_7_one_that_has_refused_as_busy_is_drained_though_its_node_has_not_said_so_yet(w: World) -> None:
+    agent = three(w)
+    a, b = w.up("a"), w.up("b")
+    for _ in range(14):
+        a.active = b.active = 1
+        w.tick(1)
+        w.demand("c")
+    w.now += 2
+    a.active = b.active = 0
+    idle = agent.status(w.now)
+    a.active = b.active = 1
+    w.send(NodeStatusHeard(w.now, idle))
+    stops = [s.command.only_if_idle for s in w.stops("a") + w.stops("b")]
+    assert sorted(stops) == [False, True, True], "each is asked once, then one is drained"
+
+
 def test_8_what_is_in_the_way_is_named(w: World) -> None:
     three(w)
     w.up("a").active = 1

@@ -1,0 +1,29 @@
+"""A gateway gets the files that it counts tokens with from a real loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.gateway.adapters.lengths import Counter
+from services.gateway.adapters.model_files import ModelFiles
+from tests.integration.loader.conftest import Client, LoaderProcess, client, loader
+from thaw.demo.tokenizer import write_tokenizer
+
+__all__ = ["client", "loader"]
+
+
+async def test_files_of_a_model_on_another_machine(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write_tokenizer(directory, 2048, 2048, tmp_path)
+    await client.until_served()
+    files = ModelFiles(client.mesh, lambda: ["nobody", loader.node])
+    got = await files.read(_elsewhere(directory))
+    assert got["tokenizer.json"] == (directory / "tokenizer.json").read_bytes()
+    assert Counter.of(got) is not None
+    assert await files.read(str(tmp_path / "nothing")) == {}
+
+
+def _elsewhere(directory: Path) -> str:
+    """A source that the loader understands (it expands a home) and that does not look like a path of this machine."""
+    return "~/" + str(Path("../" * len(Path.home().parts)) / str(directory).lstrip("/"))

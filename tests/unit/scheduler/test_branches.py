@@ -230,10 +230,10 @@ def test_7_who_waits_too_long_may_displace_one_that_serves(w: World) -> None:
 def test_7_one_that_has_refused_as_busy_is_drained_though_its_node_has_not_said_so_yet(w: World) -> None:
     agent = three(w)
     a, b = w.up("a"), w.up("b")
-    for _ in range(14):
+    for seconds in range(14):
         a.active = b.active = 1
         w.tick(1)
-        w.demand("c")
+        w.demand("c", oldest_wait_ms=seconds * 1000)
     w.now += 2
     a.active = b.active = 0
     idle = agent.status(w.now)

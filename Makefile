@@ -27,7 +27,7 @@ test: $(STAMP) ## Run the whole test suite
 lint: $(STAMP) ## Check style, types and imports
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy thaw services shared
+	@$(BIN)/mypy thaw services shared bench tests docs
 	@$(BIN)/lint-imports
 
 bench: $(STAMP) ## Measure the cold path against a fresh transformers process

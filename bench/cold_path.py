@@ -75,7 +75,13 @@ class BenchMesh:
 
     def ttft(self, model: str) -> tuple[float, dict[str, float]]:
         """Milliseconds to the first text, and the critical path's milliseconds by phase."""
-        body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1, "temperature": 0, "stream": True}
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": 1,
+            "temperature": 0,
+            "stream": True,
+        }
         started = time.perf_counter()
         first = 0.0
         with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -125,7 +131,9 @@ def measure(models: dict[str, Path], rounds: int, home: Path) -> Samples:
     with contextlib.ExitStack() as stack:
         meshes = {}
         for label, zygote in (("zygote", True), ("no zygote", False)):
-            meshes[label] = stack.enter_context(contextlib.closing(BenchMesh(home / label.replace(" ", "-"), models, zygote=zygote)))
+            meshes[label] = stack.enter_context(
+                contextlib.closing(BenchMesh(home / label.replace(" ", "-"), models, zygote=zygote))
+            )
         can_drop = drop_file_cache()
 
         def take(condition: str, model: str, mesh: BenchMesh) -> None:
@@ -197,7 +205,7 @@ def main() -> None:
     figures = figures_of(samples)
     for name, value in figures.items():
         if name.endswith("speedup_over_transformers"):
-            print(f"{name}: {value:.1f}×")
+            print(f"{name}: {value:.1f} times as fast")
     write(options.json, figures)
 
 

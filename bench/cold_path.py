@@ -30,6 +30,7 @@ from rich.table import Table
 
 from bench.report import machine, median, spread, write
 from thaw.demo.models import make_demo_model
+from thaw.launcher.plan import free_port
 
 PROMPT = "Say something about winter."
 PEER = """
@@ -60,9 +61,9 @@ class BenchMesh:
         self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_ZYGOTE": "true" if zygote else "false"}
         config = home.parent / f"{home.name}.yaml"
         entries = [{"name": name, "source": str(path), "keep_alive": -1} for name, path in models.items()]
-        config.write_text(yaml.safe_dump({"mesh": {"port": 0, "devices": {"cpu:0": "6GiB"}}, "models": entries}))
+        config.write_text(yaml.safe_dump({"mesh": {"port": free_port(), "nodes": {"node-0": {"cpu:0": "6GiB"}}}, "models": entries}))
         up = self.thaw("up", "--detach", "--config", str(config))
-        self.url = up["endpoint"]
+        self.url = str(up["endpoint"])
         self.http = httpx.Client(base_url=self.url, timeout=300)
 
     def thaw(self, *arguments: str) -> dict[str, object]:
@@ -84,7 +85,7 @@ class BenchMesh:
         }
         started = time.perf_counter()
         first = 0.0
-        with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        with self.http.stream("POST", "/chat/completions", json=body) as response:
             response.raise_for_status()
             for line in response.iter_lines():
                 if not first and line.startswith("data: {") and '"content"' in line:

@@ -11,8 +11,9 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
-from services.scheduler.domain.entities import Device, Entity, Estimate, Instance, Model, Node, key_of
+from services.scheduler.domain.entities import Device, Entity, Instance, Model, Node, key_of
 from services.scheduler.domain.estimates import learned
+from services.scheduler.domain.heard import Estimate
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, Traced, apply
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from services.scheduler.domain.demand import answer_demand, forget_old_demand, hear_demand
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import Effect, StepDown
-from services.scheduler.domain.entities import LoaderPresence, Pause, Presence, Waiter
 from services.scheduler.domain.events import (
     AddModelsAsked,
     ChangeNodeAsked,
@@ -25,7 +24,9 @@ from services.scheduler.domain.events import (
     WaiterGone,
     WakeAsked,
 )
-from services.scheduler.domain.lifecycle import refused, release, start_failed
+from services.scheduler.domain.failures import refused, start_failed
+from services.scheduler.domain.heard import LoaderPresence, Pause, Presence, Waiter
+from services.scheduler.domain.lifecycle import release
 from services.scheduler.domain.observe import end_stalled_starts, hear_node, lose_silent_nodes
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.registry import administer

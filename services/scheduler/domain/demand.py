@@ -7,9 +7,10 @@ from dataclasses import replace
 from services.scheduler.domain.booking import booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
-from services.scheduler.domain.entities import GatewayDemand, Instance, ModelDemand, Pressure
+from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.events import DemandHeard
+from services.scheduler.domain.heard import GatewayDemand, ModelDemand, Pressure
 from shared.contracts.demand import DemandNoted
 from shared.contracts.node import InstanceState
 from shared.errors import ModelNotFound

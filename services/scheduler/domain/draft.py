@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.domain.effects import Effect
-from services.scheduler.domain.entities import Counter, Entity, Seen, key_of
+from services.scheduler.domain.entities import Entity, key_of
+from services.scheduler.domain.heard import Counter, Seen
 from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from services.scheduler.domain.booking import Booking
-from services.scheduler.domain.entities import Estimate, estimate_key
+from services.scheduler.domain.heard import Estimate, estimate_key
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan

@@ -6,7 +6,8 @@ from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING
 
 from services.scheduler.domain.booking import book, device_key
-from services.scheduler.domain.entities import Entity, Estimate, Instance, LoaderPresence, Model, Node, Presence, Seen
+from services.scheduler.domain.entities import Entity, Instance, Model, Node
+from services.scheduler.domain.heard import Estimate, LoaderPresence, Presence, Seen
 from shared.contracts.plans import PlanRecord
 
 if TYPE_CHECKING:

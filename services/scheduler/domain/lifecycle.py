@@ -8,39 +8,23 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import (
     LoadEnded,
     LoadStarted,
-    PublishLoadFailed,
     ReplyTo,
     SendPrepare,
     SendRelease,
     SendStart,
     SendStop,
 )
-from services.scheduler.domain.entities import (
-    Estimate,
-    Instance,
-    Leaving,
-    Model,
-    ModelDemand,
-    Pause,
-    Pressure,
-    Seen,
-    Trouble,
-    Unmet,
-    Waiter,
-)
+from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.estimates import learned
+from services.scheduler.domain.heard import Estimate, Pause, Seen, Waiter
 from services.scheduler.domain.placement import Placement
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
-from shared.contracts.demand import LoadFailed
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
 from shared.contracts.node import InstanceState, InstanceStatus, StartInstance, StopInstance
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import PlanRecord
-from shared.errors import InvalidModel, from_body
 from shared.sizing import need_of
-
-MAX_ATTEMPTS = 2
 
 
 def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: float) -> None:
@@ -148,7 +132,7 @@ def became_ready(d: Draft, i: Instance, status: InstanceStatus) -> None:
         was_resident = plan.chosen is not None and plan.chosen.predicted.get(Phase.LOAD.value) == 0.0
         old = d.state.estimates.get(Estimate(i.model, i.node).key)
         d.put(learned(old, i.model, i.node, measured, was_resident))
-        _finish_plan(
+        finish_plan(
             d, i, plan.model_copy(update={"outcome": "ready", "measured": measured, "measured_ms": (d.now - i.requested_at) * 1e3})
         )
     if model := d.state.models.get(i.model):
@@ -175,11 +159,11 @@ def conclude(d: Draft, i: Instance, outcome: str, reason: str = "", error: Error
             update["measured"] = on_plan_clock(seen.status.phases, d.now - i.requested_at)
         if reason:
             update["reason"] = f"{plan.reason}; {outcome}: {reason}"
-        _finish_plan(d, i, plan.model_copy(update=update))
+        finish_plan(d, i, plan.model_copy(update=update))
     _tell_sleepers(d, i, (seen.status.freed_bytes if seen else None) or 0)
 
 
-def _finish_plan(d: Draft, i: Instance, plan: PlanRecord) -> None:
+def finish_plan(d: Draft, i: Instance, plan: PlanRecord) -> None:
     d.put(plan)
     d.emit(LoadEnded(plan, i.node, i.requested_at, d.now))
 
@@ -188,73 +172,6 @@ def _tell_sleepers(d: Draft, i: Instance, freed: int) -> None:
     for w in list(d.state.waiters.values()):
         if w.kind == "sleep" and i.instance_id in w.instances and i.instance_id not in w.gone:
             d.put(replace(w, gone=(*w.gone, i.instance_id), freed_bytes=w.freed_bytes + freed))
-
-
-def start_failed(d: Draft, i: Instance, error: ErrorBody) -> None:
-    """A start failed: once more if that can help, else everybody who waits is told."""
-    conclude(d, i, "failed" if i.leaving == "no" else "cancelled", error.message, error)
-    _count_failure(d, i, error)
-
-
-def stalled(d: Draft, i: Instance, error: ErrorBody) -> None:
-    """A start gets on no longer: as `start_failed`, but it is stopped first, and its bytes stay booked until they are proved free."""
-    plan = d.state.plans.get(i.plan_id)
-    if plan is not None and plan.outcome == "pending":
-        _finish_plan(d, i, plan.model_copy(update={"outcome": "failed", "error": error}))
-    leave(d, i, "drain", error.message)
-    _count_failure(d, i, error)
-
-
-def _count_failure(d: Draft, i: Instance, error: ErrorBody) -> None:
-    model = d.state.models.get(i.model)
-    if model is None or i.leaving != "no" or i.generation != model.card.generation:
-        return
-    trouble = d.state.trouble.get(i.model) or Trouble(i.model)
-    here = tuple(f"{i.node}/{device}" for device in i.device_ids)
-    hopeless = isinstance(from_body(error), InvalidModel)
-    if not hopeless and trouble.attempts + 1 < MAX_ATTEMPTS:
-        d.put(replace(trouble, attempts=trouble.attempts + 1, avoid=trouble.avoid + here, error=error))
-        d.put(replace(model, error=error.message))
-        return
-    give_up(d, model, error, i.plan_id)
-
-
-def crashed(d: Draft, i: Instance, error: ErrorBody) -> None:
-    """A ready instance failed: the next demand starts another, `replicas.min` backs off if it keeps happening."""
-    conclude(d, i, "failed", error.message, error)
-    model = d.state.models.get(i.model)
-    if model is None:
-        return
-    d.put(replace(model, error=error.message))
-    trouble = d.state.trouble.get(i.model) or Trouble(i.model)
-    quick = i.ready_at is not None and d.now - i.ready_at < d.policy.settled_after
-    failures = trouble.failures + 1 if quick else 1
-    d.put(replace(trouble, failures=failures, not_before=d.now + d.policy.backoff(failures), error=error))
-
-
-def give_up(d: Draft, model: Model, error: ErrorBody, plan_id: str | None) -> None:
-    """Nobody need wait any longer: the model cannot be made ready now. Its next request may try again."""
-    trouble = d.state.trouble.get(model.key) or Trouble(model.key)
-    failures = trouble.failures + 1
-    d.put(Trouble(model.key, 0, (), failures, d.now, d.now + d.policy.backoff(failures), error))
-    d.put(replace(model, error=error.message))
-    d.emit(PublishLoadFailed(LoadFailed(model=model.key, plan_id=plan_id, error=error)))
-    d.drop(ModelDemand, model.key)
-    d.drop(Unmet, model.key)
-    d.drop(Pressure, model.key)
-    for w in list(d.state.waiters.values()):
-        if w.kind == "wake" and w.model == model.key:
-            d.drop(Waiter, w.waiter)
-            d.emit(ReplyTo(w.waiter, error))
-
-
-def refused(d: Draft, i: Instance) -> None:
-    """The nodeagent had no room after all: the bytes are promised anew once its status tells what it has."""
-    conclude(d, i, "cancelled", "the nodeagent refused the reservation")
-    release(d, i)
-    for device in i.device_ids:
-        subject = f"{i.node}/{device}"
-        d.put(Pause(subject, d.now + d.policy.shun_pause))
 
 
 def release(d: Draft, i: Instance) -> None:

@@ -13,8 +13,10 @@ from dataclasses import replace
 
 from services.scheduler.domain.draft import TOKENS_PER_EPOCH, Draft
 from services.scheduler.domain.effects import StepDown
-from services.scheduler.domain.entities import Device, Instance, LoaderPresence, Node, Presence, Seen
-from services.scheduler.domain.lifecycle import became_ready, conclude, crashed, send_stop, stalled, start_failed
+from services.scheduler.domain.entities import Device, Instance, Node
+from services.scheduler.domain.failures import crashed, stalled, start_failed
+from services.scheduler.domain.heard import LoaderPresence, Presence, Seen
+from services.scheduler.domain.lifecycle import became_ready, conclude, send_stop
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, ThawError

@@ -9,7 +9,8 @@
  7. The model has waited longer than `preempt_after`: as 6, but instances that serve may be drained too.
  8. Otherwise it waits; the reason names what is in the way.
 
-Among devices of one branch: not where it has just failed, then soonest ready, then fewest bytes evicted, then tightest fit.
+Among devices of one branch: not where it has just failed, then soonest ready, then fewest bytes evicted, then where one is idle the
+longest, then tightest fit.
 Of many devices only a shortlist is considered (shortlist.py).
 An extra replica (`extra`) stops after 6, and never displaces a model that has demand. Pure: the state is only read.
 """
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 
 from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.entities import Model, Presence
+from services.scheduler.domain.entities import Model
 from services.scheduler.domain.estimates import Forecast
+from services.scheduler.domain.heard import Presence
 from services.scheduler.domain.shortlist import FEW, shortlists
 from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.victims import Victims, choose_victims
@@ -49,11 +51,12 @@ class _Option:
     branch: int
     victims: Victims
     avoid: bool
+    idle_since: float
 
     @property
     def order(self) -> tuple[object, ...]:
         c = self.candidate
-        return (self.branch, self.avoid, c.predicted_ms, self.victims.freed, c.free_bytes, c.node, c.device_ids)
+        return (self.branch, self.avoid, c.predicted_ms, self.victims.freed, self.idle_since, c.free_bytes, c.node, c.device_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ def _option(r: _Request, b: Booking, branch: int, victims: Victims) -> _Option:
         free_bytes=max(0, b.free),
         victims=victims.labels,
     )
-    return _Option(candidate, branch, victims, b.key in r.avoid)
+    return _Option(candidate, branch, victims, b.key in r.avoid, b.idle_since if branch > 5 else 0.0)
 
 
 def _why(best: _Option) -> str:

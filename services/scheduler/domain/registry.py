@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
-from services.scheduler.domain.entities import Model, ModelDemand, Pressure, Trouble, Unmet, Waiter
+from services.scheduler.domain.entities import Model
 from services.scheduler.domain.events import AddModelsAsked, AdminAsked, ChangeNodeAsked, RemoveModelAsked, SleepAsked, WakeAsked
+from services.scheduler.domain.heard import ModelDemand, Pressure, Trouble, Unmet, Waiter
 from services.scheduler.domain.lifecycle import leave
 from services.scheduler.domain.placement import impossible, largest_budget
 from services.scheduler.domain.state import ClusterState

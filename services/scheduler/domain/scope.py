@@ -7,19 +7,8 @@ device has more room, or more that may leave, every model that waits for room is
 from __future__ import annotations
 
 from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.entities import (
-    Entity,
-    Instance,
-    Model,
-    ModelDemand,
-    Node,
-    Presence,
-    Pressure,
-    Seen,
-    Trouble,
-    Unmet,
-    Waiter,
-)
+from services.scheduler.domain.entities import Entity, Instance, Model, Node
+from services.scheduler.domain.heard import ModelDemand, Presence, Pressure, Seen, Trouble, Unmet, Waiter
 from services.scheduler.domain.state import Drop, Put
 
 _BY_MODEL = (Model, ModelDemand, Unmet, Pressure, Trouble)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from services.scheduler.domain.booking import booking, claims
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
-from services.scheduler.domain.entities import Waiter
+from services.scheduler.domain.heard import Waiter
 from services.scheduler.domain.lifecycle import answer_awake, leave, send_start
 from services.scheduler.domain.retire import retire
 from services.scheduler.domain.scope import Everything, Touched

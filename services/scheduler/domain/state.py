@@ -7,15 +7,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from services.scheduler.domain.booking import Booking, device_key
-from services.scheduler.domain.entities import (
+from services.scheduler.domain.entities import Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.heard import (
     Counter,
-    Entity,
     Estimate,
-    Instance,
     LoaderPresence,
-    Model,
     ModelDemand,
-    Node,
     Pause,
     Presence,
     Pressure,
@@ -23,7 +20,6 @@ from services.scheduler.domain.entities import (
     Trouble,
     Unmet,
     Waiter,
-    key_of,
 )
 from services.scheduler.domain.indexes import index
 from services.scheduler.domain.overlay import Overlay

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.entities import Model, Pressure, Unmet
-from services.scheduler.domain.lifecycle import begin, give_up
+from services.scheduler.domain.entities import Model
+from services.scheduler.domain.failures import give_up
+from services.scheduler.domain.heard import Pressure, Unmet
+from services.scheduler.domain.lifecycle import begin
 from services.scheduler.domain.placement import Placement, place
 from shared.contracts.plans import PlanRecord
 

@@ -156,6 +156,19 @@ class Cluster(RuleBasedStateMachine):
                 assert staying <= booked.budget, "more is claimed than will come free"
 
     @invariant()
+    def indexes_are_what_the_tables_say(self) -> None:
+        kept = self.w.state
+        anew = ClusterState(epoch=kept.epoch)
+        tables = (kept.models, kept.nodes, kept.presence, kept.loaders, kept.seen, kept.estimates, kept.instances)
+        apply(anew, [Put(e) for table in tables for e in table.values()])
+        assert anew.bookings == kept.bookings
+        assert anew.claimed == kept.claimed
+        for index in ("by_model", "by_node", "by_device", "resident_on", "measured_on"):
+            had, have = getattr(anew, index), getattr(kept, index)
+            assert {k: set(v) for k, v in had.items()} == {k: set(v) for k, v in have.items()}, index
+        assert (anew.aliases, anew.kept_up) == (kept.aliases, kept.kept_up)
+
+    @invariant()
     def nobody_is_thrown_out_unasked(self) -> None:
         stops = self.w.sent(SendStop)
         for stop in stops[self.heard_stops :]:

@@ -1,0 +1,193 @@
+"""What is known of the cluster only by hearing: gone with its leader, and heard again within a second or two of the next one's start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared.contracts.base import ErrorBody
+from shared.contracts.loader import LoaderStatus
+from shared.contracts.node import InstanceStatus, NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What was last heard of a nodeagent. `status` None: known from the database, not heard yet."""
+
+    node: str
+    heard_at: float
+    alive: bool = True
+    status: NodeStatus | None = None
+
+    @property
+    def key(self) -> str:
+        return self.node
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPresence:
+    """What was last heard of a loader."""
+
+    node: str
+    heard_at: float
+    status: LoaderStatus
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Revisions whose weights lie whole in the node's memory. A loader names weights by their revision."""
+        return tuple(s.weights_id for s in self.status.segments if s.error is None and s.loaded_bytes >= s.total_bytes > 0)
+
+    @property
+    def key(self) -> str:
+        return self.node
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An instance as its nodeagent last reported it. `idle_since` None: it is serving. `moved_at`: when its start last got on."""
+
+    instance_id: str
+    status: InstanceStatus
+    idle_since: float | None
+    moved_at: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return self.instance_id
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayDemand:
+    gateway: str
+    waiting: int
+    in_flight: int
+    since: float
+    heard_at: float
+    traceparents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDemand:
+    """What waits for one model, by gateway."""
+
+    model: str
+    gateways: tuple[GatewayDemand, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+    @property
+    def waiting(self) -> int:
+        return sum(g.waiting for g in self.gateways)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(g.in_flight for g in self.gateways)
+
+    @property
+    def since(self) -> float | None:
+        return min((g.since for g in self.gateways if g.waiting), default=None)
+
+    @property
+    def traceparents(self) -> tuple[str, ...]:
+        return tuple(t for g in self.gateways if g.waiting for t in g.traceparents)[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """An operator's request that is answered later. Of a sleep: which instances it waits for, and what they freed so far."""
+
+    waiter: str
+    kind: Literal["wake", "sleep"]
+    model: str
+    since: float
+    instances: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    freed_bytes: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.waiter
+
+
+@dataclass(frozen=True, slots=True)
+class Unmet:
+    """A model that wants more instances than it has. `reason` says what it waits for."""
+
+    model: str
+    since: float
+    reason: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """Demand exceeds what the model's instances can run at once, since then."""
+
+    model: str
+    since: float
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Failures of a model in a row. `attempts`: failed starts of the present try; `avoid`: the devices they were on, as node/device."""
+
+    model: str
+    attempts: int = 0
+    avoid: tuple[str, ...] = ()
+    failures: int = 0
+    failed_at: float | None = None
+    not_before: float = 0.0
+    error: ErrorBody | None = None
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Something not to be asked again before `until`: an instance that was busy, or a device (node/device) that refused a model."""
+
+    subject: str
+    until: float
+
+    @property
+    def key(self) -> str:
+        return self.subject
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Milliseconds by phase of starting a model on a node: an exponential moving average of what was measured."""
+
+    model: str
+    node: str
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return estimate_key(self.model, self.node)
+
+
+def estimate_key(model: str, node: str) -> str:
+    return f"{model}\0{node}"
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Commands numbered so far in this epoch."""
+
+    value: int
+
+    @property
+    def key(self) -> str:
+        return "counter"

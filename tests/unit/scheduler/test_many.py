@@ -1,0 +1,113 @@
+"""A cluster of more devices than are looked at one by one; and the mapping that makes a decision cheap."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.domain.events import LoaderStatusHeard
+from services.scheduler.domain.overlay import Overlay
+from services.scheduler.domain.shortlist import FEW, SHORTLIST
+from shared.contracts.loader import LoaderStatus, SegmentStatus
+from shared.contracts.node import InstanceState
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import World
+
+MANY = 3 * FEW
+ONE = 400 * MIB
+"""Room for one model of 324 MiB."""
+
+
+def loader(w: World, node: str, *, speed: float | None = None, revision: str | None = None) -> None:
+    held = (
+        [SegmentStatus(weights_id=revision, model="x", segment="s", total_bytes=1, loaded_bytes=1, holders=())] if revision else []
+    )
+    w.send(LoaderStatusHeard(w.now, LoaderStatus(node=node, boot_id="b", segments=tuple(held), bytes_per_second=speed)))
+
+
+def many() -> World:
+    w = World()
+    for n in range(MANY):
+        w.node(f"n{n:02}", ONE)
+    return w
+
+
+def full() -> World:
+    """Every device is taken by a model of its own; `n07`'s is idle the longest."""
+    w = many()
+    for n in range(MANY):
+        w.model(f"m{n:02}", keep_alive=-1)
+        w.up(f"m{n:02}")
+    w.model("new")
+    first = next(r for r in w.agents["n07"].instances.values())
+    first.idle_since = w.now - 5000
+    w.tick(5)
+    return w
+
+
+def test_the_soonest_of_many_is_found() -> None:
+    w = many()
+    w.model("a")
+    w.model("b")
+    loader(w, "n40", speed=9e9)
+    loader(w, "n41", revision="rev-/m/b")
+    w.demand("a")
+    w.demand("b")
+    assert [s.node for s in w.starts("a") + w.starts("b")] == ["n40", "n41"]
+    plan = w.state.last_plan_of("a")
+    assert plan is not None
+    assert len(plan.candidates) == SHORTLIST
+
+
+def test_weights_of_another_revision_are_not_taken_for_the_models() -> None:
+    w = many()
+    w.model("a")
+    loader(w, "n40", revision="rev-/m/a of yesterday")
+    w.demand("a")
+    assert w.starts("a")[0].node == "n00"
+
+
+def test_of_many_the_longest_idle_leaves() -> None:
+    w = full()
+    w.demand("new")
+    assert [s.node for s in w.stops("m07")] == ["n07"]
+
+
+def test_the_one_that_may_leave_is_found_however_many_may_not() -> None:
+    w = full()
+    for n in range(MANY - 1):
+        w.model(f"m{n:02}", keep_alive=-1, replicas={"min": 1, "max": 1})
+    w.demand("new")
+    assert len(w.stops(f"m{MANY - 1}")) == 1
+
+
+def test_what_waits_for_one_of_many_devices_is_told_why() -> None:
+    w = full()
+    for agent in w.agents.values():
+        for r in agent.instances.values():
+            r.active = int(r.state is InstanceState.READY)
+    w.tick(1)
+    noted = w.demand("new")
+    assert noted.outlook == "waiting"
+    assert noted.reason.count("is serving") == FEW
+    assert f"and {MANY - FEW} more devices" in noted.reason
+
+
+keys = st.sampled_from("abcde")
+
+
+@given(st.dictionaries(keys, st.integers(0, 9)), st.lists(st.tuples(keys, st.none() | st.integers(0, 9))))
+def test_an_overlay_is_a_copy_that_leaves_the_original_alone(below: dict[str, int], writes: list[tuple[str, int | None]]) -> None:
+    before = dict(below)
+    copy = dict(below)
+    over: Overlay[int] = Overlay(below)
+    for key, value in writes:
+        if value is None:
+            assert over.pop(key, None) == copy.pop(key, None)
+        else:
+            over[key] = copy[key] = value
+        assert dict(over) == dict(over.items()) == copy
+        assert sorted(over.values()) == sorted(copy.values())
+        assert (len(over), bool(over)) == (len(copy), bool(copy))
+        assert all((k in over, over.get(k)) == (k in copy, copy.get(k)) for k in "abcde")
+    assert below == before

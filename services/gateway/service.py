@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from shared.telemetry.tracing import traceparent
 
 TICK_S = 0.1
 _STARTING_RETRY_MS = 1_000
+_STARTING_WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Gateway:
         self.tasks: list[asyncio.Task[None]] = []
         self.joined = False
         self.closing = False
+        self._informed = asyncio.Event()
 
     # Requests.
 
@@ -148,6 +151,8 @@ class Gateway:
         while True:
             await asyncio.sleep(TICK_S)
             self.dispatcher.on_tick(time.monotonic())
+            if self._knows("/v1/"):
+                self._informed.set()
 
     def faults(self) -> list[str]:
         """Why requests are not taken now; empty: they are."""
@@ -161,15 +166,23 @@ class Gateway:
         }
         return [fault for fault, so in wrong.items() if so]
 
-    def require_knowledge(self, path: str) -> None:
-        """Raise `Unavailable` for what cannot be answered before the mesh has been read: models, and who may do what."""
-        if path.startswith("/admin/"):
-            known = self.joined and self.keys.store.complete
-        else:
-            known = not path.startswith("/v1/") or (self.joined and self.keys.store.complete and self.catalog.complete)
-        if not known:
+    async def require_knowledge(self, path: str) -> None:
+        """Wait a moment for what must be read from the mesh before `path` can be answered: models, and who may do what.
+
+        Raises `Unavailable` if it does not come: a gateway that has just been restarted must not use up its clients' few retries.
+        """
+        if self._knows(path):
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._informed.wait(), _STARTING_WAIT_S)
+        if not self._knows(path):
             faults = ", ".join(self.faults())
             raise Unavailable(f"The gateway is starting: {faults}", retry_after_ms=_STARTING_RETRY_MS, should_retry=True)
+
+    def _knows(self, path: str) -> bool:
+        if path.startswith("/admin/"):
+            return self.joined and self.keys.store.complete
+        return not path.startswith("/v1/") or (self.joined and self.keys.store.complete and self.catalog.complete)
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         await self.engines.start()

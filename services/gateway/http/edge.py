@@ -66,7 +66,7 @@ class Edge:
             await send(message)
 
         try:
-            self._gateway.require_knowledge(scope["path"])
+            await self._gateway.require_knowledge(scope["path"])
             self._gateway.keys.check(scope["path"], Headers(scope=scope).get("authorization"))
             await self._app(scope, receive, send_noted)
         except (ThawError, HTTPException) as e:

@@ -24,7 +24,7 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Model
 from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.heard import Presence
-from services.scheduler.domain.shortlist import FEW, shortlists
+from services.scheduler.domain.shortlist import SHORTLIST, shortlists
 from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.victims import Victims, choose_victims
 from services.scheduler.domain.words import gib
@@ -108,7 +108,7 @@ def largest_budget(state: ClusterState) -> int:
 
 def _candidates(considered: list[Candidate | _Option]) -> tuple[Candidate, ...]:
     """Those of the first list, for the record, by name."""
-    found = [c.candidate if isinstance(c, _Option) else c for c in considered[:FEW]]
+    found = [c.candidate if isinstance(c, _Option) else c for c in considered[:SHORTLIST]]
     return tuple(sorted(found, key=lambda c: (c.node, c.device_ids)))
 
 

@@ -19,16 +19,14 @@ from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.estimates import Forecast
 
-FEW = 16
-"""So many devices are simply all considered."""
 SHORTLIST = 8
-"""Of more, so many at a time."""
+"""So many devices are considered at a time; if there are no more, simply all of them."""
 
 
 def shortlists(d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast) -> Iterator[list[Booking]]:
     """Devices for `need` bytes, best first, as lists to be gone through until one has a place."""
     devices = d.state.bookings.values()
-    if len(devices) <= FEW:
+    if len(devices) <= SHORTLIST:
         yield list(devices)
         return
     usable = [b for b in devices if not b.closed]

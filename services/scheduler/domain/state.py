@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from services.scheduler.domain.booking import Booking, device_key
@@ -94,11 +95,11 @@ class ClusterState:
 
     def fork(self) -> ClusterState:
         """A copy that can be changed without changing this one (entities are frozen and shared)."""
-        return ClusterState(self.epoch, self.recovered_at, *(dict(getattr(self, name)) for name in _MAPPINGS))
+        return ClusterState(self.epoch, self.recovered_at, *map(dict, _mappings(self)))
 
     def overlay(self) -> ClusterState:
         """As `fork`, at no cost, while this one does not change."""
-        return ClusterState(self.epoch, self.recovered_at, *(Overlay(getattr(self, name)) for name in _MAPPINGS))
+        return ClusterState(self.epoch, self.recovered_at, *map(Overlay, _mappings(self)))
 
     def model_named(self, name: str) -> Model | None:
         """By name or alias."""
@@ -131,7 +132,9 @@ class ClusterState:
         return loader is not None and now - loader.heard_at <= within
 
 
-_MAPPINGS = tuple(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at"))
+_mappings: Callable[[ClusterState], tuple[Any, ...]] = attrgetter(
+    *(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at"))
+)
 
 _TABLES: dict[type[Any], str] = {
     Model: "models",

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from services.scheduler.domain.events import LoaderStatusHeard
 from services.scheduler.domain.overlay import Overlay
-from services.scheduler.domain.shortlist import FEW, SHORTLIST
+from services.scheduler.domain.shortlist import SHORTLIST
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 
-MANY = 3 * FEW
+MANY = 48
 ONE = 400 * MIB
 """Room for one model of 324 MiB."""
 
@@ -89,8 +89,8 @@ def test_what_waits_for_one_of_many_devices_is_told_why() -> None:
     w.tick(1)
     noted = w.demand("new")
     assert noted.outlook == "waiting"
-    assert noted.reason.count("is serving") == FEW
-    assert f"and {MANY - FEW} more devices" in noted.reason
+    assert noted.reason.count("is serving") == SHORTLIST
+    assert f"and {MANY - SHORTLIST} more devices" in noted.reason
 
 
 keys = st.sampled_from("abcde")

@@ -82,7 +82,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
     settle(d, everything=isinstance(event, Recovered | Tick) or now - state.recovered_at <= policy.recovery_window)
     if isinstance(event, DemandHeard):
         answer_demand(d, event)
-    return Decision(tuple(d.changes), tuple(d.effects), tuple(d.plans))
+    return Decision(d.net(), tuple(d.effects), tuple(d.plans))
 
 
 def _start_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:

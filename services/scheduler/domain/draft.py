@@ -20,7 +20,7 @@ class Draft:
     origin: ClusterState
     now: float
     policy: Policy
-    changes: list[Change] = field(default_factory=list)
+    changes: list[Put | Drop] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     plans: list[PlanRecord] = field(default_factory=list)
 
@@ -40,6 +40,19 @@ class Draft:
         change = Drop(kind, key)
         apply(self.state, (change,))
         self.changes.append(change)
+
+    def net(self) -> tuple[Change, ...]:
+        """The changes, each entity's last one only."""
+        last: dict[tuple[type[Entity], str], Change] = {}
+        for change in self.changes:
+            match change:
+                case Put(entity):
+                    subject = (type(entity), key_of(entity))
+                case Drop(kind, key):
+                    subject = (kind, key)
+            last.pop(subject, None)
+            last[subject] = change
+        return tuple(last.values())
 
     def rebooked(self) -> tuple[str, ...]:
         """Keys of the devices whose bookings have changed, or may have."""

@@ -61,7 +61,9 @@ class BenchMesh:
         self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_ZYGOTE": "true" if zygote else "false"}
         config = home.parent / f"{home.name}.yaml"
         entries = [{"name": name, "source": str(path), "keep_alive": -1} for name, path in models.items()]
-        config.write_text(yaml.safe_dump({"mesh": {"port": free_port(), "nodes": {"node-0": {"cpu:0": "6GiB"}}}, "models": entries}))
+        config.write_text(
+            yaml.safe_dump({"mesh": {"port": free_port(), "nodes": {"node-0": {"cpu:0": "6GiB"}}}, "models": entries})
+        )
         up = self.thaw("up", "--detach", "--config", str(config))
         self.url = str(up["endpoint"])
         self.http = httpx.Client(base_url=self.url, timeout=300)

@@ -91,6 +91,14 @@ CHANNELS: tuple[Channel, ...] = (
         (loader.Inspected, loader.WeightsAttached, loader.WeightsReleased, base.Done, base.Failure),
     ),
     Channel(
+        "loaderFiles",
+        f"{_P}.loader.{{node}}.files",
+        "loader",
+        "The small files of a model, for gateways on other machines that count tokens with them.",
+        (loader.ReadModelFile,),
+        (loader.ModelFilePart, base.Failure),
+    ),
+    Channel(
         "loaderStatus",
         f"{_P}.loader.{{node}}.status",
         "scheduler, nodeagent",

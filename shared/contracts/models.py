@@ -15,7 +15,7 @@ Engine = Literal["builtin"]
 class Strict(Frozen):
     """A value that a person writes: unknown keys are faults, not future fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Replicas(Strict):
@@ -65,6 +65,14 @@ class ModelOptions(Strict):
     def _keep_alive(cls, value: float) -> float:
         if value < 0 and value != -1:
             raise ValueError("must be a number of seconds, 0 or more, or -1 for 'until evicted'")
+        return value
+
+    @field_validator("engine_args")
+    @classmethod
+    def _engine_args(cls, value: dict[str, Any]) -> dict[str, Any]:
+        kv = value.get("kv_cache_bytes")
+        if "kv_cache_bytes" in value and (isinstance(kv, bool) or not isinstance(kv, int) or kv < 1):
+            raise ValueError("kv_cache_bytes must be a whole number of bytes, 1 or more")
         return value
 
 

@@ -38,7 +38,7 @@ _REMEDIES = {
     "unreachable": "`thaw ps` and `thaw doctor` show which part is missing; it may be starting again.",
     "unavailable": "`thaw ps` and `thaw doctor` show which part is missing; it may be starting again.",
     "insufficient_memory": "`thaw explain MODEL` shows what was considered; give the device more room, or a smaller max_model_len.",
-    "checkpoint_invalid": "Repair or download the checkpoint again; then `thaw wake MODEL`.",
+    "checkpoint_invalid": "Repair the model's files or download them again; the next request for it reads them anew.",
     "unsupported_architecture": "The builtin engine runs what transformers' auto classes run.",
     "engine_failed": "`thaw logs nodeagent` says why.",
     "queue_full": "Try again later, or raise queue.max_waiting of the model.",

@@ -99,7 +99,7 @@ def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
         return ModelSpec(name=name, source=source, **options)
     except ValidationError as e:
         faults = "; ".join(f"{dotted(d['loc'])}: {message_of(d, ModelSpec)}" for d in e.errors())
-        raise CommandError(faults, "See `thaw models add --help`.", code="invalid_model") from e
+        raise typer.BadParameter(faults) from e
 
 
 def show_difference(out: Console, result: ModelsAdded) -> None:

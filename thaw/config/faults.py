@@ -96,6 +96,7 @@ _BOUNDS = {
     "int_from_float": "a whole number",
     "float_parsing": "a number",
     "float_type": "a number",
+    "finite_number": "a number that is finite",
     "string_type": "text (put it in quotes if it looks like a number)",
     "tuple_type": "a list",
     "list_type": "a list",

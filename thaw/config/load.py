@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from thaw.config.units import parse_duration, parse_size
 from thaw.errors import CommandError
 
 NODE_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
+HUB_PATTERN = r"hf://\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?"
 DEVICE_PATTERN = r"^(cpu:0|cuda:\d+)$"
 _DURATIONS: tuple[tuple[str, ...], ...] = (
     ("keep_alive",),
@@ -156,6 +158,8 @@ class _Check:
 
     def _source(self, source: str, path: KeyPath) -> str:
         if source.startswith("hf://"):
+            if not re.fullmatch(HUB_PATTERN, source):
+                self._tree.fault((*path, "source"), f"given {source!r}; allowed: hf://org/name[@revision]")
             return source
         if "://" in source:
             self._tree.fault((*path, "source"), f"given {source!r}; allowed: a directory, or hf://org/name[@revision]")
@@ -184,8 +188,6 @@ class _Check:
 
     def _nodes(self, nodes: dict[str, Any]) -> dict[str, Any]:
         """Accepts `node-0: {cpu:0: 8GiB}` and `node-0: {devices: {…}}`."""
-        import re
-
         result: dict[str, Any] = {}
         for name, node in nodes.items():
             path: KeyPath = ("mesh", "nodes", name)
@@ -211,7 +213,11 @@ class _Check:
             if not share.replace(".", "", 1).isdigit() or not 0 < float(share) <= 100:
                 self._tree.fault(path, f"given {value!r}; allowed: a share over 0% and at most 100%")
             return value.strip()
-        return int(self._convert(value, path, parse_size) or 0)
+        size = self._convert(value, path, parse_size)
+        if size is not None and not (isinstance(size, int) and size > 0):
+            self._tree.fault(path, f"given {value!r}; allowed: a whole number of bytes, 1 or more")
+            return 0
+        return int(size or 0)
 
     def _with_units(self, value: dict[str, Any], path: KeyPath) -> dict[str, Any]:
         """`value` with durations and sizes that have units made into numbers."""

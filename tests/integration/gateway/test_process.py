@@ -73,16 +73,17 @@ async def test_before_nats_is_up_it_says_so_and_nothing_hangs() -> None:
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port))
     await until(lambda: answers(base, "/health"), within=20)
-    async with httpx.AsyncClient(base_url=base, timeout=2) as client:
+    async with httpx.AsyncClient(base_url=base, timeout=15) as client:
         assert (await client.get("/metrics")).status_code == 200
         assert (await client.get("/openapi.json")).status_code == 200
         ready = await client.get("/ready")
         assert (ready.status_code, ready.json()["faults"]) == (503, ["not connected to NATS yet"])
-        refused = [await client.get("/v1/models"), await client.get("/v1/models/alpha"), await client.get("/admin/v1/cluster")]
-        refused += [await client.get("/admin/v1/traces/last"), await client.get("/admin/v1/keys")]
+        asked = [client.get("/v1/models"), client.get("/v1/models/alpha"), client.get("/admin/v1/cluster")]
+        asked += [client.get("/admin/v1/traces/last"), client.get("/admin/v1/keys")]
         for path, body in (("chat/completions", chat()), ("embeddings", {"model": "x", "input": "y"}), ("rerank", {"model": "x"})):
             headers = {"idempotency-key": "k"}
-            refused.append(await client.post(f"/v1/{path}", json=body, headers=headers))
+            asked.append(client.post(f"/v1/{path}", json=body, headers=headers))
+        refused = await asyncio.gather(*asked)
         assert {(r.status_code, r.json()["error"]["code"], r.headers["x-should-retry"]) for r in refused} == {
             (503, "unavailable", "true")
         }

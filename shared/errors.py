@@ -168,6 +168,8 @@ class QueueFull(ThawError):
     """Too many requests are waiting for this model; try again later."""
 
     code, status, type = "queue_full", 429, "rate_limit_error"
+    position: int | None = None
+    """The place in the queue that the request would have had, counted from 1. Not on the wire: only a gateway refuses so."""
 
 
 class EngineFailed(ThawError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,42 +15,18 @@ from services.engine.tokenization import Tokenization
 from shared.contracts.inference import InferRequest
 from shared.contracts.openai import (
     INERT,
+    NOT_HONOURED,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     EmbeddingRequest,
+    not_honoured,
     prompts_of,
 )
-from shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from shared.errors import ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
 
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
 Generating = ChatCompletionRequest | CompletionRequest
-
-_OTHERWISE_HARMLESS: dict[str, Callable[[Any], bool]] = {
-    "functions": lambda v: not v,
-    "function_call": lambda v: v in (None, "auto", "none"),
-    "modalities": lambda v: v in (None, ["text"]),
-    "audio": lambda v: v is None,
-    "web_search_options": lambda v: v is None,
-    "min_tokens": lambda v: not v,
-    "bad_words": lambda v: not v,
-    "allowed_token_ids": lambda v: v is None,
-    "guided_json": lambda v: v is None,
-    "guided_regex": lambda v: v is None,
-    "guided_choice": lambda v: v is None,
-    "guided_grammar": lambda v: v is None,
-    "structured_outputs": lambda v: v is None,
-    "use_beam_search": lambda v: not v,
-    "truncate_prompt_tokens": lambda v: v is None,
-    "include_stop_str_in_output": lambda v: not v,
-    "skip_special_tokens": lambda v: v in (None, True),
-    "continue_final_message": lambda v: not v,
-    "chat_template": lambda v: v is None,
-    "documents": lambda v: not v,
-    "prompt_logprobs": lambda v: v is None,
-    "prompt_embeds": lambda v: v is None,
-}
-"""Fields outside the schema that would change the output, and the values with which they do not."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +81,8 @@ class RequestReader:
 
     def read(self, request: InferRequest) -> GenerationRequest | EmbedRequest:
         """Raises `InvalidRequest` and its children."""
+        if request.endpoint == "other":
+            raise NotFound(f"the built-in engine does not serve {request.route}")
         if request.endpoint == "embedding":
             return self._embedding(request.request_id, _validated(EmbeddingRequest, request.body))
         if not self._generates:
@@ -114,11 +92,6 @@ class RequestReader:
         return self._completion(request.request_id, _validated(CompletionRequest, request.body))
 
     def _chat(self, request_id: str, body: ChatCompletionRequest) -> GenerationRequest:
-        kind = (body.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise UnsupportedParameter(f"response_format {kind!r} is not supported by this engine", param="response_format")
-        if body.tool_choice not in (None, "auto", "none"):
-            raise UnsupportedParameter("a forced tool_choice is not supported by this engine", param="tool_choice")
         prompt = self._tokens.chat(
             [_message(i, m) for i, m in enumerate(body.messages)],
             body.tools,
@@ -129,8 +102,6 @@ class RequestReader:
         return self._generation(request_id, body, [(prompt, None)], top)
 
     def _completion(self, request_id: str, body: CompletionRequest) -> GenerationRequest:
-        if body.suffix:
-            raise UnsupportedParameter("suffix is not supported by this engine", param="suffix")
         if (body.best_of or 1) > (body.n or 1):
             raise UnsupportedParameter("best_of over n is not supported by this engine", param="best_of")
         if body.echo and body.logprobs is not None:
@@ -247,11 +218,9 @@ def _prompt_field(body: Generating) -> str:
 
 def _ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
     """Names of fields that mean nothing here; raises `UnsupportedParameter` for those that would change the output."""
-    extra = body.model_extra or {}
-    for name, value in extra.items():
-        if name in _OTHERWISE_HARMLESS and not _OTHERWISE_HARMLESS[name](value):
-            raise UnsupportedParameter(f"{name} is not supported by this engine", param=name)
-    return tuple(sorted(extra.keys() - INERT - _OTHERWISE_HARMLESS.keys()))
+    if (name := not_honoured(body)) is not None:
+        raise UnsupportedParameter(f"{name} is not supported by this engine", param=name)
+    return tuple(sorted((body.model_extra or {}).keys() - INERT - NOT_HONOURED.keys()))
 
 
 def _message(number: int, message: ChatMessage) -> dict[str, Any]:

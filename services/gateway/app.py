@@ -53,13 +53,14 @@ def http_app(gateway: Gateway) -> ASGIApp:
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/openapi.json", info.openapi, methods=["GET"]),
         *Admin(gateway).routes(),
-        Route("/v1/{rest:path}", info.elsewhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        Route("/v1/{rest:path}", Generate(gateway, "other"), methods=["POST"]),
+        Route("/v1/{rest:path}", info.elsewhere, methods=["GET", "PUT", "PATCH", "DELETE"]),
     ]
     # A bare router: Starlette's own exception handlers would answer in another shape than the Edge.
     app: ASGIApp = Edge(Router(routes, redirect_slashes=False), gateway)
     origins = [o.strip() for o in gateway.settings.cors_origins.split(",") if o.strip()]
     if origins:
-        exposed = ["x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-thaw-ignored"]
+        exposed = ["x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-thaw-ignored", "x-thaw-queue-position"]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return RequestIds(app)
 

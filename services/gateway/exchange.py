@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.base import ErrorBody
-from shared.contracts.inference import EmbeddingsFinished, Endpoint, InferFinished, InferStarted, Usage
+from shared.contracts.inference import Answered, EmbeddingsFinished, Endpoint, InferFinished, InferRaw, InferStarted, Usage
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceStatus
 from shared.contracts.phases import PhaseSpan
@@ -30,7 +30,10 @@ class Sink(Protocol):
     def pending(self) -> int: ...
     def started(self, message: InferStarted) -> None: ...
     def chunk(self, choices: list[dict[str, Any]]) -> None: ...
-    def finished(self, message: InferFinished | EmbeddingsFinished) -> None: ...
+    def finished(self, message: Answered) -> None: ...
+
+
+_LAST: dict[str, type[Answered]] = {"finished": InferFinished, "embeddings": EmbeddingsFinished, "raw": InferRaw}
 
 
 @dataclass(slots=True)
@@ -53,11 +56,13 @@ class Exchange:
         sink: Sink,
         dispatcher: Dispatcher,
         buffer_limit: int,
+        route: str = "",
     ) -> None:
         self.ticket = ticket
         self.card = card
         self.endpoint = endpoint
         self.body = body
+        self.route = route
         self.sink = sink
         self.error: ThawError | None = None
         self.ended = False
@@ -153,7 +158,7 @@ class Exchange:
             self.wake()
 
     def _finished(self, message: dict[str, Any], now: float) -> None:
-        last = (EmbeddingsFinished if message["kind"] == "embeddings" else InferFinished).model_validate(message)
+        last = _LAST[message["kind"]].model_validate(message)
         self.usage = last.usage
         if self.first_at is None:
             self.first_at = now

@@ -19,7 +19,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7
 PER_TOKEN = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
 """The convention's own, as is the name: a server that stands before its engines counts what its clients use."""
-_OPERATION = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
+_OPERATION = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings", "other": "other"}
 
 
 class Metrics:
@@ -81,7 +81,7 @@ class Metrics:
         if exchange.replayed:
             return
         self.tokens.record(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
-        if exchange.endpoint != "embedding":
+        if exchange.endpoint in ("chat", "completion"):
             self.tokens.record(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
 
     def render(self) -> bytes:

@@ -84,7 +84,8 @@ class Gateway:
             response_timeout=card.spec.response_timeout,
             traceparent=traceparent(origin.span),
         )
-        exchange = Exchange(ticket, card, parsed.endpoint, parsed.body, sink, self.dispatcher, self.settings.stream_buffer_bytes)
+        limit = self.settings.stream_buffer_bytes
+        exchange = Exchange(ticket, card, parsed.endpoint, parsed.body, sink, self.dispatcher, limit, parsed.route)
         self._open[ticket.id] = exchange
         if key is None:
             self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)

@@ -130,6 +130,7 @@ CHANNELS: tuple[Channel, ...] = (
             inference.InferChunk,
             inference.InferFinished,
             inference.EmbeddingsFinished,
+            inference.InferRaw,
             inference.InferFailed,
         ),
     ),

@@ -2,7 +2,7 @@
 
 The gateway publishes `InferRequest` on the instance's `infer` subject with `reply = subjects.reply(gateway, request_id)`. Everything
 comes back there, numbered from 0 without gaps by `seq`: one `InferStarted`, any number of `InferChunk`, and exactly one last message,
-`InferFinished`, `EmbeddingsFinished` or `InferFailed`. With nobody listening, NATS itself answers on the reply subject with a 503 header.
+`InferFinished`, `EmbeddingsFinished`, `InferRaw` or `InferFailed`. With nobody listening, NATS itself answers on the reply subject with a 503 header.
 `CancelInfer` goes to the engine's control subject; a cancelled request ends without a last message.
 """
 
@@ -15,7 +15,8 @@ from pydantic import Field, TypeAdapter
 from shared.contracts.base import ErrorBody, Frozen, Message, Request
 from shared.contracts.phases import PhaseSpan
 
-Endpoint = Literal["chat", "completion", "embedding"]
+Endpoint = Literal["chat", "completion", "embedding", "other"]
+"""`other`: a route of `ModelCard.routes`, which only the engine understands; asked by `InferRequest.route`, answered by `InferRaw`."""
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
@@ -27,6 +28,7 @@ class InferRequest(Request):
     model: str
     endpoint: Endpoint
     body: dict[str, Any] = Field(description="The validated OpenAI request, unknown fields included.")
+    route: str = Field(default="", description="With `other`: the path that was asked, as `/v1/rerank`.")
 
 
 class CancelInfer(Request):
@@ -96,11 +98,22 @@ class EmbeddingsFinished(Message):
     usage: Usage
 
 
+class InferRaw(Message):
+    """The whole answer to a request of an `other` endpoint."""
+
+    kind: Literal["raw"] = "raw"
+    seq: int
+    body: Any = Field(description="JSON that the client gets as it is.")
+    usage: Usage = Usage(prompt_tokens=0)
+
+
 class InferFailed(Message):
     kind: Literal["failed"] = "failed"
     seq: int
     error: ErrorBody
 
 
-InferReply = Annotated[InferStarted | InferChunk | InferFinished | EmbeddingsFinished | InferFailed, Field(discriminator="kind")]
+Answered = InferFinished | EmbeddingsFinished | InferRaw
+"""The last message of a request that went well."""
+InferReply = Annotated[InferStarted | InferChunk | Answered | InferFailed, Field(discriminator="kind")]
 INFER_REPLY: TypeAdapter[InferReply] = TypeAdapter(InferReply)

@@ -10,6 +10,8 @@ from shared.contracts.base import Frozen
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}$"
 Engine = Literal["builtin"]
+ROUTES: dict[Engine, tuple[str, ...]] = {"builtin": ()}
+"""The paths under /v1/ that each engine serves besides chat and text completions and embeddings."""
 
 
 class Strict(Frozen):
@@ -118,6 +120,7 @@ class ModelCard(Frozen):
     info: ModelInfo
     created: int = Field(description="Unix seconds of the registration.")
     generation: int = Field(default=1, description="Counts changes of the spec or the files.")
+    routes: tuple[str, ...] = Field(default=(), description="Paths that its engine declares besides OpenAI's three, as /v1/rerank.")
 
     @property
     def name(self) -> str:

@@ -8,10 +8,41 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 INERT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"})
 """Known fields that do not change the output: accepted and not forwarded as unknown."""
+
+NOT_HONOURED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "prompt_logprobs": (0,),
+    "prompt_embeds": (),
+}
+"""Known fields that would change the output and that the built-in engine cannot honour, each with the values, besides null, with which
+they change nothing."""
 
 
 class _Open(BaseModel):
@@ -47,11 +78,12 @@ class _Generation(_Open):
     return_token_ids: bool = False
     user: str | None = None
 
-    @model_validator(mode="after")
-    def _stream_options(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed when stream is true")
-        return self
+    @field_validator("stream_options")
+    @classmethod
+    def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("only allowed when stream is true")
+        return value
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -82,11 +114,12 @@ class ChatCompletionRequest(_Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
-    @model_validator(mode="after")
-    def _logprobs(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
-        return self
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("needs logprobs to be true")
+        return value
 
     @property
     def token_limit(self) -> int | None:
@@ -111,6 +144,20 @@ class EmbeddingRequest(_Open):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     user: str | None = None
+
+
+class OtherRequest(_Open):
+    """A request of any other route, for an engine that declares it (`ModelCard.routes`)."""
+
+    model: str
+    stream: bool | None = None
+
+
+def not_honoured(request: BaseModel) -> str | None:
+    """The first field of `request` that asks the built-in engine for what it cannot do."""
+    given = (request.model_extra or {}) | {name: getattr(request, name) for name in request.model_fields_set & NOT_HONOURED.keys()}
+    asked = (n for n, harmless in NOT_HONOURED.items() if given.get(n) is not None and given[n] not in harmless)
+    return next(asked, None)
 
 
 def prompts_of(value: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -155,7 +155,7 @@ REFUSED: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str | None
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         openai.BadRequestError,
         "unsupported_parameter",
-        "messages.0.content",
+        "messages[0].content",
     ),
 ]
 

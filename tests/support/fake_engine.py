@@ -23,11 +23,13 @@ from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import (
+    Answered,
     ChoiceDelta,
     EmbeddingsFinished,
     InferChunk,
     InferFailed,
     InferFinished,
+    InferRaw,
     InferRequest,
     InferStarted,
     Usage,
@@ -43,7 +45,7 @@ from shared.settings import CommonSettings
 WORDS = ("Hello", ",", " wor", "ld", "! ", "né", " 日本", "\n", '"q"')
 
 
-def card_of(name: str, *, task: str = "generate", context: int = 2048, **options: Any) -> ModelCard:
+def card_of(name: str, *, task: str = "generate", context: int = 2048, routes: tuple[str, ...] = (), **options: Any) -> ModelCard:
     spec = ModelSpec.model_validate({"name": name, "source": "/models/none"} | options)
     info = ModelInfo(
         source="/models/none",
@@ -57,7 +59,7 @@ def card_of(name: str, *, task: str = "generate", context: int = 2048, **options
         context_length=context,
         kv_bytes_per_token=16,
     )
-    return ModelCard(spec=spec, info=info, created=1_700_000_000)
+    return ModelCard(spec=spec, info=info, created=1_700_000_000, routes=routes)
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Run:
     seq: int = 0
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def say(self, message: InferStarted | InferChunk | InferFinished | EmbeddingsFinished | InferFailed) -> None:
+    async def say(self, message: InferStarted | InferChunk | Answered | InferFailed) -> None:
         numbered = message.model_copy(update={"seq": self.seq})
         self.seq += 1
         await self.engine.nc.publish(self.reply, numbered.model_dump_json().encode())
@@ -108,6 +110,9 @@ async def speak(run: Run) -> None:
         await run.say(EmbeddingsFinished(seq=0, dimensions=3, vectors=vectors, usage=Usage(prompt_tokens=7)))
         return
     await run.start()
+    if run.request.endpoint == "other":
+        await run.say(InferRaw(seq=0, body={"route": run.request.route, "asked": run.request.body}, usage=Usage(prompt_tokens=7)))
+        return
     await run.text(*WORDS)
     await run.finish(len(WORDS))
 

@@ -87,6 +87,8 @@ class Engines:
             "model": ticket.model,
             "endpoint": exchange.endpoint,
         }
+        if exchange.route:
+            envelope["route"] = exchange.route
         # The body goes on as it came: it is validated JSON, and making it anew costs more than all the rest of this.
         payload = b'%b,"body":%b}' % (json.dumps(envelope).encode()[:-1], exchange.body)
         headers = {"traceparent": ticket.traceparent} if ticket.traceparent else None

@@ -291,11 +291,13 @@ class Dispatcher:
     def _full(self, model: str, queue: Queue, now: float) -> QueueFull:
         waiting = len(queue.waiting)
         retry = max(1_000, queue.eta_ms(now) or DEFAULT_RETRY_MS)
-        return QueueFull(
+        error = QueueFull(
             f"{waiting} requests wait for {model} already, which is as many as may; this one would have been number {waiting + 1}",
             param="model",
             retry_after_ms=retry,
         )
+        error.position = waiting + 1
+        return error
 
     def _timed_out(self, ticket: Ticket, queue: Queue, now: float) -> QueueTimeout:
         reason = f": {queue.noted.reason}" if queue.noted is not None and queue.noted.reason else ""

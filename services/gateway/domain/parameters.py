@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shared.contracts.models import ModelCard
-from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, prompts_of
+from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, not_honoured, prompts_of
 from shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 
 OpenAIRequest = ChatCompletionRequest | CompletionRequest | EmbeddingRequest
-
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "suffix": ("",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "use_beam_search": (False,),
-    "prompt_logprobs": (0,),
-}
-"""Known fields that the builtin engine cannot honour, each with the values that change nothing."""
 
 
 def check_supported(request: OpenAIRequest, card: ModelCard) -> None:
     """Raise `UnsupportedParameter`, `InvalidRequest` or `ContextLengthExceeded` for what `card`'s engine can never do."""
     _check_task(request, card)
-    given = (request.model_extra or {}) | {name: getattr(request, name) for name in request.model_fields_set & _UNSUPPORTED.keys()}
-    for name, harmless in _UNSUPPORTED.items():
-        value = given.get(name)
-        if value is not None and value not in harmless:
-            raise UnsupportedParameter(
-                f"'{name}' would change the output and the engine of {card.name} ({card.spec.engine}) cannot honour it", param=name
-            )
+    if (name := not_honoured(request)) is not None:
+        raise UnsupportedParameter(
+            f"'{name}' would change the output and the engine of {card.name} ({card.spec.engine}) cannot honour it", param=name
+        )
     if isinstance(request, EmbeddingRequest):
         _check_inputs(request.input, "input", card)
     else:
@@ -60,10 +35,28 @@ def _check_generation(request: ChatCompletionRequest | CompletionRequest, card: 
             f"This model's maximum context length is {card.context_length} tokens, and {name} asks for {limit} besides the prompt",
             param=name,
         )
-    if isinstance(request, CompletionRequest):
+    _check_bias(request)
+    if isinstance(request, ChatCompletionRequest):
+        _check_contents(request, card)
+    else:
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise UnsupportedParameter("'best_of' other than n is not supported", param="best_of")
         _check_inputs(request.prompt, "prompt", card, room=limit or 1)
+
+
+def _check_bias(request: ChatCompletionRequest | CompletionRequest) -> None:
+    if not all(token.isascii() and token.isdigit() for token in request.logit_bias or ()):
+        raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias")
+
+
+def _check_contents(request: ChatCompletionRequest, card: ModelCard) -> None:
+    for i, message in enumerate(request.messages):
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise UnsupportedParameter(
+                    f"{card.name} reads text only, and a content part is of type {part.get('type')!r}",
+                    param=f"messages[{i}].content",
+                )
 
 
 def _check_inputs(value: str | list[str] | list[int] | list[list[int]], param: str, card: ModelCard, room: int = 0) -> None:

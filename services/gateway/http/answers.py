@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.exchange import Exchange
-from services.gateway.http.collect import Collected, Embedded
+from services.gateway.http.collect import Whole
 from services.gateway.http.errors import error_object, json_response
 from services.gateway.http.sse import EventStream, comment, event
 from services.gateway.recording import server_timing
@@ -42,17 +42,21 @@ async def watched(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
         task.cancel()
 
 
+def ignored_names(exchange: Exchange) -> str:
+    """The names are the client's own: whatever would not be one word of a header is not let into one."""
+    return ", ".join(_UNSAFE.sub("?", name)[:64] for name in exchange.ignored[:32])
+
+
 def extra_headers(exchange: Exchange) -> dict[str, str]:
     headers = {REPLAYED: "true"} if exchange.replayed else {}
     if exchange.ignored:
-        # The names are the client's own: whatever would not be one word of a header is not let into one.
-        headers["x-thaw-ignored"] = ", ".join(_UNSAFE.sub("?", name)[:64] for name in exchange.ignored[:32])
+        headers["x-thaw-ignored"] = ignored_names(exchange)
     if timing := server_timing(exchange):
         headers["server-timing"] = timing
     return headers
 
 
-async def answer_whole(exchange: Exchange, sink: Collected | Embedded, scope: Scope, receive: Receive, send: Send) -> None:
+async def answer_whole(exchange: Exchange, sink: Whole, scope: Scope, receive: Receive, send: Send) -> None:
     async with watched(exchange, receive):
         while not exchange.ended:
             await exchange.changed()
@@ -117,6 +121,11 @@ class StreamedAnswer:
         headers = [(k.encode(), v.encode()) for k, v in extra_headers(self._exchange).items()] if not self._timing_late else []
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM + headers})
 
+    def _late(self) -> bytes:
+        """What headers would have said, had they not gone out before it was known."""
+        ignored = comment(f"x-thaw-ignored {ignored_names(self._exchange)}") if self._exchange.ignored else b""
+        return ignored + comment(f"timing {server_timing(self._exchange)}")
+
     def _on_timer(self) -> None:
         """Say something where nothing has been said for long."""
         exchange = self._exchange
@@ -124,7 +133,7 @@ class StreamedAnswer:
             return
         if exchange.first_at is None:
             self._stream.put(comment(self._progress(exchange)))
-            self._stream.before_done = lambda: comment(f"timing {server_timing(exchange)}")
+            self._stream.before_done = self._late
             exchange.wake()
             again = self._settings.waking_comment_interval
         else:

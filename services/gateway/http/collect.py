@@ -1,4 +1,4 @@
-"""Sinks of answers that are sent whole: chat and text completions, embeddings."""
+"""Sinks of answers that are sent whole: chat and text completions, embeddings, and what only the engine understands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.http.shapes import Delta, Head, chat_logprobs, completion_logprobs, usage
-from shared.contracts.inference import EmbeddingsFinished, InferFinished, InferStarted
+from shared.contracts.inference import Answered, EmbeddingsFinished, InferRaw, InferStarted
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Collected:
         for delta in choices:
             self._choices.setdefault(delta.get("index", 0), _Choice()).add(delta)
 
-    def finished(self, message: InferFinished | EmbeddingsFinished) -> None:
+    def finished(self, message: Answered) -> None:
         self._usage = usage(message.usage)
 
     def answer(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Embedded:
     def chunk(self, choices: list[Delta]) -> None:
         raise ValueError("an embedding has no chunks")
 
-    def finished(self, message: InferFinished | EmbeddingsFinished) -> None:
+    def finished(self, message: Answered) -> None:
         if not isinstance(message, EmbeddingsFinished):
             raise ValueError("an embedding request ended without vectors")
         self._last = message
@@ -103,6 +103,33 @@ class Embedded:
             "model": self._model,
             "usage": {"prompt_tokens": self._last.usage.prompt_tokens, "total_tokens": self._last.usage.prompt_tokens},
         }
+
+
+class Raw:
+    """The answer of a route that the engine declares: its JSON, as it is."""
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self._last: InferRaw | None = None
+
+    def started(self, message: InferStarted) -> None:
+        """Nothing of it is shown."""
+
+    def chunk(self, choices: list[Delta]) -> None:
+        raise ValueError("an answer of this route has no chunks")
+
+    def finished(self, message: Answered) -> None:
+        if not isinstance(message, InferRaw):
+            raise ValueError("the request ended without an answer")
+        self._last = message
+
+    def answer(self) -> Any:
+        if self._last is None:
+            raise ValueError("not finished")
+        return self._last.body
+
+
+Whole = Collected | Embedded | Raw
 
 
 def _floats(vector: str) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from shared.errors import InvalidRequest, NotFound, ThawError
+from shared.errors import InvalidRequest, NotFound, QueueFull, ThawError
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -31,6 +31,8 @@ def error_headers(error: ThawError) -> dict[str, str]:
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
         headers["retry-after-ms"] = str(error.retry_after_ms)
+    if isinstance(error, QueueFull) and error.position is not None:
+        headers["x-thaw-queue-position"] = str(error.position)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.status == 413:

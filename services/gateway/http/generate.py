@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, /v1/completions, /v1/embeddings."""
+"""POST /v1/chat/completions, /v1/completions, /v1/embeddings, and whatever else an engine declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.gateway.adapters.engines import ENVELOPE_BYTES
 from services.gateway.adapters.idempotency import Claim, Entry, Found, digest
 from services.gateway.exchange import Exchange
 from services.gateway.http.answers import StreamedAnswer, answer_whole
-from services.gateway.http.collect import Collected, Embedded
+from services.gateway.http.collect import Collected, Embedded, Raw, Whole
 from services.gateway.http.edge import read_body
 from services.gateway.http.once import key_of
 from services.gateway.http.parse import Parsed, check, parse
@@ -24,11 +24,12 @@ from services.gateway.keyed import joinable
 from services.gateway.service import Gateway, Origin
 from shared.contracts.inference import Endpoint
 from shared.contracts.models import ModelCard
-from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, prompts_of
+from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest, prompts_of
+from shared.errors import InvalidRequest, NotFound
 from shared.telemetry.tracing import context_of, tracer
 
-_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-", "embedding": "embd-"}
-_SPAN = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
+_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-", "embedding": "embd-", "other": ""}
+_SPAN = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings", "other": "other"}
 
 
 class Generate:
@@ -44,10 +45,11 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
-        parsed = parse(self._endpoint, await read_body(scope, receive, self.body_limit))
+        parsed = self._parse(scope, await read_body(scope, receive, self.body_limit))
         card = self._gateway.catalog.resolve(parsed.request.model)
         check(parsed, card)
-        await self._gateway.lengths.check(parsed.request, card)
+        if not isinstance(parsed.request, OtherRequest):
+            await self._gateway.lengths.check(parsed.request, card)
         answer_id, created = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time())
         key: tuple[Claim | Found, Entry] | None = None
         if (name := key_of(scope)) is not None:
@@ -56,12 +58,24 @@ class Generate:
             key, answer_id, created = (place, fresh), place.entry.answer_id, place.entry.created
         await self._answer(parsed, card, arrived, self._sink(parsed, answer_id, created), key, scope, receive, send)
 
+    def _parse(self, scope: Scope, body: bytes) -> Parsed:
+        if self._endpoint != "other":
+            return parse(self._endpoint, body)
+        route = scope["path"]
+        try:
+            return parse("other", body, route)
+        except InvalidRequest:
+            # A form, or a body of a route that is not ours: what is wrong with it is where it was sent.
+            if any(route in card.routes for card in self._gateway.catalog.cards()):
+                raise
+            raise NotFound(f"Invalid URL ({scope['method']} {route})") from None
+
     async def _answer(
         self,
         parsed: Parsed,
         card: ModelCard,
         arrived: float,
-        sink: EventStream | Collected | Embedded,
+        sink: EventStream | Whole,
         key: tuple[Claim | Found, Entry] | None,
         scope: Scope,
         receive: Receive,
@@ -87,8 +101,10 @@ class Generate:
     def _progress(self, exchange: Exchange) -> str:
         return progress_of(exchange, self._gateway.dispatcher)
 
-    def _sink(self, parsed: Parsed, answer_id: str, created: int) -> EventStream | Collected | Embedded:
+    def _sink(self, parsed: Parsed, answer_id: str, created: int) -> EventStream | Whole:
         request = parsed.request
+        if isinstance(request, OtherRequest):
+            return Raw()
         if isinstance(request, EmbeddingRequest):
             return Embedded(request.model, request.encoding_format == "float")
         kind = "chat.completion" if isinstance(request, ChatCompletionRequest) else "text_completion"

@@ -6,22 +6,14 @@ import time
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.http.edge import read_body
 from services.gateway.http.errors import MethodNotAllowed, json_response
 from services.gateway.http.openapi import POSTS, document
-from services.gateway.http.parse import validated
 from services.gateway.service import Gateway
 from shared.contracts.models import ModelCard
 from shared.errors import NotFound
-
-
-class _AnyRequest(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    model: str
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
@@ -64,12 +56,8 @@ class Info:
         return json_response(document())
 
     async def elsewhere(self, request: Request) -> Response:
-        """Any other route of the API whose body names a model: no engine declares one yet."""
+        """Any other route of the API; those with a body that may name a model are `Generate`'s."""
         path = request.url.path
         if path in POSTS:
             raise MethodNotAllowed(f"Not allowed to {request.method} on {path}")
-        if request.method != "POST":
-            raise NotFound(f"Invalid URL ({request.method} {path})")
-        body = await read_body(request.scope, request.receive, self._gateway.settings.max_body_bytes)
-        card = self._gateway.catalog.resolve(validated(_AnyRequest, body).model)
-        raise NotFound(f"The engine of {card.name} ({card.spec.engine}) does not serve {path}")
+        raise NotFound(f"Invalid URL ({request.method} {path})")

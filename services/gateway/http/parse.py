@@ -11,14 +11,16 @@ from pydantic_core import from_json
 from services.gateway.domain.parameters import check_supported
 from shared.contracts.inference import Endpoint
 from shared.contracts.models import ModelCard
-from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
-from shared.errors import InvalidRequest
+from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest
+from shared.errors import InvalidRequest, NotFound, UnsupportedParameter
 
 M = TypeVar("M", bound=BaseModel)
-REQUESTS: dict[Endpoint, type[ChatCompletionRequest | CompletionRequest | EmbeddingRequest]] = {
+AnyRequest = ChatCompletionRequest | CompletionRequest | EmbeddingRequest | OtherRequest
+REQUESTS: dict[Endpoint, type[AnyRequest]] = {
     "chat": ChatCompletionRequest,
     "completion": CompletionRequest,
     "embedding": EmbeddingRequest,
+    "other": OtherRequest,
 }
 
 
@@ -27,21 +29,28 @@ class Parsed:
     """A request that has been checked as far as can be without its model."""
 
     endpoint: Endpoint
-    request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest
+    request: AnyRequest
     body: bytes
+    route: str = ""
 
     @property
     def stream(self) -> bool:
         return not isinstance(self.request, EmbeddingRequest) and bool(self.request.stream)
 
 
-def parse(endpoint: Endpoint, body: bytes) -> Parsed:
-    return Parsed(endpoint, validated(REQUESTS[endpoint], body), body)
+def parse(endpoint: Endpoint, body: bytes, route: str = "") -> Parsed:
+    """`route`: the path of an `other` request."""
+    return Parsed(endpoint, validated(REQUESTS[endpoint], body), body, route)
 
 
 def check(parsed: Parsed, card: ModelCard) -> None:
     """Whether the model and its engine can do what is asked."""
-    check_supported(parsed.request, card)
+    if not isinstance(parsed.request, OtherRequest):
+        check_supported(parsed.request, card)
+    elif parsed.route not in card.routes:
+        raise NotFound(f"The engine of {card.name} ({card.spec.engine}) does not serve {parsed.route}", param="model")
+    elif parsed.request.stream:
+        raise UnsupportedParameter(f"{parsed.route} is answered whole; 'stream' is not supported there", param="stream")
 
 
 def validated(kind: type[M], body: bytes) -> M:
@@ -53,13 +62,17 @@ def validated(kind: type[M], body: bytes) -> M:
 
 def fault(error: ValidationError, body: bytes) -> InvalidRequest:
     """One fault of a body, told the way OpenAI tells it: of the first field at fault the deepest, since each branch of a union
-    complains and the one that got furthest is the one that was meant."""
+    complains and the one that got furthest, or at least liked the type, is the one that was meant."""
     faults = error.errors(include_url=False)
     first = faults[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {first['msg']}")
     data = from_json(body)
-    first = max((f for f in faults if f["loc"][:1] == first["loc"][:1]), key=lambda f: path_in(data, f["loc"]).count("["))
+
+    def meant(f: Any) -> tuple[int, bool]:
+        return path_in(data, f["loc"]).count("["), not f["type"].endswith("_type")
+
+    first = max((f for f in faults if f["loc"][:1] == first["loc"][:1]), key=meant)
     path = path_in(data, first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":

@@ -8,7 +8,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from services.gateway.http.shapes import Delta, Head, chat_logprobs, completion_logprobs, usage
-from shared.contracts.inference import EmbeddingsFinished, InferFinished, InferStarted
+from shared.contracts.inference import Answered, InferStarted
 
 DONE = b"data: [DONE]\n\n"
 
@@ -69,7 +69,7 @@ class EventStream:
             if finish := delta.get("finish_reason"):
                 self._finish(index, finish)
 
-    def finished(self, message: InferFinished | EmbeddingsFinished) -> None:
+    def finished(self, message: Answered) -> None:
         if self._include_usage:
             self._out += event(self._head.fields() | {"choices": [], "usage": usage(message.usage)})
         if self.before_done is not None:

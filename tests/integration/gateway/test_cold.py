@@ -39,6 +39,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back(gateway: Served, no
     assert refused.json()["error"]["code"] == "queue_full"
     assert int(refused.headers["retry-after"]) >= 1
     assert "number 3" in refused.json()["error"]["message"]
+    assert refused.headers["x-thaw-queue-position"] == "3"
     await node.engine("beta")
     assert [a.status_code for a in await asyncio.gather(*waiting)] == [200, 200]
 
@@ -80,9 +81,14 @@ async def test_what_can_never_fit_is_told_at_once(gateway: Served, node: FakeNod
 
 
 async def test_a_waking_stream_says_so_and_then_answers(node: FakeNode, serve: ServeFn) -> None:
+    async def ignoring(run: Run) -> None:
+        await run.start(ignored=("shoe_size",))
+        await run.text("Hello")
+        await run.finish(1)
+
     async with serve(waking_comment_after=0.2, waking_comment_interval=0.1) as gateway:
         await until_listed(gateway, (card_of("alpha"),))
-        starting = await node.engine("alpha", ready=False)
+        starting = await node.engine("alpha", ignoring, ready=False)
         async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
             assert answer.status_code == 200
             lines = answer.aiter_lines()
@@ -94,6 +100,7 @@ async def test_a_waking_stream_says_so_and_then_answers(node: FakeNode, serve: S
         assert rest[-2:] == [DONE.decode().strip(), ""]
         assert rest[-4].startswith(": timing ")
         assert "prefill;dur=" in rest[-4]
+        assert rest[-6] == ": x-thaw-ignored shoe_size", "the headers had gone"
 
 
 async def test_a_failure_after_the_first_comment_is_an_event(node: FakeNode, serve: ServeFn) -> None:

@@ -195,6 +195,8 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"modalities": ["audio"]},
     {"web_search_options": {}},
     {"prediction": {"type": "content", "content": "x"}},
+    {"bad_words": ["x"]},
+    {"skip_special_tokens": False},
 ]
 
 
@@ -214,14 +216,14 @@ async def test_a_refusal_of_the_engine_comes_with_its_status_although_a_stream_w
     from shared.errors import UnsupportedParameter
 
     async def refuse(run: Run) -> None:
-        await run.fail(UnsupportedParameter("bad_words is not supported by this engine", param="bad_words"))
+        await run.fail(UnsupportedParameter("shoe_size is not supported by this engine", param="shoe_size"))
 
     await node.engine("alpha", refuse)
     async with openai.AsyncOpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0) as client:
         began = time.monotonic()
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(
-                model="alpha", messages=[{"role": "user", "content": "x"}], stream=True, extra_body={"bad_words": ["x"]}
+                model="alpha", messages=[{"role": "user", "content": "x"}], stream=True, extra_body={"shoe_size": 43}
             )
         assert time.monotonic() - began < 5
-    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "bad_words")
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "shoe_size")

@@ -10,7 +10,7 @@ import pytest
 from services.engine.requests import Capacity, EmbedRequest, GenerationRequest, RequestReader
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import Endpoint, InferRequest
-from shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from shared.errors import ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -168,3 +168,10 @@ def test_bytes_of_single_tokens(tokens: Tokenization) -> None:
     ids = tokens.encode("né \U0001f600", special_tokens=False)
     assert b"".join(tokens.token_bytes(i) for i in ids) == "né \U0001f600".encode()
     assert tokens.token_bytes(2) == b"<|im_end|>"
+
+
+def test_routes_of_other_engines_are_not_served_here(tokens: Tokenization) -> None:
+    reader = RequestReader(tokens, Capacity(1024, 4096, tokens.size), frozenset({0, 2}), {}, True)
+    request = InferRequest(request_id="r", instance_id="i", model="m", endpoint="other", route="/v1/rerank", body={"model": "m"})
+    with pytest.raises(NotFound, match="/v1/rerank"):
+        reader.read(request)

@@ -1,0 +1,75 @@
+"""Routes that only an engine understands: forwarded to those that declare them, and clearly refused where none does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.contracts import subjects
+from shared.errors import InvalidRequest
+from shared.messaging.streams import catalog_bucket
+from tests.integration.gateway.conftest import CARDS, Served, until_listed
+from tests.support.fake_engine import FakeNode, Run, card_of
+
+RANKER = card_of("ranker", task="embed", routes=("/v1/rerank",))
+URL = "/v1/rerank"
+ASKED: dict[str, Any] = {"model": "ranker", "query": "né", "documents": ["a", "b"], "top_n": 1}
+
+
+@pytest.fixture
+async def http(gateway: Served, node: FakeNode) -> httpx.AsyncClient:
+    bucket = await catalog_bucket(node.mesh.nc.jetstream())
+    await bucket.put(subjects.token(RANKER.name), RANKER.model_dump_json().encode())
+    await until_listed(gateway, (*CARDS, RANKER))
+    return gateway.http
+
+
+async def test_a_declared_route_wakes_its_model_and_is_answered_as_the_engine_says(http: httpx.AsyncClient, node: FakeNode) -> None:
+    waiting = asyncio.create_task(http.post(URL, json=ASKED))
+    await node.until_demand(lambda: any(d.model == "ranker" for d in node.demand))
+    engine = await node.engine("ranker")
+    answer = await waiting
+    assert answer.status_code == 200
+    assert answer.json() == {"route": URL, "asked": ASKED}
+    assert "queue;dur=" in answer.headers["server-timing"]
+    assert engine.requests[0].request.endpoint == "other"
+    metrics = (await http.get("/metrics")).text
+    assert 'gen_ai_operation_name="other"' in metrics
+
+
+async def test_an_idempotency_key_holds_for_it_too(http: httpx.AsyncClient, node: FakeNode) -> None:
+    engine = await node.engine("ranker")
+    answers = [await http.post(URL, json=ASKED, headers={"idempotency-key": "k"}) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    assert len(engine.requests) == 1
+
+
+async def test_what_the_engine_refuses_keeps_its_kind(http: httpx.AsyncClient, node: FakeNode) -> None:
+    async def refuse(run: Run) -> None:
+        await run.fail(InvalidRequest("no documents", param="documents"))
+
+    await node.engine("ranker", refuse)
+    answer = await http.post(URL, json=ASKED)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "words"),
+    [
+        (URL, {"model": "alpha"}, 404, "not_found", ("alpha", URL)),
+        ("/v1/responses", {"model": "ranker"}, 404, "not_found", ("ranker", "/v1/responses")),
+        (URL, {"model": "nobody"}, 404, "model_not_found", ("nobody",)),
+        (URL, {"query": "q"}, 400, "invalid_request", ("model",)),
+        (URL, ASKED | {"stream": True}, 400, "unsupported_parameter", ("stream",)),
+    ],
+)
+async def test_what_is_not_declared_is_not_served(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, code: str, words: tuple[str, ...]
+) -> None:
+    answer = await http.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code)
+    assert all(word in error["message"] for word in words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from tests.support.launcher import Thaw
+from tests.support.servers import free_port
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -78,6 +80,51 @@ async def test_every_parameter(clients: openai.AsyncOpenAI) -> None:
     assert "prefill;dur=" in raw.headers["server-timing"]
 
 
+async def test_seeds_reproduce_and_n_choices_differ(clients: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "one", "messages": HELLO, "max_tokens": 8, "temperature": 1}
+
+    async def texts(**fields: Any) -> list[str | None]:
+        return [c.message.content for c in (await clients.chat.completions.create(**asked, **fields)).choices]
+
+    several = await texts(seed=5, n=3)
+    assert several == await texts(seed=5, n=3)
+    assert len(set(several)) == 3
+    assert several[:1] == await texts(seed=5)
+    assert several[:1] != await texts(seed=6)
+
+
+async def test_bias_and_stops_do_what_they_say(clients: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "one", "prompt": "Once upon", "max_tokens": 12, "temperature": 0}
+    ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
+    forced: Any = (await clients.completions.create(**asked, **ids, logit_bias={"40": 100})).choices[0]
+    assert forced.token_ids == [40] * 12
+    free: Any = (await clients.completions.create(**asked, **ids)).choices[0]
+    banned: Any = (await clients.completions.create(**asked, **ids, logit_bias={str(free.token_ids[0]): -100})).choices[0]
+    assert free.token_ids[0] not in banned.token_ids
+    stop = free.text[4:7]
+    stopped = (await clients.completions.create(**asked, stop=[stop])).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (free.text[: free.text.index(stop)], "stop")
+    stream = await clients.completions.create(**asked, stop=stop, stream=True)
+    assert "".join([c.choices[0].text async for c in stream if c.choices]) == stopped.text
+
+
+async def test_log_probabilities(clients: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "one", "max_tokens": 4, "temperature": 0}
+    chat = (await clients.chat.completions.create(**asked, messages=HELLO, logprobs=True, top_logprobs=2)).choices[0]
+    assert chat.logprobs is not None
+    assert chat.logprobs.content is not None
+    assert "".join(t.token for t in chat.logprobs.content) == chat.message.content
+    assert all(t.logprob == t.top_logprobs[0].logprob <= 0 and t.bytes == list(t.token.encode()) for t in chat.logprobs.content)
+    text = (await clients.completions.create(**asked, prompt="Once upon", logprobs=2)).choices[0]
+    found = text.logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.top_logprobs is not None
+    assert "".join(found.tokens) == text.text
+    assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(4)]
+    assert [p[t] for p, t in zip(found.top_logprobs, found.tokens, strict=True)] == found.token_logprobs
+
+
 async def test_texts_and_token_ids_one_and_many(clients: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "one", "max_tokens": 4, "temperature": 0}
     one = await clients.completions.create(prompt="Once upon", **asked)
@@ -138,6 +185,44 @@ async def test_a_repetition_with_a_key_is_the_same_answer(clients: openai.AsyncO
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         await clients.chat.completions.create(**asked | {"max_tokens": 13})
     assert caught.value.code == "idempotency_key_reused"
+
+
+async def test_a_second_gateway_started_by_hand(mesh: Thaw, clients: openai.AsyncOpenAI) -> None:
+    port = free_port()
+    environment = mesh.environment | {"THAW_NATS_URL": mesh.endpoints["nats_url"], "THAW_GATEWAY_PORT": str(port)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.gateway", env=environment, stderr=asyncio.subprocess.DEVNULL
+    )
+    other = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60, max_retries=0)
+    try:
+        async with asyncio.timeout(30):
+            while await _status(f"http://127.0.0.1:{port}/ready") != 200:  # noqa: ASYNC110 - what is waited for is behind HTTP
+                await asyncio.sleep(0.05)
+        asked: dict[str, Any] = {"model": "one", "messages": HELLO, "max_tokens": 100, "extra_headers": {"idempotency-key": "two"}}
+        answers = await asyncio.gather(*(c.chat.completions.create(**asked) for c in (clients, other, clients, other)))
+        assert len({a.id for a in answers}) == 1
+        stream = await other.chat.completions.create(
+            model="one", messages=HELLO, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(stream)
+        process.terminate()
+        reasons = [c.choices[0].finish_reason async for c in stream if c.choices]
+        assert reasons[-1] == "length", "a gateway that is stopped finishes its streams"
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+    finally:
+        await other.close()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _status(url: str) -> int:
+    async with httpx.AsyncClient() as client:
+        try:
+            return (await client.get(url)).status_code
+        except httpx.TransportError:
+            return 0
 
 
 REFUSED: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str | None]] = [

@@ -1,0 +1,116 @@
+"""What the documents say is so: their examples run, their commands parse, their links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import typer
+import typer.main
+
+from tests.support.launcher import Thaw
+from thaw.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(p.relative_to(ROOT) for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("compose/**/*.md")))
+_DEFAULT = "http://127.0.0.1:8080"
+_DEMO_MODEL = re.compile(r"\b(?:demo-\d+m|demo|qwen)\b")
+
+
+def _blocks(language: str) -> list[tuple[Path, str]]:
+    fence = re.compile(rf"^```{language}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    return [(document, block) for document in DOCUMENTS for block in fence.findall((ROOT / document).read_text())]
+
+
+def _here(block: str, mesh: Thaw) -> str:
+    """An example, for the mesh under test instead of the reader's."""
+    return _DEMO_MODEL.sub("one", block.replace(_DEFAULT, mesh.url))
+
+
+@pytest.mark.parametrize(("document", "block"), _blocks("python"), ids=str)
+def test_python_examples_run(mesh: Thaw, document: Path, block: str) -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(_here(block, mesh), str(document), "exec"), {"__name__": "__main__"})  # the documents are our own
+    assert said.getvalue().strip()
+
+
+def _curls() -> Iterator[tuple[Path, str]]:
+    for document in DOCUMENTS:
+        for line in (ROOT / document).read_text().replace("\\\n", " ").splitlines():
+            if line.startswith("curl ") and _DEFAULT in line:
+                yield document, line
+
+
+@pytest.mark.parametrize(("document", "line"), list(_curls()), ids=str)
+def test_curl_examples_are_answered(mesh: Thaw, document: Path, line: str) -> None:
+    words = shlex.split(_here(line, mesh))
+    url = next(word for word in words if word.startswith("http"))
+    headers = dict(words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H")
+    body = words[words.index("-d") + 1] if "-d" in words else None
+    answer = httpx.request("POST" if body else "GET", url, content=body, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    assert body is None or json.loads(body).get("stream") or answer.json()["object"]
+
+
+def _commands() -> list[tuple[str, ...]]:
+    """Every `thaw …` of the documents as words, each once; alternatives (`list\\|show`, `add|list`) as one command each."""
+    found: set[tuple[str, ...]] = set()
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text().replace("\\|", "|")
+        spans = re.findall(r"`(?:docker compose exec gateway |\.venv/bin/)?thaw ([^`\n]+)`", text)
+        spans += re.findall(r"^(?:docker compose exec gateway |\.venv/bin/)?thaw ([^#\n]+)", text, re.MULTILINE)
+        for span in spans:
+            words = re.sub(r"[\[\]…]", " ", span).split()
+            groups = [word.split("|") for word in words]
+            variants: list[tuple[str, ...]] = [()]
+            for group in groups:
+                variants = [(*v, word) for v in variants for word in group]
+            found |= set(variants)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("words", _commands(), ids=" ".join)
+def test_commands_exist_with_their_options(words: tuple[str, ...]) -> None:
+    command = typer.main.get_command(app)
+    rest = list(words)
+    while rest and (children := getattr(command, "commands", None)) is not None and not rest[0].startswith("-"):
+        assert rest[0] in children, f"thaw {' '.join(words)}: there is no {rest[0]!r}"
+        command = children[rest.pop(0)]
+    options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+    assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= options
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as said:
+        app([*words[: len(words) - len(rest)], "--help"])
+    assert ended.value.code == 0
+    assert "Usage" in said.getvalue()
+
+
+_WITH_FIGURES = (Path("README.md"), Path("docs/README.md"))
+_UNMEASURED = pytest.mark.xfail(
+    not (ROOT / "docs" / "performance.md").exists(), reason="docs/performance.md comes with the figures"
+)
+
+
+@pytest.mark.parametrize("document", [pytest.param(d, marks=_UNMEASURED) if d in _WITH_FIGURES else d for d in DOCUMENTS], ids=str)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / document).parent / path if path else ROOT / document
+        assert target.exists(), f"{document}: {link}"
+        if anchor:
+            assert anchor in {_slug(heading) for heading in re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)}, link
+
+
+def _slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -63,7 +63,7 @@ def list_keys(as_json: Json = False) -> Document:
     out.print(table)
     if found.configured:
         out.print(f"[dim]and {found.configured} from the gateway's settings[/]")
-    if not found.configured and not any(key.scope == "inference" for key in found.keys):
+    if _open(found):
         out.print("[dim]no key for inference: whoever reaches the endpoint may use it[/]")
     return found.model_dump(mode="json")
 
@@ -75,6 +75,14 @@ def revoke(name: Name, as_json: Json = False) -> Document:
 
     Example: [bold]thaw keys revoke alice[/]
     """
-    revoked = ApiKey.model_validate(Api.find().request("DELETE", f"/admin/v1/keys/{name}"))
-    screen(as_json).print(f"[green]✓[/] {revoked.name} is not valid any more")
+    api, out = Api.find(), screen(as_json)
+    revoked = ApiKey.model_validate(api.request("DELETE", f"/admin/v1/keys/{name}"))
+    out.print(f"[green]✓[/] {revoked.name} is not valid any more")
+    if revoked.scope == "inference" and _open(KeyList.model_validate(api.request("GET", "/admin/v1/keys"))):
+        out.print("[yellow]it was the last one for inference: now whoever reaches the endpoint may use it[/]")
     return revoked.model_dump(mode="json")
+
+
+def _open(keys: KeyList) -> bool:
+    """Whether inference asks for no key."""
+    return not keys.configured and not any(key.scope == "inference" for key in keys.keys)

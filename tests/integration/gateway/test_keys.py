@@ -27,19 +27,28 @@ async def guarded(node: FakeNode, serve: ServeFn) -> AsyncIterator[Served]:
 
 
 async def thaw(served: Served, *arguments: str) -> tuple[int | None, Any]:
-    """Run the command line against a gateway; its status and what it printed."""
+    """Run the command line against a gateway; its status and its document."""
+    status, out = await _run(served, *arguments, "--json")
+    return status, json.loads(out)
+
+
+async def said(served: Served, *arguments: str) -> str:
+    """What the command line tells a person, in one line."""
+    return " ".join((await _run(served, *arguments))[1].split())
+
+
+async def _run(served: Served, *arguments: str) -> tuple[int | None, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "thaw.cli.app",
         *arguments,
-        "--json",
         env=environment | {"THAW_URL": served.base, "THAW_ADMIN_KEY": "root"},
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await process.communicate()
-    return process.returncode, json.loads(out)
+    return process.returncode, out.decode()
 
 
 async def opens(served: Served, path: str, key: str | None) -> bool:
@@ -66,6 +75,12 @@ async def test_the_first_key_closes_the_endpoint_on_every_gateway(guarded: Serve
         assert (await thaw(guarded, "keys", "revoke", "alice"))[0] == 0
         assert await opens(guarded, "/v1/models", None)
         assert (await thaw(guarded, "keys", "revoke", "alice"))[1]["error"]["code"] == "not_found"
+
+
+async def test_revoking_the_last_key_says_that_the_endpoint_is_open(guarded: Served) -> None:
+    assert [(await thaw(guarded, "keys", "add", name))[0] for name in ("alice", "bob")] == [0, 0]
+    assert "whoever reaches" not in await said(guarded, "keys", "revoke", "alice")
+    assert "whoever reaches" in await said(guarded, "keys", "revoke", "bob")
 
 
 async def _closed(served: Served) -> bool:

@@ -8,8 +8,22 @@ from typing import Any
 import openai
 import pytest
 
-from shared.errors import ContextLengthExceeded, EngineFailed
-from tests.integration.gateway.conftest import Served, chat
+from services.gateway.http.keys import hash_key
+from shared.errors import (
+    Conflict,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidModel,
+    InvalidRequest,
+    NotFound,
+    PayloadTooLarge,
+    PermissionDenied,
+    QueueFull,
+    ThawError,
+    Unavailable,
+)
+from tests.integration.gateway.conftest import Served, ServeFn, chat
 from tests.support.fake_engine import WORDS, FakeNode, Run, drain, hang, speak
 
 TEXT = "".join(WORDS)
@@ -94,6 +108,68 @@ async def test_an_engine_error_keeps_its_kind(gateway: Served, node: FakeNode) -
             await client.chat.completions.create(**chat(stream=True))
         assert caught.value.code == "context_length_exceeded"
         assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequest("x", param="messages"), openai.BadRequestError),
+        (PermissionDenied("x"), openai.PermissionDeniedError),
+        (NotFound("x"), openai.NotFoundError),
+        (Conflict("x"), openai.ConflictError),
+        (PayloadTooLarge("x"), openai.APIStatusError),
+        (InvalidModel("x"), openai.UnprocessableEntityError),
+        (QueueFull("x", retry_after_ms=1500), openai.RateLimitError),
+        (EngineFailed("x"), openai.InternalServerError),
+        (Unavailable("x"), openai.InternalServerError),
+        (DeadlineExceeded("x"), openai.InternalServerError),
+    ],
+    ids=lambda v: getattr(v, "code", ""),
+)
+async def test_every_error_is_the_clients_own(
+    gateway: Served, node: FakeNode, error: ThawError, kind: type[openai.APIStatusError], stream: bool
+) -> None:
+    async def refuse(run: Run) -> None:
+        await run.fail(error)
+
+    await node.engine("alpha", refuse)
+    async with client_of(gateway) as client:
+        with pytest.raises(kind) as caught:
+            await client.chat.completions.create(**chat(stream=stream))
+    found = caught.value
+    assert (found.status_code, found.code, found.type, found.param) == (error.status, error.code, error.type, error.param)
+    assert found.request_id
+    if error.retry_after_ms:
+        assert (found.response.headers["retry-after"], found.response.headers["retry-after-ms"]) == ("2", "1500")
+
+
+async def test_an_error_in_a_stream_is_raised_by_the_client(gateway: Served, node: FakeNode) -> None:
+    heard = asyncio.Event()
+
+    async def break_off(run: Run) -> None:
+        await run.start()
+        await run.text("Hello")
+        await heard.wait()
+        await run.fail(EngineFailed("it broke"))
+
+    await node.engine("alpha", break_off)
+    async with client_of(gateway) as client:
+        stream = await client.chat.completions.create(**chat(stream=True))
+        await anext(stream)
+        heard.set()
+        with pytest.raises(openai.APIError, match="it broke") as caught:
+            async for _ in stream:
+                pass
+    assert caught.value.code == "engine_failed"
+
+
+async def test_a_wrong_key_is_an_authentication_error(node: FakeNode, serve: ServeFn) -> None:
+    async with serve(api_keys=hash_key("sk-right")) as gateway, client_of(gateway) as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await client.models.list()
+        assert caught.value.code == "invalid_api_key"
+        await client.with_options(api_key="sk-right").models.list()
 
 
 async def test_leaving_a_stream_stops_the_engine(gateway: Served, node: FakeNode) -> None:

@@ -14,6 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from services.engine.attention import PACKED
+from services.engine.domain.quoting import first_words
 from services.engine.segment import Segment
 from shared.contracts.models import ModelCard
 from shared.errors import CheckpointInvalid, UnsupportedArchitecture
@@ -53,9 +54,9 @@ def read_config(directory: Path, card: ModelCard) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=card.spec.trust_remote_code, local_files_only=True)
     except (ValueError, KeyError) as e:
-        raise UnsupportedArchitecture(f"transformers cannot read this model's config.json: {e}") from e
+        raise UnsupportedArchitecture(f"transformers cannot read this model's config.json: {first_words(e)}") from e
     except (OSError, TypeError) as e:
-        raise CheckpointInvalid(f"config.json cannot be read: {e}") from e
+        raise CheckpointInvalid(f"config.json cannot be read: {first_words(e)}") from e
 
 
 def read_generation_defaults(directory: Path) -> dict[str, Any]:

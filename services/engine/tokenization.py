@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from services.engine.domain.quoting import first_words
 from shared.errors import CheckpointInvalid, InvalidRequest
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -45,7 +46,7 @@ class Tokenization:
         try:
             return cls(AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True))
         except Exception as e:  # the Rust side raises bare Exceptions for a damaged tokenizer.json
-            raise CheckpointInvalid(f"the tokenizer cannot be read: {type(e).__name__}: {str(e)[:300]}") from e
+            raise CheckpointInvalid(f"the tokenizer cannot be read: {type(e).__name__}: {first_words(e)}") from e
 
     def _decoder(self, backend: Any) -> Callable[[list[int]], str]:
         """Text of token ids without special tokens; straight from the Rust decoder where the Python wrapper would add nothing."""

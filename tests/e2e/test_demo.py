@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import openai
@@ -161,6 +166,13 @@ def test_up_again_says_it_runs_and_applies_the_difference(mesh: Thaw) -> None:
     assert mesh.json("up", "--detach", "--config", str(config))["models"]["unchanged"] == list(MODELS)
 
 
+def test_up_again_without_a_file_leaves_the_models_as_they_are(mesh: Thaw) -> None:
+    before = mesh.json("models", "list")
+    up = mesh.json("up", "--detach")
+    assert up["models"] == {"added": [], "changed": [], "unchanged": [], "removed": []}
+    assert mesh.json("models", "list") == before
+
+
 def test_a_fault_in_the_file_changes_nothing(mesh: Thaw) -> None:
     config = mesh.home / "bad.yaml"
     config.write_text("models:\n  - name: x\n    sorce: .\n")
@@ -179,6 +191,66 @@ def test_a_cordoned_node_takes_nothing_new(mesh: Thaw) -> None:
     finally:
         mesh.json("node", "uncordon", "node-0")
     mesh.json("wake", "one")
+
+
+def test_a_drained_node_is_emptied_once_its_streams_have_ended(mesh: Thaw, client: openai.OpenAI) -> None:
+    mesh.json("wake", "one")
+    chunks = client.chat.completions.create(model="one", messages=QUESTION, max_tokens=400, temperature=0, stream=True)
+    next(iter(chunks))
+    mesh.json("node", "drain", "node-0")
+    try:
+        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert reasons == ["length"]
+        until(lambda: mesh.json("node", "list")["nodes"][0]["devices"][0]["reserved_bytes"] == 0, what="the node is empty")
+        assert mesh.json("node", "list")["nodes"][0]["cordoned"] is True
+    finally:
+        mesh.json("node", "uncordon", "node-0")
+    assert ask(client, "one")
+
+
+def _truncate(model: Path) -> None:
+    os.truncate(model / "model.safetensors", 100_000)
+
+
+def _empty_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+
+
+def _other_shapes(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+
+
+def _no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def _other_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of"}))
+
+
+@pytest.mark.parametrize("damage", [_truncate, _empty_tokenizer, _other_shapes, _no_weights, _other_architecture])
+def test_damage_after_the_registration_is_told_and_repaired(
+    mesh: Thaw, plain: openai.OpenAI, damage: Callable[[Path], None]
+) -> None:
+    model, kept = mesh.home / "models" / "one", mesh.home / "models" / "kept"
+    mesh.json("sleep", "one")
+    shutil.copytree(model, kept)
+    try:
+        damage(model)
+        with pytest.raises(openai.UnprocessableEntityError) as caught:
+            ask(plain, "one")
+        assert caught.value.code == ("unsupported_architecture" if damage is _other_architecture else "checkpoint_invalid")
+        (view,) = (m for m in mesh.json("ps")["models"] if m["card"]["spec"]["name"] == "one")
+        assert view["state"] == "failed"
+        assert view["error"] in caught.value.message
+        assert "\n" not in view["error"]
+        assert mesh.instances("one") == []
+    finally:
+        shutil.copytree(kept, model, dirs_exist_ok=True)
+        shutil.rmtree(kept)
+    assert ask(plain, "one")
 
 
 def test_logs_are_there_for_every_service(mesh: Thaw) -> None:

@@ -10,6 +10,7 @@ import psutil
 import typer
 from rich.console import Console
 
+from shared.contracts.admin import ModelsAdded
 from shared.contracts.models import ModelSpec
 from thaw.cli import demo as demos
 from thaw.cli.api import Api
@@ -47,8 +48,8 @@ def up(
               [bold]thaw up --config thaw.yaml --nodes 2[/]
     """
     out, home = screen(as_json), Home.from_environment()
-    file = load_config(config) if config is not None else ThawFile()
-    wanted = Wanted(host=host, port=port, nodes=nodes, mesh=file.mesh)
+    file = load_config(config) if config is not None else None
+    wanted = Wanted(host=host, port=port, nodes=nodes, mesh=(file or ThawFile()).mesh)
     if (status := running_status(home)) is not None and status.stopping:
         with out.status("waiting for the mesh that is just stopping"):
             control.await_stopped(status)
@@ -67,7 +68,7 @@ def up(
     return None
 
 
-def _already_running(home: Home, file: ThawFile, wanted: Wanted, demo: bool, out: Console) -> Document:
+def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> Document:
     api = Api.find(home)
     out.print(f"The mesh is running already: [bold]{api.url}/v1[/]  [dim](`thaw down` stops it)[/]")
     waiting = differences(home, wanted)
@@ -75,7 +76,7 @@ def _already_running(home: Home, file: ThawFile, wanted: Wanted, demo: bool, out
         out.print(f"[yellow]{key} differs from what is running; `thaw down` and `thaw up` again apply it.[/]")
     document: Document = {"endpoint": f"{api.url}/v1", "already_running": True, "restart_needed": waiting}
     await_ready(api, home, out)
-    document["models"] = apply_models(api, home, file.models, out)
+    document["models"] = _apply_file(api, home, file, out)
     if demo:
         specs = demos.make_models(home, out)
         apply_models(api, home, specs, out, declared=False)
@@ -83,7 +84,7 @@ def _already_running(home: Home, file: ThawFile, wanted: Wanted, demo: bool, out
     return document
 
 
-def _start(home: Home, file: ThawFile, wanted: Wanted, demo: bool, out: Console) -> tuple[Identity, Document]:
+def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> tuple[Identity, Document]:
     home.create(wanted.node_names)
     control.check_unused(home, wanted.host_or_default, wanted.port_or_default)
     specs: tuple[ModelSpec, ...] = ()
@@ -99,16 +100,23 @@ def _start(home: Home, file: ThawFile, wanted: Wanted, demo: bool, out: Console)
     supervisor = _launch(home, plan, out)
     api = Api.find(home)
     document: Document = {"endpoint": f"{plan.gateway_url}/v1", "already_running": False, "nodes": _described(plan.nodes)}
-    document["models"] = apply_models(api, home, file.models, out)
+    document["models"] = _apply_file(api, home, file, out)
     if demo:
         apply_models(api, home, specs, out, declared=False)
         document["demo"] = demos.ask_each(api, specs, out)
         demos.show_what_next(api, specs, budget, out)
     else:
         out.print(f"\n  endpoint  [bold]{plan.gateway_url}/v1[/]")
-        if not file.models:
+        if file is None or not file.models:
             out.print("  next      thaw models add NAME SOURCE   (a directory in Hugging Face layout, or hf://org/name)")
     return supervisor, document
+
+
+def _apply_file(api: Api, home: Home, file: ThawFile | None, out: Console) -> Document:
+    """Without a file the models stay as they are: those of the file of an earlier start too."""
+    if file is None:
+        return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
+    return apply_models(api, home, file.models, out)
 
 
 def _described(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:

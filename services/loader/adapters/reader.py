@@ -1,8 +1,9 @@
 """From files into memory, as fast as the disk goes: large chunks, several threads, no copy through the page cache.
 
-Each chunk is taken from the page cache if it is there (`RWF_NOWAIT`), else read by O_DIRECT straight into the segment, whose pages were
-allocated just before. Files start on pages of the segment, so file offset, memory address and length are aligned alike; only a file's
-last, partial page goes through a buffered read. File systems that refuse O_DIRECT are read buffered, and that is logged once.
+Each chunk is taken from the page cache as far as it is there (`RWF_NOWAIT`), through a buffer that stays in the CPU's cache: written from
+there, the segment's new pages are not zeroed first. The rest is read by O_DIRECT straight into the segment, whose pages were allocated just
+before. Files start on pages of the segment, so file offset, memory address and length are aligned alike; only a file's last, partial page
+goes through a buffered read. File systems that refuse O_DIRECT are read buffered, and that is logged once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from shared.errors import CheckpointInvalid
 
 log = logging.getLogger(__name__)
 CHUNK_BYTES = 16 * 1024 * 1024
+_COPY_BYTES = 1024 * 1024
 _told_of_buffered = threading.Event()
 
 
@@ -30,22 +33,42 @@ class Cancelled(Exception):
     """The load was called off; nothing of it is wanted."""
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to read. What is not the default is there to be measured (bench/loader.py). `chunk_bytes` counts whole pages."""
+
+    threads: int = 4
+    chunk_bytes: int = CHUNK_BYTES
+    direct: bool = True
+    populate: bool = True
+
+
+DEFAULTS = ReadOptions()
+
+
 @dataclass
 class ReadStats:
-    """Bytes by the way they came."""
+    """Bytes by the way they came, and seconds spent on each step, over all threads together."""
 
     direct: int = 0
     cached: int = 0
     buffered: int = 0
+    allocate_seconds: float = 0.0
+    disk_seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+    def add(self, other: ReadStats) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 class _File:
     """An open weight file, checked against what its header was read from: at the first chunk and after the last."""
 
-    def __init__(self, file: WeightFile, chunks: int) -> None:
+    def __init__(self, file: WeightFile, chunks: int, wants_direct: bool) -> None:
         self.path, self.size, self._stamp = file.path, file.size, file.stamp
         self._lock = threading.Lock()
-        self._left = chunks
+        self._left, self._wants_direct = chunks, wants_direct
         self._fd = self._direct = -1
 
     def open(self) -> tuple[int, int]:
@@ -54,13 +77,17 @@ class _File:
             if self._fd < 0:
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
                 self._check("changed after its header was read")
-                try:
-                    self._direct = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-                except OSError as e:
-                    if e.errno != errno.EINVAL:
-                        raise
-                    self.no_direct()
+                if self._wants_direct:
+                    self._open_direct()
             return self._fd, self._direct
+
+    def _open_direct(self) -> None:
+        try:
+            self._direct = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            self.no_direct()
 
     def no_direct(self) -> None:
         if not _told_of_buffered.is_set():
@@ -103,8 +130,8 @@ class _Chunk:
 def read_files(
     places: tuple[Place, ...],
     writer: SegmentWriter,
+    options: ReadOptions = DEFAULTS,
     *,
-    threads: int = 4,
     cancelled: threading.Event | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> ReadStats:
@@ -113,11 +140,12 @@ def read_files(
     Raises `Cancelled` within a chunk's time of `cancelled`, `CheckpointInvalid` for files that change, shrink or cannot be read, and
     `InsufficientMemory` if shared memory runs out. Returns or raises only when no thread touches the segment any more.
     """
-    files = [_File(p.file, -(-p.file.size // CHUNK_BYTES)) for p in places]
-    todo = _chunks(places, files)
+    files = [_File(p.file, -(-p.file.size // options.chunk_bytes), options.direct) for p in places]
+    todo = _chunks(places, files, options.chunk_bytes)
     lock, halt, stats = threading.Lock(), threading.Event(), ReadStats()
 
     def work() -> None:
+        buffer = memoryview(bytearray(_COPY_BYTES))
         try:
             while not halt.is_set():
                 if cancelled is not None and cancelled.is_set():
@@ -126,22 +154,18 @@ def read_files(
                     chunk = next(todo, None)
                 if chunk is None:
                     return
-                got = _read_chunk(chunk, writer)
+                got = _read_chunk(chunk, writer, buffer, options)
                 chunk.file.chunk_done()
                 with lock:
-                    stats.direct, stats.cached, stats.buffered = (
-                        stats.direct + got.direct,
-                        stats.cached + got.cached,
-                        stats.buffered + got.buffered,
-                    )
+                    stats.add(got)
                 if on_bytes is not None:
                     on_bytes(chunk.length)
         except BaseException:
             halt.set()
             raise
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="read") as pool:
-        workers = [pool.submit(work) for _ in range(threads)]
+    with ThreadPoolExecutor(options.threads, thread_name_prefix="read") as pool:
+        workers = [pool.submit(work) for _ in range(options.threads)]
     for file in files:
         file.close()
     failed = [e for e in (w.exception() for w in workers) if e is not None]
@@ -150,26 +174,33 @@ def read_files(
     return stats
 
 
-def _chunks(places: tuple[Place, ...], files: list[_File]) -> Iterator[_Chunk]:
+def _chunks(places: tuple[Place, ...], files: list[_File], chunk_bytes: int) -> Iterator[_Chunk]:
     for place, file in zip(places, files, strict=True):
-        for offset in range(0, file.size, CHUNK_BYTES):
-            yield _Chunk(file, offset, min(CHUNK_BYTES, file.size - offset), place.offset + offset)
+        for offset in range(0, file.size, chunk_bytes):
+            yield _Chunk(file, offset, min(chunk_bytes, file.size - offset), place.offset + offset)
 
 
-def _read_chunk(chunk: _Chunk, writer: SegmentWriter) -> ReadStats:
-    writer.populate(chunk.target, -(-chunk.length // PAGE) * PAGE)
+def _read_chunk(chunk: _Chunk, writer: SegmentWriter, buffer: memoryview, options: ReadOptions) -> ReadStats:
     try:
+        fd, direct = chunk.file.open()
+        began = time.perf_counter()
+        resident = _resident(fd, chunk, writer, buffer)
+        copied = time.perf_counter()
+        # Back to the page: a direct read may start nowhere else.
+        done = resident if resident == chunk.length else resident // PAGE * PAGE
+        got = ReadStats(cached=done, copy_seconds=copied - began)
+        if done == chunk.length:
+            return got
+        if options.populate:
+            writer.populate(chunk.target + done, -(-(chunk.length - done) // PAGE) * PAGE)
+        allocated = time.perf_counter()
         with writer.memory[chunk.target : chunk.target + chunk.length] as into:
-            fd, direct = chunk.file.open()
-            got = ReadStats(cached=_resident(fd, into, chunk.offset))
-            # Back to the page: a direct read may start nowhere else.
-            done = got.cached if got.cached == chunk.length else got.cached // PAGE * PAGE
-            got.cached = done
             if direct >= 0:
                 got.direct = _direct(chunk.file, direct, into, chunk.offset, done)
                 done += got.direct
             got.buffered = _buffered(chunk.file, fd, into, chunk.offset, done)
-            return got
+        got.allocate_seconds, got.disk_seconds = allocated - copied, time.perf_counter() - allocated
+        return got
     except OSError as e:
         raise CheckpointInvalid(f"{chunk.file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
 
@@ -181,14 +212,16 @@ def _pread(fd: int, into: memoryview, start: int, end: int, offset: int, flags: 
         return os.preadv(fd, [part], offset + start, flags)
 
 
-def _resident(fd: int, into: memoryview, offset: int) -> int:
-    """Copy what the page cache has from `offset` on, without waiting for the disk; bytes copied."""
+def _resident(fd: int, chunk: _Chunk, writer: SegmentWriter, buffer: memoryview) -> int:
+    """Copy what the page cache has from the chunk's start on, without waiting for the disk; bytes copied."""
     done = 0
     try:
-        while done < len(into):
-            got = _pread(fd, into, done, len(into), offset, os.RWF_NOWAIT)
+        while done < chunk.length:
+            got = _pread(fd, buffer, 0, min(len(buffer), chunk.length - done), chunk.offset + done, os.RWF_NOWAIT)
             if got == 0:
                 break
+            with buffer[:got] as part:
+                writer.copy(chunk.target + done, part)
             done += got
     except OSError as e:
         if e.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.loader.adapters.reader import Cancelled
+from services.loader.adapters.reader import Cancelled, ReadOptions
 from services.loader.adapters.shm import await_unmapped, remove_segment
 from services.loader.adapters.source import source_of
 from services.loader.domain.events import (
@@ -166,7 +166,7 @@ class Runs:
             report = load_segment(
                 directory,
                 segment,
-                self._threads,
+                ReadOptions(threads=self._threads),
                 weights_id=order.weights_id,
                 cancelled=run.cancelled,
                 on_layout=lambda layout: _check_size(card, layout),

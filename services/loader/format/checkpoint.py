@@ -145,6 +145,15 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, files)
 
 
+def open_path(path: Path) -> Checkpoint:
+    """The checkpoint that `path` names: a model directory, or one safetensors file. Raises `CheckpointInvalid`."""
+    if not path.exists():
+        raise CheckpointInvalid(f"{path} does not exist; name a model directory or a .safetensors file")
+    if path.is_dir():
+        return open_checkpoint(path)
+    return Checkpoint(path.parent, check_files(None, (_open_file(path),), str(path.parent)))
+
+
 def _entries(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())

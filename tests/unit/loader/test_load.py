@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from services.loader.adapters import shm
-from services.loader.adapters.reader import CHUNK_BYTES, Cancelled
+from services.loader.adapters.reader import CHUNK_BYTES, Cancelled, ReadOptions
 from services.loader.adapters.shm import SHM, mapped_by, read_segment_header, remove_segment
 from services.loader.format.segment import Layout
 from services.loader.load import load_segment
@@ -60,7 +60,7 @@ def test_cold_and_warm_give_the_same_bytes(tmp_path: Path, name: str, shards: in
         assert remove_segment(name) == report.total_bytes
         for path in tmp_path.iterdir():
             path.read_bytes()
-        report = load_segment(tmp_path, name, threads=1)
+        report = load_segment(tmp_path, name, ReadOptions(threads=1))
         assert report.stats.cached > 0
         assert report.stats.direct == 0
         assert_same(name, weights)
@@ -153,7 +153,7 @@ def test_called_off_within_a_chunk(tmp_path: Path, name: str) -> None:
         cancelled.set()
 
     with pytest.raises(Cancelled):
-        load_segment(tmp_path, name, threads=2, cancelled=cancelled, on_bytes=on_bytes)
+        load_segment(tmp_path, name, ReadOptions(threads=2), cancelled=cancelled, on_bytes=on_bytes)
     assert len(told) <= 2
     assert not (SHM / name).exists()
 
@@ -175,7 +175,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change:
                 os.truncate(path, path.stat().st_size + (-1_000_000 if change == "shrink" else 1))
 
     with pytest.raises(CheckpointInvalid, match=r"model\.safetensors (changed|shrank)"):
-        load_segment(tmp_path, name, threads=1, on_bytes=on_bytes)
+        load_segment(tmp_path, name, ReadOptions(threads=1), on_bytes=on_bytes)
     assert not (SHM / name).exists()
 
 
@@ -228,7 +228,9 @@ def test_two_loads_do_not_count_on_the_same_memory(tmp_path: Path, name: str, mo
 
 
 def test_room_that_runs_out_midway(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_disk(tmp_path)
     write_checkpoint(tmp_path, tensors(megabytes=60))
+    evict(tmp_path)
     real, given = os.posix_fallocate, 0
 
     def some(fd: int, offset: int, length: int) -> None:
@@ -242,6 +244,44 @@ def test_room_that_runs_out_midway(tmp_path: Path, name: str, monkeypatch: pytes
     with pytest.raises(InsufficientMemory, match="/dev/shm"):
         load_segment(tmp_path, name)
     assert not (SHM / name).exists()
+
+
+def test_room_that_runs_out_while_the_page_cache_is_copied(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=60))
+    for path in tmp_path.iterdir():
+        path.read_bytes()
+    real, given = os.pwrite, 0
+
+    def some(fd: int, data: bytes, offset: int) -> int:
+        nonlocal given
+        given += len(data)
+        if given > CHUNK_BYTES:
+            raise OSError(28, "No space left on device")
+        return real(fd, data[: max(1, len(data) // 2)], offset)  # short writes are gone on with
+
+    monkeypatch.setattr(os, "pwrite", some)
+    with pytest.raises(InsufficientMemory, match="/dev/shm"):
+        load_segment(tmp_path, name)
+    monkeypatch.undo()
+    assert not (SHM / name).exists()
+    load_segment(tmp_path, name)  # nothing stays promised
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ReadOptions(direct=False),
+        ReadOptions(populate=False),
+        ReadOptions(threads=8, chunk_bytes=1024 * PAGE),
+        ReadOptions(threads=1),
+    ],
+)
+def test_every_way_of_reading_gives_the_same_bytes(tmp_path: Path, name: str, options: ReadOptions) -> None:
+    weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=2)
+    evict(tmp_path)
+    report = load_segment(tmp_path, name, options)
+    assert options.direct or report.stats.direct == 0
+    assert_same(name, weights)
 
 
 def test_memory_is_not_called_free_while_somebody_maps_it(tmp_path: Path, name: str) -> None:

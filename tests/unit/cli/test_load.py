@@ -1,0 +1,36 @@
+"""`thaw load` end to end: a real process, its report, its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from thaw.cli.app import main
+
+
+def test_one_load_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=5))
+    assert main(["load", str(tmp_path), "--tier", "dram", "--threads", "2", "--report", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bytes"] == (tmp_path / "model.safetensors").stat().st_size
+    assert {"seconds", "gb_per_s", "cpu_seconds"} <= report.keys()
+    assert report["threads"] == 2
+
+
+def test_one_load_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=5))
+    assert main(["load", str(tmp_path / "model.safetensors"), "--report"]) == 0
+    shown = capsys.readouterr().out
+    assert "GB/s" in shown
+    assert "headers" in shown
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_bad_path_is_a_typed_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["load", str(tmp_path / name), "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "checkpoint_invalid"
+    assert str(tmp_path) in error["message"]

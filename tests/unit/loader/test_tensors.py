@@ -1,0 +1,151 @@
+"""`load_tensors` and the timed load: the bytes of safetensors, memory given back, typed refusals."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.loader.adapters.shm import SHM
+from services.loader.load import main, measure
+from services.loader.tensors import load_tensors
+from shared.errors import CheckpointInvalid
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+
+_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+)
+
+
+def mappings() -> int:
+    """Mappings of unnamed shared memory in this process."""
+    return sum(f"{SHM}/#" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_sharded_model(tmp_path: Path) -> None:
+    weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=3)
+    names = {p.name for p in SHM.iterdir()}
+    found = load_tensors(tmp_path)
+    assert {p.name for p in SHM.iterdir()} <= names
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(found[name].numpy(), value)
+
+
+def test_every_dtype_is_what_safetensors_reads(tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    raw = torch.arange(64, dtype=torch.uint8)
+    save_file({str(d): (raw % 2).bool() if d is torch.bool else raw.clone().view(d) for d in _DTYPES}, path)
+    expected, found = load_file(path), load_tensors(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype
+        assert tensor.shape == expected[name].shape
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+
+
+def test_a_header_that_is_not_padded(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * (7 - len(header) % 8)
+    values = np.array([1.5, -2.0], dtype=np.float32)
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
+    found = load_tensors(path)["w"]
+    assert found.tolist() == values.tolist()
+    assert found.data_ptr() % 4 == 0
+
+
+def test_the_memory_lives_as_long_as_one_tensor(tmp_path: Path) -> None:
+    weights = write_checkpoint(tmp_path, tensors(megabytes=5))
+    before = mappings()
+    found = load_tensors(tmp_path)
+    kept = found["layers.1.weight"][3:]
+    del found
+    gc.collect()
+    assert mappings() == before + 1
+    np.testing.assert_array_equal(kept.numpy(), weights["layers.1.weight"][3:])
+    kept += 1  # its own: writable, and the file is as it was
+    del kept
+    gc.collect()
+    assert mappings() == before
+    np.testing.assert_array_equal(load_tensors(tmp_path)["layers.1.weight"].numpy(), weights["layers.1.weight"])
+
+
+def test_torch_is_not_imported_with_the_module() -> None:
+    code = "import sys, services.loader.tensors, services.loader.load; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_type_that_torch_lacks_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    path = tmp_path / "six.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    with pytest.raises(CheckpointInvalid, match=r"six\.safetensors: torch has no type for tensor 'w' of dtype F6_E2M3"):
+        load_tensors(path)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="does not exist; name a model directory"):
+        load_tensors(tmp_path / "nothing")
+    with pytest.raises(CheckpointInvalid, match="has no weights"):
+        load_tensors(tmp_path)
+    (tmp_path / "short.safetensors").write_bytes(b"abc")
+    with pytest.raises(CheckpointInvalid, match="too short"):
+        load_tensors(tmp_path / "short.safetensors")
+
+
+def test_a_failed_load_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path)
+
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    before, descriptors = mappings(), len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointInvalid, match="Input/output error"):
+        load_tensors(tmp_path)
+    gc.collect()
+    assert mappings() == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def test_a_timed_load_accounts_for_every_byte(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=20), shards=2)
+    before = mappings()
+    report = measure(tmp_path, threads=2)
+    assert mappings() == before
+    assert report["bytes"] == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
+    assert report["bytes"] == report["direct_bytes"] + report["cached_bytes"] + report["buffered_bytes"]
+    assert [s["stage"] for s in report["stages"]] == ["headers", "read"]
+    assert sum(s["seconds"] for s in report["stages"]) == pytest.approx(report["seconds"], abs=1e-5)
+    assert report["gb_per_s"] == pytest.approx(report["bytes"] / report["seconds"] / 1e9, rel=0.05)
+    assert report["cpu_seconds"] > 0
+
+
+def test_the_command_tells_a_refusal_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nothing")]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "checkpoint_invalid"

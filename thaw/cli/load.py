@@ -1,0 +1,78 @@
+"""`thaw load`: how fast this machine loads a checkpoint, without a mesh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.config.units import format_duration, format_size
+from thaw.errors import CommandError
+
+
+class Tier(StrEnum):
+    DRAM = "dram"
+
+
+@verb
+def load(
+    path: Annotated[
+        Path, typer.Argument(help="A model directory in Hugging Face layout, or one .safetensors file.", metavar="PATH")
+    ],
+    tier: Annotated[Tier, typer.Option(help="Where the weights go: dram, the host's shared memory.")] = Tier.DRAM,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
+    report: Annotated[bool, typer.Option("--report", help="Show the bandwidth of each stage too.")] = False,
+    as_json: Json = False,
+) -> Document:
+    """Time one load of a checkpoint into memory; the memory is given back. Files in the page cache are copied from there.
+
+    Example: [bold]thaw load ~/models/llama --tier dram --report[/]
+    """
+    out = screen(as_json)
+    with out.status(f"loading {path}"):
+        document = _load(path.expanduser().absolute(), threads)
+    out.print(
+        f"[green]✓[/] {format_size(document['bytes'])} in {format_duration(document['seconds'])}: "
+        f"[bold]{_rate(document['gb_per_s'])}[/], {document['cpu_seconds']:.2f} CPU seconds"
+    )
+    if report:
+        out.print(_stages(document))
+    return document
+
+
+def _load(path: Path, threads: int) -> dict[str, Any]:
+    """The loader's own report. A process of its own: the command line does not import services."""
+    command = [sys.executable, "-m", "services.loader.load", str(path), "--threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        document: dict[str, Any] = json.loads(done.stdout)
+    except ValueError as e:
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise CommandError(f"The load failed: {last}", "Try fewer --threads, and see `thaw doctor`.") from e
+    if "error" in document:
+        raise CommandError(document["error"]["message"], code=document["error"]["code"])
+    return document
+
+
+def _stages(document: dict[str, Any]) -> Table:
+    """Stages in wall time; below them what the reading threads did, in the time of all threads together."""
+    table = Table("stage", "time", "bytes", "bandwidth")
+    for stage in document["stages"]:
+        size = format_size(document["bytes"]) if stage.get("gb_per_s") else ""
+        table.add_row(stage["stage"], format_duration(stage["seconds"]), size, _rate(stage.get("gb_per_s")))
+    for step in document["steps"]:
+        if step["bytes"]:
+            label = f"  {step['step']} ({document['threads']} threads)"
+            table.add_row(label, format_duration(step["thread_seconds"]), format_size(step["bytes"]), _rate(step["gb_per_s"]))
+    return table
+
+
+def _rate(gb_per_s: float | None) -> str:
+    return "" if gb_per_s is None else f"{gb_per_s:.2f} GB/s"

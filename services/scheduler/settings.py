@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from services.scheduler.domain.policy import Policy
 from shared.settings import CommonSettings
@@ -30,6 +30,14 @@ class SchedulerSettings(CommonSettings):
     command_timeout: float = Field(
         default=5.0, gt=0, description="Seconds a nodeagent may be unreachable before a start on it counts as failed."
     )
+
+    @field_validator("database_url")
+    @classmethod
+    def _postgres(cls, value: SecretStr) -> SecretStr:
+        scheme, separator, rest = value.get_secret_value().partition("://")
+        if not (separator and rest and scheme in ("postgresql", "postgres", "postgresql+asyncpg")):
+            raise ValueError("Thaw keeps its state in PostgreSQL: write postgresql://user:password@host:port/name")
+        return value
 
     def policy(self) -> Policy:
         return Policy(

@@ -1,0 +1,21 @@
+"""Settings of the scheduler that are refused before it starts."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from services.scheduler.settings import SchedulerSettings
+
+
+@pytest.mark.parametrize("url", ["mysql://thaw:hidden@host/thaw", "host:5432", "postgresql://", ""])
+def test_a_database_that_is_not_postgres(url: str) -> None:
+    with pytest.raises(ValidationError, match="write postgresql://") as caught:
+        SchedulerSettings(database_url=SecretStr(url))
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+asyncpg"])
+def test_a_database_that_is(scheme: str) -> None:
+    url = f"{scheme}://thaw@host/thaw"
+    assert SchedulerSettings(database_url=SecretStr(url)).database_url.get_secret_value() == url

@@ -10,7 +10,7 @@ import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.loader.adapters.reader import ReadOptions
+from services.loader.adapters.reader import DEFAULTS, ReadOptions
 from services.loader.format.checkpoint import Checkpoint
 from services.loader.format.safetensors import TensorEntry
 from services.loader.load import load_private
@@ -43,14 +43,14 @@ _TORCH_NAMES = {
 """safetensors' dtypes as torch calls them; those of 4 and 6 bits have no torch type of the same shape."""
 
 
-def load_tensors(path: Path | str, *, threads: int = 4) -> dict[str, torch.Tensor]:
+def load_tensors(path: Path | str, options: ReadOptions = DEFAULTS) -> dict[str, torch.Tensor]:
     """All tensors of a model directory or a safetensors file, by name, on the CPU.
 
     They are writable views of one block of memory, which is given back when the last of them is gone; clone what should outlive the others
     alone. A process forked later shares that memory. Raises `CheckpointInvalid` (the message names the file and the remedy) or
     `InsufficientMemory`.
     """
-    loaded = load_private(path, ReadOptions(threads=threads), check=_check_dtypes)
+    loaded = load_private(path, options, check=_check_dtypes)
     return {
         entry.name: _tensor(entry, loaded.memory, place.offset)
         for place in loaded.layout.places

@@ -266,6 +266,8 @@ def _reported(state: State, event: Report) -> Decision:
         return state, ()
     if entry.stage is Stage.LEAVING:
         return _reported_leaving(state, entry, event)
+    if entry.stage in (Stage.COMPLETE, Stage.FAILED):  # its run has ended
+        return state, ()
     effects: tuple[Effect, ...] = ()
     match event:
         case Fetched():

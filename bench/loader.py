@@ -1,0 +1,244 @@
+"""The loader against fio and its peers, on one sharded bfloat16 checkpoint in Llama's shapes.
+
+    python -m bench.loader [--bytes 3.5GB] [--rounds N] [--directory DIR] [--peers-python PYTHON] [--json PATH]
+
+Each round takes every case once, in an order drawn anew, each in a fresh process (bench/loader_case.py says what is timed): with the files
+out of the page cache (posix_fadvise) or, for the cases called so, in it. The limit is fio with O_DIRECT at the
+best of its settings in that round. GB are 10^9 bytes. fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment
+that has them and torch) can import them. Everything written is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.loader_case import MODULES
+from bench.report import machine, median, write
+from thaw.config.units import parse_size
+
+FIO_SETTINGS = ((1, 32), (4, 8), (16, 4), (16, 8))
+"""Block size in MiB and queue depth."""
+MB = 1024 * 1024
+_HIDDEN, _INNER, _KV, _VOCAB = 2048, 5632, 512, 32000
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    loader: str
+    options: tuple[tuple[str, int], ...] = ()
+    warm: bool = False
+
+    @property
+    def suffix(self) -> str:
+        return ".bin" if self.loader.startswith("torch") else ".safetensors"
+
+
+PEERS = ("safetensors", "torch_load", "torch_load_mmap", "fastsafetensors", "runai")
+ABLATION = (
+    Case("thaw, no direct I/O", "thaw_segment", (("direct", 0),)),
+    Case("thaw, no pre-fault", "thaw_segment", (("populate", 0),)),
+    *(Case(f"thaw, {n} thread{'s' if n > 1 else ''}", "thaw_segment", (("threads", n),)) for n in (1, 2, 8)),
+    *(Case(f"thaw, {n} MB chunks", "thaw_segment", (("chunk_bytes", n * MB),)) for n in (4, 32)),
+)
+
+
+@dataclass
+class Samples:
+    gb_per_s: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    peak_bytes: list[float] = field(default_factory=list)
+
+
+def shapes(total: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors in Llama's shapes until their bfloat16 bytes reach `total`."""
+    layer = {
+        "input_layernorm": (_HIDDEN,),
+        "self_attn.q_proj": (_HIDDEN, _HIDDEN),
+        "self_attn.k_proj": (_KV, _HIDDEN),
+        "self_attn.v_proj": (_KV, _HIDDEN),
+        "self_attn.o_proj": (_HIDDEN, _HIDDEN),
+        "mlp.gate_proj": (_INNER, _HIDDEN),
+        "mlp.up_proj": (_INNER, _HIDDEN),
+        "mlp.down_proj": (_HIDDEN, _INNER),
+        "post_attention_layernorm": (_HIDDEN,),
+    }
+    yield "model.embed_tokens.weight", (_VOCAB, _HIDDEN)
+    left, number = total - 4 * _VOCAB * _HIDDEN, 0
+    while left > 0:
+        for name, shape in layer.items():
+            yield f"model.layers.{number}.{name}.weight", shape
+            left -= 2 * int(np.prod(shape))
+        number += 1
+    yield "lm_head.weight", (_VOCAB, _HIDDEN)
+
+
+def write_checkpoint(directory: Path, total: int) -> list[Path]:
+    """Two shards of random bytes and their index."""
+    tensors = list(shapes(total))
+    half = len(tensors) // 2
+    parts = {"model-00001-of-00002.safetensors": tensors[:half], "model-00002-of-00002.safetensors": tensors[half:]}
+    generator = np.random.default_rng(0)
+    for file, part in parts.items():
+        header: dict[str, Any] = {}
+        at = 0
+        for name, shape in part:
+            end = at + 2 * int(np.prod(shape))
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+            at = end
+        raw = json.dumps(header).encode()
+        raw += b" " * (-len(raw) % 8)
+        with (directory / file).open("wb") as out:
+            out.write(len(raw).to_bytes(8, "little") + raw)
+            for start in range(0, at, 64 * MB):
+                out.write(generator.bytes(min(64 * MB, at - start)))
+            os.fsync(out.fileno())
+    weight_map = {name: file for file, part in parts.items() for name, _ in part}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return [directory / name for name in parts]
+
+
+def set_cache(files: list[Path], *, warm: bool) -> None:
+    """Have the page cache hold all of `files`, or nothing of them."""
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            if warm:
+                while file.read(16 * MB):
+                    pass
+            else:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def run_fio(files: list[Path]) -> tuple[float, float]:
+    """(bytes per second, CPU seconds) of the best setting."""
+    best = (0.0, 0.0)
+    for block, depth in FIO_SETTINGS:
+        set_cache(files, warm=False)
+        command = ["fio", "--name=limit", f"--filename={':'.join(map(str, files))}", "--file_service_type=sequential"]
+        command += ["--rw=read", "--readonly", "--direct=1", "--ioengine=libaio", f"--bs={block}m", f"--iodepth={depth}"]
+        done = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True, check=True)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+        best = max(best, (float(job["read"]["bw_bytes"]), cpu))
+    return best
+
+
+def run_case(case: Case, files: list[Path], python: str) -> dict[str, float]:
+    order = {"loader": case.loader, "files": [str(f.with_suffix(case.suffix)) for f in files], "options": dict(case.options)}
+    command = [python, "-m", "bench.loader_case", json.dumps(order)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{case.name}: {done.stderr.strip()[-2000:]}")
+    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return figures
+
+
+def cases(peers_python: str) -> list[Case]:
+    found = [Case("thaw", "thaw_segment"), Case("thaw load_tensors", "thaw_tensors"), *ABLATION]
+    for peer in PEERS:
+        if peer in MODULES:
+            probe = [peers_python, "-m", "bench.loader_case", json.dumps({"loader": peer, "probe": True})]
+            if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+                print(f"{peer} is left out: {peers_python} cannot import {MODULES[peer]} (see --peers-python)", file=sys.stderr)
+                continue
+        found.append(Case(peer, peer))
+    warm = [Case(f"{c.name}, page cache", c.loader, c.options, warm=True) for c in found if c not in ABLATION]
+    return [*found, *warm]
+
+
+def measure(files: list[Path], rounds: int, peers_python: str) -> dict[str, Samples]:
+    samples: dict[str, Samples] = defaultdict(Samples)
+    total = sum(f.stat().st_size for f in files)
+    todo: list[Case | None] = [*cases(peers_python)]
+    if shutil.which("fio"):
+        todo.append(None)
+    else:
+        print("fio is missing, so there is no limit to compare with (apt-get install fio)", file=sys.stderr)
+    checksums: set[float] = set()
+    for number in range(rounds):
+        random.Random(number).shuffle(todo)
+        for case in todo:
+            print(f"round {number + 1}/{rounds}: {case.name if case else 'fio'} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
+            if case is None:
+                speed, cpu = run_fio(files)
+                samples["fio"].gb_per_s.append(speed / 1e9)
+                samples["fio"].cpu_seconds.append(cpu)
+                continue
+            set_cache([*files, *(f.with_suffix(".bin") for f in files)], warm=False)
+            if case.warm:
+                set_cache([f.with_suffix(case.suffix) for f in files], warm=True)
+            got = run_case(case, files, peers_python if case.loader in MODULES else sys.executable)
+            checksums.add(got["checksum"])
+            if len(checksums) != 1:
+                raise RuntimeError(f"{case.name} read other bytes than those before it")
+            samples[case.name].gb_per_s.append(total / got["seconds"] / 1e9)
+            samples[case.name].cpu_seconds.append(got["cpu_seconds"])
+            samples[case.name].peak_bytes.append(got["peak_bytes"])
+    return samples
+
+
+def figures_of(samples: dict[str, Samples]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name, s in samples.items():
+        key = name.replace(", ", ".").replace(" ", "_")
+        figures[f"{key}.gb_per_s"] = median(s.gb_per_s)
+        figures[f"{key}.cpu_seconds"] = median(s.cpu_seconds)
+        if s.peak_bytes:
+            figures[f"{key}.peak_gb"] = median(s.peak_bytes) / 1e9
+    for peer in ("fio", *PEERS):
+        for suffix, key in (("", "cold"), (", page cache", "page_cache")):
+            if f"{peer}{suffix}" in samples:
+                ours, theirs = samples[f"thaw{suffix}"].gb_per_s, samples[f"{peer}{suffix}"].gb_per_s
+                figures[f"thaw_over_{peer}.{key}"] = median(ours) / median(theirs)
+    return figures
+
+
+def show(samples: dict[str, Samples]) -> None:
+    table = Table("loader", "GB/s", "CPU s", "peak GB", title="Loads: median (least to most), CPU seconds and peak memory")
+    for name, s in sorted(samples.items(), key=lambda item: ("page cache" in item[0], -median(item[1].gb_per_s))):
+        speed = f"{median(s.gb_per_s):.2f} ({min(s.gb_per_s):.2f} to {max(s.gb_per_s):.2f})"
+        peak = f"{median(s.peak_bytes) / 1e9:.2f}" if s.peak_bytes else ""
+        table.add_row(name, speed, f"{median(s.cpu_seconds):.2f}", peak)
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=parse_size, default=parse_size("3.5GB"), help="size of the checkpoint")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; the temporary directory by default")
+    parser.add_argument("--peers-python", default=sys.executable)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    print(json.dumps(machine()), file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="thaw-bench-", dir=options.directory) as directory:
+        files = write_checkpoint(Path(directory), options.bytes)
+        run_case(Case("torch.save", "save_as_torch"), files, sys.executable)
+        samples = measure(files, options.rounds, options.peers_python)
+    show(samples)
+    figures = figures_of(samples)
+    for name, value in figures.items():
+        if name.startswith("thaw_over_"):
+            print(f"{name}: {value:.2f}")
+    write(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -47,6 +47,8 @@ def up(
     Examples: [bold]thaw up --demo --detach[/]
               [bold]thaw up --config thaw.yaml --nodes 2[/]
     """
+    # A script's shell starts what it puts in the background with SIGINT ignored; here Ctrl-C must work whoever started us.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     out, home = screen(as_json), Home.from_environment()
     file = load_config(config) if config is not None else None
     wanted = Wanted(host=host, port=port, nodes=nodes, mesh=(file or ThawFile()).mesh)

@@ -12,6 +12,8 @@ from shared.errors import ThawError
 class DeviceMissing(ThawError):
     """A device that was asked for is not there."""
 
+    code = "device_missing"
+
 
 @dataclass(frozen=True)
 class DeviceInfo:

@@ -210,7 +210,13 @@ def _node_heard(state: State, event: NodeHeard, now: float) -> Decision:
         for instance_id in _lost(holders, now):
             state, more = _let_go(state, state.entries[weights_id], instance_id)
             effects.extend(more)
-    return state, tuple(effects)
+    # Where the last holders are lost together, those before the last leave nothing to remember.
+    return state, tuple(e for e in effects if not isinstance(e, Remember) or _is_complete(state, e.weights_id))
+
+
+def _is_complete(state: State, weights_id: str) -> bool:
+    entry = state.entries.get(weights_id)
+    return entry is not None and entry.stage is Stage.COMPLETE
 
 
 def _seen(instance_id: str, holder: Holder, event: NodeHeard, now: float) -> Holder:

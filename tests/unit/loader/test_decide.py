@@ -106,6 +106,18 @@ def test_a_failure_is_told_to_who_waits_and_to_holders_who_ask_later() -> None:
     assert p.do(Attach(4, "new", card(), "complete")) == (StartRun("w1", 2, card()),)
 
 
+def test_a_run_that_has_ended_is_not_heard_any_more() -> None:
+    failed = Played()
+    failed.do(Attach(1, "a", card(), "index"))
+    failed.do(Failed("w1", 1, ERROR))
+    complete = loaded("a")
+    for p in (failed, complete):
+        before = p.state
+        for late in (Completed("w1", 1), Progressed("w1", 1, 50), Left("w1", 1, 1)):
+            assert p.do(late) == ()
+        assert p.state == before
+
+
 def test_failed_weights_are_forgotten_with_their_last_holder() -> None:
     p = Played()
     p.do(Prepare(1, "a", card(), 1))
@@ -170,6 +182,14 @@ def test_holders_the_nodeagent_lost_are_let_go() -> None:
     p.now += MISSING_FOR_S + 1
     assert p.do(NodeHeard(frozenset())) == ()
     p.now += MISSING_FOR_S
+    assert p.do(NodeHeard(frozenset())) == (RemoveSegment("w1", 1, "seg"),)
+
+
+def test_holders_lost_together_leave_nothing_to_remember() -> None:
+    p = loaded("a", "b")
+    p.now = 100.0
+    assert p.do(NodeHeard(frozenset())) == ()
+    p.now = 200.0
     assert p.do(NodeHeard(frozenset())) == (RemoveSegment("w1", 1, "seg"),)
 
 

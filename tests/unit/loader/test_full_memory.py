@@ -1,0 +1,52 @@
+"""A shared-memory file system that really fills up while weights arrive: an error, never a SIGBUS."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.loader.adapters import shm
+from services.loader.format.segment import Layout
+from services.loader.load import load_segment
+from shared.errors import InsufficientMemory
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.test_load import evict
+
+MB = 1024 * 1024
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system in memory of 64 MB, which the loader takes for /dev/shm."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", directory], capture_output=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"may not mount here: {mounted.stderr.decode().strip()}")
+    monkeypatch.setattr(shm, "SHM", directory)
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("cached", [False, True])
+def test_somebody_else_takes_the_memory_meanwhile(tmp_path: Path, small: Path, cached: bool) -> None:
+    model = tmp_path / "model"
+    write_checkpoint(model, tensors(megabytes=50))
+    for path in model.iterdir():
+        path.read_bytes()
+    if not cached:
+        evict(model)
+
+    def take(_: Layout) -> None:
+        (small / "other").write_bytes(os.urandom(30 * MB))
+
+    with pytest.raises(InsufficientMemory):
+        load_segment(model, "thaw-test", on_index=take)
+    assert [p.name for p in small.iterdir()] == ["other"]
+    (small / "other").unlink()
+    load_segment(model, "thaw-test")

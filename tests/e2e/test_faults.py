@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.test_demo import QUESTION, ask, stream
 from tests.support.launcher import Thaw, until
+from thaw.demo.models import make_demo_model
 
 
 def kill(pid: int) -> None:
@@ -160,6 +161,31 @@ def test_ctrl_c_stops_a_mesh_in_the_foreground() -> None:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, out + err
         assert "the mesh is down" in out
+        thaw.assert_nothing_left()
+    finally:
+        thaw.close()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_foreground_that_ends_while_it_registers_leaves_nothing(broken: bool) -> None:
+    """Interrupted as soon as the mesh is up, or ended by a model that cannot be registered."""
+    thaw = Thaw()
+    try:
+        source = make_demo_model(thaw.home / "models" / "one", "test")
+        if broken:
+            (source / "tokenizer.json").unlink()
+        config = thaw.home / "thaw.yaml"
+        config.write_text(f"models: [{{name: one, source: {source}}}]\n")
+        process = thaw.popen("up", "--port", str(thaw.port), "--config", str(config), start_new_session=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "is up" in line:
+                break
+        if not broken:
+            os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode in ((1,) if broken else (0, 130)), out + err
+        assert ("tokenizer" in err) is broken
         thaw.assert_nothing_left()
     finally:
         thaw.close()

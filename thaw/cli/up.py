@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,15 +59,17 @@ def up(
         status = None
     if status is not None:
         return _already_running(home, file, wanted, demo, out)
-    supervisor, document = _start(home, file, wanted, demo, out)
+    supervisor, document = _start(home, file, wanted, demo, out, detach)
     if detach:
         return document
-    if as_json:
-        import json
-
-        print(json.dumps(document), flush=True)
-    out.print("\n[dim]Ctrl-C stops the mesh.[/]")
-    _stay(home, supervisor, out)
+    try:
+        if as_json:
+            print(json.dumps(document), flush=True)
+        out.print("\n[dim]Ctrl-C stops the mesh.[/]")
+        _stay(home, supervisor)
+        out.print("The mesh was stopped.")
+    except KeyboardInterrupt:
+        _stop(home, out)
     return None
 
 
@@ -86,7 +89,8 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
     return document
 
 
-def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> tuple[Identity, Document]:
+def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console, detach: bool) -> tuple[Identity, Document]:
+    """Whatever goes wrong, nothing is left running; but with `detach` a mesh that is up stays up if a model cannot be registered."""
     home.create(wanted.node_names)
     control.check_unused(home, wanted.host_or_default, wanted.port_or_default)
     specs: tuple[ModelSpec, ...] = ()
@@ -99,11 +103,28 @@ def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: C
     else:
         check_room(home.root, memory=SERVICES_BYTES, shared=0, disk=64 * 1024 * 1024, purpose="A mesh")
     plan = make_plan(home, wanted, available_memory(), demo_budget=budget or None)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _interrupt)
     supervisor = _launch(home, plan, out)
+    try:
+        return supervisor, _furnish(home, file, plan, specs, budget, out)
+    except KeyboardInterrupt:
+        _stop(home, out)
+        raise
+    except CommandError:
+        if not detach:
+            _stop(home, out)
+        raise
+
+
+def _furnish(
+    home: Home, file: ThawFile | None, plan: MeshPlan, specs: tuple[ModelSpec, ...], budget: int, out: Console
+) -> Document:
+    """Register the models in a mesh that has just started, and show the demo if there are `specs` of it."""
     api = Api.find(home)
     document: Document = {"endpoint": f"{plan.gateway_url}/v1", "already_running": False, "nodes": _described(plan.nodes)}
     document["models"] = _apply_file(api, home, file, out)
-    if demo:
+    if specs:
         apply_models(api, home, specs, out, declared=False)
         document["demo"] = demos.ask_each(api, specs, out)
         demos.show_what_next(api, specs, budget, out)
@@ -111,7 +132,7 @@ def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: C
         out.print(f"\n  endpoint  [bold]{plan.gateway_url}/v1[/]")
         if file is None or not file.models:
             out.print("  next      thaw models add NAME SOURCE   (a directory in Hugging Face layout, or hf://org/name)")
-    return supervisor, document
+    return document
 
 
 def _apply_file(api: Api, home: Home, file: ThawFile | None, out: Console) -> Document:
@@ -144,24 +165,22 @@ def _launch(home: Home, plan: MeshPlan, out: Console) -> Identity:
             supervisor = control.launch(home, plan)
             control.await_running(home, supervisor, tell)
             await_ready(Api.find(home), home, out, plan)
+        names = ", ".join(n.name for n in plan.nodes)
+        out.print(
+            f"[green]✓[/] the mesh is up: {len(shown)} processes, {len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''} ({names})"
+        )
     except (CommandError, KeyboardInterrupt):
         control.stop(home, lambda _: None)
         raise
-    names = ", ".join(n.name for n in plan.nodes)
-    out.print(
-        f"[green]✓[/] the mesh is up: {len(shown)} processes, {len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''} ({names})"
-    )
     return supervisor
 
 
-def _stay(home: Home, supervisor: Identity, out: Console) -> None:
-    """Until Ctrl-C (or SIGTERM, or the terminal is gone), then stop the mesh; or until the mesh ends by itself."""
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
 
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, interrupt)
+def _stay(home: Home, supervisor: Identity) -> None:
+    """Until the mesh ends by itself. Raises KeyboardInterrupt on Ctrl-C, SIGTERM and when the terminal is gone."""
     try:
         process = psutil.Process(supervisor.pid)
         while supervisor.alive():
@@ -171,16 +190,12 @@ def _stay(home: Home, supervisor: Identity, out: Console) -> None:
                 continue
     except psutil.NoSuchProcess:
         pass
-    except KeyboardInterrupt:
-        _stop(home, out)
-        return
     if home.endpoints_file.exists():
         raise CommandError(
             "The supervisor was killed; its services go on running.",
             "`thaw up` takes them over, `thaw down` stops them.",
             code="supervisor_gone",
         )
-    out.print("The mesh was stopped.")
 
 
 @verb

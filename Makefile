@@ -30,8 +30,8 @@ lint: $(STAMP) ## Check style, types and imports
 	@$(BIN)/mypy thaw services shared bench tests docs
 	@$(BIN)/lint-imports
 
-bench: $(STAMP) ## Measure the cold path against a fresh transformers process
-	@$(BIN)/python -m bench.cold_path
+bench: $(STAMP) ## Print the figures of docs/performance.md (half an hour on two cores)
+	@for b in cold_path warm_path scheduler loader; do $(BIN)/python -m bench.$$b || exit 1; done
 
 install: $(STAMP) ## Make .venv
 

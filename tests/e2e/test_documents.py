@@ -92,13 +92,7 @@ def test_commands_exist_with_their_options(words: tuple[str, ...]) -> None:
     assert "Usage" in said.getvalue()
 
 
-_WITH_FIGURES = (Path("README.md"), Path("docs/README.md"))
-_UNMEASURED = pytest.mark.xfail(
-    not (ROOT / "docs" / "performance.md").exists(), reason="docs/performance.md comes with the figures"
-)
-
-
-@pytest.mark.parametrize("document", [pytest.param(d, marks=_UNMEASURED) if d in _WITH_FIGURES else d for d in DOCUMENTS], ids=str)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_links_lead_somewhere(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nats.errors import Error as NatsError
-from opentelemetry.trace import Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
 from services.gateway.metrics import Metrics
 from shared.contracts import subjects
@@ -23,13 +24,22 @@ from shared.telemetry.tracing import link_to, record_phases, trace_id
 
 if TYPE_CHECKING:
     from services.gateway.exchange import Exchange
-    from services.gateway.service import Origin
 
 log = logging.getLogger(__name__)
 _BACKLOG = 1_000
 OWN = "gateway"
 CLIENT_CLOSED = 499
 """nginx's status for a client that left before its answer; no client ever sees it."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request came from, for its record: `received` in Unix seconds, for people."""
+
+    request_id: str
+    span: Span
+    arrived: float
+    received: float = field(default_factory=time.time)
 
 
 def spans_of(exchange: Exchange) -> tuple[PhaseSpan, ...]:

@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from dataclasses import dataclass, field
-
-from opentelemetry.trace import Span
 
 from services.gateway.adapters.demand import DemandSender
 from services.gateway.adapters.engines import Engines
@@ -23,7 +20,7 @@ from services.gateway.exchange import Exchange, Sink
 from services.gateway.http.keys import Keys
 from services.gateway.http.parse import Parsed
 from services.gateway.keyed import Keyed
-from services.gateway.recording import Recorder
+from services.gateway.recording import Origin, Recorder
 from services.gateway.settings import GatewaySettings
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.models import ModelCard
@@ -35,16 +32,6 @@ from shared.telemetry.tracing import traceparent
 TICK_S = 0.1
 _STARTING_RETRY_MS = 1_000
 _STARTING_WAIT_S = 2.0
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a request came from, for its record: `received` in Unix seconds, for people."""
-
-    request_id: str
-    span: Span
-    arrived: float
-    received: float = field(default_factory=time.time)
 
 
 class Gateway:

@@ -21,7 +21,8 @@ from services.gateway.http.shapes import Head
 from services.gateway.http.sse import EventStream
 from services.gateway.http.waking import progress_of
 from services.gateway.keyed import joinable
-from services.gateway.service import Gateway, Origin
+from services.gateway.recording import Origin
+from services.gateway.service import Gateway
 from shared.contracts.inference import Endpoint
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest, prompts_of

@@ -8,7 +8,8 @@ from shared.contracts.models import ModelCard
 
 MIB = 1024 * 1024
 RUNTIME_BYTES = 192 * MIB
-"""Private memory of a builtin engine process on `cpu` beyond weights and KV: interpreter, torch, activations (bench/cold_path.py prints it)."""
+"""Private memory of a builtin engine process on `cpu` beyond weights and KV: interpreter, torch, activations. A
+conservative constant: no benchmark prints it yet."""
 MIN_KV_BYTES = 32 * MIB
 FULL_CONTEXTS = 2
 """KV for this many sequences of full length by default (fewer if `max_concurrency` is less); shorter ones share it."""

@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 from shared.contracts.base import ErrorBody, Frozen, Message, Request
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.phases import PhaseSpan
+from shared.contracts.segment import Extent
 
 
 class InspectModel(Request):
@@ -55,10 +56,11 @@ class WeightsAttached(Message):
 
     kind: Literal["attached"] = "attached"
     weights_id: str
-    segment: str = Field(description="Name under /dev/shm (POSIX shared memory).")
+    segment: str = Field(description="Name under /dev/shm (POSIX shared memory): the pool's file, or one of the segment's own.")
+    extents: tuple[Extent, ...] = Field(default=(), description="Where the segment lies in that file, in order; none: all of it.")
     directory: str
     total_bytes: int
-    loaded_bytes: int
+    loaded_bytes: int = Field(description="The watermark: every byte of the segment below it is there.")
     phases: tuple[PhaseSpan, ...] = ()
 
 
@@ -72,6 +74,7 @@ class ReleaseWeights(Request):
 class WeightsReleased(Message):
     kind: Literal["released"] = "released"
     freed_bytes: int = Field(description="Bytes of shared memory proved gone (0 while others hold the segment).")
+    cached_bytes: int = Field(default=0, description="Bytes that no instance holds any more and the DRAM budget is charged with.")
 
 
 ModelFile = Literal[
@@ -110,6 +113,25 @@ class SegmentStatus(Frozen):
     error: ErrorBody | None = None
 
 
+class LinkStatus(Frozen):
+    """What loads share: a disk, a remote host, a peer, a device's bus. `finish_ms`: when all that is queued now will have come."""
+
+    link: str = Field(description="As ssd:nvme0n1, remote:bucket.s3.amazonaws.com, peer:node-1, bus:cuda:0.")
+    bytes_per_second: float | None = Field(default=None, description="Learned from its latest chunks.")
+    queued_bytes: int = 0
+    loads: int = 0
+    finish_ms: float | None = None
+
+
+class CachedModel(Frozen):
+    """A revision that this node has without an instance of it; peers fetch what is on `ssd` from here."""
+
+    weights_id: str
+    tier: Literal["dram", "ssd"]
+    nbytes: int
+    source: str = ""
+
+
 class LoaderStatus(Message):
     """Broadcast on every change and every second."""
 
@@ -118,3 +140,11 @@ class LoaderStatus(Message):
     boot_id: str
     segments: tuple[SegmentStatus, ...] = ()
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
+    links: tuple[LinkStatus, ...] = ()
+    cached: tuple[CachedModel, ...] = ()
+    dram_bytes: int = Field(default=0, description="Of the pool, beyond what instances hold: cached and spare.")
+    dram_budget_bytes: int = 0
+    ssd_bytes: int = 0
+    ssd_budget_bytes: int = 0
+    peer_url: str | None = Field(default=None, description="Where other loaders fetch this node's files.")
+    peer_token: str | None = Field(default=None, description="Bearer token for `peer_url`.")

@@ -23,6 +23,13 @@ PAGE = 4096
 HEADER_BYTES = PAGE
 
 
+class Extent(Frozen):
+    """A run of neighbouring chunks of the pool. A segment is its extents one after the other."""
+
+    offset: int = Field(ge=0, description="In the pool's file, a multiple of the page size.")
+    nbytes: int = Field(gt=0)
+
+
 class SegmentHeader(Frozen):
     magic: str = MAGIC
     version: int = LAYOUT_VERSION

@@ -1,0 +1,1 @@
+"""Where bytes come from, one small module for each kind of place (ADR 0013)."""

@@ -1,9 +1,15 @@
 """Requests to an engine and what streams back.
 
 The gateway publishes `InferRequest` on the instance's `infer` subject with `reply = subjects.reply(gateway, request_id)`. Everything
-comes back there, numbered from 0 without gaps by `seq`: one `InferStarted`, any number of `InferChunk`, and exactly one last message,
-`InferFinished`, `EmbeddingsFinished`, `InferRaw` or `InferFailed`. With nobody listening, NATS itself answers on the reply subject with a 503 header.
-`CancelInfer` goes to the engine's control subject; a cancelled request ends without a last message.
+comes back there, numbered from 0 without gaps by `seq`, in one of two forms, whichever the engine has:
+
+Tokens (`chat`, `completion`, `embedding`): one `InferStarted`, any number of `InferChunk`, then `InferFinished` or `EmbeddingsFinished`.
+HTTP (any endpoint; the only form of `other`): one `InferResponse`, any number of `InferData`, then `InferEnd`. The client gets status, content
+type and bytes as they are, an error status too. `InferStarted` may come first. `InferRaw` is the short form of all three.
+
+`InferFailed` ends either form, at any point, when the engine broke. A refusal to take the request at all (`instance_draining`) is an
+`InferFailed` with number 0. With nobody listening, NATS itself answers on the reply subject with a 503 header. `CancelInfer` goes to the
+engine's control subject; a cancelled request ends without a last message.
 """
 
 from __future__ import annotations
@@ -16,8 +22,11 @@ from shared.contracts.base import ErrorBody, Frozen, Message, Request
 from shared.contracts.phases import PhaseSpan
 
 Endpoint = Literal["chat", "completion", "embedding", "other"]
-"""`other`: a route of `ModelCard.routes`, which only the engine understands; asked by `InferRequest.route`, answered by `InferRaw`."""
+"""`other`: a route of `ModelCard.routes`, which only the engine understands; asked by `InferRequest.route`."""
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+DATA_BYTES = 256 * 1024
+"""Most bytes in one `InferData` (before base64): far under any server's message limit, large enough that the count of messages is none of
+a long answer's cost."""
 
 
 class InferRequest(Request):
@@ -27,8 +36,21 @@ class InferRequest(Request):
     instance_id: str
     model: str
     endpoint: Endpoint
-    body: dict[str, Any] = Field(description="The validated OpenAI request, unknown fields included.")
+    body: dict[str, Any] = Field(default={}, description="The validated JSON request, unknown fields included; empty with `data`.")
     route: str = Field(default="", description="With `other`: the path that was asked, as `/v1/rerank`.")
+    method: str = Field(default="POST", description="With `other`: the HTTP method.")
+    query: str = Field(default="", description="With `other`: the query string, without its question mark.")
+    headers: dict[str, str] = Field(
+        default={}, description="With `other`: the client's headers that belong to the API (FORWARDED), in lower case."
+    )
+    content_type: str = Field(default="application/json", description="Of `data`, with a form's boundary.")
+    data: str | None = Field(
+        default=None, description="The body's bytes in base64, where it is no JSON (a form with a file); `body` is empty then."
+    )
+
+
+FORWARDED = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")
+"""Headers of an `other` request that reach the engine. The client's key never does."""
 
 
 class CancelInfer(Request):
@@ -98,8 +120,36 @@ class EmbeddingsFinished(Message):
     usage: Usage
 
 
+class InferResponse(Message):
+    """The head of an HTTP answer. `phases` are relative to its sending."""
+
+    kind: Literal["response"] = "response"
+    seq: int = 0
+    status: int = Field(ge=100, le=599)
+    content_type: str = "application/json"
+    headers: dict[str, str] = Field(default={}, description="Others that the client is to get, in lower case, as retry-after.")
+    phases: tuple[PhaseSpan, ...] = ()
+
+
+class InferData(Message):
+    """More bytes of an HTTP answer, at most DATA_BYTES, sent as they come."""
+
+    kind: Literal["data"] = "data"
+    seq: int
+    data: str = Field(description="Base64.")
+    phases: tuple[PhaseSpan, ...] = Field(default=(), description="On the first: prefill. Relative to its sending.")
+
+
+class InferEnd(Message):
+    """An HTTP answer is complete, whatever its status. `usage`: as far as the engine's answer tells."""
+
+    kind: Literal["end"] = "end"
+    seq: int
+    usage: Usage = Usage(prompt_tokens=0)
+
+
 class InferRaw(Message):
-    """The whole answer to a request of an `other` endpoint."""
+    """A whole HTTP answer with status 200 and a JSON body."""
 
     kind: Literal["raw"] = "raw"
     seq: int
@@ -113,7 +163,7 @@ class InferFailed(Message):
     error: ErrorBody
 
 
-Answered = InferFinished | EmbeddingsFinished | InferRaw
+Answered = InferFinished | EmbeddingsFinished | InferRaw | InferEnd
 """The last message of a request that went well."""
-InferReply = Annotated[InferStarted | InferChunk | Answered | InferFailed, Field(discriminator="kind")]
+InferReply = Annotated[InferStarted | InferChunk | InferResponse | InferData | Answered | InferFailed, Field(discriminator="kind")]
 INFER_REPLY: TypeAdapter[InferReply] = TypeAdapter(InferReply)

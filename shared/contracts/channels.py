@@ -71,7 +71,7 @@ CHANNELS: tuple[Channel, ...] = (
         f"{_P}.node.{{node}}.command",
         "nodeagent",
         "Fenced commands about instances.",
-        (node.StartInstance, node.StopInstance),
+        (node.StartInstance, node.StopInstance, node.SuspendInstance, node.ResumeInstance),
         (base.Done, base.Failure),
     ),
     Channel(

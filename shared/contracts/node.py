@@ -35,7 +35,12 @@ class InstanceState(StrEnum):
     @property
     def holds_memory(self) -> bool:
         """Whether the instance's reservation on its device is booked (a failed one until its process is proved gone)."""
-        return self not in (InstanceState.STOPPED, InstanceState.SUSPENDED, InstanceState.FAILED)
+        return self not in (InstanceState.STOPPED, InstanceState.SUSPENDED, InstanceState.ASLEEP, InstanceState.FAILED)
+
+    @property
+    def parked(self) -> bool:
+        """Whether the engine's process is there, without its memory: what it has left is `InstanceMemory.reserved`."""
+        return self in (InstanceState.SUSPENDED, InstanceState.ASLEEP)
 
     @property
     def starting(self) -> bool:
@@ -56,6 +61,11 @@ class StartInstance(Request):
     kv_bytes: int
     traceparent: str | None = None
     phases: tuple[PhaseSpan, ...] = Field(default=(), description="What went before (schedule), relative to the sending.")
+    priority: int = Field(default=0, description="Of its reservation, where several wait for bytes.")
+    wait_ms: int = Field(
+        default=0, ge=0, description="How long its reservation may wait for bytes; 0: refused if there is no room now."
+    )
+    park: bool = Field(default=False, description="Suspend it as soon as it is ready.")
 
 
 class StopInstance(Request):
@@ -71,7 +81,42 @@ class StopInstance(Request):
     reason: str = ""
 
 
-NodeCommand = Annotated[StartInstance | StopInstance, Field(discriminator="kind")]
+class SuspendInstance(Request):
+    """Take no new request, drain, then suspend: the process stays, its device memory is given back once that is proved.
+
+    `Done` is answered when draining has begun; the end shows in `NodeStatus` as suspended or asleep. `only_if_idle`: fail with
+    `instance_busy` if it is serving. An instance that cannot be suspended (`InstanceStatus.can_suspend`), or whose suspension fails, is
+    stopped instead. One that is suspended already, and an unknown one, are `Done`.
+    """
+
+    DEADLINE_MS: ClassVar[int] = 5_000
+    kind: Literal["suspend"] = "suspend"
+    token: int
+    instance_id: str
+    only_if_idle: bool = False
+    drain_timeout_ms: int = Field(
+        default=60_000, ge=0, description="With requests left after this it is stopped, and they end with an error."
+    )
+    reason: str = ""
+
+
+class ResumeInstance(Request):
+    """Reserve what the instance needs and bring it back. Answered at once with `Done` or `Failure` (`insufficient_memory`, `not_found`);
+    progress is in `NodeStatus`: resuming, then ready. One that is ready or resuming is `Done`; one that is being suspended comes back as
+    soon as it can. A restore that fails is followed by one cold start under the same instance id."""
+
+    DEADLINE_MS: ClassVar[int] = 5_000
+    kind: Literal["resume"] = "resume"
+    token: int
+    plan_id: str
+    instance_id: str
+    traceparent: str | None = None
+    phases: tuple[PhaseSpan, ...] = Field(default=(), description="What went before (schedule), relative to the sending.")
+    priority: int = 0
+    wait_ms: int = Field(default=0, ge=0, description="As of `StartInstance`.")
+
+
+NodeCommand = Annotated[StartInstance | StopInstance | SuspendInstance | ResumeInstance, Field(discriminator="kind")]
 NODE_COMMAND: TypeAdapter[NodeCommand] = TypeAdapter(NodeCommand)
 
 
@@ -82,6 +127,34 @@ class InstanceMemory(Frozen):
     private: int = 0
     kv: int = 0
     reserved: int = 0
+
+
+SuspendWay = Literal["cpu", "cuda", "sleep"]
+"""cpu: frozen, its pages written to swap. cuda: checkpointed by the driver into host memory, then frozen. sleep: by the engine's own means."""
+
+
+class Timing(Frozen):
+    """One start, suspension or resumption. `at`: Unix seconds when it was over, for people."""
+
+    at: float
+    took_ms: float
+
+
+class Suspension(Frozen):
+    """How an instance is suspended, and what that was measured to do."""
+
+    possible: bool = False
+    reason: str = Field(default="", description="Why it is not possible.")
+    way: SuspendWay | None = Field(default=None, description="By which it was suspended last, or would be.")
+    freed_bytes: int = Field(default=0, description="Of device memory by the last one, read back.")
+    left_bytes: int = Field(
+        default=0, description="Of device memory that one leaves in use: as measured, before the first as expected."
+    )
+    snapshot_bytes: int = Field(default=0, description="Charged to the node's snapshot budget now.")
+    need_bytes: int = Field(default=0, description="To be reserved for a resumption, what is left included.")
+    resume_ms: float | None = Field(default=None, description="Expected: as measured, before the first from its bytes.")
+    resumes: int = 0
+    fell_back: ErrorBody | None = Field(default=None, description="Why the last restore failed; it was started cold then.")
 
 
 class InstanceStatus(Frozen):
@@ -103,6 +176,19 @@ class InstanceStatus(Frozen):
     phases: tuple[PhaseSpan, ...] = Field(default=(), description="Of the start, relative to this message's sending.")
     traceparent: str | None = None
     error: ErrorBody | None = None
+    engine: str = "builtin"
+    suspension: Suspension = Suspension()
+    started: Timing | None = None
+    suspended: Timing | None = None
+    resumed: Timing | None = None
+
+
+class Capability(Frozen):
+    """Something that this node can do, or why it cannot."""
+
+    name: str = Field(description="As suspend:cpu, suspend:cuda, suspend:sleep.")
+    available: bool
+    reason: str = ""
 
 
 class DeviceStatus(Frozen):
@@ -125,6 +211,9 @@ class NodeStatus(Message):
         default=(), description="Stopped and failed ones stay for a minute, so that a lost message loses nothing."
     )
     stopping: bool = False
+    snapshot_bytes: int = Field(default=0, description="Of suspended instances: host memory and swap.")
+    snapshot_budget_bytes: int = 0
+    capabilities: tuple[Capability, ...] = ()
 
 
 class StatusWanted(Message):

@@ -9,7 +9,7 @@ from pydantic import Field
 from shared.contracts.base import ErrorBody, Frozen
 from shared.contracts.phases import PhaseSpan
 
-Way = Literal["warm", "load", "evict_then_load", "wait", "impossible"]
+Way = Literal["warm", "load", "evict_then_load", "restore", "evict_then_restore", "wait", "impossible"]
 
 
 class Candidate(Frozen):

@@ -1,0 +1,152 @@
+"""Weights of the node's loader, for readers without NATS (a foreign engine's plug-in): mapped, and read while they arrive.
+
+    with attach(loader_socket(node_state), source="/models/llama") as weights:
+        for tensor, data in weights.tensors():
+            ...  # `data` is a view of shared memory, whole by now: copy it, or keep the weights open as long as it is used
+
+Only the standard library and pydantic are needed, and nothing of the loader is imported.
+"""
+
+from __future__ import annotations
+
+import mmap
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import ValidationError
+
+from shared.contracts.loader_socket import (
+    MAX_LINE_BYTES,
+    SOCKET_REPLY,
+    SocketAttach,
+    SocketAttached,
+    SocketComplete,
+    SocketError,
+    SocketReply,
+    SocketWatermark,
+)
+from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader, SegmentIndex, SegmentTensor
+from shared.errors import CheckpointInvalid, Unreachable, from_body
+from shared.mapping import map_extents
+
+
+def attach(
+    path: Path | str,
+    *,
+    source: str | None = None,
+    weights_id: str | None = None,
+    background: bool = False,
+    timeout: float | None = None,
+) -> Weights:
+    """Hold the weights of `source` or `weights_id`, from the loader that listens at `path`; returns when their index is there.
+
+    `timeout`: seconds without a word from the loader, here and in every later wait. Raises what the loader refuses with, and `Unreachable`
+    if there is no loader or it goes.
+    """
+    connection = _Connection(path, timeout)
+    try:
+        ask = SocketAttach(source=source, weights_id=weights_id, background=background)
+        connection.send(ask.model_dump_json().encode() + b"\n")
+        attached = connection.receive()
+        if not isinstance(attached, SocketAttached):
+            raise CheckpointInvalid(f"the loader answered {attached.kind!r} to an attach")
+        return Weights(connection, attached)
+    except BaseException:
+        connection.close()
+        raise
+
+
+class Weights:
+    """Weights that this process holds. `buffer` is the whole segment as one private, writable range of memory; a write to it is seen by
+    nobody else."""
+
+    def __init__(self, connection: _Connection, attached: SocketAttached) -> None:
+        self._connection = connection
+        self.weights_id, self.directory = attached.weights_id, Path(attached.directory)
+        self.total_bytes, self.loaded_bytes = attached.total_bytes, attached.loaded_bytes
+        try:
+            self.buffer: mmap.mmap = map_extents(attached.path, attached.extents, attached.total_bytes)
+            self.header = SegmentHeader.model_validate_json(self.buffer[:HEADER_BYTES].rstrip(b"\0"))
+            end = self.header.index_offset + self.header.index_bytes
+            self.index = SegmentIndex.model_validate_json(self.buffer[self.header.index_offset : end])
+        except (OSError, ValueError, ValidationError) as e:
+            raise CheckpointInvalid(f"the segment of {attached.weights_id} cannot be read: {e}") from e
+        if (self.header.magic, self.header.version) != (MAGIC, LAYOUT_VERSION):
+            raise CheckpointInvalid(f"the segment has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
+
+    @property
+    def complete(self) -> bool:
+        return self.loaded_bytes >= self.total_bytes
+
+    def wait_until(self, watermark: int) -> None:
+        """Return when every byte of the segment below `watermark` is there. Raises the load's error."""
+        while self.loaded_bytes < min(watermark, self.total_bytes):
+            message = self._connection.receive()
+            if isinstance(message, SocketWatermark | SocketComplete):
+                self.loaded_bytes = max(self.loaded_bytes, message.loaded_bytes)
+
+    def wait(self) -> None:
+        """Return when every byte is there."""
+        self.wait_until(self.total_bytes)
+
+    def tensors(self) -> Iterator[tuple[SegmentTensor, memoryview]]:
+        """Every tensor in the order of its bytes, each as soon as it is whole."""
+        view = memoryview(self.buffer)
+        for tensor in sorted(self.index.tensors, key=lambda t: t.offset):
+            self.wait_until(tensor.offset + tensor.nbytes)
+            yield tensor, view[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def close(self) -> None:
+        """Let go. Memory that views still refer to stays mapped until they are gone: the loader does not give it to others before."""
+        try:
+            self.buffer.close()
+        except BufferError:  # unmapped with the last view
+            pass
+        finally:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Connection:
+    def __init__(self, path: Path | str, timeout: float | None) -> None:
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout)
+        try:
+            self._socket.connect(str(path))
+        except OSError as e:
+            self._socket.close()
+            raise Unreachable(f"no loader listens at {path}: {e}; start this node's loader") from e
+        self._lines = self._socket.makefile("rb")
+
+    def send(self, line: bytes) -> None:
+        try:
+            self._socket.sendall(line)
+        except OSError as e:
+            raise Unreachable(f"the loader at {self._path} went away: {e}") from e
+
+    def receive(self) -> SocketReply:
+        try:
+            line = self._lines.readline(MAX_LINE_BYTES)
+        except TimeoutError as e:
+            raise Unreachable(f"the loader at {self._path} was silent for {self._socket.gettimeout()} s") from e
+        except OSError as e:
+            raise Unreachable(f"the loader at {self._path} went away: {e}") from e
+        if not line.endswith(b"\n"):
+            raise Unreachable(f"the loader at {self._path} closed the connection; ask again when it is back")
+        message = SOCKET_REPLY.validate_json(line)
+        if isinstance(message, SocketError):
+            raise from_body(message.error)
+        return message
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()

@@ -1,0 +1,72 @@
+"""Between the loader and readers without NATS: JSON lines over the Unix stream socket `<node state>/loader/loader.sock`.
+
+    reader → loader    one `SocketAttach`
+    loader → reader    `SocketAttached` when the segment's header and index are there, `SocketWatermark` as bytes arrive,
+                       `SocketComplete` when all are; or `SocketError`, after which the loader closes the connection
+
+The reader holds the weights as long as the connection is open, and lets go of them by closing it: it must have unmapped them by then.
+A loader that is stopped closes the connection; what was complete stays valid until the reader ends.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, TypeAdapter, model_validator
+
+from shared.contracts.base import ErrorBody, Message
+from shared.contracts.segment import Extent
+
+MAX_LINE_BYTES = 4 * 1024 * 1024
+
+
+def loader_socket(node_state: Path) -> Path:
+    """Where the loader of the node with this state directory listens."""
+    return node_state / "loader" / "loader.sock"
+
+
+class SocketAttach(Message):
+    """Exactly one of `weights_id` (a revision that the loader holds or loads already) and `source` (it starts the load if nobody has)."""
+
+    kind: Literal["attach"] = "attach"
+    weights_id: str | None = None
+    source: str | None = Field(default=None, description="As in `ModelSpec.source`.")
+    background: bool = Field(default=False, description="No request waits for it: other loads go first.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.weights_id is None) == (self.source is None):
+            raise ValueError("give either weights_id or source")
+        return self
+
+
+class SocketAttached(Message):
+    """The segment is the `extents` of the file at `path`, one after the other; its layout is shared/contracts/segment.py's."""
+
+    kind: Literal["attached"] = "attached"
+    weights_id: str
+    path: str
+    extents: tuple[Extent, ...] = ()
+    directory: str = Field(description="Where the model's small files lie.")
+    total_bytes: int
+    loaded_bytes: int = Field(description="The watermark: every byte of the segment below it is there.")
+
+
+class SocketWatermark(Message):
+    kind: Literal["watermark"] = "watermark"
+    loaded_bytes: int
+
+
+class SocketComplete(Message):
+    kind: Literal["complete"] = "complete"
+    loaded_bytes: int
+
+
+class SocketError(Message):
+    kind: Literal["error"] = "error"
+    error: ErrorBody
+
+
+SocketReply = Annotated[SocketAttached | SocketWatermark | SocketComplete | SocketError, Field(discriminator="kind")]
+SOCKET_REPLY: TypeAdapter[SocketReply] = TypeAdapter(SocketReply)

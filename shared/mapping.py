@@ -12,7 +12,6 @@ from shared.contracts.segment import Extent
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
-_PROT_NONE = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -42,8 +41,8 @@ def map_descriptor(fd: int, extents: Sequence[Extent] = (), nbytes: int | None =
     if nbytes is not None and nbytes > total:
         raise ValueError(f"the extents hold {total} bytes, fewer than {nbytes}")
     wanted = total if nbytes is None else nbytes
-    # One range is reserved without memory, so that its parts lie side by side whatever else this process maps meanwhile.
-    area = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, prot=_PROT_NONE)
+    # One range is reserved, so that its parts lie side by side whatever else this process maps meanwhile; its own pages are never touched.
+    area = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     anchor = ctypes.c_char.from_buffer(area)
     address, at = ctypes.addressof(anchor), 0
     del anchor

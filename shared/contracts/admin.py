@@ -30,8 +30,11 @@ class ModelsAdded(Message):
 
 
 class RemoveModel(Request):
+    """A model that has adapters is only removed together with them, `with_adapters`."""
+
     kind: Literal["remove_model"] = "remove_model"
     name: str
+    with_adapters: bool = False
 
 
 class WakeModel(Request):

@@ -56,6 +56,14 @@ ZYGOTE_LINE: TypeAdapter[EngineForked | EngineExited | ZygoteFailure] = TypeAdap
 )
 
 
+class LoadedAdapter(Frozen):
+    """A LoRA adapter that an engine has in memory."""
+
+    name: str
+    nbytes: int
+    active: int = Field(default=0, description="Requests that use it.")
+
+
 class EngineLoad(Frozen):
     """What an engine has to do just now."""
 
@@ -65,6 +73,7 @@ class EngineLoad(Frozen):
     generated_tokens: int = 0
     kv_bytes_used: int = 0
     idle_ms: int = Field(default=0, description="Since the last request ended; 0 while there is one.")
+    adapters: tuple[LoadedAdapter, ...] = ()
 
 
 class EngineReport(Message):

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import ErrorBody, Frozen, Message, Request
+from shared.contracts.models import ModelCard
 from shared.contracts.phases import PhaseSpan
 
 Endpoint = Literal["chat", "completion", "embedding", "other"]
@@ -38,6 +39,7 @@ class InferRequest(Request):
     endpoint: Endpoint
     body: dict[str, Any] = Field(default={}, description="The validated JSON request, unknown fields included; empty with `data`.")
     route: str = Field(default="", description="With `other`: the path that was asked, as `/v1/rerank`.")
+    adapter: ModelCard | None = Field(default=None, description="The LoRA adapter of `model` to answer with.")
     method: str = Field(default="POST", description="With `other`: the HTTP method.")
     query: str = Field(default="", description="With `other`: the query string, without its question mark.")
     headers: dict[str, str] = Field(

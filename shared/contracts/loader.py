@@ -17,6 +17,16 @@ from shared.contracts.phases import PhaseSpan
 from shared.contracts.segment import Extent
 
 
+def adapter_holder(instance_id: str, number: int) -> str:
+    """Who holds the weights of the `number`th adapter that the engine of `instance_id` loads; let go with the instance at the latest."""
+    return f"{instance_id}+{number}"
+
+
+def instance_of(holder: str) -> str:
+    """The instance that `holder` is, or that its adapter is loaded in."""
+    return holder.partition("+")[0]
+
+
 class InspectModel(Request):
     """Read what there is to know of a model without its weights; checks that every shard, the tokenizer and the index are there."""
 
@@ -65,7 +75,7 @@ class WeightsAttached(Message):
 
 
 class ReleaseWeights(Request):
-    """`instance_id` lets go of its weights; also cancels a load that nobody else waits for. Unknown holders are fine."""
+    """`instance_id` lets go of its weights and of its adapters' (an adapter's holder of that adapter's only); also cancels a load that nobody else waits for. Unknown holders are fine."""
 
     kind: Literal["release"] = "release"
     instance_id: str

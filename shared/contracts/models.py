@@ -79,11 +79,13 @@ class ModelOptions(Strict):
 
 
 class ModelSpec(ModelOptions):
-    """One entry of `models:`."""
+    """One entry of `models:`. With `base` it is a LoRA adapter, which runs in that model's instances: the options that make an instance
+    what it is are then the base's."""
 
     name: str = Field(pattern=NAME_PATTERN)
     source: str = Field(min_length=1, description="A directory in Hugging Face layout, or hf://org/name[@revision].")
     aliases: tuple[str, ...] = ()
+    base: str | None = Field(default=None, pattern=NAME_PATTERN, description="The model that this LoRA adapter is for.")
 
     @field_validator("aliases")
     @classmethod
@@ -94,6 +96,27 @@ class ModelSpec(ModelOptions):
             if not re.match(NAME_PATTERN, alias):
                 raise ValueError(f"alias {alias!r} must match {NAME_PATTERN}")
         return value
+
+
+class LinearShape(Frozen):
+    """Weight matrices of one kind: `name` is their module's, each number in it as `*`."""
+
+    name: str
+    rows: int
+    columns: int
+    count: int = Field(default=1, description="How many there are.")
+
+
+class AdapterInfo(Frozen):
+    """What a LoRA adapter's files say (PEFT's adapter_config.json). `modules`: what it adds to, `rows` outputs by `columns` inputs."""
+
+    rank: int = Field(gt=0)
+    alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    made_for: str = Field(default="", description="base_model_name_or_path, as its author's files call the base.")
+    modules: tuple[LinearShape, ...] = ()
 
 
 class ModelInfo(Frozen):
@@ -111,6 +134,8 @@ class ModelInfo(Frozen):
     kv_bytes_per_token: int = Field(ge=0)
     has_chat_template: bool = False
     files: int = Field(default=1, ge=1)
+    modules: tuple[LinearShape, ...] = Field(default=(), description="The weight matrices that an adapter may add to.")
+    adapter: AdapterInfo | None = Field(default=None, description="Of a LoRA adapter; its other values are then its base's.")
 
 
 class ModelCard(Frozen):

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from shared.contracts.models import ModelCard
 
 MIB = 1024 * 1024
-RUNTIME_BYTES = 192 * MIB
-"""Private memory of a builtin engine process on `cpu` beyond weights and KV: interpreter, torch, activations. A
-conservative constant: no benchmark prints it yet."""
 MIN_KV_BYTES = 32 * MIB
 FULL_CONTEXTS = 2
 """KV for this many sequences of full length by default (fewer if `max_concurrency` is less); shorter ones share it."""
@@ -33,15 +30,28 @@ class Need:
 def need_of(card: ModelCard) -> Need:
     """The reservation for one instance of `card`.
 
-    `engine_args.kv_cache_bytes` overrides the KV share. A `dtype` other than the checkpoint's needs a second, converted copy.
+    `engine_args.kv_cache_bytes` overrides the KV share. A `dtype` other than the checkpoint's needs a second, converted copy beside the
+    shared one; an engine that reads the weights itself holds only the converted one. `memory` overrides the whole.
     """
     info, spec = card.info, card.spec
-    converted = 0
+    weights, converted = info.weights_bytes, 0
     if spec.dtype != "auto" and spec.dtype != info.dtype:
         converted = info.parameters * _ITEM_BYTES[spec.dtype]
+        if spec.loads_itself:
+            weights, converted = converted, 0
     kv = 0
     if info.task == "generate":
         contexts = min(FULL_CONTEXTS, spec.max_concurrency)
         kv = max(MIN_KV_BYTES, card.context_length * info.kv_bytes_per_token * contexts)
         kv = int(spec.engine_args.get("kv_cache_bytes", kv))
-    return Need(info.weights_bytes, converted, kv, RUNTIME_BYTES)
+    need = Need(weights, converted, kv, card.capabilities.runtime_bytes)
+    return need if spec.memory is None else _within(need, spec.memory)
+
+
+def _within(need: Need, memory: int) -> Need:
+    """`need` cut or filled to what the operator says: the runtime's share goes first, then the KV cache's."""
+    weights = min(need.weights, memory)
+    converted = min(need.converted, memory - weights)
+    rest = memory - weights - converted
+    kv = min(need.kv, max(rest - need.runtime, rest // 2))
+    return Need(weights, converted, kv, rest - kv)

@@ -26,11 +26,20 @@ from services.engine.serving import Serving
 from services.engine.settings import EngineSettings
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
-from shared.contracts.engine import ENGINE_CONTROL, DrainEngine, EngineControl, EngineStart, PingEngine
+from shared.contracts.engine import (
+    ENGINE_CONTROL,
+    DrainEngine,
+    EngineControl,
+    EngineStart,
+    PingEngine,
+    ProbeEngine,
+    SleepEngine,
+    WakeEngine,
+)
 from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
 from shared.contracts.phases import Phase
-from shared.errors import DeadlineExceeded, EngineFailed, ShuttingDown, ThawError, Unreachable
+from shared.errors import DeadlineExceeded, EngineFailed, ShuttingDown, ThawError, Unreachable, UnsupportedParameter
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import carried, context_of, record_phases
@@ -209,6 +218,10 @@ class Engine:
                 self._serving.drain(only_if_idle=only_if_idle)
                 log.info("draining", extra={"reason": reason})
                 self._reporter.enter("draining")
+            case SleepEngine() | WakeEngine() | ProbeEngine():
+                raise UnsupportedParameter(
+                    "the builtin engine has no sleep levels: it is suspended without its knowledge, or stopped"
+                )
         return Done()
 
     async def _on_loader(self, status: LoaderStatus) -> None:

@@ -8,7 +8,7 @@ second, and answers on its control subject. An engine whose nodeagent is gone go
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -17,7 +17,8 @@ from shared.contracts.inference import CancelInfer
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 
-EngineState = Literal["loading", "ready", "draining", "failed", "stopped"]
+EngineState = Literal["loading", "ready", "asleep", "draining", "failed", "stopped"]
+"""`asleep`: after `SleepEngine`, until `WakeEngine` is answered. Builtin engines never are."""
 
 
 class EngineStart(Message):
@@ -76,6 +77,17 @@ class EngineLoad(Frozen):
     adapters: tuple[LoadedAdapter, ...] = ()
 
 
+class HostedEngine(Frozen):
+    """The engine behind a host process: what there is to freeze, measure and end, and what it can do by itself."""
+
+    pids: tuple[int, ...] = Field(default=(), description="Its processes, all that they forked included; not the host's own.")
+    cgroup: str | None = Field(
+        default=None, description="Name of its control group below each hierarchy's root, where there is one."
+    )
+    container: str | None = Field(default=None, description="Id of its container.")
+    sleep_levels: tuple[int, ...] = Field(default=(), description="Of `SleepEngine`, as this engine on this device has them.")
+
+
 class EngineReport(Message):
     """`phases` are those of the start, relative to this message's sending; empty on reports after `ready` was acknowledged."""
 
@@ -89,6 +101,7 @@ class EngineReport(Message):
     phases: tuple[PhaseSpan, ...] = ()
     error: ErrorBody | None = None
     weights_id: str | None = None
+    hosted: HostedEngine | None = None
 
 
 class PingEngine(Request):
@@ -104,5 +117,48 @@ class DrainEngine(Request):
     reason: str = ""
 
 
-EngineControl = Annotated[PingEngine | DrainEngine | CancelInfer, Field(discriminator="kind")]
+class SleepEngine(Request):
+    """Serve nothing until `WakeEngine`: new requests are refused (`instance_draining`) and health is not asked about. Level 0 leaves the
+    engine as it is, for a freezer or a checkpoint. Level 1 has it keep its weights in host memory and give up the rest of its
+    device's, level 2 give up both. Fails with `instance_busy` while requests are served (drain first), and with `unsupported_parameter` for a
+    level that it has not. Answered with `EngineAsleep`."""
+
+    DEADLINE_MS: ClassVar[int] = 60_000
+    kind: Literal["sleep"] = "sleep"
+    level: int = Field(default=0, ge=0, le=2)
+
+
+class EngineAsleep(Message):
+    kind: Literal["asleep"] = "asleep"
+    level: int
+    took_ms: float = 0.0
+
+
+class WakeEngine(Request):
+    """Undo `SleepEngine` (harmless if there was none), prove by tokens that the engine is as before, and serve. Answered with
+    `EngineProbed`; if the engine does not come back or answers otherwise, with `engine_failed`, and it stays asleep."""
+
+    DEADLINE_MS: ClassVar[int] = 120_000
+    kind: Literal["wake"] = "wake"
+
+
+class ProbeEngine(Request):
+    """Generate a few tokens greedily (or embed a word), whatever the state. Answered with `EngineProbed`, or `engine_failed`."""
+
+    DEADLINE_MS: ClassVar[int] = 30_000
+    kind: Literal["probe"] = "probe"
+
+
+class EngineProbed(Message):
+    """`same`: the answer was the same as when the engine became ready."""
+
+    kind: Literal["probed"] = "probed"
+    same: bool
+    took_ms: float = Field(description="Of the probe itself.")
+    woke_ms: float = Field(default=0.0, description="With `WakeEngine`: of the engine's own waking, before the probe.")
+
+
+EngineControl = Annotated[
+    PingEngine | DrainEngine | CancelInfer | SleepEngine | WakeEngine | ProbeEngine, Field(discriminator="kind")
+]
 ENGINE_CONTROL: TypeAdapter[EngineControl] = TypeAdapter(EngineControl)

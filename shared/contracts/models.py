@@ -7,11 +7,13 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from shared.contracts.base import Frozen
+from shared.contracts.engines import CAPABILITIES, Capabilities, Engine
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}$"
-Engine = Literal["builtin"]
-ROUTES: dict[Engine, tuple[str, ...]] = {"builtin": ()}
-"""The paths under /v1/ that each engine serves besides chat and text completions and embeddings."""
+ENGINE_SOURCE = "engine://"
+"""Begins a source that only the engine can resolve, as engine://qwen3:0.6b for Ollama: nothing is read or fetched for it."""
+OPERATORS_FIELDS = ("command", "env", "container")
+"""Options that decide what a node runs: taken from a thaw.yaml or the admin API, and there only where the operator allows it."""
 
 
 class Strict(Frozen):
@@ -42,6 +44,31 @@ class Slo(Strict):
     percentile: float = Field(default=0.98, gt=0, lt=1)
 
 
+class ContainerOptions(Strict):
+    """An engine as a container of the node's Docker or Podman. The model's directory is mounted read-only at its own path."""
+
+    image: str = Field(min_length=1)
+    entrypoint: tuple[str, ...] = Field(default=(), description="Instead of the image's own.")
+    args: tuple[str, ...] | None = Field(
+        default=None, description="Arguments, with the same fill-ins as `command`; by default what the engine's driver passes."
+    )
+    port: int = Field(default=8000, ge=1, le=65535, description="Port that the engine listens on inside.")
+    mounts: tuple[str, ...] = Field(default=(), description="More of the host's paths, as /host:/inside or /host:/inside:rw.")
+    shm_bytes: int = Field(default=1 << 30, gt=0, description="Size of /dev/shm inside.")
+    runtime: str | None = None
+    user: str | None = None
+    pull: Literal["never", "missing"] = "missing"
+
+    @field_validator("mounts")
+    @classmethod
+    def _mounts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for mount in value:
+            parts = mount.split(":")
+            if len(parts) not in (2, 3) or not all(p.startswith("/") for p in parts[:2]) or parts[2:] not in ([], ["ro"], ["rw"]):
+                raise ValueError(f"{mount!r} is not /host:/inside, /host:/inside:ro or /host:/inside:rw")
+        return value
+
+
 class ModelOptions(Strict):
     """What may be said of one model, and of all of them under `defaults:` in thaw.yaml."""
 
@@ -61,6 +88,35 @@ class ModelOptions(Strict):
     response_timeout: float = Field(default=600.0, gt=0, description="Seconds one response may take.")
     engine_args: dict[str, Any] = Field(default_factory=dict)
     trust_remote_code: bool = False
+    memory: int | None = Field(
+        default=None, gt=0, description="Bytes of its device that one instance needs; by default reckoned from the model's files."
+    )
+    command: tuple[str, ...] = Field(
+        default=(),
+        description="Program and arguments of an engine of one's own; {model}, {name}, {host} and {port} are filled in.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="For the engine's processes; ${NAME} stands for the node's own variable of that name."
+    )
+    health: str = Field(
+        default="", pattern=r"^(/\S*)?$", description="Path that answers 200 when the engine is up; the engine's own."
+    )
+    ready_timeout: float | None = Field(
+        default=None, gt=0, description="Seconds a start may take in all, however much progress it makes; no limit by default."
+    )
+    stop_signal: Literal["SIGTERM", "SIGINT", "SIGQUIT", "SIGKILL"] = Field(
+        default="SIGTERM", description="What an engine is asked to end with; SIGKILL follows after ten seconds."
+    )
+    routes: tuple[str, ...] = Field(default=(), description="More paths that the engine serves, as /v1/rerank.")
+    container: ContainerOptions | None = None
+
+    @field_validator("routes")
+    @classmethod
+    def _routes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for route in value:
+            if not route.startswith("/v1/"):
+                raise ValueError(f"{route!r} must begin with /v1/")
+        return value
 
     @field_validator("keep_alive")
     @classmethod
@@ -83,7 +139,10 @@ class ModelSpec(ModelOptions):
     what it is are then the base's."""
 
     name: str = Field(pattern=NAME_PATTERN)
-    source: str = Field(min_length=1, description="A directory in Hugging Face layout, or hf://org/name[@revision].")
+    source: str = Field(
+        min_length=1,
+        description="A directory in Hugging Face layout, hf://org/name[@revision], a .gguf file, or engine://NAME.",
+    )
     aliases: tuple[str, ...] = ()
     base: str | None = Field(default=None, pattern=NAME_PATTERN, description="The model that this LoRA adapter is for.")
 
@@ -96,6 +155,34 @@ class ModelSpec(ModelOptions):
             if not re.match(NAME_PATTERN, alias):
                 raise ValueError(f"alias {alias!r} must match {NAME_PATTERN}")
         return value
+
+    @model_validator(mode="after")
+    def _engine_options(self) -> Self:
+        ours = self.engine == "builtin"
+        for name in (*OPERATORS_FIELDS, "health", "ready_timeout", "routes"):
+            if ours and getattr(self, name):
+                raise ValueError(f"{name} is for engines other than builtin; name one with `engine:`")
+        if self.engine == "openai" and not self.command and self.container is None:
+            raise ValueError("engine: openai needs a command, or a container")
+        if self.command and self.container is not None:
+            raise ValueError("command and container exclude each other: arguments of a container are container.args")
+        if self.source.startswith(ENGINE_SOURCE):
+            self._check_engine_source(ours)
+        return self
+
+    def _check_engine_source(self, ours: bool) -> None:
+        if ours:
+            raise ValueError(f"a source {ENGINE_SOURCE}… is for engines that find their models themselves")
+        missing = [name for name in ("memory", "max_model_len") if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"with a source {ENGINE_SOURCE}… nothing can be read of the model: say its {' and '.join(missing)}")
+
+    @property
+    def loads_itself(self) -> bool:
+        """Whether the engine reads the weights itself, so that the loader has nothing to prepare."""
+        if self.engine == "vllm":
+            return self.engine_args.get("load_format") != "thaw"
+        return self.engine != "builtin"
 
 
 class LinearShape(Frozen):
@@ -152,7 +239,16 @@ class ModelCard(Frozen):
         return self.spec.name
 
     @property
+    def capabilities(self) -> Capabilities:
+        return CAPABILITIES[self.spec.engine]
+
+    @property
     def context_length(self) -> int:
         """Tokens of prompt and output together."""
         own = self.info.context_length
         return min(own, self.spec.max_model_len) if self.spec.max_model_len else own
+
+
+def routes_of(spec: ModelSpec) -> tuple[str, ...]:
+    """The paths under /v1/ that the model's engine serves besides chat and text completions and embeddings."""
+    return tuple(dict.fromkeys((*CAPABILITIES[spec.engine].routes, *spec.routes)))

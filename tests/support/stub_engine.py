@@ -40,10 +40,10 @@ from shared.contracts.engine import (
     EngineState,
     PingEngine,
 )
-from shared.contracts.inference import ChoiceDelta, InferChunk, InferFinished, InferRequest, InferStarted, Usage
+from shared.contracts.inference import CancelInfer, ChoiceDelta, InferChunk, InferFinished, InferRequest, InferStarted, Usage
 from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.errors import InstanceBusy
+from shared.errors import InstanceBusy, UnsupportedParameter
 
 
 class StubEngine:
@@ -163,11 +163,13 @@ class StubEngine:
                     self.state = "draining"
                     await self.report()
                     self.leave_when_idle()
-            case _:
+            case CancelInfer():
                 task = self.active.get(control.request_id)
                 if task is not None:
                     task.cancel()
                 answer = Done()
+            case _:
+                answer = Failure(error=UnsupportedParameter("a stub has no sleep levels").body())
         if message.reply:
             await self.nc.publish(message.reply, answer.model_dump_json().encode())
 

@@ -16,11 +16,22 @@ from services.scheduler.domain.placement import impossible, largest_budget
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.base import Done
-from shared.contracts.models import ROUTES, ModelCard, ModelInfo, ModelSpec
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec, routes_of
 from shared.errors import Conflict, InsufficientMemory, InvalidRequest, ModelNotFound, NotFound, ThawError, Unavailable
 from shared.sizing import need_of
 
-RUNNING_FIELDS = ("source", "engine", "dtype", "max_model_len", "max_concurrency", "engine_args", "trust_remote_code")
+RUNNING_FIELDS = (
+    "source",
+    "engine",
+    "dtype",
+    "max_model_len",
+    "max_concurrency",
+    "engine_args",
+    "trust_remote_code",
+    "command",
+    "env",
+    "container",
+)
 """A change of one of these only takes effect in a new engine; the others are read anew at each decision."""
 
 
@@ -111,10 +122,10 @@ def _card(d: Draft, old: Model | None, spec: ModelSpec, infos: dict[str, ModelIn
     if info is None:
         raise Unavailable(f"{spec.name} was changed by someone else meanwhile; try again", should_retry=True)
     if old is None:
-        return ModelCard(spec=spec, info=info, created=int(d.now), routes=ROUTES[spec.engine])
+        return ModelCard(spec=spec, info=info, created=int(d.now), routes=routes_of(spec))
     restart = info != old.card.info or any(getattr(spec, f) != getattr(old.card.spec, f) for f in RUNNING_FIELDS)
     generation = old.card.generation + int(restart)
-    return ModelCard(spec=spec, info=info, created=old.card.created, generation=generation, routes=ROUTES[spec.engine])
+    return ModelCard(spec=spec, info=info, created=old.card.created, generation=generation, routes=routes_of(spec))
 
 
 def _refuse_impossible(d: Draft, cards: list[ModelCard]) -> None:

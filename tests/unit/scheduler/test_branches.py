@@ -10,9 +10,9 @@ from services.scheduler.domain.events import NodeStatusHeard, StartRefused, Wait
 from services.scheduler.domain.policy import Policy
 from shared.contracts.admin import ModelAsleep, ModelAwake
 from shared.contracts.base import ErrorBody
+from shared.contracts.engines import CAPABILITIES
 from shared.contracts.node import InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed, Unreachable
-from shared.sizing import RUNTIME_BYTES
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import Agent, World, no_room
 
@@ -20,7 +20,7 @@ READY = InstanceState.READY
 DRAINING = InstanceState.DRAINING
 # A model of 100 MiB of weights needs 100 + 32 (KV) + 192 (runtime) MiB: two fit 700 MiB, three do not.
 TWO = 700 * MIB
-assert RUNTIME_BYTES == 192 * MIB
+assert CAPABILITIES["builtin"].runtime_bytes == 192 * MIB
 
 
 @pytest.fixture

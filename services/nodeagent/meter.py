@@ -11,7 +11,7 @@ from services.nodeagent.devices.cpu import oom_kills
 from services.nodeagent.devices.port import Device
 from services.nodeagent.domain.state import Instance, NodeState, Process
 from services.nodeagent.engines.process import process_start
-from shared.contracts.loader import LoaderStatus
+from shared.contracts.loader import LoaderStatus, instance_of
 
 _INTERVAL_S = 5.0
 _GONE_POLL_S = 0.01
@@ -47,7 +47,7 @@ class Meter:
 
     def loader_said(self, status: LoaderStatus) -> dict[str, int]:
         """Take over what the loader holds; returns the bytes it has loaded so far by holder."""
-        self._segments = {s.weights_id: _Segment(s.loaded_bytes, s.holders) for s in status.segments}
+        self._segments = {s.weights_id: _Segment(s.loaded_bytes, tuple(map(instance_of, s.holders))) for s in status.segments}
         return {holder: s.loaded_bytes for s in status.segments for holder in s.holders}
 
     async def run(self) -> None:

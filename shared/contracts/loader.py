@@ -75,7 +75,8 @@ class WeightsAttached(Message):
 
 
 class ReleaseWeights(Request):
-    """`instance_id` lets go of its weights and of its adapters' (an adapter's holder of that adapter's only); also cancels a load that nobody else waits for. Unknown holders are fine."""
+    """`instance_id` lets go of its weights and of its adapters' (an adapter's holder: of that adapter's only). This also
+    cancels a load that nobody else waits for. Unknown holders are fine."""
 
     kind: Literal["release"] = "release"
     instance_id: str

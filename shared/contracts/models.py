@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -195,7 +196,8 @@ class LinearShape(Frozen):
 
 
 class AdapterInfo(Frozen):
-    """What a LoRA adapter's files say (PEFT's adapter_config.json). `modules`: what it adds to, `rows` outputs by `columns` inputs."""
+    """What a LoRA adapter's files say (PEFT's adapter_config.json). `modules`: the matrices of its base that it adds to, as they lie in the
+    base's files. Patterns hold for modules whose name is theirs or ends with it."""
 
     rank: int = Field(gt=0)
     alpha: float
@@ -204,6 +206,19 @@ class AdapterInfo(Frozen):
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
     made_for: str = Field(default="", description="base_model_name_or_path, as its author's files call the base.")
     modules: tuple[LinearShape, ...] = ()
+
+    def rank_of(self, module: str) -> int:
+        return next((r for name, r in self.rank_pattern.items() if _is_or_ends(module, name)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """By what the product of the module's pair is multiplied."""
+        alpha = next((a for name, a in self.alpha_pattern.items() if _is_or_ends(module, name)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _is_or_ends(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
 
 
 class ModelInfo(Frozen):

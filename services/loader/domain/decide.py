@@ -45,6 +45,7 @@ from services.loader.domain.events import (
     Stop,
 )
 from services.loader.domain.state import Entry, Holder, Stage, State, Until, Waiter, Wanted
+from shared.contracts.loader import instance_of
 from shared.errors import Conflict, ShuttingDown, StaleToken, ThawError
 
 REMEMBERED_RELEASES = 1024
@@ -107,7 +108,7 @@ def _objection(state: State, event: Prepare | Attach) -> ThawError | None:
         return ShuttingDown("the loader is shutting down")
     if isinstance(event, Prepare) and event.token >> 32 < state.epoch:
         return StaleToken(f"prepare of {event.instance_id} is from leader epoch {event.token >> 32}; {state.epoch} was seen")
-    if event.instance_id in state.released:
+    if event.instance_id in state.released or instance_of(event.instance_id) in state.released:
         return StaleToken(f"instance {event.instance_id} has released its weights; a new start has a new instance id")
     held = state.held_by(event.instance_id)
     if held is not None and held.weights_id != event.card.info.revision:
@@ -155,15 +156,28 @@ def _answered(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
 def _release(state: State, event: Release) -> Decision:
     if event.instance_id not in state.released:
         state = replace(state, released=(*state.released, event.instance_id)[-REMEMBERED_RELEASES:])
+    state, adapters = _let_adapters_go(state, event.instance_id)
     entry = state.held_by(event.instance_id)
     if entry is not None:
         state, effects = _let_go(state, entry, event.instance_id)
     else:
         entry, effects = next((e for e in state.entries.values() if event.instance_id in e.released_by), None), ()
+    effects = (*(e for e in adapters if not isinstance(e, Remember) or _is_complete(state, e.weights_id)), *effects)
     leaving = state.entries.get(entry.weights_id) if entry is not None else None
     if leaving is None or event.instance_id not in leaving.released_by:
         return state, (*effects, Freed(event.reply, 0))
     return _put(state, replace(leaving, releases=(*leaving.releases, event.reply))), effects
+
+
+def _let_adapters_go(state: State, instance_id: str) -> Decision:
+    """What an instance's engine has loaded for its adapters goes with it."""
+    effects: list[Effect] = []
+    for weights_id, known in tuple(state.entries.items()):
+        for holder in known.holders:
+            if holder != instance_id and instance_of(holder) == instance_id:
+                state, more = _let_go(state, state.entries[weights_id], holder)
+                effects.extend(more)
+    return state, tuple(effects)
 
 
 def _let_go(state: State, entry: Entry, instance_id: str) -> Decision:
@@ -220,7 +234,7 @@ def _is_complete(state: State, weights_id: str) -> bool:
 
 
 def _seen(instance_id: str, holder: Holder, event: NodeHeard, now: float) -> Holder:
-    if instance_id in event.instances:
+    if instance_of(instance_id) in event.instances:
         return holder if holder.missing is None else replace(holder, missing=None)
     return holder if holder.missing is not None else replace(holder, missing=now)
 

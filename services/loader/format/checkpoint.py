@@ -14,6 +14,7 @@ from shared.errors import CheckpointInvalid
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 MAX_JSON_BYTES = 64 * 1024 * 1024
 TOKENIZERS = (
     {"tokenizer.json"},
@@ -54,6 +55,8 @@ def weight_names(present: Collection[str], where: str) -> tuple[str, ...] | None
         return (SINGLE,)
     if INDEX in present:
         return None
+    if ADAPTER in present:
+        return (ADAPTER,)
     others = sorted(n for n in present if n.endswith(".safetensors") and "/" not in n)
     if len(others) == 1:
         return (others[0],)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
+from services.loader.format.adapter import check_adapter_config, describe_adapter, is_adapter, linear_shapes
 from services.loader.format.architectures import Architecture, read_architecture
 from services.loader.format.checkpoint import TOKENIZERS, Checkpoint, parse_json, read_small
 from services.loader.format.safetensors import DTYPE_BITS
@@ -26,6 +27,8 @@ def check_small_files(directory: Path, present: Collection[str], *, trust_remote
 
     Raises `CheckpointInvalid`, `UnsupportedArchitecture` or `InvalidModel`.
     """
+    if is_adapter(present):
+        return Architecture("LoRA", "lora", "generate", 1, 0), check_adapter_config(directory, present)
     path = directory / CONFIG
     config = read_small(path)
     architecture = read_architecture(
@@ -47,6 +50,8 @@ def describe(
     source: str, revision: str, architecture: Architecture, checkpoint: Checkpoint, directory: Path, present: Collection[str]
 ) -> ModelInfo:
     """`weights_bytes` is what the segment will take of shared memory, to the byte."""
+    if is_adapter(present):
+        return describe_adapter(source, revision, checkpoint, directory)
     by_dtype: Counter[str] = Counter()
     parameters = 0
     for file in checkpoint.files:
@@ -71,6 +76,7 @@ def describe(
         kv_bytes_per_token=architecture.kv_elements_per_token * DTYPE_BITS[dtype] // 8,
         has_chat_template=_has_template(directory, present),
         files=len(checkpoint.files),
+        modules=linear_shapes(checkpoint),
     )
 
 

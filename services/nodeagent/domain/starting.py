@@ -22,6 +22,7 @@ from services.nodeagent.domain.state import STRAY_HOLDER_S, Instance, Process
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport
+from shared.contracts.loader import instance_of
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
 from shared.errors import Conflict, EngineFailed, ShuttingDown
@@ -138,7 +139,7 @@ def _let_strays_go(turn: Turn, event: LoaderHeard) -> None:
     strays = {
         holder: turn.state.strays.get(holder, turn.now)
         for holder in event.loaded
-        if (instance := turn.find(holder)) is None or instance.ended_at is not None
+        if (instance := turn.find(instance_of(holder))) is None or instance.ended_at is not None
     }
     for holder, since in list(strays.items()):
         if turn.now - since >= STRAY_HOLDER_S:

@@ -127,8 +127,8 @@ class Handlers:
         match request:
             case AddModels():
                 return await self._add(request)
-            case RemoveModel(name=name):
-                return await self._ask(lambda w: RemoveModelAsked(at, w, name))
+            case RemoveModel(name=name, with_adapters=too):
+                return await self._ask(lambda w: RemoveModelAsked(at, w, name, too))
             case WakeModel(name=name):
                 return await self._ask(lambda w: WakeAsked(at, w, name))
             case SleepModel(name=name):
@@ -149,7 +149,7 @@ class Handlers:
             return PlanExplained(plan=plan)
         if request.model is None:
             raise InvalidRequest("say which: a model or a plan_id")
-        model = state.model_named(request.model)
+        model = state.serving(request.model)
         name = model.key if model else request.model
         plan = state.last_plan_of(name) or await self._repository.last_plan(name)
         if plan is None:

@@ -18,7 +18,7 @@ from shared.errors import ModelNotFound
 
 def hear_demand(d: Draft, event: DemandHeard) -> None:
     heard = event.demand
-    model = d.state.model_named(heard.model)
+    model = d.state.serving(heard.model)
     if model is None:
         return
     name = model.key
@@ -60,7 +60,7 @@ def forget_old_demand(d: Draft) -> None:
 
 def answer_demand(d: Draft, event: DemandHeard) -> None:
     """Tell the gateway what to expect."""
-    model = d.state.model_named(event.demand.model)
+    model = d.state.serving(event.demand.model)
     if model is None:
         name = event.demand.model
         d.emit(ReplyTo(event.waiter, ModelNotFound(f"no model {name!r} is registered; see `thaw models list`").body()))

@@ -44,7 +44,7 @@ class Model:
     @property
     def floor(self) -> int:
         """How many instances are kept up without demand."""
-        return 0 if self.resting else self.card.spec.replicas.min
+        return 0 if self.resting or self.card.spec.base is not None else self.card.spec.replicas.min
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ class RemoveModelAsked:
     at: float
     waiter: str
     name: str
+    with_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
         state.kept_up.pop(old.key, None)
     if new is not None:
         state.aliases.update(dict.fromkeys(new.card.spec.aliases, new.key))
-        if new.card.spec.replicas.min > 0:
+        if new.card.spec.replicas.min > 0 and new.card.spec.base is None:
             state.kept_up[new.key] = True
     if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from services.scheduler.domain.adapters import check_removal, refitted
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
 from services.scheduler.domain.entities import Model
@@ -42,7 +43,7 @@ def administer(d: Draft, event: AdminAsked) -> None:
             case AddModelsAsked():
                 _add(d, event)
             case RemoveModelAsked():
-                _remove(d, find(d.state, event.name))
+                _remove_with_adapters(d, event)
                 d.emit(ReplyTo(event.waiter, Done()))
             case WakeAsked():
                 _wake(d, event)
@@ -89,18 +90,20 @@ def check(state: ClusterState, specs: tuple[ModelSpec, ...], prune: bool) -> Non
 
 def _add(d: Draft, event: AddModelsAsked) -> None:
     check(d.state, event.specs, event.prune)
-    cards: list[ModelCard] = []
     added: list[str] = []
     changed: list[str] = []
     unchanged: list[str] = []
+    named = {s.name for s in event.specs}
+    planned = {n: m.card for n, m in d.state.models.items() if n in named or not event.prune}
     for spec in event.specs:
         old = d.state.models.get(spec.name)
         if old is not None and old.card.spec == spec:
             unchanged.append(spec.name)
             continue
-        cards.append(_card(d, old, spec, event.infos))
+        planned[spec.name] = _card(d, old, spec, event.infos)
         (changed if old else added).append(spec.name)
-    _refuse_impossible(d, cards)
+    cards = refitted(planned, {*added, *changed})
+    _refuse_impossible(d, [c for c in cards if c.spec.base is None])
     removed = sorted(set(d.state.models) - {s.name for s in event.specs}) if event.prune else []
     for name in removed:
         _remove(d, d.state.models[name])
@@ -137,6 +140,14 @@ def _refuse_impossible(d: Draft, cards: list[ModelCard]) -> None:
         raise InsufficientMemory("; ".join(faults), param="specs")
 
 
+def _remove_with_adapters(d: Draft, event: RemoveModelAsked) -> None:
+    model = find(d.state, event.name)
+    adapters = [m for m in d.state.models.values() if m.card.spec.base == model.key]
+    check_removal(model.key, (a.key for a in adapters), with_adapters=event.with_adapters)
+    for gone in (*adapters, model):
+        _remove(d, gone)
+
+
 def _remove(d: Draft, model: Model) -> None:
     d.drop(Model, model.key)
     d.drop(Trouble, model.key)
@@ -155,13 +166,15 @@ def _remove(d: Draft, model: Model) -> None:
 
 
 def _wake(d: Draft, event: WakeAsked) -> None:
-    model = find(d.state, event.name)
+    model = d.state.serving(event.name) or find(d.state, event.name)
     d.put(replace(model, resting=False))
     d.put(Waiter(event.waiter, "wake", model.key, event.at))
 
 
 def _sleep(d: Draft, event: SleepAsked) -> None:
     model = find(d.state, event.name)
+    if (base := model.card.spec.base) is not None:
+        raise InvalidRequest(f"{model.key} is an adapter of {base} and has no instance of its own: thaw sleep {base}", param="name")
     d.put(replace(model, resting=True))
     there = list(d.state.of_model(model.key))
     waited_for = tuple(i.instance_id for i in there if not i.claim)

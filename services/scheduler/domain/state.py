@@ -105,6 +105,15 @@ class ClusterState:
         """By name or alias."""
         return self.models.get(name) or self.models.get(self.aliases.get(name, ""))
 
+    def serving(self, name: str) -> Model | None:
+        """The model whose instances answer requests for `name`, which may be an adapter's, or `base:adapter`."""
+        prefix, _, last = name.rpartition(":")
+        model = self.model_named(last)
+        if model is None or model.card.spec.base is None:
+            return None if prefix else model
+        base = self.models.get(model.card.spec.base)
+        return base if not prefix or self.model_named(prefix) is base else None
+
     def of_model(self, name: str) -> list[Instance]:
         return [self.instances[i] for i in self.by_model.get(name, ())]
 

@@ -1,0 +1,109 @@
+"""LoRA adapters in the catalogue: each has a base that it fits, and the base's instances serve it.
+
+1. A spec with a base needs an adapter's files, one without needs a whole model's.
+2. The base is registered (or is being, at the same time), is no adapter itself, generates, and has an engine that runs adapters.
+3. Every kind of matrix that the adapter adds to is one of the base's, of that shape, in as many layers.
+
+What can only be seen in the built model (matrices that are no linear layers there) the engine refuses when it loads the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shared.contracts.models import LinearShape, ModelCard, ModelInfo, ModelSpec
+from shared.errors import CheckpointInvalid, Conflict, InvalidModel, InvalidRequest, ModelNotFound, UnsupportedArchitecture
+
+_SHOWN = 8
+
+
+def base_of(spec: ModelSpec, cards: Mapping[str, ModelCard]) -> ModelCard | None:
+    """The card of the adapter's base; None for a model. `cards`: all that will be registered, by name. Raises for rule 2."""
+    if spec.base is None:
+        return None
+    base = cards.get(spec.base)
+    if base is None:
+        known = ", ".join(sorted(n for n, c in cards.items() if c.spec.base is None)[:_SHOWN]) or "none"
+        raise ModelNotFound(
+            f"{spec.name} is for the model {spec.base!r}, which is not registered; registered: {known}", param="base"
+        )
+    if base.spec.base is not None:
+        raise InvalidRequest(f"{spec.name} is for {base.name}, which is an adapter itself (of {base.spec.base})", param="base")
+    if base.spec.engine != "builtin":
+        raise UnsupportedArchitecture(
+            f"{spec.name} is for {base.name}, whose engine is {base.spec.engine}; adapters are served by the builtin engine",
+            param="base",
+        )
+    if base.info.task != "generate":
+        raise UnsupportedArchitecture(
+            f"{spec.name} is for {base.name}, which embeds; adapters are for models that generate", param="base"
+        )
+    return base
+
+
+def fitted(spec: ModelSpec, info: ModelInfo, base: ModelCard | None) -> ModelInfo:
+    """`info`, for an adapter with what its base lends it. Raises `InvalidModel` or `CheckpointInvalid` for rules 1 and 3."""
+    if base is None:
+        if info.adapter is not None:
+            hint = f"; it was made for {info.adapter.made_for}" if info.adapter.made_for else ""
+            raise InvalidModel(
+                f"{spec.source} is a LoRA adapter: register it with the model it is for (thaw models add {spec.name} … --base MODEL){hint}",
+                param="base",
+            )
+        return info
+    adapter = info.adapter
+    if adapter is None:
+        raise InvalidModel(f"{spec.source} is a whole model and no LoRA adapter; register {spec.name} without a base", param="base")
+    for shape in adapter.modules if base.info.modules else ():
+        _check(spec, shape, base, adapter.made_for)
+    lent = ("architecture", "model_type", "task", "context_length", "kv_bytes_per_token", "has_chat_template")
+    return info.model_copy(update={name: getattr(base.info, name) for name in lent})
+
+
+def _check(spec: ModelSpec, wanted: LinearShape, base: ModelCard, made_for: str) -> None:
+    made = f" It was made for {made_for}." if made_for else ""
+    same = [m for m in base.info.modules if _same(m.name, wanted.name)]
+    if not same:
+        last = sorted({m.name.rsplit(".", 1)[-1] for m in base.info.modules if m.name.count("*")})
+        raise CheckpointInvalid(
+            f"{spec.name} adds to {wanted.name}, which {base.name} does not have (its layers have {', '.join(last[:_SHOWN])}).{made}",
+            param="base",
+        )
+    fits = [m for m in same if (m.rows, m.columns) == (wanted.rows, wanted.columns)]
+    if not fits:
+        has = " and ".join(f"[{m.rows}, {m.columns}]" for m in same[:2])
+        raise CheckpointInvalid(
+            f"{spec.name} adds [{wanted.rows}, {wanted.columns}] to {wanted.name}, and {base.name} has {has} there.{made}",
+            param="base",
+        )
+    if (count := sum(m.count for m in fits)) < wanted.count:
+        raise CheckpointInvalid(
+            f"{spec.name} adds to {wanted.name} in {wanted.count} layers, and {base.name} has {count}.{made}", param="base"
+        )
+
+
+def _same(base: str, adapter: str) -> bool:
+    """Checkpoints may leave out, or have more of, what leads to the layers (`transformer.`, `language_model.`)."""
+    return base == adapter or adapter.endswith(f".{base}") or base.endswith(f".{adapter}")
+
+
+def check_removal(name: str, adapters: Iterable[str], *, with_adapters: bool) -> None:
+    """A model is not removed from under its adapters unless that was asked for."""
+    left = sorted(adapters)
+    if left and not with_adapters:
+        raise Conflict(
+            f"{name} has the adapters {', '.join(left)}; remove them first, or all together: thaw models rm {name} --with-adapters"
+        )
+
+
+def refitted(cards: Mapping[str, ModelCard], fresh: Iterable[str]) -> list[ModelCard]:
+    """The `fresh` ones of `cards` and the adapters of those, each adapter with what its (new) base lends it. Raises if one does not fit."""
+    names = set(fresh)
+    found = []
+    for card in cards.values():
+        base = base_of(card.spec, cards)
+        if card.name in names or (base is not None and base.name in names):
+            info = fitted(card.spec, card.info, base)
+            if card.name in names or info != card.info:
+                found.append(card.model_copy(update={"info": info}))
+    return found

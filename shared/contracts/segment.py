@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -53,6 +54,29 @@ class SegmentTensor(Frozen):
 class SegmentIndex(Frozen):
     tensors: tuple[SegmentTensor, ...]
     files: tuple[str, ...] = ()
+
+
+class SharedMemoryHandle(Frozen):
+    """A segment that an engine maps where it lies: a file under /dev/shm, or these extents of it."""
+
+    kind: Literal["shared-memory"] = "shared-memory"
+    device: str
+    nbytes: int
+    segment: str
+    extents: tuple[Extent, ...] = ()
+
+
+class CudaIpcHandle(Frozen):
+    """A segment in a GPU's memory, owned by the loader. `bus_id` names the GPU in every process (`cudaDeviceGetByPCIBusId`)."""
+
+    kind: Literal["cuda-ipc"] = "cuda-ipc"
+    device: str
+    nbytes: int
+    bus_id: str
+    ipc_handle: str = Field(description="The 64 bytes of cudaIpcMemHandle_t, as Base64.")
+
+
+ArenaHandle = Annotated[SharedMemoryHandle | CudaIpcHandle, Field(discriminator="kind")]
 
 
 def segment_prefix(home: Path, node: str) -> str:

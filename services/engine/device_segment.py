@@ -1,0 +1,103 @@
+"""A segment in a GPU's memory, filled by the loader: opened by its IPC handle and seen as tensors without a copy."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import math
+import weakref
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from shared.contracts.segment import CudaIpcHandle, SegmentIndex, SegmentTensor
+from shared.errors import CheckpointInvalid, EngineFailed
+
+
+class DeviceSegment:
+    """`base` is the whole segment as bytes; `index` says what lies where. Tensors keep the memory open."""
+
+    def __init__(self, base: torch.Tensor, index: SegmentIndex, dtypes: Mapping[str, torch.dtype]) -> None:
+        """`dtypes`: torch's types by safetensors' names."""
+        self._base, self._index, self._dtypes = base, index, dtypes
+        self._start = base.data_ptr()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its name. Their bytes may still be arriving: compute only after the loader has said that all are there.
+
+        Raises `CheckpointInvalid` for an index that does not fit the memory.
+        """
+        return {t.name: self._tensor(t) for t in self._index.tensors}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`'s memory lies in the segment."""
+        return tensor.device == self._base.device and self._start <= tensor.data_ptr() < self._start + self._base.numel()
+
+    def _tensor(self, t: SegmentTensor) -> torch.Tensor:
+        dtype = self._dtypes.get(t.dtype)
+        if dtype is None:
+            raise CheckpointInvalid(f"tensor {t.name} has the unknown type {t.dtype}")
+        count = math.prod(t.shape)
+        if count * dtype.itemsize != t.nbytes or t.offset < 0 or t.offset + t.nbytes > self._base.numel():
+            raise CheckpointInvalid(
+                f"tensor {t.name} of shape {list(t.shape)} and type {t.dtype} does not fit its {t.nbytes} bytes"
+            )
+        if count == 0:
+            return torch.empty(t.shape, dtype=dtype, device=self._base.device)
+        if t.offset % dtype.itemsize:
+            # Old files do not pad their headers. A copy made now would be of bytes that are not there yet.
+            raise CheckpointInvalid(
+                f"tensor {t.name} does not start at a multiple of its {dtype.itemsize} bytes: thaw convert aligns it"
+            )
+        return self._base[t.offset : t.offset + t.nbytes].view(dtype).view(t.shape)
+
+
+class _Opened:
+    """What `__cuda_array_interface__` asks of memory that torch did not allocate: torch refers to this object while it uses it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def open_on_gpu(handle: CudaIpcHandle) -> torch.Tensor:
+    """The memory of `handle` as a tensor of bytes on torch's device of that PCI bus id. Closed with the last tensor that refers to it.
+
+    A process must not open what it has exported itself (CUDA's rule). Raises `EngineFailed` with the remedy.
+    """
+    try:
+        runtime = import_module("cuda.bindings.runtime")
+    except ImportError as e:
+        raise EngineFailed("weights on a GPU need the package cuda-bindings: pip install 'thaw-mesh[cuda]'") from e
+    raw = base64.b64decode(handle.ipc_handle)
+    if len(raw) != _HANDLE_BYTES:
+        raise EngineFailed(f"a CUDA IPC handle has {_HANDLE_BYTES} bytes, not {len(raw)}")
+    device = torch.device("cuda", int(_call(runtime, runtime.cudaDeviceGetByPCIBusId, handle.bus_id.encode())))
+    with torch.cuda.device(device):
+        # cuda-bindings brings a runtime of its own: both must work on the device's primary context.
+        _call(runtime, runtime.cudaSetDevice, device.index)
+        opened = runtime.cudaIpcMemHandle_t()
+        ctypes.memmove(opened.getPtr(), raw, _HANDLE_BYTES)
+        address = int(_call(runtime, runtime.cudaIpcOpenMemHandle, opened, runtime.cudaIpcMemLazyEnablePeerAccess))
+        memory = _Opened(address, handle.nbytes)
+        # At the process's end the driver closes it; by then the runtime may be gone.
+        weakref.finalize(memory, runtime.cudaIpcCloseMemHandle, address).atexit = False
+        return torch.as_tensor(memory, device=device)
+
+
+_HANDLE_BYTES = 64
+
+
+def _call(runtime: Any, function: Any, *arguments: Any) -> Any:
+    status, *results = function(*arguments)
+    if status != runtime.cudaError_t.cudaSuccess:
+        _, words = runtime.cudaGetErrorString(status)
+        raise EngineFailed(f"{function.__name__}: {words.decode()} ({status.name}); the loader's GPU memory cannot be opened here")
+    return results[0] if results else None

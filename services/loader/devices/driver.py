@@ -1,0 +1,84 @@
+"""What of CUDA is used here, as a port: `cuda_runtime.CudaRuntime` speaks to the real driver, tests to one that copies in host memory.
+
+Every call that works on a device works on the one last given to `use`, in the calling thread (CUDA's own rule).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NewType, Protocol
+
+Stream = NewType("Stream", object)
+Event = NewType("Event", object)
+Handle = Any
+"""cuda-bindings has no types."""
+IPC_HANDLE_BYTES = 64
+"""CUDA_IPC_HANDLE_SIZE."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """`bus_id` names the device in every process, whatever CUDA_VISIBLE_DEVICES says there."""
+
+    index: int
+    bus_id: str
+    total_bytes: int
+    driver_version: int
+
+
+class CudaDriver(Protocol):
+    """Raises `DeviceFailed` with CUDA's own words; `InsufficientMemory` from `allocate` and `register` where memory is what lacks."""
+
+    def count(self) -> int: ...
+
+    def facts(self, index: int) -> DeviceFacts: ...
+
+    def use(self, index: int) -> None:
+        """Make the device current in this thread."""
+        ...
+
+    def free_bytes(self) -> int: ...
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of `nbytes` of device memory."""
+        ...
+
+    def free(self, address: int) -> None: ...
+
+    def export(self, address: int) -> bytes:
+        """A handle of IPC_HANDLE_BYTES that other processes open the allocation with."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """The address here of another process's allocation."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Give back what `open` gave."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory, for all devices."""
+        ...
+
+    def unregister(self, address: int) -> None: ...
+
+    def stream(self, *, urgent: bool) -> Stream: ...
+
+    def destroy_stream(self, stream: Stream) -> None: ...
+
+    def copy(self, to_device: int, from_host: int, nbytes: int, stream: Stream) -> None:
+        """Queue a copy; asynchronous if the host memory is page-locked."""
+        ...
+
+    def copy_back(self, to_host: int, from_device: int, nbytes: int) -> None:
+        """Copy and wait: for checks."""
+        ...
+
+    def record(self, stream: Stream) -> Event:
+        """An event that happens when all that was queued on `stream` so far is done."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Block (without spinning) until it has happened, and destroy it. Raises what the copies before it failed with."""
+        ...

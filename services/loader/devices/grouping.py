@@ -1,0 +1,196 @@
+"""Which bytes go over a device's bus next, as pure state: neighbours grouped, requests first, a bounded part under way.
+
+Small copies waste the bus: each pays a fixed cost. Large ones cannot be interrupted: whoever comes later waits for them. So ranges that
+lie side by side, on both sides, are joined up to `group_bytes` (the elbow of the device's measured curve, `curve.elbow`), and longer
+ones are cut there. While the bus is idle nothing is held back: a group grows only behind others that are under way.
+(Torpor, section 4.3, groups parameters in the same way, without knowing the model.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class Watermark:
+    """Ranges that arrive in any order, each once; `value` is where the first gap begins."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._beyond: dict[int, int] = {}
+
+    def add(self, offset: int, nbytes: int) -> int:
+        self._beyond[offset] = offset + nbytes
+        while (end := self._beyond.pop(self.value, None)) is not None:
+            self.value = end
+        return self.value
+
+
+@dataclass(frozen=True)
+class Run:
+    """One copy: `nbytes` from `address` in host memory to `offset` in the arena."""
+
+    offset: int
+    address: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def meets(self, following: Run) -> bool:
+        return self.end == following.offset and self.address + self.nbytes == following.address
+
+
+@dataclass(frozen=True)
+class Group:
+    """Copies of one arena that are issued and waited for together."""
+
+    arena: int
+    runs: tuple[Run, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.nbytes for run in self.runs)
+
+
+class Ranges:
+    """Ranges that were given, to refuse one that overlaps."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def take(self, start: int, end: int) -> bool:
+        """Whether [start, end) was wholly untaken; it is taken now."""
+        at = bisect_left(self._starts, start)
+        if (at and self._ends[at - 1] > start) or (at < len(self._starts) and self._starts[at] < end):
+            return False
+        joins_before, joins_after = bool(at) and self._ends[at - 1] == start, at < len(self._starts) and self._starts[at] == end
+        if joins_before and joins_after:
+            self._ends[at - 1] = self._ends.pop(at)
+            del self._starts[at]
+        elif joins_before:
+            self._ends[at - 1] = end
+        elif joins_after:
+            self._starts[at] = start
+        else:
+            self._starts.insert(at, start)
+            self._ends.insert(at, end)
+        return True
+
+
+@dataclass
+class _Waiting:
+    """An arena's ranges that are not under way yet, by offset, joined where they meet."""
+
+    priority: int
+    arrival: int
+    runs: list[Run] = field(default_factory=list)
+    nbytes: int = 0
+    issued: int = 0
+    taken: Ranges = field(default_factory=Ranges)
+
+
+class CopyQueue:
+    """The copies of one device's bus. Arenas are numbered by the caller, anew for each.
+
+    `order`: "arrival" brings one arena over after the other, "fair" the one next that has had the fewest bytes; requests before
+    background in both. `window` is how many groups may be under way: enough that the bus never idles between two of them.
+    """
+
+    def __init__(self, group_bytes: int, window: int = 4, order: Literal["arrival", "fair"] = "arrival") -> None:
+        if group_bytes < 1 or window < 1:
+            raise ValueError(f"a group of {group_bytes} bytes, {window} at a time: both must be positive")
+        self.group_bytes, self.window, self.order = group_bytes, window, order
+        self._arenas: dict[int, _Waiting] = {}
+        self._arrivals = 0
+        self._under_way: list[Group] = []
+
+    @property
+    def queued_bytes(self) -> int:
+        """Waiting and under way."""
+        return sum(a.nbytes for a in self._arenas.values()) + sum(g.nbytes for g in self._under_way)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._under_way)
+
+    def open(self, arena: int, priority: int) -> None:
+        self._arrivals += 1
+        self._arenas[arena] = _Waiting(priority, self._arrivals)
+
+    def priority(self, arena: int) -> int:
+        return self._arenas[arena].priority
+
+    def prioritise(self, arena: int, priority: int) -> None:
+        self._arenas[arena].priority = priority
+
+    def add(self, arena: int, offset: int, address: int, nbytes: int) -> None:
+        """Raises `ValueError` for a range that overlaps one given before, and `KeyError` for an arena that is closed."""
+        waiting = self._arenas[arena]
+        if not waiting.taken.take(offset, offset + nbytes):
+            raise ValueError(f"bytes {offset} to {offset + nbytes} of this arena were given already, or in part")
+        waiting.nbytes += nbytes
+        insort(waiting.runs, Run(offset, address, nbytes), key=lambda run: run.offset)
+
+    def next(self) -> Group | None:
+        """The group to issue now; None while enough is under way, or nothing is waiting that is worth its own copy."""
+        if len(self._under_way) >= self.window:
+            return None
+        held: int | None = None
+        for number in sorted((n for n, a in self._arenas.items() if a.runs), key=self._rank):
+            waiting = self._arenas[number]
+            if held is not None and waiting.priority > self._arenas[held].priority:
+                return self._issue(held)  # what is too small to hurry for still goes before what nobody waits for
+            if waiting.nbytes >= self.group_bytes or not self._under_way:
+                return self._issue(number)
+            held = number if held is None else held
+        return None
+
+    def done(self, group: Group) -> None:
+        self._under_way.remove(group)
+
+    def drop(self, arena: int) -> None:
+        """Forget what waits of an arena; more may be added. One that is closed is fine."""
+        if (waiting := self._arenas.get(arena)) is not None:
+            waiting.runs.clear()
+            waiting.nbytes = 0
+
+    def close(self, arena: int) -> None:
+        """Forget the arena and what waits of it; its groups under way still have to be `done`."""
+        self._arenas.pop(arena, None)
+
+    def _issue(self, number: int) -> Group:
+        waiting = self._arenas[number]
+        group = Group(number, tuple(_take(waiting.runs, self.group_bytes)))
+        waiting.nbytes -= group.nbytes
+        waiting.issued += group.nbytes
+        self._under_way.append(group)
+        return group
+
+    def _rank(self, number: int) -> tuple[int, int, int]:
+        arena = self._arenas[number]
+        return (arena.priority, arena.issued if self.order == "fair" else 0, arena.arrival)
+
+
+def _take(runs: list[Run], limit: int) -> list[Run]:
+    """Up to `limit` bytes off the front of `runs`, with neighbours joined; what is over stays."""
+    taken: list[Run] = []
+    left = limit
+    used = 0
+    while left and used < len(runs):
+        run = runs[used]
+        part = Run(run.offset, run.address, min(run.nbytes, left))
+        left -= part.nbytes
+        if part.nbytes < run.nbytes:
+            runs[used] = Run(run.offset + part.nbytes, run.address + part.nbytes, run.nbytes - part.nbytes)
+        else:
+            used += 1
+        if taken and taken[-1].meets(part):
+            taken[-1] = Run(taken[-1].offset, taken[-1].address, taken[-1].nbytes + part.nbytes)
+        else:
+            taken.append(part)
+    del runs[:used]
+    return taken

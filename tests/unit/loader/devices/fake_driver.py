@@ -1,0 +1,158 @@
+"""A CUDA driver whose device memory is host memory: streams are threads that copy, in order, while their gate is open."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+
+from services.loader.devices.driver import IPC_HANDLE_BYTES, DeviceFacts, Event, Stream
+from services.loader.devices.port import DeviceFailed
+from shared.errors import InsufficientMemory
+
+TOTAL = 64 * 1024 * 1024
+_exported: dict[bytes, int] = {}
+
+
+class FakeStream:
+    def __init__(self, driver: FakeDriver, *, urgent: bool) -> None:
+        self.urgent = urgent
+        self.work: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._driver = driver
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while (task := self.work.get()) is not None:
+            self._driver.gate.wait()
+            task()
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+        self.error: DeviceFailed | None = None
+
+
+class FakeDriver:
+    """`gate` holds back all copies while it is clear; `copies` are (offset of the device memory's start, bytes, urgent) as issued;
+    `fail_copy` and `fail_event` make the next call of that kind fail. Both are the driver's faults, on call and later.
+    """
+
+    def __init__(self, devices: int = 1) -> None:
+        self.devices = devices
+        self.gate = threading.Event()
+        self.gate.set()
+        self.copies: list[tuple[int, int, bool]] = []
+        self.unpinned_copies = 0
+        self.pinned: dict[int, int] = {}
+        self.memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self.streams: list[FakeStream] = []
+        self.fail_copy = self.fail_event = False
+        self.events = 0
+        self.issued = threading.Condition()
+        self._current = threading.local()
+        self._numbers = itertools.count()
+
+    def count(self) -> int:
+        return self.devices
+
+    def facts(self, index: int) -> DeviceFacts:
+        return DeviceFacts(index, f"0000:{index:02x}:00.0", TOTAL, 13000)
+
+    def use(self, index: int) -> None:
+        self._current.index = index
+
+    def free_bytes(self) -> int:
+        self._check()
+        return TOTAL - sum(len(m) for m in self.memory.values())
+
+    def allocate(self, nbytes: int) -> int:
+        if nbytes > self.free_bytes():
+            raise InsufficientMemory("cudaMalloc: out of memory", should_retry=True)
+        memory = ctypes.create_string_buffer(nbytes)
+        address = ctypes.addressof(memory)
+        self.memory[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        self._check()
+        del self.memory[address]
+
+    def export(self, address: int) -> bytes:
+        self._check()
+        assert address in self.memory
+        handle = next(self._numbers).to_bytes(IPC_HANDLE_BYTES, "big")
+        _exported[handle] = address
+        return handle
+
+    def open(self, handle: bytes) -> int:
+        return _exported[handle]
+
+    def close(self, address: int) -> None:
+        pass
+
+    def register(self, address: int, nbytes: int) -> None:
+        self._check()
+        if address in self.pinned:
+            raise DeviceFailed("cudaHostRegister: already registered")
+        self.pinned[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.pinned[address]
+
+    def stream(self, *, urgent: bool) -> Stream:
+        self._check()
+        self.streams.append(FakeStream(self, urgent=urgent))
+        return Stream(self.streams[-1])
+
+    def destroy_stream(self, stream: Stream) -> None:
+        assert isinstance(stream, FakeStream)
+        stream.work.put(None)
+        self.streams.remove(stream)
+
+    def copy(self, to_device: int, from_host: int, nbytes: int, stream: Stream) -> None:
+        self._check()
+        assert isinstance(stream, FakeStream)
+        if self.fail_copy:
+            self.fail_copy = False
+            raise DeviceFailed("cudaMemcpyAsync: an illegal address")
+        start = next(a for a, m in self.memory.items() if a <= to_device and to_device + nbytes <= a + len(m))
+        if not any(a <= from_host and from_host + nbytes <= a + n for a, n in self.pinned.items()):
+            self.unpinned_copies += 1
+        stream.work.put(functools.partial(ctypes.memmove, to_device, from_host, nbytes))
+        with self.issued:
+            self.copies.append((to_device - start, nbytes, stream.urgent))
+            self.issued.notify_all()
+
+    def copy_back(self, to_host: int, from_device: int, nbytes: int) -> None:
+        self._check()
+        ctypes.memmove(to_host, from_device, nbytes)
+
+    def record(self, stream: Stream) -> Event:
+        assert isinstance(stream, FakeStream)
+        event = FakeEvent()
+        if self.fail_event:
+            self.fail_event = False
+            event.error = DeviceFailed("cudaEventSynchronize: the launch failed")
+        self.events += 1
+        stream.work.put(event.happened.set)
+        return Event(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        event.happened.wait()
+        self.events -= 1
+        if event.error is not None:
+            raise event.error
+
+    def await_copies(self, count: int) -> None:
+        with self.issued:
+            assert self.issued.wait_for(lambda: len(self.copies) >= count, 10), self.copies
+
+    def _check(self) -> None:
+        if getattr(self._current, "index", None) is None:
+            raise DeviceFailed("no device is current in this thread")

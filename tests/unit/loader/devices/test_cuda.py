@@ -1,0 +1,172 @@
+"""A CUDA device on a driver that copies in host memory; tests/gpu holds the real one to the same."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from services.loader.devices.cuda import GRANULE, CudaDevice
+from services.loader.devices.pinning import Pins
+from services.loader.devices.port import Arena, Device, DeviceFailed, Place, Priority
+from shared.contracts.segment import CudaIpcHandle
+from shared.errors import InsufficientMemory
+from tests.unit.loader.devices.behaviour import PAGE, SEGMENT, DeviceBehaviour, Host
+from tests.unit.loader.devices.fake_driver import TOTAL, FakeDriver
+
+GROUP = 4 * PAGE
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+def opened(arena: Arena, driver: FakeDriver, nbytes: int) -> bytes:
+    handle = arena.handle()
+    assert isinstance(handle, CudaIpcHandle)
+    return ctypes.string_at(driver.open(base64.b64decode(handle.ipc_handle)), nbytes)
+
+
+class TestCuda(DeviceBehaviour):
+    @pytest.fixture(autouse=True)
+    def _driver(self, driver: FakeDriver) -> Iterator[None]:
+        self.driver = driver
+        yield
+        assert driver.unpinned_copies == 0
+        assert driver.memory == {}
+        assert driver.pinned == {}
+        assert (driver.events, driver.streams) == (0, [])
+
+    @pytest.fixture
+    def device(self, _driver: None) -> Iterator[Device]:
+        device = CudaDevice(self.driver, self.driver.facts(0), GROUP)
+        yield device
+        if self.driver.streams:
+            device.close()
+
+    def read(self, arena: Arena, nbytes: int) -> bytes:
+        return opened(arena, self.driver, nbytes)
+
+    def test_the_handle_names_the_gpu_by_its_bus(self, arena: Arena, device: Device) -> None:
+        handle = arena.handle()
+        assert isinstance(handle, CudaIpcHandle)
+        assert (handle.device, handle.bus_id, handle.nbytes) == ("cuda:0", "0000:00:00.0", SEGMENT)
+        assert device.link == "bus:cuda:0"
+
+    def test_memory_is_taken_in_whole_blocks(self, arena: Arena) -> None:
+        assert [len(m) for m in self.driver.memory.values()] == [GRANULE]
+
+    def test_no_room(self, device: Device) -> None:
+        with pytest.raises(InsufficientMemory, match="out of memory"):
+            device.allocate(Place("w", TOTAL + 1, "thaw-test"))
+
+    def test_small_ranges_go_together_behind_a_copy_under_way(self, arena: Arena, host: Host) -> None:
+        self.driver.gate.clear()
+        arena.fill(0, host.address, 100)
+        self.driver.await_copies(1)
+        for start in range(100, 2 * GROUP, 100):
+            arena.fill(start, host.address + start, min(100, 2 * GROUP - start))
+        self.driver.gate.set()
+        assert arena.wait(2 * GROUP)
+        assert self.driver.copies[0] == (0, 100, True)
+        assert len(self.driver.copies) <= 4
+        assert sum(n for _, n, _ in self.driver.copies) == 2 * GROUP
+
+    def test_a_long_range_is_cut_so_that_others_may_pass(self, device: Device, host: Host) -> None:
+        background, request = (
+            device.allocate(Place(p.name, SEGMENT, "thaw-test"), p) for p in (Priority.BACKGROUND, Priority.REQUEST)
+        )
+        self.driver.gate.clear()
+        background.fill(0, host.address, SEGMENT)
+        self.driver.await_copies(4)
+        request.fill(0, host.address, GROUP)
+        self.driver.gate.set()
+        assert request.wait(GROUP)
+        assert background.wait(SEGMENT)
+        assert [c[2] for c in self.driver.copies[:6]] == [False] * 4 + [True, False]
+        assert all(n <= GROUP for _, n, _ in self.driver.copies)
+
+    @pytest.mark.parametrize("fault", ["fail_copy", "fail_event"])
+    def test_what_the_driver_fails_with_reaches_whoever_waits(self, device: Device, host: Host, fault: str) -> None:
+        arena = device.allocate(Place("w", SEGMENT, "thaw-test"))
+        setattr(self.driver, fault, True)
+        arena.fill(0, host.address, SEGMENT)
+        with pytest.raises(DeviceFailed, match="cuda"):
+            arena.wait(SEGMENT)
+        with pytest.raises(DeviceFailed, match="cuda"):
+            arena.fill(0, host.address, 1)
+        other = device.allocate(Place("v", SEGMENT, "thaw-test"))
+        other.fill(0, host.address, SEGMENT)
+        assert other.wait(SEGMENT)
+        self.check(other, host)
+        assert arena.release() == SEGMENT
+
+    def test_memory_is_not_freed_under_a_copy(self, device: Device, host: Host) -> None:
+        arena = device.allocate(Place("w", SEGMENT, "thaw-test"))
+        self.driver.gate.clear()
+        arena.fill(0, host.address, SEGMENT)
+        self.driver.await_copies(4)
+        done: list[int] = []
+        releasing = threading.Thread(target=lambda: done.append(arena.release()))
+        releasing.start()
+        releasing.join(0.05)
+        assert releasing.is_alive()
+        assert len(self.driver.memory) == 1
+        self.driver.gate.set()
+        releasing.join(10)
+        assert done == [SEGMENT]
+        assert len(self.driver.copies) == 4
+        assert device.queued_bytes == 0
+
+    def test_queue_and_bandwidth_are_told(self, device: Device, arena: Arena, host: Host) -> None:
+        before = device.bytes_per_second
+        self.driver.gate.clear()
+        arena.fill(0, host.address, SEGMENT)
+        assert device.queued_bytes == SEGMENT
+        self.driver.gate.set()
+        assert arena.wait(SEGMENT)
+        rate = device.bytes_per_second
+        assert before is None
+        assert rate is not None
+        assert rate > 0
+
+    def test_several_devices_copy_at_the_same_time(self, host: Host) -> None:
+        devices = [CudaDevice(self.driver, self.driver.facts(n), GROUP, pins=Pins(self.driver)) for n in (0, 1)]
+        arenas = [d.allocate(Place("w", SEGMENT, "thaw-test")) for d in devices]
+        self.driver.gate.clear()
+        for arena in arenas:
+            arena.fill(0, host.address, SEGMENT)
+        self.driver.await_copies(8)  # a window of four each: neither waits for the other
+        self.driver.gate.set()
+        for device, arena in zip(devices, arenas, strict=True):
+            assert arena.wait(SEGMENT)
+            assert self.read(arena, SEGMENT) == host.content
+            device.close()
+
+
+def test_memory_is_pinned_once_and_refused_with_another_length(driver: FakeDriver) -> None:
+    driver.use(0)
+    pins = Pins(driver)
+    pins.pin(4096, 8192)
+    pins.pin(4096, 8192)
+    assert (driver.pinned, pins.nbytes) == ({4096: 8192}, 8192)
+    with pytest.raises(ValueError, match="page-locked"):
+        pins.pin(4096, 4096)
+    pins.unpin(4096)
+    pins.unpin(4096)
+    pins.pin(0, 4096)
+    pins.close()
+    assert driver.pinned == {}
+
+
+def test_a_chunk_that_cannot_be_pinned_is_not_thought_pinned(driver: FakeDriver) -> None:
+    driver.use(0)
+    driver.pinned[4096] = 1
+    pins = Pins(driver)
+    with pytest.raises(DeviceFailed, match="already registered"):
+        pins.pin(4096, 4096)
+    assert pins.nbytes == 0

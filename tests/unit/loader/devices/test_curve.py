@@ -1,0 +1,101 @@
+"""The elbow of a size/throughput curve; measuring and remembering it; which devices share a bus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.loader.devices.curve import FALLBACK_BYTES, Point, elbow
+from services.loader.devices.port import DeviceFailed
+from services.loader.devices.probe import group_bytes, measure
+from services.loader.devices.topology import device_path, neighbours, upstream
+from tests.unit.loader.devices.fake_driver import FakeDriver
+
+KIB, MIB = 1024, 1024 * 1024
+
+
+def bus(latency: float, rate: float) -> list[Point]:
+    """A bus that takes `latency` for every copy and then `rate` bytes per second."""
+    return [Point(64 * KIB * 2**i, 1 / (latency / (64 * KIB * 2**i) + 1 / rate)) for i in range(11)]
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([], FALLBACK_BYTES),
+        ([Point(0, 5.0), Point(64 * KIB, 0.0)], FALLBACK_BYTES),
+        ([Point(MIB, 7e9)], MIB),
+        (bus(4e-6, 25e9), 2 * MIB),  # 100 kB of latency: 19 times that is 95 % of the rate
+        (bus(0.0, 25e9), 64 * KIB),
+        (bus(1.0, 25e9), 64 * MIB),
+        ([Point(KIB, 10.0), Point(2 * KIB, 3.0), Point(4 * KIB, 9.9), Point(8 * KIB, 10.1)], 4 * KIB),  # luck does not count
+        ([Point(KIB, 1.0), Point(2 * KIB, 10.0), Point(4 * KIB, 7.0)], 2 * KIB),  # slower again beyond the peak
+    ],
+)
+def test_elbow(points: list[Point], expected: int) -> None:
+    assert elbow(points) == expected
+    assert elbow(points[::-1]) == expected
+
+
+def test_the_probe_leaves_nothing_behind() -> None:
+    driver = FakeDriver()
+    points = measure(driver, driver.facts(0), (4096, 8192), 16384)
+    assert [p.nbytes for p in points] == [4096, 8192]
+    assert all(p.bytes_per_second > 0 for p in points)
+    assert driver.unpinned_copies == 0
+    assert (driver.memory, driver.pinned, driver.streams, driver.events) == ({}, {}, [], 0)
+
+
+def test_a_curve_is_measured_once_for_each_device_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def stand_in(_: object, facts: object) -> list[Point]:
+        measured.append(1)
+        return bus(4e-6, 25e9)
+
+    monkeypatch.setattr("services.loader.devices.probe.measure", stand_in)
+    driver, cache = FakeDriver(2), tmp_path / "state" / "curves.json"
+    assert [group_bytes(driver, driver.facts(n), cache) for n in (0, 1, 0, 1)] == [2 * MIB] * 4
+    assert len(measured) == 2
+    cache.write_text('{"broken": 3}')
+    assert group_bytes(driver, driver.facts(0), cache) == 2 * MIB
+    assert len(measured) == 3
+
+
+def test_a_probe_that_fails_falls_back_and_is_not_remembered(tmp_path: Path) -> None:
+    driver = FakeDriver()
+    driver.fail_copy = True
+    with pytest.raises(DeviceFailed):
+        measure(driver, driver.facts(0), (4096,), 4096)
+    driver.fail_copy = True
+    assert group_bytes(driver, driver.facts(0), tmp_path / "curves.json") == FALLBACK_BYTES
+    assert not (tmp_path / "curves.json").exists()
+    assert (driver.memory, driver.pinned, driver.streams) == ({}, {}, [])
+
+
+ROOT = Path("/sys/devices/pci0000:16/0000:16:01.0")
+
+
+def test_devices_behind_one_root_port_are_neighbours() -> None:
+    paths = {
+        "cuda:0": ROOT / "0000:17:00.0/0000:18:00.0/0000:19:00.0",
+        "cuda:1": ROOT / "0000:17:00.0/0000:18:01.0/0000:1a:00.0",
+        "cuda:2": Path("/sys/devices/pci0000:64/0000:64:01.0/0000:65:00.0"),
+        "cuda:3": Path("/sys/devices/pci0000:64/0000:64:02.0/0000:66:00.0"),
+        "cuda:4": Path("/sys/devices/pci0001:00/0001:00:00.0"),
+        "cuda:5": Path("/sys/devices/pci0001:00/0001:00:01.0"),
+    }
+    assert upstream(paths["cuda:0"]) == ("0000:16:01.0", "0000:17:00.0", "0000:18:00.0")
+    assert neighbours(paths) == {
+        "cuda:0": {"cuda:1"},
+        "cuda:1": {"cuda:0"},
+        "cuda:2": frozenset(),
+        "cuda:3": frozenset(),
+        "cuda:4": frozenset(),  # on the root complex itself
+        "cuda:5": frozenset(),
+    }
+
+
+def test_a_bus_that_the_kernel_does_not_show() -> None:
+    assert device_path("ffff:ff:1f.7") is None

@@ -21,7 +21,7 @@ from nats.errors import Error as NatsError
 from services.engine import loading
 from services.engine.batcher import Batcher
 from services.engine.events import Event
-from services.engine.reporting import Reporter
+from shared.reporting import Reporter
 from services.engine.serving import Serving
 from services.engine.settings import EngineSettings
 from shared.contracts import subjects

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.engine import Images, Project, build_images, docker
+from tests.docker.engine import COMPOSE_COMMANDS, Images, Project, build_images, compose_version, docker
 from tests.integration.loader.fake_hub import FakeHub
 from tests.support.otlp import OtlpReceiver
 from thaw.demo.models import make_demo_model
@@ -58,12 +58,26 @@ def hub(models: Path) -> Iterator[FakeHub]:
     server.close()
 
 
+@pytest.fixture(scope="session", params=sorted(COMPOSE_COMMANDS))
+def compose(request: pytest.FixtureRequest, engine: None) -> tuple[str, ...]:
+    """Each Compose that there may be: the plug-in of version 2, and docker-compose of version 1."""
+    command = COMPOSE_COMMANDS[request.param]
+    if compose_version(request.param) is None:
+        pytest.skip(f"needs Compose {request.param}; `{' '.join(command)} version` does not answer as one")
+    return command
+
+
 @pytest.fixture(scope="module")
 def mesh(
-    images: Images, models: Path, otlp: OtlpReceiver, hub: FakeHub, tmp_path_factory: pytest.TempPathFactory
+    compose: tuple[str, ...],
+    images: Images,
+    models: Path,
+    otlp: OtlpReceiver,
+    hub: FakeHub,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Project]:
     """The whole mesh of compose/, healthy."""
-    project = Project(images, models, otlp.grpc_port, hub.port, tmp_path_factory.mktemp("compose"))
+    project = Project(compose, images, models, otlp.grpc_port, hub.port, tmp_path_factory.mktemp("compose"))
     try:
         project.up()
         yield project

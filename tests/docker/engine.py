@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,12 @@ FILES = (
     "compose/wheels/README.md",
 )
 OURS = ("gateway", "scheduler", "loader", "nodeagent")
+STAND_INS = {
+    "NATS_IMAGE": "nats:2.12-alpine",
+    "POSTGRES_IMAGE": "postgres:17-alpine",
+    "PYTHON_IMAGE": "python:3.11-slim-bookworm",
+}
+"""Where no registry is reached, an engine may hold local images under these names; compose/ pins the patch version of the same."""
 _SERVED = ("gateway", "scheduler", "nodeagent")
 """What `up` names; it brings what they depend on. Jaeger is nobody's dependency: the traces go to the test's receiver."""
 
@@ -52,11 +59,42 @@ def run(*command: str, within: float = 60, text: str | None = None, env: dict[st
     return done.stdout
 
 
+COMPOSE_COMMANDS = {"v2": ("docker", "compose"), "v1": ("docker-compose",)}
+
+
 @cache
-def compose_command() -> tuple[str, ...]:
-    """Compose v2 where it is there, or docker-compose."""
-    v2 = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
-    return ("docker", "compose") if v2.returncode == 0 else ("docker-compose",)
+def compose_version(kind: str) -> str | None:
+    """What the command calls itself, as `2.26.1`; None where it is not installed, or `docker-compose` is not of version 1."""
+    command = COMPOSE_COMMANDS[kind]
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run([*command, "version", "--short"], capture_output=True, text=True, check=False)
+    version = done.stdout.strip().removeprefix("v")
+    return version if done.returncode == 0 and (kind == "v2" or version.startswith("1.")) else None
+
+
+@cache
+def base_image(variable: str) -> str | None:
+    """What a test says for one of STAND_INS: the environment's word, the local image where only that is there, or nothing."""
+    if given := os.environ.get(variable):
+        return given
+    local = STAND_INS[variable]
+    return local if not _is_there(pinned(variable)) and _is_there(local) else None
+
+
+def image_of(variable: str) -> str:
+    """The image that a test uses for one of STAND_INS."""
+    return base_image(variable) or pinned(variable)
+
+
+def pinned(variable: str) -> str:
+    """The image that compose/ names when a variable is not set."""
+    if variable == "PYTHON_IMAGE":
+        found = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "compose" / "Dockerfile").read_text(), re.MULTILINE)
+    else:
+        found = re.search(rf"\$\{{{variable}:-([^}}]+)}}", (ROOT / "compose" / "compose.yaml").read_text())
+    assert found is not None
+    return found[1]
 
 
 @dataclass(frozen=True)
@@ -82,6 +120,8 @@ def build_images(context: Path) -> Images:
         for wheel in _torch_wheels():
             shutil.copyfile(wheel, context / "compose" / "wheels" / wheel.name)
     options = [f"--build-arg={name}={os.environ[name]}" for name in ("TORCH", "TORCH_INDEX") if os.environ.get(name)]
+    if (base := base_image("PYTHON_IMAGE")) is not None:
+        options.append(f"--build-arg=PYTHON_IMAGE={base}")
     for stage, image in missing.items():
         where = ("-f", str(context / "compose" / "Dockerfile"), "--target", stage, "-t", image)
         docker("build", "-q", "--network=host", *where, *options, str(context), within=900)
@@ -112,8 +152,11 @@ def _torch_wheels() -> list[Path]:
 class Project:
     """compose/ under a project name of its own, with changes for local stand-ins of the servers' images where these are in use."""
 
-    def __init__(self, images: Images, models: Path, otlp_port: int, hub_port: int, directory: Path) -> None:
+    def __init__(
+        self, command: tuple[str, ...], images: Images, models: Path, otlp_port: int, hub_port: int, directory: Path
+    ) -> None:
         """`directory`: where the changes go. The ports are the host's, for what the test itself serves to the containers."""
+        self._command = command
         self.name = f"thaw-test-{uuid.uuid4().hex[:8]}"
         self.images = images
         self.port = free_port()
@@ -133,10 +176,13 @@ class Project:
             "THAW_LOADER_MEMORY": "2g",
             "THAW_ENGINES_MEMORY": "4g",
         }
+        for variable in ("NATS_IMAGE", "POSTGRES_IMAGE"):
+            if (image := base_image(variable)) is not None:
+                self._env[variable] = image
 
     def compose(self, *arguments: str, within: float = 120) -> str:
         files = ("-f", str(ROOT / "compose" / "compose.yaml"), "-f", str(self._override))
-        return run(*compose_command(), *files, "-p", self.name, *arguments, within=within, env=self._env)
+        return run(*self._command, *files, "-p", self.name, *arguments, within=within, env=self._env)
 
     def up(self) -> None:
         try:
@@ -184,17 +230,17 @@ class Project:
 
 def _override() -> dict[str, Any]:
     services: dict[str, Any] = {name: {"extra_hosts": ["receiver:host-gateway"]} for name in OURS}
-    if not _has("NATS_IMAGE", "nats:2.12-alpine", "command -v wget"):
+    if not _has("NATS_IMAGE", "command -v wget"):
         ask = "import urllib.request as u; u.urlopen('http://127.0.0.1:8222/healthz', timeout=3)"
         services["nats"] = {"healthcheck": {"test": ["CMD", "python3", "-c", ask]}}
-    if _has("POSTGRES_IMAGE", "postgres:17-alpine", "test -e /entry"):
+    if _has("POSTGRES_IMAGE", "test -e /entry"):
         # A stand-in that knows POSTGRES_PASSWORD only.
         start = 'POSTGRES_PASSWORD=$$(cat "$$POSTGRES_PASSWORD_FILE") exec /entry "$$@"'
         services["postgres"] = {"entrypoint": ["sh", "-c", start, "--"]}
     return {"services": services}
 
 
-def _has(variable: str, default: str, test: str) -> bool:
-    image = os.environ.get(variable, default)
+def _has(variable: str, test: str) -> bool:
+    image = image_of(variable)
     done = subprocess.run(["docker", "run", "--rm", "--entrypoint", "sh", image, "-c", test], capture_output=True, check=False)
     return done.returncode == 0

@@ -132,8 +132,18 @@ def test_suspending_has_the_two_capabilities_it_names_and_serving_has_none(image
 
 def test_both_files_and_the_gpu_profile_are_understood(mesh: Project) -> None:
     shown = yaml.safe_load(mesh.compose("--profile", "gpu", "-f", str(ROOT / "compose" / "suspend.yaml"), "config"))["services"]
-    assert "SYS_PTRACE" in shown["nodeagent"]["cap_add"]
-    assert shown["nodeagent-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    suspending, gpu = shown["nodeagent"], shown["nodeagent-gpu"]
+    assert {"SYS_NICE", "SYS_PTRACE"} < set(suspending["cap_add"])
+    assert suspending["cap_drop"] == ["ALL"]
+    assert suspending["user"] == "root"
+    assert suspending["command"][0] == "setpriv"
+    mounted = [v["target"] if isinstance(v, dict) else v.split(":")[1] for v in suspending["volumes"]]
+    assert set(mounted) == {"/run/thaw-secrets", "/var/lib/thaw", "/models", "/sys/fs/cgroup/thaw"}
+    (devices,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["driver"], devices["capabilities"]) == ("nvidia", ["gpu"])
+    assert gpu["environment"]["THAW_DEVICES"] == "cuda:0"
+    assert gpu["pid"] == gpu["ipc"] == "service:node-gpu"
+    assert "cap_add" not in gpu
 
 
 def test_a_service_sees_its_own_secrets_only(mesh: Project) -> None:

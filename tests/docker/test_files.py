@@ -39,7 +39,7 @@ def test_every_service_has_a_health_check_limits_and_a_pinned_image(document: di
     for name, service in document["services"].items():
         assert "healthcheck" in service or service["restart"] == "no", name
         assert "mem_limit" in service, name
-        assert re.search(r":-[a-z/-]+:\d[\w.-]+}$", service["image"]), name
+        assert re.search(r":-[a-z/-]+:\d+\.\d+(\.\d+)?(-[\w.]+)?}$", service["image"]), name
         assert not service.get("privileged"), name
 
 

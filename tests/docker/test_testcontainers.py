@@ -11,6 +11,7 @@ import pytest
 
 from tests.contract import test_mesh
 from tests.contract.test_mesh import mesh
+from tests.docker.engine import image_of
 from tests.integration.scheduler import test_flow
 from tests.integration.scheduler.conftest import site, tracing
 
@@ -41,7 +42,7 @@ def containers(engine: None) -> None:
 def nats_server(containers: None) -> Iterator[Server]:
     from testcontainers.community.nats import NatsContainer
 
-    with NatsContainer("nats:2.12-alpine", jetstream=True) as container:
+    with NatsContainer(image_of("NATS_IMAGE"), jetstream=True) as container:
         yield Server(container.nats_uri())
 
 
@@ -54,7 +55,7 @@ def own_nats(nats_server: Server) -> Server:
 def postgres(containers: None) -> Iterator[str]:
     from testcontainers.community.postgres import PostgresContainer
 
-    with PostgresContainer("postgres:17-alpine", username="thaw", password="thaw", dbname="thaw") as container:
+    with PostgresContainer(image_of("POSTGRES_IMAGE"), username="thaw", password="thaw", dbname="thaw") as container:
         yield container.get_connection_url(driver=None)
 
 

@@ -1,4 +1,4 @@
-"""Which files a model directory in Hugging Face layout consists of, and whether they fit together."""
+"""Which files a model directory consists of, in Hugging Face layout or converted, and whether they fit together."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
+from services.loader.format import converted
+from services.loader.format.root import check_inside
 from services.loader.format.safetensors import FileHeader, read_header
 from shared.errors import CheckpointInvalid
 
@@ -24,12 +27,13 @@ TOKENIZERS = (
     {"spiece.model"},
     {"sentencepiece.bpe.model"},
 )
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One safetensors file. `stamp` (mtime_ns, inode) tells a later change; zero where the file is remote."""
+    """One safetensors file, or the partition of a converted checkpoint. `stamp` (mtime_ns, inode) tells a later change; zero where the
+    file is remote."""
 
     name: str
     path: Path
@@ -64,9 +68,9 @@ def weight_names(present: Collection[str], where: str) -> tuple[str, ...] | None
         raise CheckpointInvalid(
             f"{where} has {len(others)} safetensors files ({others[0]}, …) but no {INDEX}; copy the index from where the files came"
         )
-    if any(n.endswith(_TORCH_SUFFIXES) for n in present):
+    if any(n.endswith(TORCH_SUFFIXES) for n in present):
         raise CheckpointInvalid(
-            f"{where} has PyTorch weights only; save it as safetensors: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)"
+            f"{where} has PyTorch weights only (pickles are never loaded as they are): thaw convert {where} DST"
         )
     raise CheckpointInvalid(f"{where} has no weights: {SINGLE}, or {INDEX} with its shards, must be there")
 
@@ -104,8 +108,19 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+def check_regular(path: Path) -> None:
+    """Raises `CheckpointInvalid` for what must not be opened: a pipe would have its reader wait for ever."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # opening it says why
+        return
+    if not S_ISREG(mode):
+        raise CheckpointInvalid(f"{path} cannot be read: it is not a regular file; copy the whole model directory")
+
+
 def read_small(path: Path) -> bytes:
     """A configuration file's content. Raises `CheckpointInvalid` if it is missing, unreadable or absurdly large."""
+    check_regular(path)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
@@ -137,24 +152,61 @@ def check_files(weight_map: Mapping[str, str] | None, files: Iterable[WeightFile
     return checked
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read and check the headers of all weight files in `directory`. Raises `CheckpointInvalid`."""
-    names = weight_names({p.name for p in _entries(directory)}, str(directory))
+def open_checkpoint(directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
+    """Read and check the headers of all weight files in `directory`; of a model divided by `thaw convert --tensor-parallel`, those of
+    `rank` of `ranks`. Raises `CheckpointInvalid`."""
+    present = {p.name for p in _entries(directory)}
+    if converted.INDEX_NAME in present:
+        return _open_converted(directory, rank, ranks)
+    if ranks != 1:
+        raise CheckpointInvalid(
+            f"{directory} is not divided for {ranks} ranks: thaw convert {directory} DST --tensor-parallel {ranks}"
+        )
+    names = weight_names(present, str(directory))
     weight_map = None
     if names is None:
+        check_inside(directory, directory / INDEX)
         weight_map = parse_index(read_small(directory / INDEX), str(directory / INDEX))
         names = tuple(sorted(set(weight_map.values())))
+    for name in names:
+        check_inside(directory, directory / name)
     files = check_files(weight_map, (_open_file(directory / name) for name in names), str(directory))
     return Checkpoint(directory, files)
 
 
-def open_path(path: Path) -> Checkpoint:
+def open_path(path: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
     """The checkpoint that `path` names: a model directory, or one safetensors file. Raises `CheckpointInvalid`."""
     if not path.exists():
         raise CheckpointInvalid(f"{path} does not exist; name a model directory or a .safetensors file")
     if path.is_dir():
-        return open_checkpoint(path)
+        return open_checkpoint(path, rank, ranks)
+    if path.name.endswith(TORCH_SUFFIXES):
+        raise CheckpointInvalid(f"{path} is a PyTorch file (pickles are never loaded as they are): thaw convert {path} DST")
     return Checkpoint(path.parent, check_files(None, (_open_file(path),), str(path.parent)))
+
+
+def _open_converted(directory: Path, rank: int, ranks: int) -> Checkpoint:
+    path = directory / converted.INDEX_NAME
+    check_inside(directory, path)
+    raw = read_small(path)
+    partition = converted.partition_of(converted.parse_index(raw, str(path)), raw, str(path), rank, ranks)
+    return Checkpoint(directory, (_open_partition(directory / partition.file, partition),))
+
+
+def _open_partition(path: Path, partition: converted.RankPartition) -> WeightFile:
+    check_inside(path.parent, path)
+    check_regular(path)
+    try:
+        stat = path.stat()
+    except FileNotFoundError as e:
+        raise CheckpointInvalid(f"{path} is missing; convert the model again, or copy the whole directory") from e
+    except OSError as e:
+        raise CheckpointInvalid(f"{path} cannot be read: {e.strerror}; check its permissions and the disk") from e
+    if stat.st_size != partition.size:
+        raise CheckpointInvalid(
+            f"{path} has {stat.st_size} bytes instead of {partition.size}; convert the model again, or copy the whole directory"
+        )
+    return WeightFile(path.name, path, stat.st_size, partition.header, (stat.st_mtime_ns, stat.st_ino))
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -165,6 +217,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _open_file(path: Path) -> WeightFile:
+    check_regular(path)
     try:
         with path.open("rb") as file:
             stat = path.stat()

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
+from services.loader.format.adapter import CONFIG as ADAPTER_CONFIG
 from services.loader.format.adapter import check_adapter_config, describe_adapter, is_adapter, linear_shapes
 from services.loader.format.architectures import Architecture, read_architecture
 from services.loader.format.checkpoint import TOKENIZERS, Checkpoint, parse_json, read_small
-from services.loader.format.safetensors import DTYPE_BITS
+from services.loader.format.dtypes import DTYPE_BITS
+from services.loader.format.root import check_inside
 from services.loader.format.segment import lay_out
 from shared.contracts.models import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel
@@ -19,6 +21,7 @@ CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 POOLING = "modules.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_SMALL = frozenset({CONFIG, TOKENIZER_CONFIG, POOLING, ADAPTER_CONFIG, *TEMPLATES, "generation_config.json"}.union(*TOKENIZERS))
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -27,6 +30,8 @@ def check_small_files(directory: Path, present: Collection[str], *, trust_remote
 
     Raises `CheckpointInvalid`, `UnsupportedArchitecture` or `InvalidModel`.
     """
+    for name in _SMALL & set(present):
+        check_inside(directory, directory / name)
     if is_adapter(present):
         return Architecture("LoRA", "lora", "generate", 1, 0), check_adapter_config(directory, present)
     path = directory / CONFIG
@@ -55,7 +60,8 @@ def describe(
     by_dtype: Counter[str] = Counter()
     parameters = 0
     for file in checkpoint.files:
-        for tensor in file.header.tensors:
+        # Tied tensors are one: they have the same bytes.
+        for tensor in {(t.offset, t.nbytes): t for t in file.header.tensors}.values():
             by_dtype[tensor.dtype] += tensor.nbytes
             parameters += math.prod(tensor.shape)
     dtype = by_dtype.most_common(1)[0][0]

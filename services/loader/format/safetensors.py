@@ -13,32 +13,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from services.loader.format.dtypes import SAFETENSORS_BITS
 from shared.errors import CheckpointInvalid
 
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 25_000_000
 """As huggingface_hub has it; the largest real headers are a few MB."""
-DTYPE_BITS = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-}
 Read = Callable[[int, int], bytes]
 """`read(offset, length)`: at most `length` bytes of the file from `offset`."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file. `offset` counts bytes from the start of the file."""
+    """One tensor of a file. `offset` counts bytes from the start of the file; tied tensors have the same. `sha256` of its bytes, in hex, is
+    known of converted checkpoints only, else empty."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,13 +110,13 @@ def _tensor(file: str, name: str, value: Any) -> TensorEntry:
     if not isinstance(value, dict):
         _invalid(file, f"describes tensor {name!r} by something that is not an object")
     dtype, shape, offsets = value.get("dtype"), _naturals(value.get("shape")), _naturals(value.get("data_offsets"))
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        _invalid(file, f"gives tensor {name!r} the unknown dtype {dtype!r}; known are {', '.join(sorted(DTYPE_BITS))}")
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_BITS:
+        _invalid(file, f"gives tensor {name!r} the unknown dtype {dtype!r}; known are {', '.join(sorted(SAFETENSORS_BITS))}")
     if shape is None:
         _invalid(file, f"gives tensor {name!r} a shape that is not a list of natural numbers: {value.get('shape')!r:.80}")
     if offsets is None or len(offsets) != 2 or offsets[1] < offsets[0]:
         _invalid(file, f"places tensor {name!r} at {value.get('data_offsets')!r:.80}, which is not a range of bytes")
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    bits = math.prod(shape) * SAFETENSORS_BITS[dtype]
     begin, end = offsets
     if bits % 8 or bits // 8 != end - begin:
         _invalid(file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} of shape {list(shape)} needs {-(-bits // 8)}")

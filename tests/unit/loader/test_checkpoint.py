@@ -117,12 +117,24 @@ def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
 
 
 def test_links_into_a_cache_are_followed(tmp_path: Path) -> None:
+    """As huggingface_hub lays out its cache."""
     weights = write_checkpoint(tmp_path / "blobs")
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
+    snapshot = tmp_path / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
     for file in (tmp_path / "blobs").iterdir():
-        (snapshot / file.name).symlink_to(Path("..") / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(Path("..") / ".." / "blobs" / file.name)
     assert len(open_checkpoint(snapshot).files[0].header.tensors) == len(weights)
+
+
+def test_links_to_elsewhere_are_not_followed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "secret")
+    write_checkpoint(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    (tmp_path / "m" / "model.safetensors").symlink_to(tmp_path / "secret" / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match="outside .*copy the file there"):
+        open_checkpoint(tmp_path / "m")
+    (tmp_path / "alias").symlink_to(tmp_path / "secret")
+    assert open_checkpoint(tmp_path / "alias").files
 
 
 def test_the_layout_keeps_its_promises(tmp_path: Path) -> None:

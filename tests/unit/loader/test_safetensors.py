@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 
-from services.loader.format.safetensors import DTYPE_BITS, FileHeader, read_header
+from services.loader.format.dtypes import SAFETENSORS_BITS
+from services.loader.format.safetensors import FileHeader, read_header
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 
@@ -109,7 +110,7 @@ def test_noise_is_refused_or_sound(data: bytes) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-10, 1 << 65) | st.floats() | st.text(max_size=5) | st.sampled_from(sorted(DTYPE_BITS)),
+    st.none() | st.booleans() | st.integers(-10, 1 << 65) | st.floats() | st.text(max_size=5) | st.sampled_from(sorted(SAFETENSORS_BITS)),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.text(max_size=3) | st.sampled_from(["dtype", "shape", "data_offsets"]), inner, max_size=4)

@@ -30,7 +30,7 @@ class Need:
 def need_of(card: ModelCard) -> Need:
     """The reservation for one instance of `card`.
 
-    `engine_args.kv_cache_bytes` overrides the KV share. A `dtype` other than the checkpoint's needs a second, converted copy beside the
+    `engine_args.kv_cache_bytes` overrides the KV share; `engine_args.adapter_cache_bytes` are added to it, for adapters alone. A `dtype` other than the checkpoint's needs a second, converted copy beside the
     shared one; an engine that reads the weights itself holds only the converted one. `memory` overrides the whole.
     """
     info, spec = card.info, card.spec
@@ -43,7 +43,7 @@ def need_of(card: ModelCard) -> Need:
     if info.task == "generate":
         contexts = min(FULL_CONTEXTS, spec.max_concurrency)
         kv = max(MIN_KV_BYTES, card.context_length * info.kv_bytes_per_token * contexts)
-        kv = int(spec.engine_args.get("kv_cache_bytes", kv))
+        kv = int(spec.engine_args.get("kv_cache_bytes", kv)) + int(spec.engine_args.get("adapter_cache_bytes", 0))
     need = Need(weights, converted, kv, card.capabilities.runtime_bytes)
     return need if spec.memory is None else _within(need, spec.memory)
 

@@ -116,11 +116,12 @@ CHANNELS: tuple[Channel, ...] = (
         "engineControl",
         f"{_P}.engine.{{instance}}.control",
         "engine",
-        "Ping, drain, cancel; sleep, wake and probe a hosted engine.",
+        "Ping, drain, cancel, drop an adapter; sleep, wake and probe a hosted engine.",
         (
             engine.PingEngine,
             engine.DrainEngine,
             inference.CancelInfer,
+            engine.DropAdapter,
             engine.SleepEngine,
             engine.WakeEngine,
             engine.ProbeEngine,

@@ -158,7 +158,14 @@ class EngineProbed(Message):
     woke_ms: float = Field(default=0.0, description="With `WakeEngine`: of the engine's own waking, before the probe.")
 
 
+class DropAdapter(Request):
+    """The adapter is no longer registered: let go of it once no request uses it. Harmless where it is not loaded."""
+
+    kind: Literal["drop_adapter"] = "drop_adapter"
+    name: str
+
+
 EngineControl = Annotated[
-    PingEngine | DrainEngine | CancelInfer | SleepEngine | WakeEngine | ProbeEngine, Field(discriminator="kind")
+    PingEngine | DrainEngine | CancelInfer | DropAdapter | SleepEngine | WakeEngine | ProbeEngine, Field(discriminator="kind")
 ]
 ENGINE_CONTROL: TypeAdapter[EngineControl] = TypeAdapter(EngineControl)

@@ -129,9 +129,10 @@ class ModelOptions(Strict):
     @field_validator("engine_args")
     @classmethod
     def _engine_args(cls, value: dict[str, Any]) -> dict[str, Any]:
-        kv = value.get("kv_cache_bytes")
-        if "kv_cache_bytes" in value and (isinstance(kv, bool) or not isinstance(kv, int) or kv < 1):
-            raise ValueError("kv_cache_bytes must be a whole number of bytes, 1 or more")
+        for name in ("kv_cache_bytes", "adapter_cache_bytes"):
+            size = value.get(name)
+            if name in value and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name} must be a whole number of bytes, 1 or more")
         return value
 
 

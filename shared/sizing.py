@@ -30,8 +30,8 @@ class Need:
 def need_of(card: ModelCard) -> Need:
     """The reservation for one instance of `card`.
 
-    `engine_args.kv_cache_bytes` overrides the KV share; `engine_args.adapter_cache_bytes` are added to it, for adapters alone. A `dtype` other than the checkpoint's needs a second, converted copy beside the
-    shared one; an engine that reads the weights itself holds only the converted one. `memory` overrides the whole.
+    `engine_args.kv_cache_bytes` overrides the KV share; `engine_args.adapter_cache_bytes` are added to it, for adapters alone. A `dtype` other
+    than the checkpoint's needs a second, converted copy beside the shared one; an engine that reads the weights itself holds only the converted one. `memory` overrides the whole.
     """
     info, spec = card.info, card.spec
     weights, converted = info.weights_bytes, 0

@@ -7,11 +7,11 @@ subscriptions go; what is still to be sent is sent. A start that fails reports `
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,16 +19,19 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from services.engine import loading
+from services.engine.adapters import Adapters
 from services.engine.batcher import Batcher
 from services.engine.events import Event
-from shared.reporting import Reporter
 from services.engine.serving import Serving
 from services.engine.settings import EngineSettings
+from services.engine.shelf import LoaderShelf
+from services.engine.weights import Weights
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
     ENGINE_CONTROL,
     DrainEngine,
+    DropAdapter,
     EngineControl,
     EngineStart,
     PingEngine,
@@ -37,19 +40,16 @@ from shared.contracts.engine import (
     WakeEngine,
 )
 from shared.contracts.inference import CancelInfer
-from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
+from shared.contracts.loader import LoaderStatus
 from shared.contracts.phases import Phase
-from shared.errors import DeadlineExceeded, EngineFailed, ShuttingDown, ThawError, Unreachable, UnsupportedParameter
+from shared.errors import EngineFailed, ThawError, UnsupportedParameter
 from shared.messaging import Mesh
+from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
-from shared.telemetry.tracing import carried, context_of, record_phases
+from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
 _FLUSH_WITHIN_S = 2.0
-_ASK_AGAIN_MS = 2_000
-"""A question is repeated: it, or its answer, is lost if the loader or NATS is killed meanwhile, and nothing tells of that."""
-_LOADER_AWAY_S = 1.0
-"""The loader says that it lives every second; without a word it is asked again after this long."""
 _BOUND = 0.1
 """Progress when the model is bound; the rest, but for the warm-up, is the share of bytes that have arrived."""
 
@@ -70,7 +70,8 @@ class Engine:
         self._batcher: Batcher | None = None
         self._requests: Subscription | None = None
         self._connected = False
-        self._loader_alive = asyncio.Event()
+        self._weights = Weights(self._mesh, start)
+        self._adapters: Adapters | None = None
 
     def _on_compute_thread(self) -> None:
         if self._settings.engine_threads:
@@ -140,7 +141,7 @@ class Engine:
 
     async def _load(self) -> loading.Computable:
         loop = asyncio.get_running_loop()
-        index = await self._attach("index")
+        index = await self._weights.attach(self._start.card, self._start.instance_id, "index")
         self._reporter.weights_id = index.weights_id
         directory = Path(index.directory)
         with self._timeline.phase(Phase.INIT):
@@ -148,7 +149,7 @@ class Engine:
             bound = await loop.run_in_executor(self._compute, loading.bind_early, directory, index.segment, self._start)
             small = await files
         self._reporter.advance(_BOUND, Phase.LOAD)
-        attached = await self._attach("complete")
+        attached = await self._weights.attach(self._start.card, self._start.instance_id, "complete")
         self._timeline.absorb(attached.phases)
         if not bound.segment.is_current(attached.segment):
             log.warning("the loader was restarted and has loaded again; binding again")
@@ -162,31 +163,6 @@ class Engine:
         )
         return computable
 
-    async def _attach(self, until: str) -> WeightsAttached:
-        """Asks until there is an answer: how long a start may take is the nodeagent's to judge, and a loader may be restarted."""
-        request = AttachWeights(
-            instance_id=self._start.instance_id,
-            card=self._start.card,
-            until="index" if until == "index" else "complete",
-            traceparent=self._start.traceparent,
-            deadline_ms=_ASK_AGAIN_MS,
-        )
-        with carried({"traceparent": self._start.traceparent} if self._start.traceparent else None):
-            while True:
-                try:
-                    return await self._mesh.request(subjects.loader_command(self._start.node), request, WeightsAttached)
-                except DeadlineExceeded:
-                    log.debug("the weights are still on their way; asking again")
-                except (Unreachable, ShuttingDown):
-                    log.info("the loader is away; asking again when it is back")
-                    await self._loader_heard()
-
-    async def _loader_heard(self) -> None:
-        self._loader_alive.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOADER_AWAY_S):
-                await self._loader_alive.wait()
-
     async def _serve(self, computable: loading.Computable) -> int:
         loop = asyncio.get_running_loop()
 
@@ -194,7 +170,11 @@ class Engine:
             loop.call_soon_threadsafe(self._serving.on_events, events)
 
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver)
-        self._serving.open(computable.reader, self._batcher, computable.block_bytes)
+        if computable.runner is not None:
+            bind = partial(loading.bind_adapter, computable)
+            shelf = LoaderShelf(self._start.instance_id, self._weights, self._batcher, bind, self._files)
+            self._adapters = Adapters(shelf, computable.room, self._start.card.spec.keep_alive, self._reporter.changed)
+        self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
         self._requests = await self._mesh.nc.subscribe(subjects.infer(self._start.instance_id), cb=self._serving.on_message)
         await self._mesh.nc.flush(timeout=int(_FLUSH_WITHIN_S))
         if not self._serving.draining:
@@ -218,6 +198,9 @@ class Engine:
                 self._serving.drain(only_if_idle=only_if_idle)
                 log.info("draining", extra={"reason": reason})
                 self._reporter.enter("draining")
+            case DropAdapter(name=name):
+                if self._adapters is not None:
+                    self._adapters.drop(name)
             case SleepEngine() | WakeEngine() | ProbeEngine():
                 raise UnsupportedParameter(
                     "the builtin engine has no sleep levels: it is suspended without its knowledge, or stopped"
@@ -225,7 +208,7 @@ class Engine:
         return Done()
 
     async def _on_loader(self, status: LoaderStatus) -> None:
-        self._loader_alive.set()
+        self._weights.loader_heard()
         for segment in status.segments:
             if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
                 self._reporter.advance(_BOUND + 0.8 * segment.loaded_bytes / segment.total_bytes, Phase.LOAD)

@@ -11,7 +11,7 @@ import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from services.engine.domain.planning import Limits, SequenceView, StepPlan, bloc
 from services.engine.domain.randomness import uniform
 from services.engine.embedding import Embedder
 from services.engine.events import Admitted, Broken, Embedded, Event, Progressed
+from services.engine.lora import Adapter
 from services.engine.requests import Choice, EmbedRequest, GenerationRequest
 from services.engine.runner import Row, Runner
 from services.engine.sampling import History, Sampled, sample
@@ -37,11 +38,22 @@ class _Cancel:
 
 
 @dataclass(frozen=True)
+class _Forget:
+    adapter: Adapter
+    forgotten: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Grant:
+    kv_blocks: int
+
+
+@dataclass(frozen=True)
 class _Stop:
     pass
 
 
-Command = GenerationRequest | EmbedRequest | _Cancel | _Stop
+Command = GenerationRequest | EmbedRequest | _Cancel | _Forget | _Grant | _Stop
 
 
 @dataclass
@@ -99,6 +111,14 @@ class Batcher:
         """Forget `request_id` before the next step; nothing more is delivered for it after that."""
         self._inbox.put(_Cancel(request_id))
 
+    def forget(self, adapter: Adapter, forgotten: Callable[[], None]) -> None:
+        """No request will name `adapter` again; `forgotten` is called, on the computing thread, when it keeps nothing of it."""
+        self._inbox.put(_Forget(adapter, forgotten))
+
+    def grant(self, kv_blocks: int) -> None:
+        """Keys and values may take that many blocks from the next step on; sequences give way if they have more."""
+        self._inbox.put(_Grant(kv_blocks))
+
     def stop(self) -> None:
         self._inbox.put(_Stop())
 
@@ -124,6 +144,13 @@ class Batcher:
                         return False
                     case _Cancel(request_id):
                         self._forget(request_id)
+                    case _Forget(adapter, forgotten):
+                        if self._runner is not None:
+                            self._runner.forget(adapter)
+                        del adapter
+                        forgotten()
+                    case _Grant(kv_blocks):
+                        self._limits = replace(self._limits, kv_blocks=kv_blocks)
                     case EmbedRequest():
                         self._embeddings.append(_Embedding(command))
                     case GenerationRequest():
@@ -163,7 +190,8 @@ class Batcher:
         events: list[Event] = list(self._move(plan, self._runner))
         worked = [self._running[work.key] for work in plan.work]
         rows = [
-            Row(s.state, s.computed, s.tokens[s.computed : s.computed + w.count]) for s, w in zip(worked, plan.work, strict=True)
+            Row(s.state, s.computed, s.tokens[s.computed : s.computed + w.count], s.request.adapter)
+            for s, w in zip(worked, plan.work, strict=True)
         ]
         if not rows:
             return events

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from services.engine import attention, checkpoint
-from services.engine.domain.planning import BLOCK_TOKENS, Limits
+from services.engine import attention, checkpoint, lora
+from services.engine.domain.planning import BLOCK_TOKENS, AdapterRoom, Limits, adapter_room
 from services.engine.embedding import Embedder, Pooling, read_pooling
 from services.engine.kv import SequenceKV
+from services.engine.lora import Adapter
 from services.engine.requests import Capacity, RequestReader
 from services.engine.runner import PackedRunner, Row, Runner, SequentialRunner
 from services.engine.segment import Segment
 from services.engine.settings import EngineSettings
 from services.engine.tokenization import Tokenization
 from shared.contracts.engine import EngineStart
+from shared.contracts.loader import WeightsAttached
+from shared.contracts.models import ModelCard
 from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,9 @@ class Computable:
     reader: RequestReader
     limits: Limits
     block_bytes: int
+    model: PreTrainedModel
+    device: torch.device
+    room: AdapterRoom
 
 
 def read_files(directory: Path, start: EngineStart) -> Files:
@@ -101,9 +107,11 @@ def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSet
         block_bytes = _warm_up(runner, start) * BLOCK_TOKENS
     else:
         embedder.embed([[1] * _WARM_UP_TOKENS], None)
+    reserved = int(start.card.spec.engine_args.get("adapter_cache_bytes", 0)) if causal else 0
+    kv_blocks = max(0, start.kv_bytes - reserved) // block_bytes if causal else 0
     limits = Limits(
         start.card.spec.max_concurrency,
-        start.kv_bytes // block_bytes if causal else 0,
+        kv_blocks,
         settings.engine_step_tokens,
         settings.engine_chunk_tokens,
     )
@@ -115,7 +123,14 @@ def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSet
     capacity = Capacity(start.card.context_length, limits.kv_tokens, vocabulary)
     eos = checkpoint.eos_tokens(bound.config, files.generation_defaults, files.tokenization.tokenizer.eos_token_id)
     reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal)
-    return Computable(runner, embedder, reader, limits, block_bytes)
+    room = adapter_room(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
+    return Computable(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
+
+
+def bind_adapter(computable: Computable, card: ModelCard, attached: WeightsAttached) -> Adapter:
+    """The adapter whose weights are all there. Raises `CheckpointInvalid` if it does not fit the model."""
+    tensors = Segment(attached.segment).tensors()
+    return lora.parse(card, tensors, computable.model, computable.device)
 
 
 def torch_device(name: str) -> torch.device:

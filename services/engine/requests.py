@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from services.engine.domain.params import Ending, SamplingParams
+from services.engine.lora import Adapter
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import InferRequest
 from shared.contracts.openai import (
@@ -56,6 +57,7 @@ class GenerationRequest:
     prompt_tokens: int
     prompt_token_ids: tuple[int, ...] | None
     ignored: tuple[str, ...]
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)

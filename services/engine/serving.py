@@ -8,17 +8,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from pydantic import ValidationError
 
+from services.engine.adapters import Adapters
 from services.engine.batcher import Batcher
 from services.engine.events import Admitted, Broken, Embedded, Event, Progressed
 from services.engine.requests import EmbedRequest, GenerationRequest, RequestReader
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import EmbeddingsFinished, InferChunk, InferFailed, InferFinished, InferRequest, InferStarted, Usage
+from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.errors import (
     Conflict,
@@ -51,6 +53,9 @@ class _Stream:
     timeline: Timeline
     received: float
     request: GenerationRequest | EmbedRequest | None = None
+    adapter: ModelCard | None = None
+    fetching: asyncio.Task[None] | None = None
+    holds_adapter: bool = False
     deadline: asyncio.TimerHandle | None = None
     admitted: float | None = None
     first_token_told: bool = False
@@ -71,6 +76,7 @@ class Serving:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._reader: RequestReader | None = None
         self._batcher: Batcher | None = None
+        self._adapters: Adapters | None = None
         self._block_bytes = 0
         self._completed = 0
         self._generated = 0
@@ -78,8 +84,9 @@ class Serving:
         self.draining = False
         self.drained = asyncio.Event()
 
-    def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int) -> None:
-        self._reader, self._batcher, self._block_bytes = reader, batcher, block_bytes
+    def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: Adapters | None = None) -> None:
+        """`adapters` None: this model takes none."""
+        self._reader, self._batcher, self._block_bytes, self._adapters = reader, batcher, block_bytes, adapters
         self._idle_since = time.monotonic()
 
     # State
@@ -94,6 +101,7 @@ class Serving:
             generated_tokens=self._generated,
             kv_bytes_used=self._batcher.blocks_used * self._block_bytes if self._batcher is not None else 0,
             idle_ms=idle,
+            adapters=self._adapters.loaded() if self._adapters is not None else (),
         )
 
     def drain(self, *, only_if_idle: bool) -> None:
@@ -150,7 +158,10 @@ class Serving:
             raise InstanceDraining("the instance is not ready yet")
         if stream.request_id in self._streams:
             raise Conflict(f"request {stream.request_id} is running here already")
+        if request.adapter is not None and (self._adapters is None or request.endpoint == "embedding"):
+            raise InvalidRequest(f"{request.adapter.name} is an adapter for generating; this cannot use it", param="model")
         loop = asyncio.get_running_loop()
+        stream.adapter = request.adapter
         self._streams[stream.request_id] = stream
         if len(self._streams) == 1:
             self._changed()
@@ -185,7 +196,28 @@ class Serving:
     def _submit(self, stream: _Stream, request: GenerationRequest | EmbedRequest) -> None:
         assert self._batcher is not None
         stream.request = request
-        self._batcher.submit(request)
+        if stream.adapter is None or not isinstance(request, GenerationRequest):
+            self._batcher.submit(request)
+        else:
+            name = f"adapter for {stream.request_id}"
+            stream.fetching = asyncio.create_task(self._submit_with(stream.adapter, stream, request), name=name)
+
+    async def _submit_with(self, card: ModelCard, stream: _Stream, request: GenerationRequest) -> None:
+        """Compute the request once its adapter is there."""
+        assert self._batcher is not None
+        assert self._adapters is not None
+        try:
+            adapter = await self._adapters.acquire(card)
+        except Exception as e:  # the task's boundary: whatever it was, the request must have an answer
+            if not isinstance(e, ThawError):
+                log.exception("an adapter could not be loaded", extra={"adapter": card.name})
+                e = EngineFailed(f"the adapter {card.name} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
+            stream.fetching = None
+            if self._streams.get(stream.request_id) is stream:
+                self._fail(stream, e)
+            return
+        stream.fetching, stream.holds_adapter = None, True
+        self._batcher.submit(replace(request, adapter=adapter))
 
     def _expire(self, stream: _Stream) -> None:
         if self._streams.get(stream.request_id) is stream:
@@ -260,6 +292,11 @@ class Serving:
     def _end(self, stream: _Stream) -> None:
         if stream.deadline is not None:
             stream.deadline.cancel()
+        if stream.fetching is not None:
+            stream.fetching.cancel()
+        if stream.holds_adapter and stream.adapter is not None and self._adapters is not None:
+            stream.holds_adapter, stream.request = False, None
+            self._adapters.release(stream.adapter.info.revision)
         self._streams.pop(stream.request_id, None)
         if not self._streams:
             self._idle_since = time.monotonic()

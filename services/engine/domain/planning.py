@@ -39,6 +39,29 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class AdapterRoom:
+    """How adapters share the KV cache's grant of `granted` bytes, in which a block has `block_bytes`. They may take `budget` bytes of it.
+    `reserved`: those bytes were added to the grant for them, and are nobody else's."""
+
+    granted: int
+    block_bytes: int
+    budget: int
+    reserved: bool
+
+    def kv_blocks(self, adapter_bytes: int) -> int:
+        """What is left for keys and values."""
+        return (self.granted - (self.budget if self.reserved else adapter_bytes)) // self.block_bytes
+
+
+def adapter_room(granted: int, block_bytes: int, reserved: int, longest: int) -> AdapterRoom:
+    """Adapters have the `reserved` bytes, if there are any; otherwise they may borrow from keys and values what a sequence of the `longest`
+    length leaves, so that no request becomes impossible."""
+    if reserved:
+        return AdapterRoom(granted, block_bytes, min(reserved, granted), reserved=True)
+    return AdapterRoom(granted, block_bytes, max(0, granted - blocks_for(longest) * block_bytes), reserved=False)
+
+
+@dataclass(frozen=True)
 class SequenceView:
     key: int
     length: int

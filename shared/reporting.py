@@ -10,7 +10,7 @@ from nats.errors import Error as NatsError
 
 from shared.contracts import subjects
 from shared.contracts.base import ErrorBody
-from shared.contracts.engine import EngineLoad, EngineReport, EngineStart, EngineState
+from shared.contracts.engine import EngineLoad, EngineReport, EngineStart, EngineState, HostedEngine
 from shared.contracts.phases import Phase
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
@@ -32,6 +32,7 @@ class Reporter:
         self.progress = 0.0
         self.error: ErrorBody | None = None
         self.weights_id: str | None = None
+        self.hosted: Callable[[], HostedEngine | None] = lambda: None
 
     def changed(self) -> None:
         self._changed.set()
@@ -59,6 +60,7 @@ class Reporter:
             phases=self._timeline.spans(),
             error=self.error,
             weights_id=self.weights_id,
+            hosted=self.hosted(),
         )
 
     async def publish(self) -> None:

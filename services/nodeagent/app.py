@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from services.nodeagent.devices.inventory import open_devices
@@ -20,6 +21,7 @@ from services.nodeagent.devices.port import Device, DeviceMissing
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import NodeState, Policy, Process
+from services.nodeagent.engines.by_engine import LauncherByEngine
 from services.nodeagent.engines.direct import DirectLauncher
 from services.nodeagent.engines.exits import explain_exit
 from services.nodeagent.engines.launcher import Launcher, engine_environment
@@ -174,11 +176,16 @@ class Nodeagent:
 
 
 def _launcher(settings: NodeagentSettings) -> Launcher:
-    agent_directory = settings.node_state / "agent"
+    specs = settings.node_state / "agent" / "specs"
+    return LauncherByEngine(_builtin_launcher(settings, specs), DirectLauncher(settings.host_module, specs, "host"))
+
+
+def _builtin_launcher(settings: NodeagentSettings, specs: Path) -> Launcher:
     if not settings.zygote:
-        return DirectLauncher(settings.engine_module, agent_directory / "specs")
+        return DirectLauncher(settings.engine_module, specs)
     log_path = settings.node_state / "logs" / "zygote.log"
-    return ZygoteLauncher(agent_directory / "zygote.sock", log_path, engine_environment(settings), settings.zygote_module)
+    socket_path = settings.node_state / "agent" / "zygote.sock"
+    return ZygoteLauncher(socket_path, log_path, engine_environment(settings), settings.zygote_module)
 
 
 async def _first(*events: asyncio.Event) -> None:

@@ -128,7 +128,6 @@ class Performer:
 
     async def _fork(self, instance_id: str) -> None:
         command = self._loop.state.instances[instance_id].command
-        self._timelines.of(instance_id).forking(self._launcher.name)
         start = EngineStart(
             instance_id=instance_id,
             node=self._node,
@@ -139,6 +138,7 @@ class Performer:
             log_path=str(self.log_path(instance_id)),
             environment=self._environment,
         )
+        self._timelines.of(instance_id).forking(self._launcher.name_for(start))
         try:
             pid = await self._launcher.launch(start)
         except ThawError as error:

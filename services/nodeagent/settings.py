@@ -22,6 +22,9 @@ class NodeagentSettings(NodeSettings):
     zygote: bool = Field(default=True, description="Fork engines from a process that has their imports done; off: start each anew.")
     engine_module: str = Field(default="services.engine", description="Module run for each engine where zygote is off.")
     zygote_module: str = Field(default="services.engine.zygote", description="Module run as the zygote.")
+    host_module: str = Field(
+        default="services.enginehost", description="Module run for each instance of an engine other than the builtin one."
+    )
     engine_threads: int = Field(
         default_factory=lambda: os.cpu_count() or 1, ge=1, description="Compute threads of an engine on cpu; all cores by default."
     )

@@ -31,6 +31,9 @@ class EngineStart(Message):
     traceparent: str | None = None
     log_path: str
     environment: dict[str, str] = Field(default_factory=dict, description="THAW_ settings for the engine process.")
+    cgroup_procs: str | None = Field(
+        default=None, description="The cgroup.procs file of the instance's control group, which a hosted engine's processes join."
+    )
 
 
 class EngineForked(Message):

@@ -15,13 +15,15 @@ from shared.errors import EngineFailed
 class DirectLauncher:
     """`python -m <module> SPEC.json`, in a session of its own, so that nothing that ends this agent ends its engines."""
 
-    name = "direct"
-
-    def __init__(self, module: str, specs: Path) -> None:
+    def __init__(self, module: str, specs: Path, name: str = "direct") -> None:
+        self._name = name
         self._module = module
         self._specs = specs
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         specs.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def name_for(self, start: EngineStart) -> str:
+        return self._name
 
     async def run(self) -> None:
         """Nothing to keep up."""

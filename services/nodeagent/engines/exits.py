@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from pathlib import Path
 
 from shared.contracts.base import ErrorBody
+from shared.enginelog import log_tail
 from shared.errors import EngineFailed
-
-_TAIL_BYTES = 8192
-_TAIL_LINES = 8
-_TAIL_CHARACTERS = 1200
-_ERRORS = ("error", "critical")
 
 
 def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, int | None], log_path: Path) -> ErrorBody:
@@ -39,35 +33,6 @@ def _how(returncode: int | None) -> str:
         return f"was killed by signal {-returncode} ({signal.Signals(-returncode).name})"
     except ValueError:
         return f"was killed by signal {-returncode}"
-
-
-def log_tail(path: Path) -> str:
-    """The last lines of a log that may tell why it ended: errors, and what is no record of ours (a traceback, the words of a C library).
-
-    Clients are told this. The rest of a log is nobody's business but the operator's.
-    """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    whole = text.splitlines()[1 if size > _TAIL_BYTES else 0 :]
-    lines = [told for line in whole if (told := _told(line))][-_TAIL_LINES:]
-    return "\n".join(lines)[-_TAIL_CHARACTERS:]
-
-
-def _told(line: str) -> str:
-    try:
-        record = json.loads(line) if line.startswith("{") else None
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or "level" not in record:
-        return line.rstrip()
-    if record["level"] not in _ERRORS:
-        return ""
-    return "\n".join(str(record[key]) for key in ("message", "error", "exception") if record.get(key))
 
 
 def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:

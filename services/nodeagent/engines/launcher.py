@@ -9,10 +9,9 @@ from shared.contracts.engine import EngineStart
 
 
 class Launcher(Protocol):
-    """`name` tells the ways apart in phases and logs."""
-
-    @property
-    def name(self) -> str: ...
+    def name_for(self, start: EngineStart) -> str:
+        """Tells the ways apart in phases and logs."""
+        ...
 
     async def run(self) -> None:
         """Whatever the launcher has to keep up, until cancelled."""

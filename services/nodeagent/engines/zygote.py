@@ -19,9 +19,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from services.nodeagent.engines.exits import log_tail
 from services.nodeagent.engines.process import find_writer
 from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure
+from shared.enginelog import log_tail
 from shared.errors import EngineFailed, from_body
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,6 @@ _KEPT_STATUSES = 256
 
 
 class ZygoteLauncher:
-    name = "zygote"
-
     def __init__(self, socket_path: Path, log_path: Path, environment: dict[str, str], module: str) -> None:
         self._path = socket_path
         self._log_path = log_path
@@ -54,6 +52,9 @@ class ZygoteLauncher:
         self._turned = asyncio.Event()
         self._forking: dict[str, asyncio.Future[int]] = {}
         self._statuses: dict[int, asyncio.Future[int]] = {}
+
+    def name_for(self, start: EngineStart) -> str:
+        return "zygote"
 
     async def run(self) -> None:
         """Keep a connection to a zygote: one that serves the socket already, or a new one."""

@@ -1,0 +1,106 @@
+"""An engine's answer on its way to the client: bytes as they are, and what the mesh wants to know of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic_core import from_json
+
+from shared.contracts.inference import Usage
+
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+_KEPT_BYTES = 64 * 1024
+_WHOLE_LIMIT = 8 << 20
+
+
+class Meter:
+    """Watches the bytes of one answer for its usage. `hide_usage`: the client did not ask for the event that tells it, so it goes without."""
+
+    def __init__(self, content_type: str, *, hide_usage: bool) -> None:
+        self._stream = content_type.startswith("text/event-stream")
+        self._json = content_type.startswith("application/json")
+        self._hide = hide_usage and self._stream
+        self._rest = b""
+        self._tail = bytearray()
+        self._usage: Usage | None = None
+        self.events = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """What of `data`, and of what was held back before, goes to the client now."""
+        if self._hide:
+            return self._without_usage(data)
+        if self._stream:
+            self.events += data.count(b"data: {")
+            self._tail += data
+            del self._tail[:-_KEPT_BYTES]
+        elif self._json and len(self._tail) <= _WHOLE_LIMIT:
+            self._tail += data
+        return data
+
+    def finish(self) -> bytes:
+        """What was held back; then `usage` is final."""
+        if self._stream:
+            for event in _EVENT_END.split(bytes(self._tail)):
+                self._note(event)
+        elif self._json and len(self._tail) <= _WHOLE_LIMIT:
+            self._usage = usage_of(_parsed(bytes(self._tail)))
+        rest, self._rest = self._rest, b""
+        return rest
+
+    @property
+    def usage(self) -> Usage:
+        return self._usage or Usage(prompt_tokens=0, completion_tokens=self.events)
+
+    def _without_usage(self, data: bytes) -> bytes:
+        """Events are held back until they are whole, so that one can be left out; one that is longer than is kept goes on as it comes."""
+        text = self._rest + data if self._rest else data
+        end = 0
+        kept: list[bytes] = []
+        for match in _EVENT_END.finditer(text):
+            event, end_now = text[end : match.end()], match.end()
+            self.events += event.startswith(b"data: {")
+            if not (b'"usage"' in event and self._note(event)):
+                kept.append(event)
+            end = end_now
+        self._rest = text[end:]
+        if len(self._rest) > _KEPT_BYTES:
+            kept.append(self._rest)
+            self._rest = b""
+        return b"".join(kept)
+
+    def _note(self, event: bytes) -> bool:
+        """Take the usage that `event` tells; whether it tells nothing else."""
+        if b'"usage"' not in event or not event.startswith(b"data: {"):
+            return False
+        message = _parsed(event[6:])
+        found = usage_of(message)
+        if found is None:
+            return False
+        self._usage = found
+        return isinstance(message, dict) and message.get("choices") == []
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return from_json(data)
+    except ValueError:
+        return None
+
+
+def usage_of(message: Any) -> Usage | None:
+    """The usage in an OpenAI answer or event; Responses' and Messages' names for it as well."""
+    found = message.get("usage") if isinstance(message, dict) else None
+    if not isinstance(found, dict):
+        return None
+
+    def number(*names: str) -> int:
+        return next((v for n in names if isinstance(v := found.get(n), int) and v >= 0), 0)
+
+    details = found.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    return Usage(
+        prompt_tokens=number("prompt_tokens", "input_tokens"),
+        completion_tokens=number("completion_tokens", "output_tokens"),
+        cached_tokens=cached if isinstance(cached, int) else 0,
+    )

@@ -1,0 +1,71 @@
+"""llama.cpp: its own llama-server, or llama-cpp-python's. The latter is what Thaw's tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.enginehost.drivers.port import Command, Driver, flags
+from shared.errors import InvalidModel
+
+_OURS = frozenset({"kv_cache_bytes"})
+
+
+class LlamaCpp(Driver):
+    @property
+    def _native(self) -> bool:
+        return bool(self.launch.settings.llamacpp_server) or self.card.spec.container is not None
+
+    @property
+    def health_path(self) -> str:  # type: ignore[override]  # the two servers differ
+        return "/health" if self._native else "/v1/models"
+
+    @property
+    def stream_usage(self) -> bool:  # type: ignore[override]  # llama-cpp-python's server does not know the option
+        return self._native
+
+    def command(self) -> Command:
+        settings = self.launch.settings
+        if self._native:
+            return Command((settings.llamacpp_server, *self.arguments()))
+        return Command((settings.llamacpp_python, "-m", "llama_cpp.server", *self._python_arguments()))
+
+    def arguments(self) -> tuple[str, ...]:
+        """Of llama-server. Its context is shared by its slots."""
+        launch, spec = self.launch, self.card.spec
+        slots = spec.max_concurrency
+        found = ["--model", self._file(), "--alias", self.served_name, "--host", launch.host, "--port", str(launch.port)]
+        found += ["--ctx-size", str(self.card.context_length * slots), "--parallel", str(slots), "--jinja"]
+        if launch.on_cuda and "n_gpu_layers" not in spec.engine_args:
+            found += ["--n-gpu-layers", "999"]
+        if launch.threads and "threads" not in spec.engine_args:
+            found += ["--threads", str(launch.threads)]
+        return (*found, *flags(self._given()))
+
+    def _python_arguments(self) -> tuple[str, ...]:
+        launch, given = self.launch, self._given()
+        found = ["--model", self._file(), "--model_alias", self.served_name, "--host", launch.host, "--port", str(launch.port)]
+        found += ["--n_ctx", str(self.card.context_length)]
+        if launch.on_cuda and "n_gpu_layers" not in given:
+            found += ["--n_gpu_layers", "-1"]
+        if launch.threads and "n_threads" not in given:
+            found += ["--n_threads", str(launch.threads)]
+        # A client's second request must wait its turn: by default it cuts the first one off.
+        found += ["--interrupt_requests", "false"]
+        values = {k: str(v).lower() if isinstance(v, bool) else v for k, v in given.items()}
+        return (*found, *flags(values, underscores=True))
+
+    def environment(self) -> dict[str, str]:
+        return {"LLAMA_API_KEY": self.launch.key} if self._native else {"API_KEY": self.launch.key}
+
+    def _given(self) -> dict[str, object]:
+        return {k: v for k, v in self.card.spec.engine_args.items() if k not in _OURS}
+
+    def _file(self) -> str:
+        """The GGUF file; of several shards the first, which names the others."""
+        source = Path(self.launch.model)
+        if source.suffix == ".gguf":
+            return str(source)
+        found = sorted(source.glob("*.gguf"))
+        if not found:
+            raise InvalidModel(f"{source} has no .gguf file; llama.cpp reads nothing else")
+        return str(found[0])

@@ -1,0 +1,130 @@
+"""Ollama, after its documentation (docs/api.md, docs/openai.md, docs/faq.md of ollama/ollama). Not run by us.
+
+It keeps models in a store of its own: `engine://NAME` is pulled if the store lacks it, and a GGUF file is put there under a name made of its
+digest. One server is started for each instance, so that its memory is the instance's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+
+from services.enginehost.drivers.port import Command, Driver, Told, call, json_request
+from services.enginehost.http1 import Client, HttpError, HttpRequest
+from shared.contracts.phases import Phase
+from shared.errors import EngineFailed, InvalidModel
+
+_PIECE = 1 << 20
+_FOREVER = -1
+
+
+class Ollama(Driver):
+    health_path = "/api/version"
+    _name = ""
+
+    @property
+    def served_name(self) -> str:
+        return self._name or self.launch.model
+
+    def command(self) -> Command:
+        return Command((self.launch.settings.ollama_program, "serve"))
+
+    def arguments(self) -> tuple[str, ...]:
+        return ("serve",)
+
+    def environment(self) -> dict[str, str]:
+        spec = self.card.spec
+        found = {
+            "OLLAMA_HOST": f"{self.launch.host}:{self.launch.port}",
+            "OLLAMA_KEEP_ALIVE": str(_FOREVER),
+            "OLLAMA_MAX_LOADED_MODELS": "1",
+            "OLLAMA_NUM_PARALLEL": str(spec.max_concurrency),
+            "OLLAMA_CONTEXT_LENGTH": str(self.card.context_length),
+        }
+        if self.launch.settings.ollama_models is not None:
+            found["OLLAMA_MODELS"] = str(self.launch.settings.ollama_models)
+        return found | {k: str(v) for k, v in spec.engine_args.items() if k.startswith("OLLAMA_")}
+
+    def headers(self) -> dict[str, str]:
+        """It knows no keys."""
+        return {}
+
+    async def prepare(self, client: Client, told: Told) -> None:
+        """Have the model in Ollama's store, then in memory."""
+        if self.launch.model.endswith(".gguf"):
+            await self._create(client, Path(self.launch.model), told)
+        elif not await self._has(client):
+            await self._pull(client, told)
+        await self._load(client, _FOREVER)
+
+    async def _has(self, client: Client) -> bool:
+        try:
+            status, _ = await client.ask(json_request("/api/show", {"model": self.served_name}))
+        except HttpError as e:
+            raise EngineFailed(f"asking Ollama for {self.served_name}: {e}") from e
+        return status == 200
+
+    async def _pull(self, client: Client, told: Told) -> None:
+        try:
+            response = await client.send(json_request("/api/pull", {"model": self.served_name}))
+            try:
+                rest = b""
+                while piece := await response.read():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in filter(None, lines):
+                        _pulled(json.loads(line), self.served_name, told)
+            finally:
+                response.close()
+        except (HttpError, ValueError) as e:
+            raise EngineFailed(f"Ollama's download of {self.served_name}: {e}") from e
+
+    async def _create(self, client: Client, path: Path, told: Told) -> None:
+        """The blob goes over the port in one request: a server on this machine reads it as fast as the disk does."""
+        told(Phase.FETCH, 0.0)
+        digest = await asyncio.to_thread(_digest, path)
+        self._name = f"thaw-{digest.removeprefix('sha256:')[:16]}"
+        if await self._has(client):
+            return
+        status, _ = await client.ask(HttpRequest("HEAD", f"/api/blobs/{digest}"))
+        if status != 200:
+            await call(client, HttpRequest("POST", f"/api/blobs/{digest}", path.read_bytes()), "giving Ollama the model's file")
+        created = json_request("/api/create", {"model": self._name, "files": {path.name: digest}, "stream": False})
+        await call(client, created, "making an Ollama model of the file")
+        told(Phase.FETCH, 1.0)
+
+    async def _load(self, client: Client, keep_alive: int) -> None:
+        asked = {"model": self.served_name, "keep_alive": keep_alive, "stream": False}
+        await call(client, json_request("/api/generate", asked), "having Ollama load the model" if keep_alive else "unloading")
+
+    @property
+    def sleep_levels(self) -> tuple[int, ...]:
+        return (2,)
+
+    async def sleep(self, client: Client, level: int) -> None:
+        if level != 2:
+            await super().sleep(client, level)
+        await self._load(client, 0)
+
+    async def wake(self, client: Client, level: int) -> None:
+        await self._load(client, _FOREVER)
+
+
+def _pulled(message: dict[str, object], name: str, told: Told) -> None:
+    if "error" in message:
+        raise EngineFailed(f"Ollama cannot download {name}: {message['error']}")
+    total, completed = message.get("total"), message.get("completed")
+    if isinstance(total, int) and isinstance(completed, int) and total:
+        told(Phase.FETCH, completed / total)
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                found.update(piece)
+    except OSError as e:
+        raise InvalidModel(f"{path} cannot be read: {e.strerror}") from e
+    return f"sha256:{found.hexdigest()}"

@@ -1,0 +1,62 @@
+"""SGLang's server, after its documentation (docs.sglang.io: server arguments, native APIs). Not run by us."""
+
+from __future__ import annotations
+
+from services.enginehost.drivers.port import Command, Driver, call, flags, json_request
+from services.enginehost.http1 import Client
+
+_OURS = frozenset({"kv_cache_bytes"})
+_KV = "kv_cache"
+_WEIGHTS = "weights"
+
+
+class Sglang(Driver):
+    def command(self) -> Command:
+        return Command((self.launch.settings.sglang_python, "-m", "sglang.launch_server", *self.arguments()))
+
+    def arguments(self) -> tuple[str, ...]:
+        launch, spec = self.launch, self.card.spec
+        found = ["--model-path", launch.model, "--served-model-name", self.served_name]
+        found += ["--host", launch.host, "--port", str(launch.port)]
+        found += ["--context-length", str(self.card.context_length), "--max-running-requests", str(spec.max_concurrency)]
+        found += ["--dtype", spec.dtype]
+        if launch.revision:
+            found += ["--revision", launch.revision]
+        if spec.trust_remote_code:
+            found.append("--trust-remote-code")
+        if self.card.info.task == "embed":
+            found.append("--is-embedding")
+        given = {k: v for k, v in spec.engine_args.items() if k not in _OURS}
+        tokens = self.launch.kv_bytes // max(1, self.card.info.kv_bytes_per_token)
+        if tokens and not {"mem_fraction_static", "max_total_tokens"} & given.keys():
+            found += ["--max-total-tokens", str(tokens)]
+        if launch.on_cuda:
+            if "enable_memory_saver" not in given:
+                found.append("--enable-memory-saver")
+        elif "device" not in given:
+            found += ["--device", "cpu"]
+        return (*found, *flags(given, no_prefix=False))
+
+    def headers(self) -> dict[str, str]:
+        """Its key can only be given on the command line, where every user of the machine could read it: there is none."""
+        return {}
+
+    def environment(self) -> dict[str, str]:
+        return {} if self.launch.remote else {"HF_HUB_OFFLINE": "1"}
+
+    @property
+    def sleep_levels(self) -> tuple[int, ...]:
+        enabled = self.card.spec.engine_args.get("enable_memory_saver", True)
+        return (1, 2) if self.launch.on_cuda and enabled else ()
+
+    async def sleep(self, client: Client, level: int) -> None:
+        """Level 1 gives up the KV cache and keeps the weights on the device's host copy; level 2 gives up both."""
+        tags = [_KV, _WEIGHTS] if level == 2 else [_KV]
+        await call(client, json_request("/release_memory_occupation", {"tags": tags}), f"putting SGLang to sleep at level {level}")
+
+    async def wake(self, client: Client, level: int) -> None:
+        if level == 2:
+            await call(client, json_request("/resume_memory_occupation", {"tags": [_WEIGHTS]}), "waking SGLang")
+            reload = {"model_path": self.launch.model}
+            await call(client, json_request("/update_weights_from_disk", reload), "having SGLang read its weights again")
+        await call(client, json_request("/resume_memory_occupation", {"tags": [_KV]}), "waking SGLang")

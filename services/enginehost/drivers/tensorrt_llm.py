@@ -1,0 +1,28 @@
+"""TensorRT-LLM's trtllm-serve, after its documentation (commands/trtllm-serve, 1.x). Not run by us."""
+
+from __future__ import annotations
+
+from services.enginehost.drivers.port import Command, Driver, flags
+
+_OURS = frozenset({"kv_cache_bytes"})
+
+
+class TensorrtLlm(Driver):
+    def command(self) -> Command:
+        return Command((self.launch.settings.trtllm_serve, *self.arguments()))
+
+    def arguments(self) -> tuple[str, ...]:
+        launch, spec = self.launch, self.card.spec
+        found = [launch.model, "--host", launch.host, "--port", str(launch.port), "--served_model_name", self.served_name]
+        found += ["--max_seq_len", str(self.card.context_length), "--max_batch_size", str(spec.max_concurrency)]
+        if spec.trust_remote_code:
+            found.append("--trust_remote_code")
+        given = {k: v for k, v in spec.engine_args.items() if k not in _OURS}
+        return (*found, *flags(given, underscores=True, no_prefix=False))
+
+    def headers(self) -> dict[str, str]:
+        """It knows no keys."""
+        return {}
+
+    def environment(self) -> dict[str, str]:
+        return {} if self.launch.remote else {"HF_HUB_OFFLINE": "1"}

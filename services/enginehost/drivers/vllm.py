@@ -1,0 +1,72 @@
+"""vLLM's OpenAI server. Options and endpoints as in its documentation; run by Thaw's tests with 0.32 on cpu."""
+
+from __future__ import annotations
+
+from services.enginehost.drivers.port import Command, Driver, call, flags, json_request
+from services.enginehost.http1 import Client, HttpRequest
+
+_SLEEP_PATH = "/sleep"
+_OURS = frozenset({"kv_cache_bytes"})
+
+
+class Vllm(Driver):
+    def command(self) -> Command:
+        # Not the `vllm` command: builds under another distribution name lack the metadata that it looks for.
+        return Command((self.launch.settings.vllm_python, "-m", "vllm.entrypoints.openai.api_server", *self.arguments()))
+
+    def arguments(self) -> tuple[str, ...]:
+        launch, spec = self.launch, self.card.spec
+        found = [
+            "--model",
+            launch.model,
+            "--served-model-name",
+            self.served_name,
+            "--host",
+            launch.host,
+            "--port",
+            str(launch.port),
+        ]
+        found += ["--max-model-len", str(self.card.context_length), "--max-num-seqs", str(spec.max_concurrency)]
+        found += ["--dtype", spec.dtype]
+        if launch.revision:
+            found += ["--revision", launch.revision]
+        if spec.trust_remote_code:
+            found.append("--trust-remote-code")
+        given = {k: v for k, v in spec.engine_args.items() if k not in _OURS}
+        if launch.kv_bytes and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
+            found += ["--kv-cache-memory-bytes", str(launch.kv_bytes)]
+        if not launch.on_cuda and "enforce_eager" not in given:
+            # Compiling takes a minute on cpu and gains little there.
+            found.append("--enforce-eager")
+        if launch.on_cuda and "enable_sleep_mode" not in given:
+            found.append("--enable-sleep-mode")
+        return (*found, *flags(given))
+
+    def environment(self) -> dict[str, str]:
+        found = {
+            "VLLM_SERVER_DEV_MODE": "1",  # the sleep endpoints
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_API_KEY": self.launch.key,
+        }
+        if not self.launch.remote:
+            found["HF_HUB_OFFLINE"] = "1"
+        return found
+
+    @property
+    def sleep_levels(self) -> tuple[int, ...]:
+        enabled = self.card.spec.engine_args.get("enable_sleep_mode", True)
+        return (1, 2) if self.launch.on_cuda and enabled else ()
+
+    async def sleep(self, client: Client, level: int) -> None:
+        await call(client, HttpRequest("POST", f"{_SLEEP_PATH}?level={level}"), f"putting vLLM to sleep at level {level}")
+
+    async def wake(self, client: Client, level: int) -> None:
+        """After level 2 the weights are gone and must be read again before the KV cache comes back: without it vLLM answers, and talks
+        nonsense."""
+        if level == 2:
+            await call(client, HttpRequest("POST", "/wake_up?tags=weights"), "waking vLLM")
+            await call(client, json_request("/collective_rpc", {"method": "reload_weights"}), "having vLLM read its weights again")
+            await call(client, HttpRequest("POST", "/wake_up?tags=kv_cache"), "waking vLLM")
+        else:
+            await call(client, HttpRequest("POST", "/wake_up"), "waking vLLM")

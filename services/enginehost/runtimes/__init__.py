@@ -1,0 +1,1 @@
+"""How an engine runs: as processes of this machine, or as a container."""

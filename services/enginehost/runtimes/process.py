@@ -1,0 +1,147 @@
+"""An engine as a child process: its own session and control group, tied to its host's life, its words in the instance's log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from services.enginehost import spawn
+from services.enginehost.drivers.port import Command
+from services.enginehost.http1 import Address
+from services.enginehost.runtimes.port import Activity, Ended
+from shared.errors import EngineFailed
+from shared.processes import INSTANCE_VARIABLE, descendants, end_all, marked
+
+_SPAWN = Path(spawn.__file__)
+_LEFTOVERS_WITHIN_S = 2.0
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on just now. Whoever takes it before the engine does is noticed later (`owns_port`)."""
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return int(s.getsockname()[1])
+
+
+def clean_environment(instance_id: str, added: Mapping[str, str]) -> dict[str, str]:
+    """What an engine inherits: everything but Thaw's own settings, which hold credentials of the mesh."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("THAW_", "OTEL_"))}
+    return {**kept, INSTANCE_VARIABLE: instance_id, **added}
+
+
+class EngineProcess:
+    """`start` it once. Its standard output and error are the host's own, which are the instance's log."""
+
+    container = None
+
+    def __init__(self, child: subprocess.Popen[bytes], instance_id: str, address: Address, log_path: Path) -> None:
+        self._child = child
+        self._instance_id = instance_id
+        self._log_path = log_path
+        self._oom_before = _oom_kills()
+        self.address = address
+        self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._pidfd = os.pidfd_open(child.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    @classmethod
+    def start(cls, command: Command, instance_id: str, address: Address, log_path: Path, cgroup_procs: str | None) -> EngineProcess:
+        """Raises `EngineFailed`. The program itself is looked for by the child: a missing one ends with status 127 and a line in the log."""
+        argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", "--", *command.argv]
+        try:
+            child = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, env=clean_environment(instance_id, command.env), start_new_session=True
+            )
+        except (OSError, ValueError) as e:
+            raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
+        return cls(child, instance_id, address, log_path)
+
+    def pids(self) -> tuple[int, ...]:
+        if self._ended.done():
+            return ()
+        return tuple(sorted(descendants(self._child.pid) | marked(self._instance_id)))
+
+    def activity(self) -> Activity:
+        cpu, read = 0.0, 0
+        for pid in descendants(self._child.pid):
+            with contextlib.suppress(psutil.Error, OSError):
+                process = psutil.Process(pid)
+                times = process.cpu_times()
+                cpu += times.user + times.system
+                read += process.io_counters().read_chars
+        return Activity(cpu, read, _size(self._log_path))
+
+    def owns_port(self) -> bool | None:
+        try:
+            for pid in descendants(self._child.pid):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found = psutil.Process(pid).net_connections("tcp")
+                    if any(c.status == psutil.CONN_LISTEN and c.laddr.port == self.address.port for c in found):
+                        return True
+        except psutil.AccessDenied:
+            return None
+        return False
+
+    async def wait(self) -> Ended:
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, signal_name: str, grace_s: float) -> Ended:
+        pids = self.pids()
+        if not self._ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.Signals[signal_name])
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self.wait()
+            except TimeoutError:
+                self._child.kill()
+                await self.wait()
+        # Those that outlive it: workers that ignored the signal, or have left the session.
+        known = set(pids)
+        await asyncio.to_thread(
+            end_all, lambda: marked(self._instance_id) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S
+        )
+        return await self.wait()
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        returncode = self._child.wait()
+        os.close(self._pidfd)
+        self._pidfd = -1
+        after = _oom_kills()
+        struck = returncode == -signal.SIGKILL and None not in (after, self._oom_before) and after != self._oom_before
+        self._ended.set_result(Ended(returncode, struck if returncode == -signal.SIGKILL else False))
+
+
+def _same_session(leader: int) -> set[int]:
+    found = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == leader:
+                found.add(pid)
+    return found
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _oom_kills() -> int | None:
+    """How often the kernel's out-of-memory killer has struck on this machine since boot."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None

@@ -1,0 +1,34 @@
+"""Builtin engines by one launcher, hosts of all others by another."""
+
+from __future__ import annotations
+
+from services.nodeagent.engines.launcher import Launcher
+from shared.contracts.engine import EngineStart
+
+
+class LauncherByEngine:
+    """Each engine goes to the launcher of its kind."""
+
+    def __init__(self, builtin: Launcher, hosts: Launcher) -> None:
+        self._builtin = builtin
+        self._hosts = hosts
+
+    def name_for(self, start: EngineStart) -> str:
+        return self._of(start).name_for(start)
+
+    async def run(self) -> None:
+        await self._builtin.run()
+
+    async def launch(self, start: EngineStart) -> int:
+        return await self._of(start).launch(start)
+
+    async def exit_status(self, pid: int, within_s: float) -> int | None:
+        found = await self._hosts.exit_status(pid, within_s)
+        return found if found is not None else await self._builtin.exit_status(pid, within_s)
+
+    async def close(self) -> None:
+        await self._builtin.close()
+        await self._hosts.close()
+
+    def _of(self, start: EngineStart) -> Launcher:
+        return self._builtin if start.card.spec.engine == "builtin" else self._hosts

@@ -1,0 +1,72 @@
+"""Processes as the kernel shows them: what an instance's engine has forked, wherever it went."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+INSTANCE_VARIABLE = "THAW_INSTANCE"
+"""In the environment of an engine's processes: who forgets its parent is still known by it."""
+_POLL_S = 0.01
+
+
+def all_pids() -> Iterator[int]:
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            yield int(entry.name)
+
+
+def marked(instance_id: str) -> set[int]:
+    """Processes that carry the instance's mark, zombies left out. Reads every process's environment: some milliseconds."""
+    mark = f"{INSTANCE_VARIABLE}={instance_id}".encode()
+    found = set()
+    for pid in all_pids():
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """`pid` and everything below it now, zombies included."""
+    children: dict[int, list[int]] = {}
+    for other in all_pids():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(other)
+    found, todo = set(), [pid]
+    while todo:
+        current = todo.pop()
+        if current not in found:
+            found.add(current)
+            todo += children.get(current, ())
+    return found
+
+
+def end_all(pids: Callable[[], Iterable[int]], within_s: float = 5.0) -> bool:
+    """SIGKILL whatever `pids()` finds until it finds nothing; False if something is left after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while found := [p for p in pids() if _alive(p)]:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def end_marked(instance_id: str) -> bool:
+    """End whatever an instance's engine has left behind; False if something would not go."""
+    return end_all(lambda: marked(instance_id))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

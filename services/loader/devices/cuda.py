@@ -163,6 +163,8 @@ class CudaDevice:
         for arena in list(self._arenas.values()):
             arena.release()
         with self._work:
+            if self._closing:
+                return
             self._closing = True
             self._work.notify_all()
         self._thread.join()
@@ -176,9 +178,10 @@ class CudaDevice:
         return self._driver.export(address)
 
     def enqueue(self, arena: CudaArena, offset: int, address: int, nbytes: int) -> None:
+        runs = self._pins.runs(offset, address, nbytes)
         with self._work:
             if arena.number in self._arenas:
-                self._queue.add(arena.number, offset, address, nbytes)
+                self._queue.add(arena.number, *runs)
                 self._work.notify_all()
 
     def prioritise(self, arena: CudaArena, priority: Priority) -> None:

@@ -29,18 +29,27 @@ class Watermark:
 
 @dataclass(frozen=True)
 class Run:
-    """One copy: `nbytes` from `address` in host memory to `offset` in the arena."""
+    """One copy: `nbytes` from `address` in host memory to `offset` in the arena. `pin` names the page-locked range it comes from: CUDA
+    refuses a copy that reaches over two of them.
+    """
 
     offset: int
     address: int
     nbytes: int
+    pin: int = 0
 
     @property
     def end(self) -> int:
         return self.offset + self.nbytes
 
     def meets(self, following: Run) -> bool:
-        return self.end == following.offset and self.address + self.nbytes == following.address
+        return (self.end, self.address + self.nbytes, self.pin) == (following.offset, following.address, following.pin)
+
+    def first(self, nbytes: int) -> Run:
+        return Run(self.offset, self.address, nbytes, self.pin)
+
+    def after(self, nbytes: int) -> Run:
+        return Run(self.offset + nbytes, self.address + nbytes, self.nbytes - nbytes, self.pin)
 
 
 @dataclass(frozen=True)
@@ -127,13 +136,17 @@ class CopyQueue:
     def prioritise(self, arena: int, priority: int) -> None:
         self._arenas[arena].priority = priority
 
-    def add(self, arena: int, offset: int, address: int, nbytes: int) -> None:
-        """Raises `ValueError` for a range that overlaps one given before, and `KeyError` for an arena that is closed."""
+    def add(self, arena: int, *runs: Run) -> None:
+        """`runs` are neighbours in the arena, in order. Raises `ValueError` if they overlap what was given before, and `KeyError` for an
+        arena that is closed.
+        """
         waiting = self._arenas[arena]
-        if not waiting.taken.take(offset, offset + nbytes):
-            raise ValueError(f"bytes {offset} to {offset + nbytes} of this arena were given already, or in part")
-        waiting.nbytes += nbytes
-        insort(waiting.runs, Run(offset, address, nbytes), key=lambda run: run.offset)
+        start, end = runs[0].offset, runs[-1].end
+        if not waiting.taken.take(start, end):
+            raise ValueError(f"bytes {start} to {end} of this arena were given already, or in part")
+        waiting.nbytes += end - start
+        for run in runs:
+            insort(waiting.runs, run, key=lambda run: run.offset)
 
     def next(self) -> Group | None:
         """The group to issue now; None while enough is under way, or nothing is waiting that is worth its own copy."""
@@ -182,14 +195,14 @@ def _take(runs: list[Run], limit: int) -> list[Run]:
     used = 0
     while left and used < len(runs):
         run = runs[used]
-        part = Run(run.offset, run.address, min(run.nbytes, left))
+        part = run.first(min(run.nbytes, left))
         left -= part.nbytes
         if part.nbytes < run.nbytes:
-            runs[used] = Run(run.offset + part.nbytes, run.address + part.nbytes, run.nbytes - part.nbytes)
+            runs[used] = run.after(part.nbytes)
         else:
             used += 1
         if taken and taken[-1].meets(part):
-            taken[-1] = Run(taken[-1].offset, taken[-1].address, taken[-1].nbytes + part.nbytes)
+            taken[-1] = taken[-1].first(taken[-1].nbytes + part.nbytes)
         else:
             taken.append(part)
     del runs[:used]

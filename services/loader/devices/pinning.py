@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right, insort
+from itertools import pairwise
 
 from services.loader.devices.driver import CudaDriver
+from services.loader.devices.grouping import Run
 
 
 class Pins:
@@ -14,6 +17,7 @@ class Pins:
         self._driver = driver
         self._lock = threading.Lock()
         self._ranges: dict[int, int] = {}
+        self._starts: list[int] = []
 
     @property
     def nbytes(self) -> int:
@@ -29,19 +33,38 @@ class Pins:
             if known is not None:
                 return
             self._ranges[address] = nbytes
+            insort(self._starts, address)
         try:
             self._driver.register(address, nbytes)
         except BaseException:
             with self._lock:
-                self._ranges.pop(address, None)
+                self._forget(address)
             raise
+
+    def runs(self, offset: int, address: int, nbytes: int) -> list[Run]:
+        """The range cut where one page-locked range ends and the next begins; what lies in none is left as it is."""
+        end, runs = address + nbytes, list[Run]()
+        with self._lock:
+            at = max(bisect_right(self._starts, address) - 1, 0)
+            cuts = [c for start in self._starts[at:] if start < end for c in (start, start + self._ranges[start])]
+            for start, stop in pairwise(sorted({address, *(c for c in cuts if address < c < end), end})):
+                before = bisect_right(self._starts, start) - 1
+                pin = self._starts[before] if before >= 0 else 0
+                inside = before >= 0 and start < pin + self._ranges[pin]
+                runs.append(Run(offset + start - address, start, stop - start, pin if inside else 0))
+        return runs
 
     def unpin(self, address: int) -> None:
         with self._lock:
-            if self._ranges.pop(address, None) is None:
+            if address not in self._ranges:
                 return
+            self._forget(address)
         self._driver.unregister(address)
 
     def close(self) -> None:
         for address in list(self._ranges):
             self.unpin(address)
+
+    def _forget(self, address: int) -> None:
+        del self._ranges[address]
+        self._starts.remove(address)

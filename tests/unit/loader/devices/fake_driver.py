@@ -123,6 +123,8 @@ class FakeDriver:
         start = next(a for a, m in self.memory.items() if a <= to_device and to_device + nbytes <= a + len(m))
         if not any(a <= from_host and from_host + nbytes <= a + n for a, n in self.pinned.items()):
             self.unpinned_copies += 1
+            if any(a < from_host + nbytes and from_host < a + n for a, n in self.pinned.items()):
+                raise DeviceFailed("cudaMemcpyAsync: invalid argument (the range is page-locked in parts)")
         stream.work.put(functools.partial(ctypes.memmove, to_device, from_host, nbytes))
         with self.issued:
             self.copies.append((to_device - start, nbytes, stream.urgent))

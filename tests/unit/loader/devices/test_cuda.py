@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.loader.devices.cuda import GRANULE, CudaDevice
+from services.loader.devices.grouping import Run
 from services.loader.devices.pinning import Pins
 from services.loader.devices.port import Arena, Device, DeviceFailed, Place, Priority
 from shared.contracts.segment import CudaIpcHandle
@@ -170,3 +171,37 @@ def test_a_chunk_that_cannot_be_pinned_is_not_thought_pinned(driver: FakeDriver)
     with pytest.raises(DeviceFailed, match="already registered"):
         pins.pin(4096, 4096)
     assert pins.nbytes == 0
+
+
+def test_ranges_are_cut_where_page_locked_ones_meet(driver: FakeDriver) -> None:
+    driver.use(0)
+    pins = Pins(driver)
+    for address, nbytes in ((100, 50), (150, 50), (300, 100)):
+        pins.pin(address, nbytes)
+    assert pins.runs(0, 120, 20) == [Run(0, 120, 20, 100)]
+    assert pins.runs(7, 120, 60) == [Run(7, 120, 30, 100), Run(37, 150, 30, 150)]
+    assert pins.runs(0, 50, 400) == [
+        Run(0, 50, 50),
+        Run(50, 100, 50, 100),
+        Run(100, 150, 50, 150),
+        Run(150, 200, 100),
+        Run(250, 300, 100, 300),
+        Run(350, 400, 50),
+    ]
+    pins.unpin(150)
+    assert pins.runs(0, 120, 60) == [Run(0, 120, 30, 100), Run(30, 150, 30)]
+    pins.close()
+
+
+def test_a_segment_over_several_chunks_is_copied_chunk_by_chunk(driver: FakeDriver) -> None:
+    host = Host()
+    device = CudaDevice(driver, driver.facts(0), 64 * PAGE)
+    for at in range(0, len(host.memory), 8 * PAGE):
+        device.pin(host.address + at, min(8 * PAGE, len(host.memory) - at))
+    arena = device.allocate(Place("w", SEGMENT, "thaw-test"))
+    arena.fill(0, host.address, SEGMENT)
+    assert arena.wait(SEGMENT)
+    assert [n for _, n, _ in driver.copies] == [8 * PAGE] * 5 + [123]
+    assert opened(arena, driver, SEGMENT) == host.content
+    device.close()
+    device.close()

@@ -49,7 +49,7 @@ def test_every_byte_goes_once_and_groups_are_bounded(given_ranges: list[tuple[in
         assert len(under_way) == queue.under_way <= window
 
     for start, end in given_ranges:
-        queue.add(1, start, 5000 + start, end - start)
+        queue.add(1, Run(start, 5000 + start, end - start))
         drain()
     while under_way:
         queue.done(under_way.pop(0))
@@ -69,18 +69,27 @@ def queue_of(*arenas: tuple[int, Priority], window: int = 2, order: str = "arriv
 def test_neighbours_become_one_copy_and_others_stay_apart() -> None:
     queue = queue_of((1, Priority.REQUEST))
     for offset, address in ((0, 1000), (10, 1010), (20, 3000)):
-        queue.add(1, offset, address, 10)
+        queue.add(1, Run(offset, address, 10))
     group = queue.next()
     assert group is not None
     assert group.runs == (Run(0, 1000, 20), Run(20, 3000, 10))
 
 
+def test_neighbours_of_different_page_locked_ranges_stay_apart() -> None:
+    queue = queue_of((1, Priority.REQUEST))
+    runs = (Run(0, 1000, 10, pin=900), Run(10, 1010, 10, pin=1010))
+    queue.add(1, *runs)
+    group = queue.next()
+    assert group is not None
+    assert group.runs == runs
+
+
 def test_nothing_is_held_back_from_an_idle_bus() -> None:
     queue = queue_of((1, Priority.REQUEST))
-    queue.add(1, 0, 0, 1)
+    queue.add(1, Run(0, 0, 1))
     first = queue.next()
     assert first is not None
-    queue.add(1, 1, 1, 1)
+    queue.add(1, Run(1, 1, 1))
     assert queue.next() is None  # worth no copy of its own while another runs
     queue.done(first)
     assert queue.next() is not None
@@ -88,16 +97,16 @@ def test_nothing_is_held_back_from_an_idle_bus() -> None:
 
 def test_requests_first_from_the_next_group_on() -> None:
     queue = queue_of((1, Priority.BACKGROUND), (2, Priority.REQUEST), window=3)
-    queue.add(1, 0, 0, 1000)
+    queue.add(1, Run(0, 0, 1000))
     assert [g.arena for g in (queue.next(),) if g] == [1]
-    queue.add(2, 0, 0, 10)
+    queue.add(2, Run(0, 0, 10))
     assert [g.arena for g in (queue.next(), queue.next()) if g] == [2, 1]  # small as it is, it does not wait for the background
 
 
 def test_raised_priority() -> None:
     queue = queue_of((1, Priority.BACKGROUND), (2, Priority.BACKGROUND), window=9)
     for arena in (1, 2):
-        queue.add(arena, 0, 0, 300)
+        queue.add(arena, Run(0, 0, 300))
     queue.prioritise(2, Priority.REQUEST)
     assert [g.arena for g in iter(queue.next, None)] == [2, 2, 2, 1, 1, 1]
 
@@ -106,14 +115,14 @@ def test_in_order_of_arrival_or_fairly() -> None:
     for order, expected in (("arrival", [1, 1, 2, 2]), ("fair", [1, 2, 1, 2])):
         queue = queue_of((1, Priority.REQUEST), (2, Priority.REQUEST), window=9, order=order)
         for arena in (1, 2):
-            queue.add(arena, 0, 0, 200)
+            queue.add(arena, Run(0, 0, 200))
         assert [g.arena for g in iter(queue.next, None)] == expected
 
 
 def test_what_is_closed_or_dropped_goes_no_further() -> None:
     queue = queue_of((1, Priority.REQUEST), (2, Priority.REQUEST), window=9)
     for arena in (1, 2):
-        queue.add(arena, 0, 0, 300)
+        queue.add(arena, Run(0, 0, 300))
     first = queue.next()
     assert first is not None
     queue.close(1)

@@ -35,10 +35,26 @@ class Catalog:
         self._aliases = {alias: card.name for card in self._cards.values() for alias in card.spec.aliases}
 
     def resolve(self, name: str) -> ModelCard:
-        card = self._cards.get(name) or self._cards.get(self._aliases.get(name, ""))
-        if card is None:
+        """The model whose instances answer for `name`: of an adapter (`adapter`, or `base:adapter`) its base. Raises `ModelNotFound`."""
+        card = self.named(name)
+        return card if card.spec.base is None else self._cards[card.spec.base]
+
+    def adapter(self, name: str) -> ModelCard | None:
+        """The adapter that `name` names; None if that is a model. Raises `ModelNotFound`."""
+        card = self.named(name)
+        return card if card.spec.base is not None else None
+
+    def named(self, name: str) -> ModelCard:
+        """What `name` names, model or adapter. Raises `ModelNotFound`; an adapter without its base is not there either."""
+        prefix, colon, last = name.rpartition(":")
+        card = self._known(last)
+        base = self._known(card.spec.base) if card is not None and card.spec.base is not None else None
+        if card is None or (card.spec.base is not None and base is None) or (colon and (base is None or self._known(prefix) is not base)):
             raise ModelNotFound(f"The model `{name}` does not exist; GET /v1/models lists those that do", param="model")
         return card
+
+    def _known(self, name: str) -> ModelCard | None:
+        return self._cards.get(name) or self._cards.get(self._aliases.get(name, ""))
 
     def cards(self) -> list[ModelCard]:
         return sorted(self._cards.values(), key=lambda c: c.name)

@@ -17,6 +17,7 @@ from shared.errors import NotFound
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
+    """`root` and `parent` as vLLM has them: where the weights come from, and an adapter's base."""
     return {
         "id": card.name,
         "object": "model",
@@ -26,6 +27,8 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "max_model_len": card.context_length,
         "aliases": list(card.spec.aliases),
         "task": card.info.task,
+        "root": card.spec.source,
+        "parent": card.spec.base,
     }
 
 
@@ -38,7 +41,7 @@ class Info:
         return json_response({"object": "list", "data": [model_object(c) for c in self._gateway.catalog.cards()]})
 
     async def model(self, request: Request) -> Response:
-        return json_response(model_object(self._gateway.catalog.resolve(request.path_params["name"])))
+        return json_response(model_object(self._gateway.catalog.named(request.path_params["name"])))
 
     async def health(self, request: Request) -> Response:
         return json_response({"status": "ok", "uptime_s": round(time.monotonic() - self._started, 1)})

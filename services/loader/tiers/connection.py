@@ -1,0 +1,205 @@
+"""One HTTP/1.1 connection whose every wait ends when it is called off, and whose bodies go straight into memory that is given.
+
+`http.client` parses the answers; the socket beneath is read in large pieces (`SO_RCVLOWAT`: one wake-up for half a megabyte), which is
+faster and cheaper than `http.client`'s own reading (measured in docs/adr/0020-remote-tiers.md).
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.loader.tiers.port import Cancelled
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+CONNECT_S = 10.0
+STALL_S = 20.0
+_SLICE_MS = 100
+_LOW_WATER_BYTES = 512 * 1024
+_SMALL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds a connection may take to be made, and may bring nothing, before it is given up."""
+
+    connect_s: float = CONNECT_S
+    stall_s: float = STALL_S
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a connection is to: scheme, host, port, and the proxy that it goes through."""
+
+    scheme: str
+    host: str
+    port: int
+    proxy: tuple[str, int] | None = None
+    proxy_authorization: str | None = None
+
+
+class Connection:
+    """For one request at a time. Raises `OSError`, `http.client.HTTPException` and `Cancelled`."""
+
+    def __init__(
+        self, origin: Origin, tls: ssl.SSLContext | None, patience: Patience, cancelled: threading.Event | None = None
+    ) -> None:
+        self.origin, self._patience = origin, patience
+        deadline = time.monotonic() + patience.connect_s
+        self._sock = _connected(*(origin.proxy or (origin.host, origin.port)), deadline, cancelled)
+        try:
+            if tls is not None:
+                if origin.proxy is not None:
+                    self._tunnel(cancelled)
+                self._sock = _handshaken(tls, self._sock, origin.host, deadline, cancelled)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def request(
+        self, method: str, target: str, headers: Mapping[str, str], cancelled: threading.Event | None = None
+    ) -> http.client.HTTPResponse:
+        """Send a request without a body; its response, headers read. The body must be read before the next request."""
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        if any("\r" in line or "\n" in line for line in lines):
+            raise ValueError("a line break in a request")
+        self._sock.settimeout(self._patience.stall_s)
+        self._sock.sendall("\r\n".join((*lines, "", "")).encode("latin-1"))
+        self._sock.settimeout(0)
+        stream = _Stream(self._sock, cancelled, self._patience.stall_s)
+        response = http.client.HTTPResponse(_Readable(stream), method=method)  # type: ignore[arg-type]  # all that it asks of a socket
+        response.begin()
+        return response
+
+    def _tunnel(self, cancelled: threading.Event | None) -> None:
+        name = f"{self.origin.host}:{self.origin.port}"
+        authorization = self.origin.proxy_authorization
+        headers = {"Host": name, **({"Proxy-Authorization": authorization} if authorization else {})}
+        # A refusal has a body, which nobody reads: the connection is closed.
+        response = self.request("CONNECT", name, headers, cancelled)
+        if response.status != http.HTTPStatus.OK:
+            raise ConnectionError(f"the proxy refuses connections to {name} ({response.status})")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the other side has not hung up meanwhile: nothing else can come on an idle connection."""
+        return not _wait(self._sock, select.POLLIN, 0)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class _Stream(io.RawIOBase):
+    """A socket as a file. Waits in short slices, so that calling off and stalls are noticed. Closing it leaves the socket open."""
+
+    def __init__(self, sock: socket.socket, cancelled: threading.Event | None, stall_s: float) -> None:
+        self._sock, self._cancelled, self._stall_s = sock, cancelled, stall_s
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._low = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: WriteableBuffer, /) -> int:
+        if not self._tls:
+            self._low_water(min(memoryview(into).nbytes, _LOW_WATER_BYTES))
+        deadline = time.monotonic() + self._stall_s
+        while True:
+            if self._cancelled is not None and self._cancelled.is_set():
+                raise Cancelled
+            # What TLS has decrypted already is in no poll, and less than the low-water mark neither: a read is tried in any case.
+            if not self._tls:
+                self._poll.poll(_SLICE_MS)
+            try:
+                return self._sock.recv_into(into)
+            except ssl.SSLWantReadError:
+                self._poll.poll(_SLICE_MS)
+            except BlockingIOError:
+                pass
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no bytes for {self._stall_s:g} s")
+
+    def _low_water(self, wanted: int) -> None:
+        mark = wanted if wanted > _SMALL_BYTES else 1
+        if mark != self._low:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+            self._low = mark
+
+
+class _Readable:
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self._stream)
+
+
+def _connected(host: str, port: int, deadline: float, cancelled: threading.Event | None) -> socket.socket:
+    """A TCP connection to the first address of `host` that answers, not blocking."""
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                sock.connect(address)
+            except BlockingIOError:
+                _until(sock, select.POLLOUT, deadline, cancelled)
+            if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, f"{host} port {port} cannot be reached")
+        except OSError as e:
+            sock.close()
+            failure = e
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
+
+
+def _handshaken(
+    tls: ssl.SSLContext, sock: socket.socket, host: str, deadline: float, cancelled: threading.Event | None
+) -> ssl.SSLSocket:
+    wrapped = tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+    try:
+        wrapped.settimeout(0)
+        while True:
+            try:
+                wrapped.do_handshake()
+            except ssl.SSLWantReadError:
+                _until(wrapped, select.POLLIN, deadline, cancelled)
+            except ssl.SSLWantWriteError:
+                _until(wrapped, select.POLLOUT, deadline, cancelled)
+            else:
+                return wrapped
+    except BaseException:
+        wrapped.close()
+        raise
+
+
+def _until(sock: socket.socket, events: int, deadline: float, cancelled: threading.Event | None) -> None:
+    while not _wait(sock, events, _SLICE_MS):
+        if cancelled is not None and cancelled.is_set():
+            raise Cancelled
+        if time.monotonic() > deadline:
+            raise TimeoutError("no connection in time")
+
+
+def _wait(sock: socket.socket, events: int, wait_ms: int) -> bool:
+    poll = select.poll()
+    poll.register(sock, events)
+    return bool(poll.poll(wait_ms))

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 _NO_RESPONDERS = "503"
 _PENDING_MSGS = 1_000_000
 _PENDING_BYTES = 512 * 1024 * 1024
-ENVELOPE_BYTES = 2048
-"""More than `InferRequest` needs around its body, headers included."""
+ENVELOPE_BYTES = 64 * 1024
+"""More than `InferRequest` needs around its body, headers and an adapter's card included."""
 
 
 class Engines:

@@ -23,7 +23,7 @@ from shared.errors import CheckpointInvalid, InvalidModel
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>[^\s]+)\.lora_(?P<part>[AB])\.weight")
-_PLAIN = re.compile(r"[\w.]+")
+_PLAIN = re.compile(r"[\w.]{1,64}")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways of initialising that also change the base's weights; PEFT can save such an adapter as an ordinary one."""
@@ -41,6 +41,7 @@ _REFUSED = {
 }
 """Settings of an adapter's that would change the output and cannot be honoured, with the remedy."""
 _SHOWN = 3
+_PATTERNS = 256
 
 
 def is_adapter(present: Collection[str]) -> bool:
@@ -138,6 +139,8 @@ def _number(value: Any, *, whole: bool = False) -> bool:
 
 def _pattern(raw: Mapping[str, Any], key: str, where: str, *, whole: bool = False) -> dict[str, Any]:
     found = raw.get(key) or {}
+    if len(found) > _PATTERNS:
+        raise InvalidModel(f"{where}: {key} has {len(found)} entries; at most {_PATTERNS} are supported")
     if not isinstance(found, dict) or not all(_number(v, whole=whole) for v in found.values()):
         raise CheckpointInvalid(f"{where}: {key} must map names of modules to positive numbers")
     # PEFT takes them for regular expressions, which can be written to run for ever.

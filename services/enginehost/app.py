@@ -60,6 +60,7 @@ class Host:
         self._requests: Subscription | None = None
         self._connected = False
         self._asleep: int | None = None
+        self._leaving = False
         self._control_lock = asyncio.Lock()
 
     async def run(self) -> int:
@@ -116,6 +117,8 @@ class Host:
         except Exception as e:  # a process boundary: whatever it was, the nodeagent hears of it
             log.exception("the engine's host failed")
             error = EngineFailed(f"{type(e).__name__}: {str(e)[:500]}")
+        if self._leaving:  # it was ended, and did not fail
+            await asyncio.get_running_loop().create_future()
         return await self._fail(error)
 
     async def _serve(self) -> ThawError:
@@ -144,24 +147,32 @@ class Host:
         interval = self._settings.probe_interval
         missed = 0
         while interval:
-            await asyncio.sleep(max(0.05, interval - self._serving.idle_s) if not missed else min(1.0, interval))
-            if self._serving.idle_s < interval or self._asleep is not None or self._serving.draining:
+            await asyncio.sleep(min(1.0, interval) if missed else max(0.05, interval - self._serving.idle_s))
+            if self._serving.idle_s < interval or not self._awake():
                 missed = 0
                 continue
-            async with self._control_lock:
-                if self._asleep is not None:
-                    continue
-                try:
-                    await self._engine.probe()
-                except EngineFailed as e:
-                    missed += 1
-                    log.warning("the idle engine gives no token", extra={"error": e.message, "missed": missed})
-                    if missed >= 2:
-                        self._engine.give_up(e)
-                        return
-                    continue
-            missed = 0
-            await asyncio.sleep(interval)
+            error = await self._silence()
+            missed = missed + 1 if error is not None else 0
+            if error is None:
+                await asyncio.sleep(interval)
+            elif missed >= 2:
+                self._engine.give_up(error)
+                return
+
+    async def _silence(self) -> EngineFailed | None:
+        """Why an idle engine gives no token; None if it does, or need not."""
+        async with self._control_lock:
+            if not self._awake():
+                return None
+            try:
+                await self._engine.probe()
+            except EngineFailed as e:
+                log.warning("the idle engine gives no token", extra={"error": e.message})
+                return e
+        return None
+
+    def _awake(self) -> bool:
+        return self._asleep is None and not self._serving.draining
 
     async def _fail(self, error: ThawError) -> int:
         log.error("the engine failed", extra={"code": error.code, "error": error.message})
@@ -230,6 +241,7 @@ class Host:
         self._reporter.enter("ready")
 
     async def _leave(self, status: int) -> int:
+        self._leaving = True
         self._serving.drain(only_if_idle=False)
         self._serving.abandon(stopped())
         if status or not self._connected:

@@ -84,9 +84,6 @@ class HostedEngine(Frozen):
     """The engine behind a host process: what there is to freeze, measure and end, and what it can do by itself."""
 
     pids: tuple[int, ...] = Field(default=(), description="Its processes, all that they forked included; not the host's own.")
-    cgroup: str | None = Field(
-        default=None, description="Name of its control group below each hierarchy's root, where there is one."
-    )
     container: str | None = Field(default=None, description="Id of its container.")
     sleep_levels: tuple[int, ...] = Field(default=(), description="Of `SleepEngine`, as this engine on this device has them.")
 

@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from services.gateway.domain.ask import Ask
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
+from services.gateway.relay import Relay
 from shared.contracts.base import ErrorBody
-from shared.contracts.inference import Answered, EmbeddingsFinished, Endpoint, InferFinished, InferRaw, InferStarted, Usage
+from shared.contracts.inference import (
+    Answered,
+    EmbeddingsFinished,
+    InferEnd,
+    InferFinished,
+    InferRaw,
+    InferResponse,
+    InferStarted,
+    Usage,
+)
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceStatus
 from shared.contracts.phases import PhaseSpan
 from shared.errors import Conflict, EngineFailed, InstanceDraining, ThawError, Unreachable, from_body
 
-if TYPE_CHECKING:
-    from services.gateway.keyed import Keyed
+_LARGEST_WHOLE = 256 * 1024 * 1024
+"""Bytes of an answer that is kept until it is whole."""
+
+
+class Diverged(Exception):
+    """An answer that is generated again is not the one that its client has got a part of."""
 
 
 class Sink(Protocol):
-    """Makes an answer of an engine's messages. `pending` is how many bytes it holds for a client that has not read them."""
+    """Makes an answer of an engine's tokens. `pending` is how many bytes it holds for a client that has not read them. `streams`: what it
+    has taken is on its way to the client. `repeatable`: it can take the same answer again from its beginning."""
 
     @property
     def pending(self) -> int: ...
+    @property
+    def streams(self) -> bool: ...
+    @property
+    def repeatable(self) -> bool: ...
+    def reset(self) -> None:
+        """The answer begins again."""
+
     def started(self, message: InferStarted) -> None: ...
-    def chunk(self, choices: list[dict[str, Any]]) -> None: ...
+    def chunk(self, choices: list[dict[str, Any]]) -> None:
+        """Raises `Diverged`."""
+
     def finished(self, message: Answered) -> None: ...
 
 
-_LAST: dict[str, type[Answered]] = {"finished": InferFinished, "embeddings": EmbeddingsFinished, "raw": InferRaw}
+class Key(Protocol):
+    """The request's Idempotency-Key, as its exchange knows it."""
+
+    async def client_left(self) -> None: ...
+    async def settled(self) -> None: ...
+
+
+_LAST: dict[str, type[Answered]] = {"finished": InferFinished, "embeddings": EmbeddingsFinished, "raw": InferRaw, "end": InferEnd}
 
 
 @dataclass(slots=True)
@@ -45,30 +79,32 @@ class Heard:
 
 
 class Exchange:
-    """Everything about one request between its validation and its record. Only the gateway's loop touches it."""
+    """Everything about one request between its validation and its record. Only the gateway's loop touches it.
+
+    An engine answers in tokens, of which `sink` makes the answer, or in HTTP's form, which is passed on by `relay`. `told`: the
+    client has got some of the answer.
+    """
 
     def __init__(
         self,
         ticket: Ticket,
         card: ModelCard,
-        endpoint: Endpoint,
-        body: bytes,
+        ask: Ask,
         sink: Sink,
         dispatcher: Dispatcher,
         buffer_limit: int,
-        route: str = "",
     ) -> None:
         self.ticket = ticket
         self.card = card
-        self.endpoint = endpoint
-        self.body = body
-        self.route = route
+        self.ask = ask
         self.sink = sink
+        self.relay: Relay | None = None
+        self.told = False
         self.error: ThawError | None = None
         self.ended = False
         self.gone = False
         self.over = asyncio.Event()
-        self.keyed: Keyed | None = None
+        self.key: Key | None = None
         self.replayed = False
         self.refusal: ThawError | None = None
         self.first_at: float | None = None
@@ -102,6 +138,9 @@ class Exchange:
         """Expect an answer from its first message on."""
         self._seq = 0
         self.refusal = None
+        self.relay = None
+        self.first_at = self.first_at if self.told else None
+        self.sink.reset()
         self.heard.clear()
 
     @property
@@ -114,6 +153,8 @@ class Exchange:
     def on_message(self, data: bytes) -> None:
         try:
             self._take(from_json(data))
+        except Diverged as e:
+            self._break(EngineFailed(f"{self.card.name} stopped while answering; its answer could not be continued: {e}"))
         except (ValueError, KeyError, TypeError, ValidationError) as e:
             self._break(EngineFailed(f"{self.card.name} sent a message that cannot be understood: {type(e).__name__}"))
 
@@ -125,7 +166,7 @@ class Exchange:
         if self.ended:
             return
         now = time.monotonic()
-        if self.keyed is not None and (message["seq"] < self._seq or _repeated(message)):
+        if self.key is not None and (message["seq"] < self._seq or _repeated(message)):
             return
         if message["seq"] != self._seq:
             self._break(EngineFailed(f"messages of {self.card.name} were lost: number {self._seq} is missing"))
@@ -141,28 +182,63 @@ class Exchange:
             self.usage = Usage(prompt_tokens=started.prompt_tokens)
             self.ignored = started.ignored
             self.sink.started(started)
+        elif kind == "data":
+            self._data(message, now)
+        elif kind == "response":
+            self._respond(InferResponse.model_validate(message), now)
         elif kind == "failed":
             self._failed(from_body(ErrorBody.model_validate(message["error"])), now)
         else:
             self._finished(message, now)
 
     def _chunk(self, message: dict[str, Any], now: float) -> None:
+        self._first(message, now)
+        self.ticket.begun = self.sink.streams and not self.sink.repeatable
+        self.sink.chunk(message["choices"])
+        self._bound(self.sink.pending)
+
+    def _first(self, message: dict[str, Any], now: float) -> None:
         if self.first_at is None:
             self.first_at = now
-            self.ticket.begun = True
             self.heard.append(Heard(now, _phases(message.get("phases"))))
-        self.sink.chunk(message["choices"])
-        if self.sink.pending > self._buffer_limit and not self.replayed:
+
+    def _bound(self, pending: int) -> None:
+        if pending > self._buffer_limit and not self.replayed:
             self._break(EngineFailed("the client reads more slowly than the model writes; its buffer is full", should_retry=False))
         else:
             self.wake()
+
+    def _respond(self, head: InferResponse, now: float) -> None:
+        if self.relay is not None or self.told:
+            raise ValueError("an answer has one head, before its first bytes")
+        self.heard.append(Heard(now, head.phases))
+        self.relay = Relay(head)
+
+    def _data(self, message: dict[str, Any], now: float) -> None:
+        relay = self.relay
+        if relay is None:
+            raise ValueError("data came before the answer's head")
+        self._first(message, now)
+        relay.add(base64.b64decode(message["data"], validate=True))
+        if relay.streams:
+            self.ticket.begun = True
+            self._bound(relay.size)
+        elif relay.size > _LARGEST_WHOLE:
+            self._break(EngineFailed(f"the answer of {self.card.name} is over {_LARGEST_WHOLE} bytes", should_retry=False))
 
     def _finished(self, message: dict[str, Any], now: float) -> None:
         last = _LAST[message["kind"]].model_validate(message)
         self.usage = last.usage
         if self.first_at is None:
             self.first_at = now
-        self.sink.finished(last)
+        if isinstance(last, InferRaw):
+            self._respond(InferResponse(status=200), now)
+        if self.relay is None:
+            self.sink.finished(last)
+        elif isinstance(last, InferRaw):
+            self.relay.add(json.dumps(last.body, ensure_ascii=False, separators=(",", ":")).encode())
+        elif not isinstance(last, InferEnd):
+            raise ValueError("an answer in HTTP's form ended as one of tokens")
         self._end(now)
         self._dispatcher.on_finished(self.ticket, now)
 
@@ -187,15 +263,15 @@ class Exchange:
 
     async def client_left(self) -> None:
         """The client is gone; whether that ends the request is for its Idempotency-Key to say, if it has one."""
-        if self.keyed is not None:
-            await self.keyed.client_left()
+        if self.key is not None:
+            await self.key.client_left()
         else:
             self.leave()
 
     async def settled(self) -> None:
         """Wait until a failed request may be repeated."""
-        if self.keyed is not None:
-            await self.keyed.settled()
+        if self.key is not None:
+            await self.key.settled()
 
     def leave(self) -> None:
         """The client is gone: leave the queue, or have the engine stop."""

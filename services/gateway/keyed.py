@@ -1,7 +1,8 @@
 """One request with an Idempotency-Key: it generates for all who bring the key, or follows the one who does, or takes over from him.
 
 Owner. Its request goes through the dispatcher as any other, but the engine is written down before it is asked, and answers on a captured
-subject. At the end the key is `done`, or forgotten if there is no answer to give again.
+subject. At the end the key is `done`, also if a stream broke off of which the client has a part; it is forgotten if there is nothing to give
+again.
 Follower. Reads the captured answer from its first message on. It becomes the owner when the owner's lease runs out, and goes on where
 that one was: in the queue, or with the engine that works already. An engine that may not have got the request is asked again under the
 same name: it refuses a repetition of what it is doing.
@@ -14,18 +15,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nats.errors import Error as NatsError
 
+from services.gateway.adapters.engines import Engines
 from services.gateway.adapters.idempotency import LEASE_S, RENEW_S, Claim, ClaimLost, Entry, Found, IdempotencyStore, reachable
+from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Stage
+from services.gateway.exchange import Exchange
 from shared.contracts import subjects
-from shared.errors import DeadlineExceeded, EngineFailed, InvalidRequest, ThawError, Unavailable
-
-if TYPE_CHECKING:
-    from services.gateway.exchange import Exchange
-    from services.gateway.service import Gateway
+from shared.errors import DeadlineExceeded, EngineFailed, InvalidRequest, ThawError, Unavailable, from_body
 
 log = logging.getLogger(__name__)
 _REPLAY_S = 30.0
@@ -49,15 +49,28 @@ def joinable(place: Claim | Found, request: str) -> Claim | Found:
 class Keyed:
     """Drives one exchange from `run`; the others of its methods are called while that runs."""
 
-    def __init__(self, gateway: Gateway, exchange: Exchange, place: Claim | Found, fresh: Entry) -> None:
-        self._gateway = gateway
-        self._store: IdempotencyStore = gateway.idempotency
+    def __init__(
+        self,
+        gateway_id: str,
+        store: IdempotencyStore,
+        dispatcher: Dispatcher,
+        engines: Engines,
+        exchange: Exchange,
+        place: Claim | Found,
+        fresh: Entry,
+    ) -> None:
+        """`fresh`: the entry to make should the key be forgotten while it is followed."""
+        self._gateway_id = gateway_id
+        self._store = store
+        self._dispatcher = dispatcher
+        self._engines = engines
         self._exchange = exchange
         self._ticket = exchange.ticket
         self._place = place
         self._fresh = fresh
         self._claim: Claim | None = None
         self._heard = ""
+        self._broken_off: Entry | None = None
         self._ends: list[End] = []
         self._sending: asyncio.Task[None] | None = None
         self._handing_over = False
@@ -98,13 +111,13 @@ class Keyed:
         if self._exchange.ended:
             await self._settle(claim)
             return
-        self._gateway.dispatcher.on_disowned(self._ticket, time.monotonic())
+        self._dispatcher.on_disowned(self._ticket, time.monotonic())
         self._exchange.fail(
             Unavailable("another gateway answers for this Idempotency-Key now; repeat the request", should_retry=True)
         )
 
     async def _begin(self, entry: Entry) -> None:
-        dispatcher, now = self._gateway.dispatcher, time.monotonic()
+        dispatcher, now = self._dispatcher, time.monotonic()
         if not entry.reply:
             dispatcher.on_request(self._ticket, self._exchange.card.spec.queue.max_waiting, now)
             return
@@ -114,7 +127,7 @@ class Keyed:
         if self._exchange.refusal is not None:
             dispatcher.on_refused(self._ticket, self._exchange.refusal, now)
         elif not self._exchange.ended and not await self._store.stored(entry.reply):
-            self._ends.append(await self._gateway.engines.ask_again(self._exchange, entry.reply))
+            self._ends.append(await self._engines.ask_again(self._exchange, entry.reply))
 
     def send(self) -> None:
         """The dispatcher has chosen an instance: write that down, then ask it."""
@@ -123,7 +136,7 @@ class Keyed:
     async def _send(self, attempt_id: str) -> None:
         assert self._claim is not None
         await self._stop_listening()
-        reply = subjects.keyed_reply(self._gateway.id, attempt_id)
+        reply = subjects.keyed_reply(self._gateway_id, attempt_id)
         try:
             with reachable():
                 await self._claim.sending(reply, attempt_id, self._ticket.instance_id or "", self._ticket.node)
@@ -131,29 +144,38 @@ class Keyed:
             return
         except Unavailable as e:
             if not self._exchange.ended:
-                self._gateway.dispatcher.on_broken(self._ticket, e, time.monotonic())
+                self._dispatcher.on_broken(self._ticket, e, time.monotonic())
             return
         if self._ticket.attempt_id == attempt_id and self._ticket.stage is Stage.SENT:
-            self._gateway.engines.send(self._exchange, reply)
+            self._engines.send(self._exchange, reply)
 
     async def _settle(self, claim: Claim) -> None:
         exchange = self._exchange
         try:
             if self._handing_over:
                 await claim.hand_over()
-            elif exchange.gone or exchange.error is not None:
+            elif not self._worth_keeping():
                 await claim.drop()
             elif await self._store.until_stored(claim.entry.reply, exchange.received):
-                await claim.done(exchange.received)
+                await claim.done(exchange.received, exchange.error)
         except ClaimLost:
             log.info("an idempotency key was another gateway's when its request ended")
         except (NatsError, TimeoutError) as e:
             log.warning("the end of a request with an idempotency key could not be stored", extra={"error": repr(e)})
 
+    def _worth_keeping(self) -> bool:
+        """An answer is; and what a client has got of a stream that broke off: a repetition is to find that, and not another answer."""
+        exchange = self._exchange
+        if exchange.gone:
+            return False
+        if exchange.error is not None:
+            return exchange.told and self._claim is not None and bool(self._claim.entry.reply)
+        return exchange.relay is None or exchange.relay.kept
+
     def hand_over(self, error: ThawError) -> None:
         """This gateway ends; the engine goes on for the one that the client turns to next."""
         self._handing_over = True
-        self._gateway.dispatcher.on_disowned(self._ticket, time.monotonic())
+        self._dispatcher.on_disowned(self._ticket, time.monotonic())
         self._exchange.fail(error)
 
     # The follower.
@@ -197,8 +219,21 @@ class Keyed:
                 return await self._anew(found.key)
             if found.entry.state == "running" and not found.entry.owner:
                 return await self._take_over(found)
+            self._broken_off = found.entry if found.entry.error is not None else None
             if found.entry.reply and found.entry.reply != self._heard:
                 await self._listen(found.entry)
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """End as the answer did, once all has been read that came of it."""
+        entry = self._broken_off
+        if (
+            entry is not None
+            and entry.error is not None
+            and entry.reply == self._heard
+            and self._exchange.received >= entry.messages
+        ):
+            self._exchange.fail(from_body(entry.error))
 
     async def _there(self, found: Found) -> bool:
         """Whether what was answered is still kept, as far as it has not been read yet."""
@@ -233,6 +268,7 @@ class Keyed:
         def take(data: bytes) -> None:
             if self._ticket.attempt_id == entry.attempt_id:
                 self._exchange.on_message(data)
+                self._break_off()
 
         self._ends.append(await self._store.follow(entry.reply, take))
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest
 
-if TYPE_CHECKING:
-    from services.gateway.domain.dispatcher import Dispatcher
-    from services.gateway.exchange import Exchange
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.exchange import Exchange
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120)
 """To two minutes: with the conventional end at 10 s every cold start would be +Inf."""
@@ -64,7 +62,7 @@ class Metrics:
     def record(self, exchange: Exchange, status: int, ended: float) -> None:
         ticket, usage = exchange.ticket, exchange.usage
         names = {
-            "gen_ai.operation.name": _OPERATION[exchange.endpoint],
+            "gen_ai.operation.name": _OPERATION[exchange.ask.endpoint],
             "gen_ai.provider.name": "thaw",
             "gen_ai.request.model": ticket.model,
         }
@@ -81,7 +79,7 @@ class Metrics:
         if exchange.replayed:
             return
         self.tokens.record(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
-        if exchange.endpoint in ("chat", "completion"):
+        if exchange.ask.endpoint in ("chat", "completion"):
             self.tokens.record(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
 
     def render(self) -> bytes:

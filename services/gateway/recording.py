@@ -7,11 +7,11 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from nats.errors import Error as NatsError
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
+from services.gateway.exchange import Exchange
 from services.gateway.metrics import Metrics
 from shared.contracts import subjects
 from shared.contracts.phases import Phase, PhaseSpan
@@ -21,9 +21,6 @@ from shared.messaging.streams import ensure_trace_stream
 from shared.telemetry.critical_path import critical_path
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import link_to, record_phases, trace_id
-
-if TYPE_CHECKING:
-    from services.gateway.exchange import Exchange
 
 log = logging.getLogger(__name__)
 _BACKLOG = 1_000
@@ -80,7 +77,8 @@ class Recorder:
     def record(self, exchange: Exchange, origin: Origin) -> None:
         ended = time.monotonic()
         error = exchange.error
-        status = CLIENT_CLOSED if exchange.gone else error.status if error else 200
+        answered = exchange.relay.head.status if exchange.relay is not None else 200
+        status = CLIENT_CLOSED if exchange.gone else error.status if error else answered
         self.metrics.record(exchange, status, ended)
         spans = spans_of(exchange)
         # Others export their own phases; what the gateway measured is the wait in its queue.
@@ -140,7 +138,7 @@ class Recorder:
             request_id=origin.request_id,
             trace_id=trace_id(origin.span),
             model=ticket.model,
-            endpoint=exchange.endpoint,
+            endpoint=exchange.ask.endpoint,
             received=origin.received,
             instance_id=ticket.instance_id,
             cold=cold,

@@ -7,18 +7,18 @@ import contextlib
 import time
 import uuid
 
+from services.gateway.access import Keys
 from services.gateway.adapters.demand import DemandSender
 from services.gateway.adapters.engines import Engines
 from services.gateway.adapters.idempotency import Claim, Entry, Found, IdempotencyStore
 from services.gateway.adapters.keystore import KeyStore
 from services.gateway.adapters.lengths import Lengths
 from services.gateway.adapters.model_files import ModelFiles
+from services.gateway.domain.ask import Ask
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from services.gateway.exchange import Exchange, Sink
-from services.gateway.http.keys import Keys
-from services.gateway.http.parse import Parsed
 from services.gateway.keyed import Keyed
 from services.gateway.recording import Origin, Recorder
 from services.gateway.settings import GatewaySettings
@@ -50,7 +50,8 @@ class Gateway:
         self.lengths = Lengths(ModelFiles(mesh, self.dispatcher.routes.nodes))
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
         self._open: dict[str, Exchange] = {}
-        self._keyed: set[asyncio.Task[None]] = set()
+        self._keyed: dict[str, Keyed] = {}
+        self._keyed_tasks: set[asyncio.Task[None]] = set()
         self.tasks: list[asyncio.Task[None]] = []
         self.joined = False
         self.closing = False
@@ -59,7 +60,7 @@ class Gateway:
     # Requests.
 
     def open(
-        self, parsed: Parsed, card: ModelCard, sink: Sink, origin: Origin, key: tuple[Claim | Found, Entry] | None = None
+        self, ask: Ask, card: ModelCard, sink: Sink, origin: Origin, key: tuple[Claim | Found, Entry] | None = None
     ) -> Exchange:
         """Take a request on. `key`: where its Idempotency-Key stands, and the entry to make if that is forgotten."""
         now = time.monotonic()
@@ -72,15 +73,16 @@ class Gateway:
             traceparent=traceparent(origin.span),
         )
         limit = self.settings.stream_buffer_bytes
-        exchange = Exchange(ticket, card, parsed.endpoint, parsed.body, sink, self.dispatcher, limit, parsed.route)
+        exchange = Exchange(ticket, card, ask, sink, self.dispatcher, limit)
         self._open[ticket.id] = exchange
         if key is None:
             self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)
             return exchange
-        exchange.keyed = Keyed(self, exchange, *key)
-        task = asyncio.create_task(exchange.keyed.run(), name="idempotency key")
-        self._keyed.add(task)
-        task.add_done_callback(self._keyed.discard)
+        keyed = Keyed(self.id, self.idempotency, self.dispatcher, self.engines, exchange, *key)
+        exchange.key = self._keyed[ticket.id] = keyed
+        task = asyncio.create_task(keyed.run(), name="idempotency key")
+        self._keyed_tasks.add(task)
+        task.add_done_callback(self._keyed_tasks.discard)
         return exchange
 
     def close(self, exchange: Exchange, origin: Origin) -> None:
@@ -88,6 +90,7 @@ class Gateway:
         exchange.leave()
         self.engines.forget(exchange)
         del self._open[exchange.ticket.id]
+        self._keyed.pop(exchange.ticket.id, None)
         self.recorder.record(exchange, origin)
 
     @property
@@ -97,11 +100,10 @@ class Gateway:
     # Effects.
 
     def send(self, ticket: Ticket) -> None:
-        exchange = self._open[ticket.id]
-        if exchange.keyed is not None:
-            exchange.keyed.send()
+        if (keyed := self._keyed.get(ticket.id)) is not None:
+            keyed.send()
         else:
-            self.engines.send(exchange)
+            self.engines.send(self._open[ticket.id])
 
     def cancel(self, ticket: Ticket) -> None:
         exchange = self._open[ticket.id]
@@ -191,14 +193,14 @@ class Gateway:
         for exchange in list(self._open.values()):
             if exchange.ended:
                 continue
-            if exchange.keyed is not None:
-                exchange.keyed.hand_over(ShuttingDown())
+            if (keyed := self._keyed.get(exchange.ticket.id)) is not None:
+                keyed.hand_over(ShuttingDown())
             else:
                 self.dispatcher.on_broken(exchange.ticket, ShuttingDown(), time.monotonic())
 
     async def settle(self, within: float) -> None:
         """Let the last requests with Idempotency-Keys write down how they ended."""
-        if self._keyed:
-            await asyncio.wait(self._keyed, timeout=within)
-        for task in self._keyed:
+        if self._keyed_tasks:
+            await asyncio.wait(self._keyed_tasks, timeout=within)
+        for task in self._keyed_tasks:
             task.cancel()

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from shared.contracts.engines import EVERYTHING
+
 INERT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"})
 """Known fields that do not change the output: accepted and not forwarded as unknown."""
 
@@ -153,11 +155,11 @@ class OtherRequest(_Open):
     stream: bool | None = None
 
 
-def not_honoured(request: BaseModel) -> str | None:
-    """The first field of `request` that asks the built-in engine for what it cannot do."""
+def not_honoured(request: BaseModel, honours: frozenset[str] = frozenset()) -> str | None:
+    """The first field of `request` that asks an engine for what it cannot do. `honours`: as in `Capabilities`."""
     given = (request.model_extra or {}) | {name: getattr(request, name) for name in request.model_fields_set & NOT_HONOURED.keys()}
     asked = (n for n, harmless in NOT_HONOURED.items() if given.get(n) is not None and given[n] not in harmless)
-    return next(asked, None)
+    return None if EVERYTHING in honours else next((n for n in asked if n not in honours), None)
 
 
 def prompts_of(value: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

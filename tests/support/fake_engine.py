@@ -27,10 +27,13 @@ from shared.contracts.inference import (
     ChoiceDelta,
     EmbeddingsFinished,
     InferChunk,
+    InferData,
+    InferEnd,
     InferFailed,
     InferFinished,
     InferRaw,
     InferRequest,
+    InferResponse,
     InferStarted,
     Usage,
 )
@@ -72,7 +75,7 @@ class Run:
     seq: int = 0
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def say(self, message: InferStarted | InferChunk | Answered | InferFailed) -> None:
+    async def say(self, message: InferStarted | InferChunk | InferResponse | InferData | Answered | InferFailed) -> None:
         numbered = message.model_copy(update={"seq": self.seq})
         self.seq += 1
         await self.engine.nc.publish(self.reply, numbered.model_dump_json().encode())
@@ -92,6 +95,18 @@ class Run:
 
     async def end(self, tokens: int) -> None:
         await self.say(InferFinished(seq=0, usage=Usage(prompt_tokens=7, completion_tokens=tokens)))
+
+    async def respond(self, content_type: str, *parts: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """The head and some data of an answer in HTTP's form."""
+        await self.say(InferResponse(status=status, content_type=content_type, headers=headers or {}))
+        for part in parts:
+            await self.data(part)
+
+    async def data(self, part: bytes) -> None:
+        await self.say(InferData(seq=0, data=base64.b64encode(part).decode()))
+
+    async def close(self) -> None:
+        await self.say(InferEnd(seq=0, usage=Usage(prompt_tokens=7, completion_tokens=3)))
 
     async def fail(self, error: ThawError) -> None:
         await self.say(InferFailed(seq=0, error=error.body()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import time
@@ -85,12 +86,11 @@ class Engines:
             "request_id": ticket.attempt_id,
             "instance_id": instance,
             "model": ticket.model,
-            "endpoint": exchange.endpoint,
+            **exchange.ask.envelope(),
         }
-        if exchange.route:
-            envelope["route"] = exchange.route
-        # The body goes on as it came: it is validated JSON, and making it anew costs more than all the rest of this.
-        payload = b'%b,"body":%b}' % (json.dumps(envelope).encode()[:-1], exchange.body)
+        # JSON goes on as it came: it has been validated, and making it anew costs more than all the rest of this.
+        body = b'"body":%b' % exchange.ask.body if exchange.ask.is_json else b'"data":"%b"' % base64.b64encode(exchange.ask.body)
+        payload = b"%b,%b}" % (json.dumps(envelope).encode()[:-1], body)
         headers = {"traceparent": ticket.traceparent} if ticket.traceparent else None
         self._outbox.put_nowait((exchange, subjects.infer(instance), payload, reply, headers))
 

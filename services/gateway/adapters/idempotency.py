@@ -3,7 +3,8 @@
 A key's entry is either `running`, owned by one claim that renews it while it works, or `done`. It names the subject on which the engine
 answers; JetStream captures that subject, so that anybody can read the answer from its first message on, while it is made and after. An
 entry that is not renewed for LEASE_S (on the waiter's own clock), or that has no owner, goes to the first waiter who replaces exactly
-that revision. A failed attempt removes its entry: the next request tries anew. docs/adr/0011-idempotency.md says why.
+that revision. An attempt of which no client got anything removes its entry when it fails: the next request tries anew.
+docs/adr/0011-idempotency.md and 0015 say why.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
 from shared.contracts import subjects
-from shared.contracts.base import Frozen
-from shared.errors import Unavailable
+from shared.contracts.base import ErrorBody, Frozen
+from shared.errors import ThawError, Unavailable
 from shared.messaging import Mesh
 from shared.messaging.streams import ensure_keyed_stream, idempotency_bucket
 
@@ -40,7 +41,8 @@ _HERE_WITHIN_S = 1.0
 
 class Entry(Frozen):
     """What lies under a key. `request` is a digest of the body that came with it; `owner` names a claim, and is empty once a gateway that
-    was stopped has handed the key over. `reply` is empty until an engine is about to be given the request."""
+    was stopped has handed the key over. `reply` is empty until an engine is about to be given the request. `error`: how the answer
+    ended after `messages` messages, if it broke off."""
 
     state: Literal["running", "done"] = "running"
     request: str
@@ -53,6 +55,7 @@ class Entry(Frozen):
     instance_id: str = ""
     node: str = ""
     messages: int = 0
+    error: ErrorBody | None = None
 
 
 class ClaimLost(Exception):
@@ -125,8 +128,8 @@ class Claim:
         """Write down who is about to be asked, before it is."""
         await self._write(reply=reply, attempt_id=attempt_id, instance_id=instance_id, node=node)
 
-    async def done(self, messages: int) -> None:
-        await self._write(state="done", messages=messages)
+    async def done(self, messages: int, error: ThawError | None) -> None:
+        await self._write(state="done", messages=messages, error=error.body() if error is not None else None)
 
     async def hand_over(self) -> None:
         """Let whoever waits, or comes next, go on with it."""

@@ -12,7 +12,7 @@ OpenAIRequest = ChatCompletionRequest | CompletionRequest | EmbeddingRequest
 def check_supported(request: OpenAIRequest, card: ModelCard) -> None:
     """Raise `UnsupportedParameter`, `InvalidRequest` or `ContextLengthExceeded` for what `card`'s engine can never do."""
     _check_task(request, card)
-    if (name := not_honoured(request)) is not None:
+    if (name := not_honoured(request, card.capabilities.honours)) is not None:
         raise UnsupportedParameter(
             f"'{name}' would change the output and the engine of {card.name} ({card.spec.engine}) cannot honour it", param=name
         )
@@ -37,9 +37,10 @@ def _check_generation(request: ChatCompletionRequest | CompletionRequest, card: 
         )
     _check_bias(request)
     if isinstance(request, ChatCompletionRequest):
-        _check_contents(request, card)
+        if not card.capabilities.passes_through:
+            _check_contents(request, card)
     else:
-        if request.best_of is not None and request.best_of != (request.n or 1):
+        if not card.capabilities.passes_through and request.best_of is not None and request.best_of != (request.n or 1):
             raise UnsupportedParameter("'best_of' other than n is not supported", param="best_of")
         _check_inputs(request.prompt, "prompt", card, room=limit or 1)
 

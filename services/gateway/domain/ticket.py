@@ -17,7 +17,8 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Ticket:
-    """Times are seconds on the gateway's monotonic clock. `begun`: output has been taken for the client, so it cannot be repeated."""
+    """Times are seconds on the gateway's monotonic clock. `begun`: the client has got output that a repetition would
+    not continue."""
 
     id: str
     model: str

@@ -78,7 +78,9 @@ class Admin:
         return await self._ask(AddModels(deadline_ms=AddModels.DEADLINE_MS, specs=asked.specs, prune=asked.prune), ModelsAdded)
 
     async def remove_model(self, request: Request) -> Response:
-        return await self._ask(RemoveModel(deadline_ms=RemoveModel.DEADLINE_MS, name=request.path_params["name"]), Done)
+        """`?adapters=true`: and its adapters."""
+        name, too = request.path_params["name"], request.query_params.get("adapters") == "true"
+        return await self._ask(RemoveModel(deadline_ms=RemoveModel.DEADLINE_MS, name=name, with_adapters=too), Done)
 
     async def wake(self, request: Request) -> Response:
         return await self._ask(WakeModel(deadline_ms=_deadline(request, WakeModel), name=request.path_params["name"]), ModelAwake)

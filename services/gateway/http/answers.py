@@ -1,29 +1,42 @@
-"""How an exchange is written to its client: whole, or as a stream; and how its leaving is noticed."""
+"""How an exchange is written to its client, in whatever form it is answered; and how the client's leaving is noticed.
+
+Tokens, whole       one JSON body when the last has come.
+Tokens, streamed    events. Headers go out with the first, so that whatever fails before it has its own status; or, if that takes long,
+                    with a comment, after which failures are events.
+HTTP's form         status, content type and bytes as the engine gave them: JSON and errors when they are whole, all else as it comes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.exchange import Exchange
 from services.gateway.http.collect import Whole
-from services.gateway.http.errors import error_object, json_response
-from services.gateway.http.sse import EventStream, comment, event
+from services.gateway.http.dialects import Dialect
+from services.gateway.http.errors import json_response
+from services.gateway.http.sse import EventStream, comment
 from services.gateway.recording import server_timing
+from services.gateway.relay import Relay
 from services.gateway.settings import GatewaySettings
+from shared.errors import EngineFailed, InvalidRequest, ThawError
 
-EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+log = logging.getLogger(__name__)
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+_UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """The last keeps nginx from holding events back."""
 REPLAYED = "idempotent-replayed"
 _UNSAFE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
+_PRINTABLE = re.compile(r"[\x20-\x7e]*")
+_OURS = frozenset(
+    {"content-length", "transfer-encoding", "connection", "keep-alive", "date", "server", "x-request-id", "set-cookie"}
+)
 
 
 @asynccontextmanager
@@ -56,70 +69,155 @@ def extra_headers(exchange: Exchange) -> dict[str, str]:
     return headers
 
 
-async def answer_whole(exchange: Exchange, sink: Whole, scope: Scope, receive: Receive, send: Send) -> None:
-    async with watched(exchange, receive):
-        while not exchange.ended:
-            await exchange.changed()
-    if exchange.gone:
-        return
-    if exchange.error is not None:
-        await exchange.settled()
-        raise exchange.error
-    await json_response(sink.answer(), headers=extra_headers(exchange))(scope, receive, send)
+def relayed_headers(relay: Relay) -> dict[str, str]:
+    """The engine's headers as far as they are fit to be passed on."""
+    kind = relay.head.content_type if _PRINTABLE.fullmatch(relay.head.content_type) else "application/octet-stream"
+    given = {k.lower(): v for k, v in relay.head.headers.items() if not _UNSAFE.search(k) and _PRINTABLE.fullmatch(v)}
+    return {k: v for k, v in given.items() if k not in _OURS} | {"content-type": kind}
 
 
-class StreamedAnswer:
-    """Headers go out with the first token, so that whatever fails before it has its own status; or, if that takes long, with the first
-    comment, after which failures are events."""
+class Answer:
+    """Writes one exchange. `events`: the client asked for a stream of them, so comments may be sent while it waits."""
 
     def __init__(
-        self, exchange: Exchange, stream: EventStream, settings: GatewaySettings, progress: Callable[[Exchange], str]
+        self,
+        exchange: Exchange,
+        sink: EventStream | Whole,
+        settings: GatewaySettings,
+        progress: Callable[[Exchange], str],
+        dialect: Dialect,
+        events: bool,
     ) -> None:
         self._exchange = exchange
-        self._stream = stream
+        self._sink = sink
         self._settings = settings
         self._progress = progress
-        self._headers_sent = False
+        self._dialect = dialect
+        self._events = events
+        self._comments = bytearray()
+        self._begun = False
         self._timing_late = False
         self._wrote_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def write(self, receive: Receive, send: Send) -> None:
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises what the exchange failed with, if nothing has been sent by then."""
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(self._settings.waking_comment_after, self._on_timer)
+        if self._events:
+            self._timer = self._loop.call_later(self._settings.waking_comment_after, self._on_timer)
         try:
             async with watched(self._exchange, receive):
-                await self._write(send)
+                await self._write(scope, receive, send)
         finally:
-            self._timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
 
-    async def _write(self, send: Send) -> None:
-        exchange, stream = self._exchange, self._stream
-        while True:
-            if exchange.gone:
-                return
-            ended = exchange.ended
+    async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = self._exchange
+        while not exchange.gone:
+            ended, last = exchange.ended, b""
             if ended and exchange.error is not None:
                 await exchange.settled()
-                if not self._headers_sent:
+                if not self._begun and not (exchange.replayed and self._pending):
                     raise exchange.error
-                stream.put(event(error_object(exchange.error)))
-            if stream.pending:
-                await self._headers(send)
-                await send({"type": "http.response.body", "body": stream.take(), "more_body": not ended})
-                self._wrote_at = self._loop.time()
+                if not self._takes_events:
+                    log.warning("an answer that is no stream of events broke off", extra={"error": exchange.error.message})
+                    return
+                last = self._failure(exchange.error)
+            elif ended and not self._begun and not self._streams:
+                await self._whole()(scope, receive, send)
+                return
+            elif ended:
+                last = self._ending()
+            data = self._take() + last if exchange.error is None else last
+            if data or ended:
+                await self._send(data, send, more=not ended)
             if ended:
                 return
-            if not stream.pending and not exchange.ended:
+            if not self._pending and not exchange.ended:
                 await exchange.changed()
 
+    # What there is to be written.
+
+    @property
+    def _streams(self) -> bool:
+        """Whether what comes of the answer is written as it comes."""
+        relay = self._exchange.relay
+        if relay is None:
+            return isinstance(self._sink, EventStream)
+        return relay.streams and (relay.is_events or not self._begun)
+
+    @property
+    def _takes_events(self) -> bool:
+        relay = self._exchange.relay
+        return self._timing_late or relay is None or relay.is_events
+
+    @property
+    def _pending(self) -> bool:
+        relay = self._exchange.relay
+        held = relay.size if relay is not None else self._sink.pending
+        return bool(self._comments or (held and self._streams))
+
+    def _take(self) -> bytes:
+        relay, comments = self._exchange.relay, bytes(self._comments)
+        if relay is None:
+            self._comments.clear()
+            return (self._sink.take() if isinstance(self._sink, EventStream) else b"") + comments
+        if not self._streams:
+            self._comments.clear()
+            return comments
+        data = relay.take()
+        if not relay.between_events:
+            return data
+        self._comments.clear()
+        return data + comments
+
+    def _failure(self, error: ThawError) -> bytes:
+        """The last event of a stream that broke off. A repetition gets what the first client got before it."""
+        relay = self._exchange.relay
+        data = self._take() if self._exchange.told or self._exchange.replayed else b""
+        apart = b"" if relay is None or relay.between_events else b"\n\n"
+        return data + apart + self._dialect.event(error, relay.events if relay is not None else 0)
+
+    def _ending(self) -> bytes:
+        """What an answer in HTTP's form still needs where comments went out before it."""
+        relay = self._exchange.relay
+        if relay is None or not self._timing_late:
+            return b""
+        if not self._streams:
+            return self._dialect.event(_misfit(relay), 0)
+        return b""
+
+    def _whole(self) -> Response:
+        exchange, relay = self._exchange, self._exchange.relay
+        if relay is not None:
+            return Response(relay.take(), relay.head.status, relayed_headers(relay) | extra_headers(exchange))
+        assert not isinstance(self._sink, EventStream)
+        return json_response(self._sink.answer(), headers=extra_headers(exchange))
+
+    async def _send(self, data: bytes, send: Send, more: bool) -> None:
+        await self._headers(send)
+        self._exchange.told = self._exchange.told or self._exchange.first_at is not None
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._wrote_at = self._loop.time()
+
     async def _headers(self, send: Send) -> None:
-        if self._headers_sent:
+        if self._begun:
             return
-        self._headers_sent = True
-        self._timing_late = self._exchange.first_at is None
-        headers = [(k.encode(), v.encode()) for k, v in extra_headers(self._exchange).items()] if not self._timing_late else []
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM + headers})
+        self._begun = True
+        exchange, relay = self._exchange, self._exchange.relay
+        self._timing_late = exchange.first_at is None and relay is None
+        status, headers = 200, {"content-type": EVENT_STREAM}
+        if relay is not None:
+            status, headers = relay.head.status, relayed_headers(relay)
+        if relay is None or relay.is_events:
+            headers |= _UNBUFFERED
+        if not self._timing_late:
+            headers |= extra_headers(exchange)
+        raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+    # What is said while nothing comes.
 
     def _late(self) -> bytes:
         """What headers would have said, had they not gone out before it was known."""
@@ -127,18 +225,25 @@ class StreamedAnswer:
         return ignored + comment(f"timing {server_timing(self._exchange)}")
 
     def _on_timer(self) -> None:
-        """Say something where nothing has been said for long."""
         exchange = self._exchange
-        if exchange.ended:
+        if exchange.ended or not self._takes_events:
             return
         if exchange.first_at is None:
-            self._stream.put(comment(self._progress(exchange)))
-            self._stream.before_done = self._late
+            self._comments += comment(self._progress(exchange))
+            if isinstance(self._sink, EventStream):
+                self._sink.before_done = self._late
             exchange.wake()
             again = self._settings.waking_comment_interval
         else:
             again = self._settings.keep_alive_interval
             if self._loop.time() - self._wrote_at >= again:
-                self._stream.put(comment("keep-alive"))
+                self._comments += comment("keep-alive")
                 exchange.wake()
         self._timer = self._loop.call_later(again, self._on_timer)
+
+
+def _misfit(relay: Relay) -> ThawError:
+    """An answer that is no stream, where one has been begun."""
+    words = relay.take()[:2000].decode(errors="replace")
+    kind = InvalidRequest if relay.head.status in range(400, 500) else EngineFailed
+    return kind(f"the engine answered with status {relay.head.status}: {words}")

@@ -1,4 +1,4 @@
-"""Sinks of answers that are sent whole: chat and text completions, embeddings, and what only the engine understands."""
+"""Sinks of answers in tokens that are sent whole: chat and text completions, and embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.http.shapes import Delta, Head, chat_logprobs, completion_logprobs, usage
-from shared.contracts.inference import Answered, EmbeddingsFinished, InferRaw, InferStarted
+from shared.contracts.inference import Answered, EmbeddingsFinished, InferStarted
 
 
 @dataclass(slots=True)
@@ -26,16 +26,28 @@ class _Choice:
         self.finish_reason = delta.get("finish_reason") or self.finish_reason
 
 
-class Collected:
+class _Whole:
+    """Nothing of it leaves before it is complete, so that it can begin again at any time."""
+
+    pending = 0
+    streams = False
+    repeatable = True
+
+
+class Collected(_Whole):
     """Everything a generating engine said."""
 
     def __init__(self, head: Head, choices: int, token_ids: bool) -> None:
-        self.pending = 0
         self._head = head
-        self._choices = {i: _Choice() for i in range(choices)}
+        self._count = choices
         self._token_ids = token_ids
         self._prompt_ids: tuple[int, ...] | None = None
         self._usage: dict[str, Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has come."""
+        self._choices = {i: _Choice() for i in range(self._count)}
 
     def started(self, message: InferStarted) -> None:
         self._prompt_ids = message.prompt_token_ids
@@ -73,14 +85,16 @@ class Collected:
         return shape | {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_ids} if self._token_ids else shape
 
 
-class Embedded:
+class Embedded(_Whole):
     """Vectors, as base64 or as numbers."""
 
     def __init__(self, model: str, as_floats: bool) -> None:
-        self.pending = 0
         self._model = model
         self._as_floats = as_floats
         self._last: EmbeddingsFinished | None = None
+
+    def reset(self) -> None:
+        """There is nothing before the vectors."""
 
     def started(self, message: InferStarted) -> None:
         """Nothing of it is shown."""
@@ -105,31 +119,26 @@ class Embedded:
         }
 
 
-class Raw:
-    """The answer of a route that the engine declares: its JSON, as it is."""
+class NoTokens(_Whole):
+    """For the routes that only an engine understands: it answers in HTTP's form."""
 
-    def __init__(self) -> None:
-        self.pending = 0
-        self._last: InferRaw | None = None
+    def reset(self) -> None:
+        """Nothing is kept here."""
 
     def started(self, message: InferStarted) -> None:
         """Nothing of it is shown."""
 
     def chunk(self, choices: list[Delta]) -> None:
-        raise ValueError("an answer of this route has no chunks")
+        raise ValueError("an answer of this route has no tokens")
 
     def finished(self, message: Answered) -> None:
-        if not isinstance(message, InferRaw):
-            raise ValueError("the request ended without an answer")
-        self._last = message
+        raise ValueError("the request ended without an answer")
 
     def answer(self) -> Any:
-        if self._last is None:
-            raise ValueError("not finished")
-        return self._last.body
+        raise ValueError("there is none")
 
 
-Whole = Collected | Embedded | Raw
+Whole = Collected | Embedded | NoTokens
 
 
 def _floats(vector: str) -> list[float]:

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.http.dialects import dialect_of
 from services.gateway.http.errors import error_response, from_http
 from services.gateway.service import Gateway
 from shared.errors import InvalidRequest, PayloadTooLarge, ThawError
@@ -58,7 +59,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         scope["app"] = self._app  # so that the router raises what it refuses, instead of answering in plain text
-        begun = False
+        begun, dialect = False, dialect_of(scope["path"])
 
         async def send_noted(message: Message) -> None:
             nonlocal begun
@@ -67,18 +68,19 @@ class Edge:
 
         try:
             await self._gateway.require_knowledge(scope["path"])
-            self._gateway.keys.check(scope["path"], Headers(scope=scope).get("authorization"))
+            self._gateway.keys.check(scope["path"], Headers(scope=scope))
             await self._app(scope, receive, send_noted)
         except (ThawError, HTTPException) as e:
             if begun:
                 log.error("an error came after the answer had begun", extra={"error": str(e), "path": scope["path"]})
                 raise
             error = e if isinstance(e, ThawError) else from_http(e, scope["method"], scope["path"])
-            await error_response(error)(scope, receive, send_noted)
+            await error_response(error, dialect)(scope, receive, send_noted)
         except Exception as e:  # the process boundary: a bug is an answer too, and is logged
             log.exception("a handler failed", extra={"path": scope["path"]})
             if not begun:
-                await error_response(ThawError(f"{type(e).__name__}: the gateway has a fault"))(scope, receive, send_noted)
+                fault = ThawError(f"{type(e).__name__}: the gateway has a fault")
+                await error_response(fault, dialect)(scope, receive, send_noted)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

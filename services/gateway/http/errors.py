@@ -10,6 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from services.gateway.http.dialects import Dialect
 from shared.errors import InvalidRequest, NotFound, QueueFull, ThawError
 
 
@@ -17,11 +18,6 @@ class MethodNotAllowed(InvalidRequest):
     """The route has no such method."""
 
     code, status = "method_not_allowed", 405
-
-
-def error_object(error: ThawError) -> dict[str, Any]:
-    """OpenAI's error shape, also for events in a stream."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def error_headers(error: ThawError) -> dict[str, str]:
@@ -46,8 +42,8 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(body, status, dict(headers or {}), "application/json")
 
 
-def error_response(error: ThawError) -> Response:
-    return json_response(error_object(error), error.status, error_headers(error))
+def error_response(error: ThawError, dialect: Dialect) -> Response:
+    return json_response(dialect.body(error), error.status, error_headers(error))
 
 
 def from_http(error: HTTPException, method: str, path: str) -> ThawError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import replace
 
 from opentelemetry.trace import SpanKind
 from starlette.datastructures import Headers
@@ -12,18 +13,20 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.adapters.engines import ENVELOPE_BYTES
 from services.gateway.adapters.idempotency import Claim, Entry, Found, digest
 from services.gateway.exchange import Exchange
-from services.gateway.http.answers import StreamedAnswer, answer_whole
-from services.gateway.http.collect import Collected, Embedded, Raw, Whole
+from services.gateway.http.answers import Answer
+from services.gateway.http.collect import Collected, Embedded, NoTokens, Whole
+from services.gateway.http.dialects import dialect_of
 from services.gateway.http.edge import read_body
-from services.gateway.http.once import key_of
-from services.gateway.http.parse import Parsed, check, parse
+from services.gateway.http.forms import is_form
+from services.gateway.http.once import key_of, repeatable
+from services.gateway.http.parse import Parsed, check, parse, parse_other
 from services.gateway.http.shapes import Head
 from services.gateway.http.sse import EventStream
 from services.gateway.http.waking import progress_of
 from services.gateway.keyed import joinable
 from services.gateway.recording import Origin
 from services.gateway.service import Gateway
-from shared.contracts.inference import Endpoint
+from shared.contracts.inference import FORWARDED, Endpoint
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest, prompts_of
 from shared.errors import InvalidRequest, NotFound
@@ -40,33 +43,43 @@ class Generate:
         self._gateway = gateway
         self._endpoint: Endpoint = endpoint
 
-    @property
-    def body_limit(self) -> int:
-        return min(self._gateway.settings.max_body_bytes, self._gateway.mesh.max_body - ENVELOPE_BYTES)
+    def body_limit(self, scope: Scope) -> int:
+        """What goes into one message besides its envelope; bytes that are no JSON take a third more there than here."""
+        carried = self._gateway.mesh.max_body - ENVELOPE_BYTES
+        if self._endpoint == "other":
+            headers = Headers(scope=scope)
+            carried -= 6 * (len(scope["query_string"]) + sum(len(headers.get(name, "")) for name in FORWARDED))
+            if is_form(headers.get("content-type", "")):
+                carried = carried * 3 // 4
+        return max(0, min(self._gateway.settings.max_body_bytes, carried))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
-        parsed = self._parse(scope, await read_body(scope, receive, self.body_limit))
+        parsed = self._parse(scope, await read_body(scope, receive, self.body_limit(scope)))
         card = self._gateway.catalog.resolve(parsed.request.model)
+        if (adapter := self._gateway.catalog.adapter(parsed.request.model)) is not None:
+            parsed = replace(parsed, ask=replace(parsed.ask, adapter=adapter))
         check(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
             await self._gateway.lengths.check(parsed.request, card)
         answer_id, created = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time())
         key: tuple[Claim | Found, Entry] | None = None
         if (name := key_of(scope)) is not None:
-            fresh = Entry(request=digest(parsed.body), answer_id=answer_id, created=created)
+            fresh = Entry(request=digest(parsed.ask.body, scope["query_string"]), answer_id=answer_id, created=created)
             place = joinable(await self._gateway.idempotency.find(name, fresh), fresh.request)
             key, answer_id, created = (place, fresh), place.entry.answer_id, place.entry.created
-        await self._answer(parsed, card, arrived, self._sink(parsed, answer_id, created), key, scope, receive, send)
+            parsed = repeatable(parsed, name)
+        sink = self._sink(parsed, answer_id, created, keyed=key is not None)
+        await self._answer(parsed, card, arrived, sink, key, scope, receive, send)
 
     def _parse(self, scope: Scope, body: bytes) -> Parsed:
         if self._endpoint != "other":
             return parse(self._endpoint, body)
         route = scope["path"]
         try:
-            return parse("other", body, route)
+            return parse_other(body, route, scope["query_string"].decode("latin-1"), Headers(scope=scope))
         except InvalidRequest:
-            # A form, or a body of a route that is not ours: what is wrong with it is where it was sent.
+            # A body of a route that is nobody's: what is wrong with it is where it was sent.
             if any(route in card.routes for card in self._gateway.catalog.cards()):
                 raise
             raise NotFound(f"Invalid URL ({scope['method']} {route})") from None
@@ -90,22 +103,21 @@ class Generate:
             attributes={"gen_ai.operation.name": _SPAN[self._endpoint], "gen_ai.provider.name": "thaw"},
         )
         origin = Origin(scope["thaw.request_id"], span, arrived)
-        exchange = gateway.open(parsed, card, sink, origin, key)
+        exchange = gateway.open(parsed.ask, card, sink, origin, key)
         try:
-            if isinstance(sink, EventStream):
-                await StreamedAnswer(exchange, sink, gateway.settings, self._progress).write(receive, send)
-            else:
-                await answer_whole(exchange, sink, scope, receive, send)
+            dialect = dialect_of(scope["path"])
+            answer = Answer(exchange, sink, gateway.settings, self._progress, dialect, events=parsed.stream)
+            await answer.write(scope, receive, send)
         finally:
             gateway.close(exchange, origin)
 
     def _progress(self, exchange: Exchange) -> str:
         return progress_of(exchange, self._gateway.dispatcher)
 
-    def _sink(self, parsed: Parsed, answer_id: str, created: int) -> EventStream | Whole:
+    def _sink(self, parsed: Parsed, answer_id: str, created: int, keyed: bool) -> EventStream | Whole:
         request = parsed.request
         if isinstance(request, OtherRequest):
-            return Raw()
+            return NoTokens()
         if isinstance(request, EmbeddingRequest):
             return Embedded(request.model, request.encoding_format == "float")
         kind = "chat.completion" if isinstance(request, ChatCompletionRequest) else "text_completion"
@@ -118,6 +130,7 @@ class Generate:
                 include_usage=include_usage,
                 token_ids=request.return_token_ids,
                 logprobs=logprobs,
+                repeats=keyed,
             )
         prompts = len(prompts_of(request.prompt)) if isinstance(request, CompletionRequest) else 1
         return Collected(Head(answer_id, kind, created, request.model), prompts * (request.n or 1), request.return_token_ids)

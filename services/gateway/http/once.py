@@ -1,14 +1,17 @@
-"""The Idempotency-Key header: one name for what a client means by it."""
+"""The Idempotency-Key header: one name for what a client means by it, and a request that comes out the same when it is run again."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from services.gateway.access import Keys
 from services.gateway.adapters.idempotency import digest
-from services.gateway.http.keys import Keys
+from services.gateway.http.parse import Parsed
+from shared.contracts.openai import ChatCompletionRequest, CompletionRequest
 from shared.errors import InvalidRequest
 
 HEADER = "idempotency-key"
@@ -23,4 +26,15 @@ def key_of(scope: Scope) -> str | None:
         return None
     if not _VALID.fullmatch(given):
         raise InvalidRequest("Idempotency-Key must be 1 to 255 printable characters")
-    return digest(Keys.of(headers.get("authorization")).encode(), scope["path"].encode(), given.encode())
+    return digest(Keys.of(headers).encode(), scope["path"].encode(), given.encode())
+
+
+def repeatable(parsed: Parsed, name: str) -> Parsed:
+    """A stream that was to be sampled without a seed gets one, made of its key: should its engine die midway, another generates the same
+    and the stream goes on."""
+    request = parsed.request
+    if not isinstance(request, ChatCompletionRequest | CompletionRequest) or not request.stream or request.seed is not None:
+        return parsed
+    # The last of several equal names counts, so this also replaces a null.
+    body = b'%b,"seed":%d}' % (parsed.ask.body.rstrip().removesuffix(b"}"), int(name[:8], 16))
+    return replace(parsed, ask=replace(parsed.ask, body=body))

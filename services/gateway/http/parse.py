@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
+from services.gateway.domain.ask import Ask
 from services.gateway.domain.parameters import check_supported
-from shared.contracts.inference import Endpoint
+from services.gateway.http.forms import is_form, text_fields
+from shared.contracts.inference import FORWARDED, Endpoint
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest
-from shared.errors import InvalidRequest, NotFound, UnsupportedParameter
+from shared.errors import InvalidRequest, NotFound
 
 M = TypeVar("M", bound=BaseModel)
 AnyRequest = ChatCompletionRequest | CompletionRequest | EmbeddingRequest | OtherRequest
@@ -28,29 +31,37 @@ REQUESTS: dict[Endpoint, type[AnyRequest]] = {
 class Parsed:
     """A request that has been checked as far as can be without its model."""
 
-    endpoint: Endpoint
     request: AnyRequest
-    body: bytes
-    route: str = ""
+    ask: Ask
 
     @property
     def stream(self) -> bool:
         return not isinstance(self.request, EmbeddingRequest) and bool(self.request.stream)
 
 
-def parse(endpoint: Endpoint, body: bytes, route: str = "") -> Parsed:
-    """`route`: the path of an `other` request."""
-    return Parsed(endpoint, validated(REQUESTS[endpoint], body), body, route)
+def parse(endpoint: Endpoint, body: bytes) -> Parsed:
+    return Parsed(validated(REQUESTS[endpoint], body), Ask(endpoint, body))
+
+
+def parse_other(body: bytes, route: str, query: str, headers: Mapping[str, str]) -> Parsed:
+    """A request of a route that is not ours: JSON or a multipart form, with a model in it."""
+    forwarded = {name: headers[name] for name in FORWARDED if name in headers}
+    kind = headers.get("content-type", "")
+    if not is_form(kind):
+        return Parsed(validated(OtherRequest, body), Ask("other", body, route, query, forwarded))
+    fields = text_fields(kind, body)
+    if not fields.get("model"):
+        raise InvalidRequest("Missing required parameter: 'model'.", param="model")
+    request = OtherRequest(model=fields["model"], stream=fields.get("stream", "").lower() in ("true", "1"))
+    return Parsed(request, Ask("other", body, route, query, forwarded, kind))
 
 
 def check(parsed: Parsed, card: ModelCard) -> None:
     """Whether the model and its engine can do what is asked."""
     if not isinstance(parsed.request, OtherRequest):
         check_supported(parsed.request, card)
-    elif parsed.route not in card.routes:
-        raise NotFound(f"The engine of {card.name} ({card.spec.engine}) does not serve {parsed.route}", param="model")
-    elif parsed.request.stream:
-        raise UnsupportedParameter(f"{parsed.route} is answered whole; 'stream' is not supported there", param="stream")
+    elif parsed.ask.route not in card.routes:
+        raise NotFound(f"The engine of {card.name} ({card.spec.engine}) does not serve {parsed.ask.route}", param="model")
 
 
 def validated(kind: type[M], body: bytes) -> M:

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from json.encoder import encode_basestring
 from typing import Any
 
+from services.gateway.exchange import Diverged
+from services.gateway.http.dialects import event
 from services.gateway.http.shapes import Delta, Head, chat_logprobs, completion_logprobs, usage
 from shared.contracts.inference import Answered, InferStarted
 
 DONE = b"data: [DONE]\n\n"
-
-
-def event(data: Any) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def comment(text: str) -> bytes:
@@ -22,9 +20,15 @@ def comment(text: str) -> bytes:
 
 
 class EventStream:
-    """A sink that turns deltas into events. What is made between two writes leaves in one (`take`)."""
+    """A sink that turns deltas into events. What is made between two writes leaves in one (`take`).
 
-    def __init__(self, head: Head, *, include_usage: bool, token_ids: bool, logprobs: bool) -> None:
+    One that `repeats` keeps what it has said. When its answer begins again (another instance generates it), what comes must be the same
+    so far, and is not said twice.
+    """
+
+    streams = True
+
+    def __init__(self, head: Head, *, include_usage: bool, token_ids: bool, logprobs: bool, repeats: bool = False) -> None:
         self._chat = head.object == "chat.completion.chunk"
         self._head = head
         self._include_usage = include_usage
@@ -35,6 +39,10 @@ class EventStream:
         self._offsets: dict[int, int] = {}
         self._prompt_ids: tuple[int, ...] | None = None
         self._first = True
+        self._said: dict[int, list[str]] = {}
+        self._again: dict[int, str] = {}
+        self._finished: set[int] = set()
+        self.repeatable = repeats and self._plain
         self.before_done: Callable[[], bytes] | None = None
         """Makes what is written between the last event and [DONE]."""
         tail = '},"logprobs":null,"finish_reason":null}]' if self._chat else ',"logprobs":null,"finish_reason":null}]'
@@ -50,13 +58,17 @@ class EventStream:
         self._out.clear()
         return data
 
-    def put(self, data: bytes) -> None:
-        self._out += data
+    def reset(self) -> None:
+        """What comes is the answer from its beginning."""
+        self._again = {index: "".join(texts) for index, texts in self._said.items()}
+        self._said = {index: [text] for index, text in self._again.items()}
 
     def started(self, message: InferStarted) -> None:
         self._prompt_ids = message.prompt_token_ids
 
     def chunk(self, choices: list[Delta]) -> None:
+        if self.repeatable:
+            choices = [new for delta in choices if (new := self._unsaid(delta)) is not None]
         for delta in choices:
             index = delta.get("index", 0)
             before = self._before.get(index)
@@ -75,6 +87,21 @@ class EventStream:
         if self.before_done is not None:
             self._out += self.before_done()
         self._out += DONE
+
+    def _unsaid(self, delta: Delta) -> Delta | None:
+        """What of a delta the client has not got; None: nothing. Raises `Diverged`."""
+        index, text = delta.get("index", 0), delta.get("text", "")
+        if known := self._again.get(index, ""):
+            both = min(len(known), len(text))
+            if known[:both] != text[:both] or (delta.get("finish_reason") and both < len(known)):
+                raise Diverged("generated again, it came out differently")
+            self._again[index], text = known[both:], text[both:]
+        if delta.get("finish_reason"):
+            if index in self._finished:
+                return None
+            self._finished.add(index)
+        self._said.setdefault(index, []).append(text)
+        return delta | {"text": text}
 
     def _open(self, index: int) -> bytes:
         """The first of a choice: for chat an event that names the role."""

@@ -15,7 +15,7 @@ from services.scheduler.domain.entities import Device, Entity, Instance, Model, 
 from services.scheduler.domain.estimates import learned
 from services.scheduler.domain.heard import Estimate
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, Traced, apply
-from shared.contracts.models import ModelCard
+from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
 from shared.contracts.plans import PlanRecord
@@ -63,7 +63,7 @@ class Repository:
         async with self._engine.connect() as connection:
             devices = await _devices(connection)
             rows = (await connection.execute(select(tables.models))).mappings()
-            found: list[Entity] = [Model(ModelCard.model_validate(r["card"]), r["error"], r["resting"]) for r in rows]
+            found: list[Entity] = [Model(_card(r["card"]), r["error"], r["resting"]) for r in rows]
             rows = (await connection.execute(select(tables.nodes))).mappings()
             found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
             rows = (await connection.execute(select(tables.instances))).mappings()
@@ -187,6 +187,12 @@ def _instance(row: dict[str, Any], now: float) -> Instance:
     """No time of another host's clock is taken for later than now."""
     times = {t: min(row[t], now) for t in ("requested_at", "planned_at", "stop_at", "sent_at", "ready_at") if row[t] is not None}
     return Instance(**{**row, **times, "device_ids": tuple(row["device_ids"]), "state": InstanceState(row["state"])})
+
+
+def _card(row: Any) -> ModelCard:
+    """With the routes that its engine declares in this version, whatever they were when the model was registered."""
+    card = ModelCard.model_validate(row)
+    return card.model_copy(update={"routes": routes_of(card.spec)})
 
 
 def _plan(row: dict[str, Any]) -> PlanRecord:

@@ -9,9 +9,9 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from services.gateway import keyed
+from services.gateway.access import Keys
 from services.gateway.adapters import idempotency
 from services.gateway.adapters.idempotency import Claim, Entry, IdempotencyStore, digest
-from services.gateway.http.keys import Keys
 from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
 from shared.contracts.node import InstanceState
@@ -24,7 +24,7 @@ from tests.support.servers import NatsServer, free_port
 URL = "/v1/chat/completions"
 TEXT = "".join(WORDS)
 KEY = {"idempotency-key": "k-1"}
-NAME = digest(Keys.of(None).encode(), URL.encode(), b"k-1")
+NAME = digest(Keys.of({}).encode(), URL.encode(), b"k-1")
 
 
 async def test_the_second_request_gets_the_firsts_answer(gateway: Served, node: FakeNode) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.http.keys import hash_key
+from services.gateway.access import hash_key
 from shared.contracts import subjects
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import FakeNode

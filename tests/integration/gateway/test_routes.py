@@ -63,7 +63,6 @@ async def test_what_the_engine_refuses_keeps_its_kind(http: httpx.AsyncClient, n
         ("/v1/responses", {"model": "ranker"}, 404, "not_found", ("ranker", "/v1/responses")),
         (URL, {"model": "nobody"}, 404, "model_not_found", ("nobody",)),
         (URL, {"query": "q"}, 400, "invalid_request", ("model",)),
-        (URL, ASKED | {"stream": True}, 400, "unsupported_parameter", ("stream",)),
     ],
 )
 async def test_what_is_not_declared_is_not_served(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.gateway.adapters.keystore import KeyStore
@@ -65,19 +66,20 @@ class Keys:
         """Hashes of the inference keys that the settings name."""
         return self._listed | (self._file.hashes() if self._file else frozenset())
 
-    def check(self, path: str, authorization: str | None) -> None:
-        """Raise `AuthenticationFailed` unless the header's key opens `path`."""
+    def check(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raise `AuthenticationFailed` unless the headers' key opens `path`."""
         if path.startswith("/admin/"):
             known = self._admin | self.store.hashes("admin")
-            if known and self.of(authorization) not in known:
+            if known and self.of(headers) not in known:
                 raise AuthenticationFailed("The admin API needs its key: Authorization: Bearer <THAW_ADMIN_KEY>")
         elif path.startswith("/v1/"):
             known = self.configured | self.store.hashes("inference")
-            if (known or self._file is not None) and self.of(authorization) not in known:
+            if (known or self._file is not None) and self.of(headers) not in known:
                 raise AuthenticationFailed("Incorrect API key provided, or none: Authorization: Bearer <key>")
 
     @staticmethod
-    def of(authorization: str | None) -> str:
-        """The hash of the header's key; empty without one."""
-        scheme, _, key = (authorization or "").partition(" ")
-        return hash_key(key.strip()) if scheme.lower() == "bearer" and key.strip() else ""
+    def of(headers: Mapping[str, str]) -> str:
+        """The hash of the key in `Authorization: Bearer`, or in `x-api-key`, as Anthropic's clients send it; empty without one."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+        return hash_key(given) if given else ""

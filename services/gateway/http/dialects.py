@@ -1,0 +1,70 @@
+"""How each API that is served tells of an error: as a body, and as the last event of a stream.
+
+OpenAI     `{"error": {...}}`, also as an event; the clients raise at it.
+Responses  the same body; in a stream `event: error` with the fields at the top.
+Messages   Anthropic's `{"type": "error", "error": {...}}`, and the same after `event: error`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from shared.errors import ThawError
+
+
+class Dialect(Protocol):
+    def body(self, error: ThawError) -> dict[str, Any]: ...
+    def event(self, error: ThawError, number: int) -> bytes:
+        """`number`: how many events the stream has had."""
+
+
+def event(data: Any, name: str = "") -> bytes:
+    """A server-sent event."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + text + b"\n\n"
+
+
+class OpenAI:
+    def body(self, error: ThawError) -> dict[str, Any]:
+        return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+    def event(self, error: ThawError, number: int) -> bytes:
+        return event(self.body(error))
+
+
+class Responses(OpenAI):
+    def event(self, error: ThawError, number: int) -> bytes:
+        fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": number}
+        return event({"type": "error"} | fields, "error")
+
+
+class Anthropic:
+    _TYPES = {  # noqa: RUF012 - a table
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+
+    def body(self, error: ThawError) -> dict[str, Any]:
+        other = "invalid_request_error" if error.status < 500 else "api_error"
+        return {"type": "error", "error": {"type": self._TYPES.get(error.status, other), "message": error.message}}
+
+    def event(self, error: ThawError, number: int) -> bytes:
+        return event(self.body(error), "error")
+
+
+OPENAI = OpenAI()
+_RESPONSES, _ANTHROPIC = Responses(), Anthropic()
+
+
+def dialect_of(path: str) -> Dialect:
+    """The API that a path belongs to."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return _ANTHROPIC
+    return _RESPONSES if path == "/v1/responses" or path.startswith("/v1/responses/") else OPENAI

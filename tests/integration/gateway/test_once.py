@@ -1,0 +1,149 @@
+"""With an Idempotency-Key one answer is given, though its engine dies: made again unseen, continued, or broken off for good."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.contracts.node import InstanceState
+from shared.errors import EngineFailed
+from tests.integration.gateway.conftest import Served, chat
+from tests.integration.gateway.test_idempotency import KEY, TEXT, URL, content
+from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, speak
+
+
+async def dies(engine: FakeEngine, node: FakeNode) -> None:
+    """As a kill shows: it is silent, then its node says so."""
+    await engine.vanish()
+    engine.state = InstanceState.FAILED
+    await node.announce()
+
+
+def says(*words: str) -> Any:
+    """An engine's behaviour: these words and then nothing."""
+
+    async def half(run: Run) -> None:
+        await run.start()
+        await run.text(*words)
+        await run.cancelled.wait()
+
+    return half
+
+
+async def begun(gateway: Served, engine: FakeEngine, node: FakeNode, then: Any, **fields: Any) -> tuple[str, FakeEngine]:
+    """A keyed stream whose engine dies after its client has read the first words; what it got in the end, and who came next."""
+    text = ""
+    async with gateway.http.stream("POST", URL, json=chat(stream=True, **fields), headers=KEY) as answer:
+        async for part in answer.aiter_text():
+            text += part
+            if engine.state is InstanceState.READY and content(text):
+                await dies(engine, node)
+                other = await node.engine("alpha", then)
+    return text, other
+
+
+@pytest.mark.parametrize("key", [KEY, {}])
+async def test_a_whole_answer_is_made_again_unseen(gateway: Served, node: FakeNode, key: dict[str, str]) -> None:
+    engine = await node.engine("alpha", says("once upon"))
+    waiting = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=key))
+    await engine.until(lambda: len(engine.requests) == 1)
+    await dies(engine, node)
+    other = await node.engine("alpha")
+    answer = (await waiting).json()
+    assert answer["choices"][0]["message"]["content"] == TEXT
+    if key:
+        assert (await gateway.http.post(URL, json=chat(), headers=key)).json() == answer
+    assert len(other.requests) == 1
+
+
+async def test_a_stream_goes_on_where_the_dead_engine_left_it(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", says(*WORDS[:2]))
+    text, other = await begun(gateway, engine, node, speak)
+    assert content(text) == TEXT
+    assert text.endswith("data: [DONE]\n\n")
+    assert text.count('"role":"assistant"') == text.count('"finish_reason":"stop"') == 1
+    seeds = [json.loads(e.requests[0].request.model_dump_json())["body"]["seed"] for e in (engine, other)]
+    assert seeds[0] == seeds[1]
+    again = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
+    assert content(again.text) == TEXT
+    assert len(other.requests) == 1
+
+
+async def test_a_client_in_between_goes_on_too(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", says(*WORDS[:2]))
+    second = asyncio.create_task(_when_running(gateway, engine))
+    text, _ = await begun(gateway, engine, node, speak)
+    assert content(text) == content((await second).text) == TEXT
+
+
+async def _when_running(gateway: Served, engine: FakeEngine) -> httpx.Response:
+    await engine.until(lambda: len(engine.requests) == 1)
+    return await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
+
+
+async def test_one_that_would_go_on_differently_breaks_off_and_stays_so(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", says(*WORDS[:2]))
+    text, other = await begun(gateway, engine, node, says("quite another"))
+    assert content_of_events(text)[:2] == list(WORDS[:2])
+    assert "could not be continued" in errors(text)[0]
+    again = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
+    assert errors(again.text) == errors(text)
+    assert len(other.requests) == 1
+
+
+async def test_what_cannot_be_compared_breaks_off_and_stays_so(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", says(*WORDS[:2]))
+    text, other = await begun(gateway, engine, node, speak, logprobs=True)
+    assert errors(text)
+    again = await gateway.http.post(URL, json=chat(stream=True, logprobs=True), headers=KEY)
+    assert again.headers["idempotent-replayed"] == "true"
+    assert events(again.text) == events(text)
+    assert other.requests == []
+
+
+async def test_a_stream_that_its_engine_fails_stays_failed(gateway: Served, node: FakeNode) -> None:
+    go = asyncio.Event()
+
+    async def fails(run: Run) -> None:
+        await run.start()
+        await run.text(WORDS[0])
+        await go.wait()
+        await run.fail(EngineFailed("bad luck"))
+
+    engine = await node.engine("alpha", fails)
+    async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as answer:
+        text = ""
+        async for part in answer.aiter_text():
+            text += part
+            go.set()
+    again = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
+    assert errors(text) == errors(again.text) == ["bad luck"]
+    assert len(engine.requests) == 1
+
+
+async def test_without_a_key_a_broken_stream_ends_with_an_error(gateway: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha", says(*WORDS[:2]))
+    text = ""
+    async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
+        async for part in answer.aiter_text():
+            text += part
+            if engine.state is InstanceState.READY and content_of_events(text):
+                await dies(engine, node)
+    assert "stopped while answering" in errors(text)[0]
+    assert "seed" not in engine.requests[0].request.body
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def content_of_events(text: str) -> list[str]:
+    return [c for e in events(text) if e.get("choices") and (c := e["choices"][0]["delta"].get("content"))]
+
+
+def errors(text: str) -> list[str]:
+    return [e["error"]["message"] for e in events(text) if "error" in e]

@@ -75,23 +75,23 @@ def weight_names(present: Collection[str], where: str) -> tuple[str, ...] | None
     raise CheckpointInvalid(f"{where} has no weights: {SINGLE}, or {INDEX} with its shards, must be there")
 
 
-def parse_index(data: bytes, where: str) -> dict[str, str]:
-    """The tensor → file name map of a model.safetensors.index.json. File names must be plain: no directory, no `..`."""
+def parse_index(data: bytes, where: str, suffixes: tuple[str, ...] = (".safetensors",)) -> dict[str, str]:
+    """The tensor → file name map of a model.safetensors.index.json or its like. File names must be plain: no directory, no `..`."""
     index = parse_json(data, where)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointInvalid(f"{where} has no weight_map; download it again")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _plain(name):
+        if not isinstance(name, str) or not _plain(name, suffixes):
             raise CheckpointInvalid(
-                f"{where} sends tensor {tensor!r} to {name!r}: only names of .safetensors files beside it are allowed"
+                f"{where} sends tensor {tensor!r} to {name!r}: only names of {' or '.join(suffixes)} files beside it are allowed"
             )
     return weight_map
 
 
-def _plain(name: str) -> bool:
+def _plain(name: str, suffixes: tuple[str, ...]) -> bool:
     return (
-        name.endswith(".safetensors")
+        name.endswith(suffixes)
         and not name.startswith(".")
         and not any(c in name for c in "/\\\0")
         and len(name.encode()) < 256

@@ -1,0 +1,1 @@
+"""`thaw convert`: other layouts of weights into the one that loads fastest."""

@@ -25,6 +25,7 @@ from services.engine.events import Event
 from services.engine.serving import Serving
 from services.engine.settings import EngineSettings
 from services.engine.shelf import LoaderShelf
+from services.engine.suspension import Suspension
 from services.engine.weights import Weights
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
@@ -42,7 +43,7 @@ from shared.contracts.engine import (
 from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, ThawError, UnsupportedParameter
+from shared.errors import EngineFailed, ThawError
 from shared.messaging import Mesh
 from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
@@ -64,6 +65,7 @@ class Engine:
         self._timeline = timeline
         self._mesh = Mesh(settings, f"engine-{start.instance_id}")
         self._serving = Serving(self._mesh, start.instance_id, lambda: self._reporter.changed())
+        self._suspension = Suspension(self._mesh, start.instance_id, start.card, self._serving)
         self._reporter = Reporter(self._mesh, start, timeline, self._serving.load)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._on_compute_thread)
         self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
@@ -201,10 +203,12 @@ class Engine:
             case DropAdapter(name=name):
                 if self._adapters is not None:
                     self._adapters.drop(name)
-            case SleepEngine() | WakeEngine() | ProbeEngine():
-                raise UnsupportedParameter(
-                    "the builtin engine has no sleep levels: it is suspended without its knowledge, or stopped"
-                )
+            case SleepEngine(level=level):
+                return await self._suspension.sleep(level)
+            case WakeEngine():
+                return await self._suspension.wake()
+            case ProbeEngine():
+                return await self._suspension.probe()
         return Done()
 
     async def _on_loader(self, status: LoaderStatus) -> None:

@@ -82,6 +82,7 @@ class Serving:
         self._generated = 0
         self._idle_since = time.monotonic()
         self.draining = False
+        self._held = False
         self.drained = asyncio.Event()
 
     def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: Adapters | None = None) -> None:
@@ -110,6 +111,20 @@ class Serving:
             raise InstanceBusy(f"{len(self._streams)} requests are being served")
         self.draining = True
         self._note_drained()
+
+    def hold(self) -> None:
+        """Take no new request until `let_go`. Raises `InstanceBusy` if there are any."""
+        if self._streams:
+            raise InstanceBusy(f"{len(self._streams)} requests are being served")
+        self._held = True
+
+    def let_go(self) -> None:
+        self._held = False
+
+    async def take_own(self, request: InferRequest, reply: str) -> None:
+        """Serve a request of the engine's own, held or not."""
+        stream = _Stream(request.request_id, reply, None, Timeline("engine"), time.monotonic())
+        await self._take(stream, request, 0)
 
     def abandon(self) -> None:
         """End everything that is still running with an error, at once."""
@@ -152,7 +167,7 @@ class Serving:
                 self._publish(stream.reply, InferFailed(seq=stream.seq, error=e.body()))
 
     async def _take(self, stream: _Stream, request: InferRequest, size: int) -> None:
-        if self.draining:
+        if self.draining or (self._held and size):
             raise InstanceDraining
         if self._reader is None or self._batcher is None:
             raise InstanceDraining("the instance is not ready yet")

@@ -132,8 +132,9 @@ class Api:
         request = AddModels(specs=specs, prune=prune, deadline_ms=AddModels.DEADLINE_MS)
         return self._get(ModelsAdded, "POST", "/admin/v1/models", request, timeout=limit)
 
-    def remove_model(self, name: str) -> None:
-        self.request("DELETE", f"/admin/v1/models/{quote(name, safe='')}", timeout=120.0)
+    def remove_model(self, name: str, *, with_adapters: bool = False) -> None:
+        options = {"adapters": "true"} if with_adapters else {}
+        self.request("DELETE", f"/admin/v1/models/{quote(name, safe='')}", timeout=120.0, **options)
 
     def wake(self, name: str) -> ModelAwake:
         return self._get(ModelAwake, "POST", f"/admin/v1/models/{quote(name, safe='')}/wake", timeout=WakeModel.DEADLINE_MS / 1e3)

@@ -64,7 +64,7 @@ def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Consol
     with out.status("registering models"):
         result = api.add_models(specs) if specs else ModelsAdded()
         removed = []
-        for name in sorted(before - now):
+        for name in _adapters_first(api, before - now):
             try:
                 api.remove_model(name)
             except CommandError as e:
@@ -77,6 +77,12 @@ def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Consol
         write_private(record, json.dumps({"models": sorted(now)}))
     show_difference(out, result)
     return result.model_dump(mode="json", exclude={"v", "kind"})
+
+
+def _adapters_first(api: Api, names: set[str]) -> list[str]:
+    """A model is not removed from under its adapters."""
+    adapters = {v.card.name for v in api.cluster().models if v.card.spec.base is not None} if names else set()
+    return sorted(names, key=lambda n: (n not in adapters, n))
 
 
 def differences(home: Home, wanted: Wanted) -> list[str]:

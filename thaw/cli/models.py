@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.contracts.admin import ModelsAdded, ModelView
-from shared.contracts.models import ModelSpec
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.sizing import need_of
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
@@ -41,12 +41,14 @@ def add(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
+    base: Annotated[str | None, typer.Option(help="It is a LoRA adapter of this model (SOURCE in PEFT's layout).")] = None,
     as_json: Json = False,
 ) -> Document:
     """Register a model (or change how it is registered). Nothing is loaded until a request asks for it.
 
     Examples: [bold]thaw models add llama ~/models/Llama-3.2-1B-Instruct[/]
               [bold]thaw models add qwen hf://Qwen/Qwen3-0.6B --keep-alive 10m[/]
+              [bold]thaw models add sql ~/adapters/sql --base llama[/]
     """
     out = screen(as_json)
     if config is not None:
@@ -64,6 +66,7 @@ def add(
             "max_concurrency": max_concurrency,
             "priority": priority,
             "trust_remote_code": trust_remote_code or None,
+            "base": base,
         }
         specs = (_spec(name, source, {k: v for k, v in options.items() if v is not None}),)
     with out.status("reading the model's files"):
@@ -126,14 +129,14 @@ def list_models(as_json: Json = False) -> Document:
     table = Table(box=None, header_style="dim")
     for column in ("MODEL", "ALIASES", "ARCHITECTURE", "WEIGHTS", "NEEDS", "CONTEXT", "SOURCE"):
         table.add_column(column, overflow="fold")
-    for view in cluster.models:
+    for view in adapters_after_bases(cluster.models):
         card = view.card
         table.add_row(
-            card.name,
+            shown_name(card),
             ", ".join(card.spec.aliases),
-            card.info.architecture,
+            card.info.architecture if card.info.adapter is None else f"LoRA, rank {card.info.adapter.rank}",
             format_size(card.info.weights_bytes),
-            format_size(need_of(card).total),
+            format_size(need_of(card).total) if card.spec.base is None else "",
             f"{card.context_length}",
             card.spec.source,
         )
@@ -144,6 +147,15 @@ def list_models(as_json: Json = False) -> Document:
     return {"models": [v.card.model_dump(mode="json") for v in cluster.models]}
 
 
+def adapters_after_bases(views: tuple[ModelView, ...]) -> list[ModelView]:
+    return sorted(views, key=lambda v: (v.card.spec.base or v.card.name, v.card.spec.base is not None, v.card.name))
+
+
+def shown_name(card: ModelCard) -> str:
+    """An adapter as requests may also call it."""
+    return card.name if card.spec.base is None else f"{card.spec.base}:{card.name}"
+
+
 @app.command()
 @verb
 def show(model: Name, as_json: Json = False) -> Document:
@@ -151,18 +163,23 @@ def show(model: Name, as_json: Json = False) -> Document:
 
     Example: [bold]thaw models show demo-60m[/]
     """
-    view = find_model(Api.find().cluster().models, model)
+    views = Api.find().cluster().models
+    view = find_model(views, model)
     card, out = view.card, screen(as_json)
     need = need_of(card)
     table = Table(box=None, show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    for group in (card.spec.model_dump(mode="json"), card.info.model_dump(mode="json", exclude={"source"})):
+    for group in (card.spec.model_dump(mode="json"), card.info.model_dump(mode="json", exclude={"source", "modules"})):
         for key, value in group.items():
             table.add_row(key, str(value))
+    if adapters := [v.card.name for v in views if v.card.spec.base == card.name]:
+        table.add_row("adapters", ", ".join(adapters))
     table.add_row(
         "needs",
-        f"{format_size(need.total)}: weights {format_size(need.weights)}, KV {format_size(need.kv)}, "
+        f"its base's memory, {format_size(card.info.weights_bytes)} of it"
+        if card.spec.base is not None
+        else f"{format_size(need.total)}: weights {format_size(need.weights)}, KV {format_size(need.kv)}, "
         f"runtime {format_size(need.runtime)}, converted {format_size(need.converted)}",
     )
     table.add_row("generation", str(card.generation))
@@ -183,11 +200,15 @@ def find_model(views: tuple[ModelView, ...], name: str) -> ModelView:
 
 @app.command("rm")
 @verb
-def remove(model: Name, as_json: Json = False) -> Document:
+def remove(
+    model: Name,
+    with_adapters: Annotated[bool, typer.Option("--with-adapters", help="And its LoRA adapters.")] = False,
+    as_json: Json = False,
+) -> Document:
     """Remove a model from the mesh; its files stay. Running requests finish first.
 
     Example: [bold]thaw models rm demo-60m[/]
     """
-    Api.find().remove_model(model)
+    Api.find().remove_model(model, with_adapters=with_adapters)
     screen(as_json).print(f"[green]✓[/] {model} is removed")
     return {"removed": model}

@@ -9,8 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.contracts.admin import ClusterView, ModelView, NodeView
+from shared.contracts.engine import LoadedAdapter
 from shared.contracts.node import InstanceState, InstanceStatus
 from thaw.cli.api import Api
+from thaw.cli.models import adapters_after_bases, shown_name
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.config.units import format_duration, format_size
 
@@ -35,7 +37,11 @@ def ps(as_json: Json = False) -> Document:
     show_devices(out, cluster)
     document = cluster.model_dump(mode="json")
     for view, shown in zip(cluster.models, document["models"], strict=True):
-        shown["state"] = state_of(view, _instances(cluster)[view.card.name])
+        base = view.card.spec.base
+        if base is None:
+            shown["state"] = state_of(view, _instances(cluster)[view.card.name])
+        else:
+            shown["state"] = "loaded" if loads_of(view, _instances(cluster)[base]) else COLD
     return document
 
 
@@ -65,8 +71,13 @@ def show_models(out: Console, cluster: ClusterView) -> None:
     for column in ("MODEL", "STATE", "NODE", "DEVICE", "MEMORY", "ACTIVE", "WAITING", "IDLE", "INSTANCE"):
         table.add_column(column, justify="right" if column in ("MEMORY", "ACTIVE", "WAITING", "IDLE") else "left")
     instances = _instances(cluster)
-    for view in cluster.models:
-        name, own = escape(view.card.name), instances[view.card.name]
+    for view in adapters_after_bases(cluster.models):
+        name, own = escape(shown_name(view.card)), instances[view.card.name]
+        if view.card.spec.base is not None:
+            for row in _adapter_rows(view, instances[view.card.spec.base]):
+                table.add_row(f"[dim]{name}[/]", *row)
+                name = ""
+            continue
         waiting = str(view.waiting) if view.waiting else ""
         if not own:
             state = state_of(view, own)
@@ -81,6 +92,30 @@ def show_models(out: Console, cluster: ClusterView) -> None:
     for view in cluster.models:
         if view.error:
             out.print(f"[red]{escape(view.card.name)}: {escape(view.error)}[/]")
+
+
+def loads_of(
+    view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]
+) -> list[tuple[NodeView, InstanceStatus, LoadedAdapter]]:
+    """Where an adapter is loaded, of its base's `instances`."""
+    return [(n, i, a) for n, i in instances for a in i.load.adapters if a.name == view.card.name]
+
+
+def _adapter_rows(view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        (
+            "[green]loaded[/]",
+            node.node,
+            ",".join(instance.device_ids),
+            format_size(adapter.nbytes),
+            str(adapter.active) if adapter.active else "",
+            "",
+            "",
+            f"[dim]{instance.instance_id}[/]",
+        )
+        for node, instance, adapter in loads_of(view, instances)
+    ]
+    return rows or [(f"[dim]{COLD}[/]", "", "", "", "", "", "", "")]
 
 
 def _instance_cells(node: NodeView, instance: InstanceStatus, waiting: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ _DURATIONS: tuple[tuple[str, ...], ...] = (
     ("slo", "ttft"),
     ("slo", "tpot"),
 )
-_SIZES: tuple[tuple[str, ...], ...] = (("engine_args", "kv_cache_bytes"),)
+_SIZES: tuple[tuple[str, ...], ...] = (("engine_args", "kv_cache_bytes"), ("engine_args", "adapter_cache_bytes"))
 
 
 class Strict(BaseModel):
@@ -124,11 +124,36 @@ class _Check:
             if not isinstance(entry, dict):
                 self._tree.fault(path, "must be a mapping with at least name and source")
                 continue
+            entry = dict(entry)
+            adapters = entry.pop("adapters", None)
             self._unique(entry, path, names)
-            spec = self._model(entry, path, defaults)
+            spec = self._model(entry, path, {} if entry.get("base") else defaults)
             if spec is not None:
                 specs.append(spec)
+            if adapters is not None:
+                specs += self._adapters(adapters, entry.get("name"), path, names)
         return tuple(specs)
+
+    def _adapters(self, value: Any, base: object, model: KeyPath, names: dict[str, KeyPath]) -> list[ModelSpec]:
+        """`adapters: {name: source}` of a model."""
+        path: KeyPath = (*model, "adapters")
+        if not isinstance(value, dict) or not all(isinstance(source, str) and source for source in value.values()):
+            self._tree.fault(path, "must be a mapping of names to sources, e.g. sql: ~/adapters/sql")
+            return []
+        specs = []
+        for name, source in value.items():
+            if name in names:
+                line = self._tree.place(names[name])[0]
+                self._tree.fault(
+                    (*path, name), f"given {name!r}, which is a model's name or alias on line {line} already; allowed: each once"
+                )
+                continue
+            names[name] = (*path, name)
+            try:
+                specs.append(ModelSpec(name=name, source=self._source(source, (*path, name)), base=str(base)))
+            except ValidationError as e:
+                self._tree.fault((*path, name), message_of(e.errors()[0], ModelSpec))
+        return specs
 
     def _unique(self, entry: dict[str, Any], path: KeyPath, names: dict[str, KeyPath]) -> None:
         aliases = entry.get("aliases")

@@ -120,7 +120,7 @@ def _read_config(raw: Mapping[str, Any], where: str) -> AdapterInfo:
             "PEFT's path_initial_model_for_weight_conversion, or merge it"
         )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
-    if not _number(rank, whole=True) or not _number(alpha):
+    if rank is None or alpha is None or not _number(rank, whole=True) or not _number(alpha):
         raise CheckpointInvalid(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both must be positive numbers")
     return AdapterInfo(
         rank=rank,

@@ -1,0 +1,14 @@
+"""What a registered model is, whoever loads it."""
+
+from __future__ import annotations
+
+from services.loader.adapters.source import source_of
+from services.loader.format.foreign import describe_foreign
+from shared.contracts.models import ModelInfo, ModelSpec
+
+
+def described(spec: ModelSpec) -> ModelInfo:
+    """Blocks; no weights are read. Raises `InvalidModel` and its kin, or `Unavailable`. What an engine loads by itself may be in a layout
+    that no segment is made of."""
+    info = describe_foreign(spec) if spec.loads_itself else None
+    return info or source_of(spec.source).inspect(trust_remote_code=spec.trust_remote_code)

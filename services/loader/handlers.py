@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.adapters.records import Records, SegmentRecord
 from services.loader.adapters.runs import Runs
+from services.loader.adapters.inspection import described
 from services.loader.adapters.small_files import read_part
-from services.loader.adapters.source import source_of
 from services.loader.domain.decide import decide
 from services.loader.domain.events import (
     Abandoned,
@@ -110,11 +110,7 @@ class Loader:
         await asyncio.to_thread(self._runs.close)
 
     async def _inspect(self, command: InspectModel) -> Inspected:
-        spec = command.spec
-        info = await self._loop.run_in_executor(
-            self._inspections, lambda: source_of(spec.source).inspect(trust_remote_code=spec.trust_remote_code)
-        )
-        return Inspected(info=info)
+        return Inspected(info=await self._loop.run_in_executor(self._inspections, described, command.spec))
 
     async def read_file(self, request: ReadModelFile) -> ModelFilePart:
         """A part of a small file, for a gateway that counts tokens. Raises `NotFound` if it is not on this host."""

@@ -77,15 +77,15 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
 
 
 def send_start(d: Draft, instance: Instance) -> None:
-    """The bytes are there: have the nodeagent start it and the loader fetch its weights at the same time."""
+    """The bytes are there: have the nodeagent start it and the loader fetch its weights (unless the engine does) at the same time."""
     model = d.state.models[instance.model]
     sent = replace(instance, sent_at=d.now, token=d.token())
     d.put(sent)
-    d.emit(
-        SendPrepare(
-            sent.node, PrepareWeights(token=sent.token, instance_id=sent.instance_id, card=model.card, traceparent=sent.traceparent)
+    if not model.card.spec.loads_itself:
+        prepare = PrepareWeights(
+            token=sent.token, instance_id=sent.instance_id, card=model.card, traceparent=sent.traceparent
         )
-    )
+        d.emit(SendPrepare(sent.node, prepare))
     command = StartInstance(
         token=sent.token,
         plan_id=sent.plan_id,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from services.loader.adapters.reader import DEFAULTS, ReadOptions
 from services.loader.format.checkpoint import Checkpoint
-from services.loader.format.dtypes import TORCH_NAMES, packed_shape
 from services.loader.format.safetensors import TensorEntry
 from services.loader.load import load_private
+from shared.dtypes import TORCH_NAMES, packed_shape
 from shared.errors import CheckpointInvalid
 
 if TYPE_CHECKING:

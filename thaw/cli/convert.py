@@ -41,7 +41,9 @@ def convert(
     Example: [bold]thaw convert ~/models/old-llama ~/models/llama --verify[/]
     """
     if destination is None and not verify:
-        raise CommandError("Name the directory to make.", "thaw convert SRC DST; or thaw convert DIR --verify to check one.", code="usage")
+        raise CommandError(
+            "Name the directory to make.", "thaw convert SRC DST; or thaw convert DIR --verify to check one.", code="usage"
+        )
     out = screen(as_json)
     arguments = [str(source.expanduser().absolute())]
     if destination is not None:

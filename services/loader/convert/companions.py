@@ -9,7 +9,19 @@ from services.loader.format.checkpoint import read_small
 from services.loader.format.converted import INDEX_NAME
 from services.loader.format.root import check_inside
 
-_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "*.md", "LICENSE*", "NOTICE*", "*/config.json", "*/*.jinja")
+_PATTERNS = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.py",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+    "*/config.json",
+    "*/*.jinja",
+)
 
 
 def companions(root: Path) -> list[Path]:

@@ -60,7 +60,9 @@ def staged(destination: Path) -> Iterator[Path]:
 
 def _check_free(destination: Path) -> None:
     try:
-        taken = os.path.lexists(destination) and (not destination.is_dir() or destination.is_symlink() or any(destination.iterdir()))
+        taken = os.path.lexists(destination) and (
+            not destination.is_dir() or destination.is_symlink() or any(destination.iterdir())
+        )
     except OSError as e:
         raise disk_error(destination, e) from e
     if taken:

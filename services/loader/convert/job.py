@@ -91,7 +91,9 @@ class _Job:
                 raise CheckpointInvalid(f"{self._source.shards[0].path} holds no tensors")
             for name, file in (self._source.weight_map or {}).items():
                 if self._home.get(name) != file:
-                    raise CheckpointInvalid(f"the index places tensor {name!r} in {file}, which does not hold it; download both again")
+                    raise CheckpointInvalid(
+                        f"the index places tensor {name!r} in {file}, which does not hold it; download both again"
+                    )
             partitions = [w.finish() for w in writers]
         self.index = write_index(partitions, (entry for w in writers for entry in w.entries))
         self.tensors, self.tied = len(self._home), writers[0].tied

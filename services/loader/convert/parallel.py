@@ -10,7 +10,7 @@ from typing import Any
 
 from services.loader.convert.tensor import Split
 from services.loader.format.checkpoint import parse_json, read_small
-from services.loader.format.dtypes import DTYPE_BITS
+from shared.dtypes import DTYPE_BITS
 from shared.errors import CheckpointInvalid, UnsupportedArchitecture
 
 _COLUMNS = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
@@ -48,7 +48,9 @@ class Plan:
         style = next((s for pattern, s in self.styles if pattern.fullmatch(name)), None)
         if style is None:
             if ".experts." in name:
-                raise UnsupportedArchitecture(f"transformers' tensor-parallel plan does not say how to divide {name}; convert without it")
+                raise UnsupportedArchitecture(
+                    f"transformers' tensor-parallel plan does not say how to divide {name}; convert without it"
+                )
             return None
         split = _split(name, style, len(shape))
         if split is not None:
@@ -73,7 +75,9 @@ def _split(name: str, style: str, dimensions: int) -> Split | None:
     if style in _WHOLE or (style in _ROWS and bias) or (style == "packed_rowwise" and dimensions == 1):
         return None
     if dimensions == 0 or (style == "packed_colwise" and dimensions == 1):
-        raise UnsupportedArchitecture(f"tensor {name!r} has too few dimensions to be divided {style}; convert without --tensor-parallel")
+        raise UnsupportedArchitecture(
+            f"tensor {name!r} has too few dimensions to be divided {style}; convert without --tensor-parallel"
+        )
     if style in _COLUMNS:
         return Split(max(0, dimensions - 2))
     if style in _ROWS:
@@ -84,7 +88,9 @@ def _split(name: str, style: str, dimensions: int) -> Split | None:
         return Split(dimensions - 1, blocks=2)
     if style in ("embedding_rowwise", "embedding_colwise") and dimensions == 2:
         return Split(0 if style == "embedding_rowwise" else 1)
-    raise UnsupportedArchitecture(f"transformers divides {name} {style}, which is not known here; convert without --tensor-parallel")
+    raise UnsupportedArchitecture(
+        f"transformers divides {name} {style}, which is not known here; convert without --tensor-parallel"
+    )
 
 
 def plan_for(directory: Path | None, ranks: int) -> Plan:
@@ -93,14 +99,18 @@ def plan_for(directory: Path | None, ranks: int) -> Plan:
     if ranks == 1:
         return Plan(1)
     if directory is None or not (directory / "config.json").exists():
-        raise UnsupportedArchitecture("--tensor-parallel needs a model directory with its config.json: the architecture says what is divided")
+        raise UnsupportedArchitecture(
+            "--tensor-parallel needs a model directory with its config.json: the architecture says what is divided"
+        )
     config, classes = _transformers(directory)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedArchitecture(f"{directory}: quantised models are not divided; convert without --tensor-parallel")
     text = config.get_text_config()
     base: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     if not base:
-        raise UnsupportedArchitecture(f"transformers has no tensor-parallel plan for {text.model_type}; convert without --tensor-parallel")
+        raise UnsupportedArchitecture(
+            f"transformers has no tensor-parallel plan for {text.model_type}; convert without --tensor-parallel"
+        )
     styles = [(_pattern(key, inner=True), style) for key, style in (*base.items(), *_single_experts(base))]
     styles += [(_pattern(key), style) for cls in classes for key, style in (getattr(cls, "_tp_plan", None) or {}).items()]
     if any(style == "colwise" and key.endswith(("k_proj", "qkv_proj", "query_key_value")) for key, style in base.items()):
@@ -146,4 +156,6 @@ def _check_heads(directory: Path, config: Any, ranks: int) -> None:
     for key in _HEADS:
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % ranks:
-            raise CheckpointInvalid(f"{directory} has {key} = {heads}, which cannot be divided by {ranks}; choose another --tensor-parallel")
+            raise CheckpointInvalid(
+                f"{directory} has {key} = {heads}, which cannot be divided by {ranks}; choose another --tensor-parallel"
+            )

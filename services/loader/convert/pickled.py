@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.loader.convert.tensor import SourceTensor
 from services.loader.format.checkpoint import TORCH_SUFFIXES
-from services.loader.format.dtypes import TORCH_NAMES
+from shared.dtypes import TORCH_NAMES
 from shared.errors import CheckpointInvalid, InsufficientMemory
 
 if TYPE_CHECKING:
@@ -129,7 +129,11 @@ def _state_dict(path: Path, loaded: Any) -> Mapping[str, torch.Tensor]:
             loaded = wrapped[0]
     if not isinstance(loaded, dict) or not loaded:
         raise CheckpointInvalid(f"{path} holds a {type(loaded).__name__:.80} and no tensors by name; save the model's state_dict()")
-    odd = [f"{k!r:.80} ({type(v).__name__:.80})" for k, v in loaded.items() if not isinstance(k, str) or not isinstance(v, torch.Tensor)]
+    odd = [
+        f"{k!r:.80} ({type(v).__name__:.80})"
+        for k, v in loaded.items()
+        if not isinstance(k, str) or not isinstance(v, torch.Tensor)
+    ]
     if odd:
         raise CheckpointInvalid(f"{path} holds what is no tensor: {', '.join(odd[:_SHOWN])}; save the model's state_dict() alone")
     return loaded

@@ -26,6 +26,7 @@ from services.loader.format.converted import INDEX_NAME
 from services.loader.format.root import check_inside
 from shared.errors import CheckpointInvalid
 
+
 class Shard(Protocol):
     """One file of the source."""
 
@@ -71,7 +72,9 @@ def open_source(path: Path) -> Source:
     names = torch_names(present)
     if names is None:
         open_checkpoint(path)  # says what is missing
-        raise CheckpointInvalid(f"{path} has several PyTorch files and no {TORCH_INDEX}; copy the index from where they came, or name one file")
+        raise CheckpointInvalid(
+            f"{path} has several PyTorch files and no {TORCH_INDEX}; copy the index from where they came, or name one file"
+        )
     weight_map = None
     if TORCH_INDEX in names:
         check_inside(path, path / TORCH_INDEX)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.loader.format.dtypes import DTYPE_BITS
+from shared.dtypes import DTYPE_BITS
 
 PIECE_BYTES = 4 * 1024 * 1024
 

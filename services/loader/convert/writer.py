@@ -12,8 +12,8 @@ from typing import Self
 
 from services.loader.convert.disk import disk_error
 from services.loader.format.converted import Entry, Partition, place_after
-from services.loader.format.dtypes import row_major
 from services.loader.format.segment import pages
+from shared.dtypes import row_major
 from shared.errors import CheckpointInvalid
 
 
@@ -60,7 +60,9 @@ class PartitionWriter:
             hashed.result()
             at += len(piece)
         if at - offset != size:
-            raise CheckpointInvalid(f"tensor {name!r} has {at - offset} bytes instead of {size}; its file changed while it was read")
+            raise CheckpointInvalid(
+                f"tensor {name!r} has {at - offset} bytes instead of {size}; its file changed while it was read"
+            )
         self._end = at
         entry = Entry(
             name=name,

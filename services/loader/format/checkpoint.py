@@ -90,12 +90,7 @@ def parse_index(data: bytes, where: str, suffixes: tuple[str, ...] = (".safetens
 
 
 def _plain(name: str, suffixes: tuple[str, ...]) -> bool:
-    return (
-        name.endswith(suffixes)
-        and not name.startswith(".")
-        and not any(c in name for c in "/\\\0")
-        and len(name.encode()) < 256
-    )
+    return name.endswith(suffixes) and not name.startswith(".") and not any(c in name for c in "/\\\0") and len(name.encode()) < 256
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.loader.format.dtypes import DTYPE_BITS, row_major
 from services.loader.format.safetensors import FileHeader, TensorEntry
 from shared.contracts.segment import PAGE
+from shared.dtypes import DTYPE_BITS, row_major
 from shared.errors import CheckpointInvalid
 
 INDEX_NAME = "thaw.index.json"

@@ -11,10 +11,10 @@ from services.loader.format.adapter import CONFIG as ADAPTER_CONFIG
 from services.loader.format.adapter import check_adapter_config, describe_adapter, is_adapter, linear_shapes
 from services.loader.format.architectures import Architecture, read_architecture
 from services.loader.format.checkpoint import TOKENIZERS, Checkpoint, parse_json, read_small
-from services.loader.format.dtypes import DTYPE_BITS
 from services.loader.format.root import check_inside
 from services.loader.format.segment import lay_out
 from shared.contracts.models import ModelInfo
+from shared.dtypes import DTYPE_BITS
 from shared.errors import CheckpointInvalid, InvalidModel
 
 CONFIG = "config.json"

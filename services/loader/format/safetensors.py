@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from services.loader.format.dtypes import SAFETENSORS_BITS
+from shared.dtypes import SAFETENSORS_BITS
 from shared.errors import CheckpointInvalid
 
 PREFIX_BYTES = 8

@@ -35,7 +35,9 @@ def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None]
     """
     path = directory / INDEX_NAME
     if not path.exists():
-        raise CheckpointInvalid(f"{directory} is not converted: only converted checkpoints carry hashes; thaw convert {directory} DST")
+        raise CheckpointInvalid(
+            f"{directory} is not converted: only converted checkpoints carry hashes; thaw convert {directory} DST"
+        )
     ranks = parse_index(read_small(path), str(path)).ranks
     found = Verified(ranks, 0, 0)
     for rank in range(ranks):
@@ -92,4 +94,6 @@ def _check(file: WeightFile, tensor: TensorEntry, told: Callable[[int], None]) -
 
 
 def _damaged(tensor: TensorEntry, where: str) -> CheckpointInvalid:
-    return CheckpointInvalid(f"{where}: the bytes of tensor {tensor.name!r} are not those that were converted; convert the model again")
+    return CheckpointInvalid(
+        f"{where}: the bytes of tensor {tensor.name!r} are not those that were converted; convert the model again"
+    )

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from services.loader.adapters.inspection import described
 from services.loader.adapters.records import Records, SegmentRecord
 from services.loader.adapters.runs import Runs
-from services.loader.adapters.inspection import described
 from services.loader.adapters.small_files import read_part
 from services.loader.domain.decide import decide
 from services.loader.domain.events import (

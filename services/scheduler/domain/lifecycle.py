@@ -82,9 +82,7 @@ def send_start(d: Draft, instance: Instance) -> None:
     sent = replace(instance, sent_at=d.now, token=d.token())
     d.put(sent)
     if not model.card.spec.loads_itself:
-        prepare = PrepareWeights(
-            token=sent.token, instance_id=sent.instance_id, card=model.card, traceparent=sent.traceparent
-        )
+        prepare = PrepareWeights(token=sent.token, instance_id=sent.instance_id, card=model.card, traceparent=sent.traceparent)
         d.emit(SendPrepare(sent.node, prepare))
     command = StartInstance(
         token=sent.token,

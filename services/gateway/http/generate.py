@@ -65,7 +65,9 @@ class Generate:
         answer_id, created = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time())
         key: tuple[Claim | Found, Entry] | None = None
         if (name := key_of(scope)) is not None:
-            fresh = Entry(request=digest(parsed.ask.body, scope["query_string"]), answer_id=answer_id, created=created)
+            fresh = Entry(
+                request=digest(parsed.ask.body, *filter(None, [scope["query_string"]])), answer_id=answer_id, created=created
+            )
             place = joinable(await self._gateway.idempotency.find(name, fresh), fresh.request)
             key, answer_id, created = (place, fresh), place.entry.answer_id, place.entry.created
             parsed = repeatable(parsed, name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.contracts.models import ModelOptions, ModelSpec
+from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
 from thaw.config.faults import ConfigError, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
 from thaw.config.tree import Tree, read_tree
@@ -23,12 +23,18 @@ DEVICE_PATTERN = r"^(cpu:0|cuda:\d+)$"
 _DURATIONS: tuple[tuple[str, ...], ...] = (
     ("keep_alive",),
     ("init_timeout",),
+    ("ready_timeout",),
     ("response_timeout",),
     ("queue", "timeout"),
     ("slo", "ttft"),
     ("slo", "tpot"),
 )
-_SIZES: tuple[tuple[str, ...], ...] = (("engine_args", "kv_cache_bytes"), ("engine_args", "adapter_cache_bytes"))
+_SIZES: tuple[tuple[str, ...], ...] = (
+    ("memory",),
+    ("container", "shm_bytes"),
+    ("engine_args", "kv_cache_bytes"),
+    ("engine_args", "adapter_cache_bytes"),
+)
 
 
 class Strict(BaseModel):
@@ -186,11 +192,13 @@ class _Check:
             if not re.fullmatch(HUB_PATTERN, source):
                 self._tree.fault((*path, "source"), f"given {source!r}; allowed: hf://org/name[@revision]")
             return source
+        if source.startswith(ENGINE_SOURCE):
+            return source
         if "://" in source:
             self._tree.fault((*path, "source"), f"given {source!r}; allowed: a directory, or hf://org/name[@revision]")
             return source
         directory = (self._directory / Path(os.path.expandvars(source)).expanduser()).resolve()
-        if not directory.is_dir():
+        if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
             self._tree.fault((*path, "source"), f"given {source!r}; there is no directory {directory}")
         return str(directory)
 

@@ -106,7 +106,7 @@ class ModelOptions(Strict):
         default=None, gt=0, description="Seconds a start may take in all, however much progress it makes; no limit by default."
     )
     stop_signal: Literal["SIGTERM", "SIGINT", "SIGQUIT", "SIGKILL"] = Field(
-        default="SIGTERM", description="What an engine is asked to end with; SIGKILL follows after ten seconds."
+        default="SIGTERM", description="What an engine is asked to end with; SIGKILL follows."
     )
     routes: tuple[str, ...] = Field(default=(), description="More paths that the engine serves, as /v1/rerank.")
     container: ContainerOptions | None = None
@@ -237,6 +237,7 @@ class ModelInfo(Frozen):
     kv_bytes_per_token: int = Field(ge=0)
     has_chat_template: bool = False
     files: int = Field(default=1, ge=1)
+    vocab_size: int = Field(default=0, ge=0, description="Token ids there are, as config.json says; 0: unknown.")
     modules: tuple[LinearShape, ...] = Field(default=(), description="The weight matrices that an adapter may add to.")
     adapter: AdapterInfo | None = Field(default=None, description="Of a LoRA adapter; its other values are then its base's.")
 

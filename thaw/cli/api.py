@@ -133,8 +133,8 @@ class Api:
         return self._get(ModelsAdded, "POST", "/admin/v1/models", request, timeout=limit)
 
     def remove_model(self, name: str, *, with_adapters: bool = False) -> None:
-        options = {"adapters": "true"} if with_adapters else {}
-        self.request("DELETE", f"/admin/v1/models/{quote(name, safe='')}", timeout=120.0, **options)
+        params = {"adapters": "true"} if with_adapters else {}
+        self.request("DELETE", f"/admin/v1/models/{quote(name, safe='')}", timeout=120.0, body=None, **params)
 
     def wake(self, name: str) -> ModelAwake:
         return self._get(ModelAwake, "POST", f"/admin/v1/models/{quote(name, safe='')}/wake", timeout=WakeModel.DEADLINE_MS / 1e3)

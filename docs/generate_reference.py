@@ -16,6 +16,7 @@ from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from services.engine.settings import EngineSettings
+from services.enginehost.settings import HostSettings
 from services.gateway.settings import GatewaySettings
 from services.loader.settings import LoaderSettings
 from services.nodeagent.settings import NodeagentSettings
@@ -71,11 +72,13 @@ def main() -> None:
         "Nodeagent": NodeagentSettings,
         "Loader": LoaderSettings,
         "Engine": EngineSettings,
+        "EngineHost": HostSettings,
     }
+    shared_settings = {"kill_grace"}  # the nodeagent's, which passes it on
     for name, settings in services.items():
-        own = set(settings.model_fields) - node
-        if own:
-            sections.append(_section(f"{name} (`python -m services.{name.lower()}`)", settings, node))
+        without = node | shared_settings if settings is HostSettings else node
+        if set(settings.model_fields) - without:
+            sections.append(_section(f"{name} (`python -m services.{name.lower()}`)", settings, without))
     sections.append(_MODELS + "\n".join(_model_rows(ModelSpec, "")) + "\n")
     sys.stdout.write("\n".join(sections))
 
@@ -124,14 +127,19 @@ def _model_rows(model: type[BaseModel], prefix: str) -> list[str]:
     rows: list[str] = []
     order = sorted(model.model_fields.items(), key=lambda item: 0 if item[0] in ("name", "source", "aliases") else 1)
     for name, field in order:
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            rows += _model_rows(field.annotation, f"{prefix}{name}.")
+        inner = next((a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)), None)
+        if inner is not None:
+            rows += _model_rows(inner, f"{prefix}{name}.")
             continue
         meaning = field.description or ""
         if _type(field.annotation) and field.description is None:
             meaning = _type(field.annotation)
         rows.append(f"| `{prefix}{name}` | {_default(field)} | {_escape(meaning)} |")
     return rows
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _escape(text: str) -> str:

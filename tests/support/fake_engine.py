@@ -61,6 +61,7 @@ def card_of(name: str, *, task: str = "generate", context: int = 2048, routes: t
         dtype="float32",
         context_length=context,
         kv_bytes_per_token=16,
+        vocab_size=32_000,
     )
     return ModelCard(spec=spec, info=info, created=1_700_000_000, routes=routes)
 

@@ -10,7 +10,7 @@ from shared.contracts.inference import Endpoint
 from shared.contracts.models import ModelCard
 
 JSON = "application/json"
-_NOT_SENT = {"info": {"modules": True, "adapter": {"modules"}}}
+_NOT_SENT: Any = {"info": {"modules": True, "adapter": {"modules"}}}
 """Of an adapter's card: what only its registration asks about."""
 
 

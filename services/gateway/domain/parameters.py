@@ -35,7 +35,7 @@ def _check_generation(request: ChatCompletionRequest | CompletionRequest, card: 
             f"This model's maximum context length is {card.context_length} tokens, and {name} asks for {limit} besides the prompt",
             param=name,
         )
-    _check_bias(request)
+    _check_bias(request, card)
     if isinstance(request, ChatCompletionRequest):
         if not card.capabilities.passes_through:
             _check_contents(request, card)
@@ -45,9 +45,17 @@ def _check_generation(request: ChatCompletionRequest | CompletionRequest, card: 
         _check_inputs(request.prompt, "prompt", card, room=limit or 1)
 
 
-def _check_bias(request: ChatCompletionRequest | CompletionRequest) -> None:
-    if not all(token.isascii() and token.isdigit() for token in request.logit_bias or ()):
+def _check_bias(request: ChatCompletionRequest | CompletionRequest, card: ModelCard) -> None:
+    biased = list(request.logit_bias or ())
+    if not all(token.isascii() and token.isdigit() for token in biased):
         raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias")
+    _check_known([int(token) if len(token) < 20 else 1 << 63 for token in biased], "logit_bias", card)
+
+
+def _check_known(tokens: list[int], param: str, card: ModelCard) -> None:
+    size = card.info.vocab_size
+    if size and any(not 0 <= token < size for token in tokens):
+        raise InvalidRequest(f"{param} has a token id outside the vocabulary of {size}", param=param)
 
 
 def _check_contents(request: ChatCompletionRequest, card: ModelCard) -> None:
@@ -67,6 +75,8 @@ def _check_inputs(value: str | list[str] | list[int] | list[list[int]], param: s
     for prompt in prompts:
         if isinstance(prompt, list) and not prompt:
             raise InvalidRequest(f"'{param}' holds an empty list of tokens", param=param)
+        if isinstance(prompt, list):
+            _check_known(prompt, param, card)
         if isinstance(prompt, list) and len(prompt) + room > card.context_length:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {card.context_length} tokens; the prompt has {len(prompt)} and asks for {room} more",

@@ -109,6 +109,7 @@ class Architecture:
     task: Literal["generate", "embed"]
     context_length: int
     kv_elements_per_token: int
+    vocab_size: int = 0
 
 
 def read_architecture(config: Mapping[str, Any], where: str, *, embeds: bool, trust_remote_code: bool) -> Architecture:
@@ -135,7 +136,9 @@ def read_architecture(config: Mapping[str, Any], where: str, *, embeds: bool, tr
         )
     text = _text_part(config)
     encoder = model_type in ENCODERS and task == "embed"
-    return Architecture(name, model_type, task, _context(text, model_type, where), 0 if encoder else _kv_elements(text, where))
+    kv_elements = 0 if encoder else _kv_elements(text, where)
+    vocabulary = _number(text, ("vocab_size",), where) or 0
+    return Architecture(name, model_type, task, _context(text, model_type, where), kv_elements, vocabulary)
 
 
 def _class_name(config: Mapping[str, Any], where: str) -> str:

@@ -83,6 +83,7 @@ def describe(
         has_chat_template=_has_template(directory, present),
         files=len(checkpoint.files),
         modules=linear_shapes(checkpoint),
+        vocab_size=architecture.vocab_size,
     )
 
 

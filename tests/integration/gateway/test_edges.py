@@ -36,6 +36,8 @@ FAULTS: list[tuple[dict[str, Any], int, str, str | None]] = [
     (chat(stream_options={"include_usage": True}), 400, "invalid_request", "stream_options"),
     (chat(top_logprobs=2), 400, "invalid_request", "top_logprobs"),
     (chat(logit_bias={"x": 1}), 400, "invalid_request", "logit_bias"),
+    (chat(logit_bias={"31999": 1, "32000": 1}), 400, "invalid_request", "logit_bias"),
+    (chat(logit_bias={"9" * 5000: 1}), 400, "invalid_request", "logit_bias"),
     (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "unsupported_parameter", "messages[0].content"),
     (chat(response_format={"type": "json_object"}), 400, "unsupported_parameter", "response_format"),
     (chat(tool_choice="required"), 400, "unsupported_parameter", "tool_choice"),
@@ -67,6 +69,11 @@ async def test_inert_and_unknown_fields_are_taken(gateway: Served, node: FakeNod
     answer = await gateway.http.post(URL, json=body)
     assert answer.json()["choices"][0]["message"]["content"] == "42"
     assert answer.headers["x-thaw-ignored"] == "shoe_size"
+
+
+async def test_token_ids_outside_the_vocabulary_are_refused_before_anybody_is_asked(gateway: Served) -> None:
+    answer = await gateway.http.post("/v1/completions", json={"model": "alpha", "prompt": [[1], [2, 32000]]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
 @pytest.mark.parametrize(

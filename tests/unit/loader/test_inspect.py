@@ -26,12 +26,15 @@ def described(tmp_path: Path, config: dict[str, Any]) -> ModelInfo:
 
 def test_all_there_is_to_know(tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path / "m", shards=2)
+    config = tmp_path / "m" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 301}))
     found = inspect(tmp_path / "m")
     assert found.source == str(tmp_path / "m")
     assert (found.architecture, found.model_type, found.task) == ("LlamaForCausalLM", "llama", "generate")
     assert found.parameters == sum(w.size for w in weights.values())
     assert found.dtype == "float32"
     assert found.context_length == 512
+    assert found.vocab_size == 301
     assert found.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert found.has_chat_template
     assert found.files == 2

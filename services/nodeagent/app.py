@@ -33,12 +33,13 @@ from services.nodeagent.performer import Parts, Performer
 from services.nodeagent.publisher import Publisher
 from services.nodeagent.records import Record, Records
 from services.nodeagent.settings import NodeagentSettings
+from services.nodeagent.suspend.opening import open_keeper, snapshot_budget
 from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport
 from shared.contracts.loader import LoaderStatus
-from shared.contracts.node import NODE_COMMAND, NodeCommand, StartInstance, StatusWanted
+from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, StartInstance, StatusWanted, SuspendInstance
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
@@ -80,13 +81,22 @@ class Nodeagent:
         self.launcher = _launcher(settings)
         ledger = Ledger({d: device.info.budget_bytes for d, device in devices.items()})
         policy = Policy(kill_grace_s=settings.kill_grace, adopt_s=settings.adopt_timeout)
-        self.loop = Loop(NodeState(ledger, policy, newest_epoch=records.epoch()), lambda effect: self.performer.perform(effect))
+        state = NodeState(ledger, policy, newest_epoch=records.epoch(), snapshot_budget=snapshot_budget(settings))
+        self.loop = Loop(state, lambda effect: self.performer.perform(effect))
         self.meter = Meter(devices, lambda: self.loop.state, lambda: self.publisher.changed(urgent=False))
+        self.keeper = open_keeper(settings, devices, self.mesh)
         self.publisher = Publisher(
-            self.mesh, settings.node, labels(settings.labels), devices, lambda: self.loop.state, self.meter, self.timelines
+            self.mesh,
+            settings.node,
+            labels(settings.labels),
+            devices,
+            lambda: self.loop.state,
+            self.meter,
+            self.timelines,
+            self.keeper.capabilities,
         )
         self.performer = Performer(
-            Parts(self.mesh, self.launcher, records, self.timelines, self.meter, self.publisher),
+            Parts(self.mesh, self.launcher, records, self.timelines, self.meter, self.publisher, self.keeper),
             settings.node,
             settings.node_state / "logs",
             engine_environment(settings),
@@ -108,6 +118,7 @@ class Nodeagent:
         for record in known:
             _adopt(record, self.loop, self.performer, self.timelines)
         await self.loop.until(lambda state: len(state.instances) >= len(known), _ADOPTED_WITHIN_S)
+        await self.keeper.reap_strays(frozenset(i.instance_id for i in self.loop.state.live()))
         commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
         await commands.start()
         publishing = self._run("publisher", self.publisher.run())
@@ -149,6 +160,13 @@ class Nodeagent:
             if command.instance_id not in self.loop.state.instances:
                 self.timelines.of(command.instance_id).received(command.phases, time.monotonic())
             self.loop.post(e.StartCommand(command, reply))
+        elif isinstance(command, SuspendInstance):
+            self.loop.post(e.SuspendCommand(command, reply))
+        elif isinstance(command, ResumeInstance):
+            known = self.loop.state.instances.get(command.instance_id)
+            if known is not None and known.state.parked:
+                self.timelines.renew(command.instance_id).received(command.phases, time.monotonic())
+            self.loop.post(e.ResumeCommand(command, reply))
         else:
             self.loop.post(e.StopCommand(command, reply))
         try:
@@ -211,6 +229,7 @@ def _adopt(record: Record, loop: Loop, performer: Performer, timelines: Timeline
         started = performer.processes.watch(instance.instance_id, instance.pid, instance.process_start)
         alive = started is not None
         instance = instance.model_copy(update={"process_start": started if alive else instance.process_start})
+    frozen = performer.frozen(instance.instance_id)
     error = explain_exit(instance.pid or 0, None, (None, None), log_path)
     log.info("instance found", extra={"instance": instance.instance_id, "pid": instance.pid, "alive": alive})
-    loop.post(e.Adopted(instance, alive, error))
+    loop.post(e.Adopted(instance, alive, error, frozen))

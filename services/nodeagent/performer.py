@@ -19,11 +19,13 @@ from services.nodeagent.loop import Loop
 from services.nodeagent.meter import Meter
 from services.nodeagent.publisher import Publisher
 from services.nodeagent.records import Records
+from services.nodeagent.suspend.keeper import Keeper
 from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
 from shared.contracts.base import Done, ErrorBody, Message, Request
 from shared.contracts.engine import DrainEngine, EngineReport, EngineStart, PingEngine
 from shared.contracts.loader import ReleaseWeights, WeightsReleased
+from shared.contracts.node import InstanceState
 from shared.errors import ThawError, Unavailable, from_body
 from shared.messaging import Mesh
 
@@ -43,6 +45,7 @@ class Parts:
     timelines: Timelines
     meter: Meter
     publisher: Publisher
+    keeper: Keeper
 
 
 class Performer:
@@ -55,6 +58,7 @@ class Performer:
         self._timelines = parts.timelines
         self._meter = parts.meter
         self._publisher = parts.publisher
+        self._keeper = parts.keeper
         self._node = node
         self._logs = logs
         self._environment = environment
@@ -85,13 +89,21 @@ class Performer:
             case e.Publish():
                 self._publisher.changed(urgent=effect.urgent)
             case e.Signal():
-                self.processes.send(effect.instance_id, effect.signal)
+                self._signal(effect)
             case e.Fork():
                 self._spawn("fork", effect.instance_id, self._fork(effect.instance_id))
             case e.Ping():
                 self._spawn("ping", effect.instance_id, self._ping(effect.instance_id))
             case e.AskDrain():
                 self._spawn("drain", effect.instance_id, self._drain(effect))
+            case e.AskHold():
+                self._spawn("hold", effect.instance_id, self._hold(effect))
+            case e.Suspend():
+                self._spawn("suspend", effect.instance_id, self._suspend(effect))
+            case e.Resume():
+                self._spawn("resume", effect.instance_id, self._resume(effect))
+            case e.Assess():
+                self._spawn("assess", effect.instance_id, self._assess(effect.instance_id))
             case e.Measure():
                 self._spawn(
                     "measure", effect.instance_id, self._meter.measure_and_tell(self._loop.state.instances[effect.instance_id])
@@ -111,6 +123,10 @@ class Performer:
 
     def log_path(self, instance_id: str) -> Path:
         return self._logs / f"{instance_id}.engine.log"
+
+    def frozen(self, instance_id: str) -> bool:
+        """Whether the processes of an instance stand still."""
+        return self._keeper.groups.frozen(instance_id)
 
     def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.create_task(work, name=f"{what} {instance_id}")
@@ -146,6 +162,7 @@ class Performer:
             self._post(e.ForkFailed(instance_id, error.body()))
             return
         started = self.processes.watch(instance_id, pid)
+        self._keeper.started(self._loop.state.instances[instance_id], pid)
         log.info("engine started", extra={"instance": instance_id, "pid": pid, "model": command.card.name})
         self._post(e.EngineForked(instance_id, pid, started or 0))
         if started is None:
@@ -156,6 +173,7 @@ class Performer:
 
     async def _explain(self, instance_id: str, pid: int) -> None:
         status = await self._launcher.exit_status(pid, _EXIT_STATUS_WITHIN_S)
+        await self._keeper.ended(instance_id)
         error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
         log.info("engine ended", extra={"instance": instance_id, "pid": pid, "status": status})
         self._post(e.EngineExited(instance_id, pid, status, error))
@@ -178,7 +196,7 @@ class Performer:
     def heard(self, report: EngineReport) -> None:
         """An engine has told about itself."""
         instance = self._loop.state.instances.get(report.instance_id)
-        if instance is not None and instance.state.starting:
+        if instance is not None and instance.state.starting and instance.state is not InstanceState.RESUMING:
             self._timelines.of(report.instance_id).reported(report, instance.command.traceparent)
         self._post(e.EngineReported(report))
 
@@ -190,6 +208,53 @@ class Performer:
         except ThawError as refused:
             error = refused.body()
         self._post(e.DrainAnswered(effect.instance_id, effect.only_if_idle, error))
+
+    def _signal(self, effect: e.Signal) -> None:
+        self.processes.send(effect.instance_id, effect.signal)
+        if effect.signal == "kill":
+            self._keeper.groups.kill(effect.instance_id)
+
+    async def _hold(self, effect: e.AskHold) -> None:
+        error: ErrorBody | None = None
+        try:
+            await self._keeper.hold(effect.instance_id)
+        except ThawError as refused:
+            error = refused.body()
+        self._post(e.HoldAnswered(effect.instance_id, effect.only_if_idle, error))
+
+    async def _suspend(self, effect: e.Suspend) -> None:
+        instance = self._loop.state.instances[effect.instance_id]
+        try:
+            taken = await self._keeper.suspend(instance, effect.way)
+        except ThawError as error:
+            log.warning("not suspended", extra={"instance": effect.instance_id, "way": effect.way, "error": error.message})
+            self._post(e.SuspendFailed(effect.instance_id, error.body()))
+            return
+        self._post(e.Suspended(effect.instance_id, taken.freed_bytes, taken.left_bytes, taken.used_bytes, taken.snapshot_bytes))
+        await self._meter.measure_and_tell(instance)
+
+    async def _resume(self, effect: e.Resume) -> None:
+        instance = self._loop.state.instances[effect.instance_id]
+        timeline = self._timelines.of(effect.instance_id)
+        timeline.restoring(effect.way or "held")
+        try:
+            used = await self._keeper.resume(instance, effect.way)
+        except ThawError as error:
+            log.error(
+                "a restore failed; starting it cold",
+                extra={"instance": effect.instance_id, "way": effect.way, "error": error.message},
+            )
+            self._post(e.ResumeFailed(effect.instance_id, error.body()))
+            return
+        finally:
+            timeline.restored(instance.command.traceparent)
+        self._post(e.Resumed(effect.instance_id, used))
+
+    async def _assess(self, instance_id: str) -> None:
+        instance = self._loop.state.instances.get(instance_id)
+        if instance is not None:
+            outlook, used = await self._keeper.assess(instance)
+            self._post(e.Assessed(instance_id, outlook, used))
 
     async def _prove(self, instance_id: str) -> None:
         instance = self._loop.state.instances[instance_id]

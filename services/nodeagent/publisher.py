@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping
 
@@ -17,12 +18,13 @@ from services.nodeagent.domain.status import instance_status
 from services.nodeagent.meter import Meter
 from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
-from shared.contracts.node import STATUS_INTERVAL_S, NodeStatus
+from shared.contracts.node import STATUS_INTERVAL_S, Capability, NodeStatus
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
 _COALESCE_S = 0.005
 _COALESCE_LOADS_S = 0.1
+_CAPABILITIES_EVERY_S = 10.0
 
 
 class Publisher:
@@ -37,6 +39,7 @@ class Publisher:
         state: Callable[[], NodeState],
         meter: Meter,
         timelines: Timelines,
+        capabilities: Callable[[], tuple[Capability, ...]],
     ) -> None:
         self._mesh = mesh
         self._node = node
@@ -45,6 +48,9 @@ class Publisher:
         self._state = state
         self._meter = meter
         self._timelines = timelines
+        self._find_capabilities = capabilities
+        self._capabilities: tuple[Capability, ...] = ()
+        self._looked_at = float("-inf")
         self._boot_id = uuid.uuid4().hex
         self._seq = 0
         self._urgent = asyncio.Event()
@@ -68,6 +74,9 @@ class Publisher:
         self._changed.clear()
         self._urgent.clear()
         self._seq += 1
+        if time.monotonic() - self._looked_at > _CAPABILITIES_EVERY_S:
+            self._looked_at = time.monotonic()
+            self._capabilities = await asyncio.to_thread(self._find_capabilities)
         try:
             await self._mesh.publish(subjects.node_status(self._node), self.status())
         except NatsError as e:  # the next one, in a second, tells the same
@@ -75,6 +84,7 @@ class Publisher:
 
     def status(self) -> NodeStatus:
         state = self._state()
+        wall = time.time() - time.monotonic()
         return NodeStatus(
             node=self._node,
             boot_id=self._boot_id,
@@ -88,10 +98,14 @@ class Publisher:
                     self._meter.private(instance.instance_id),
                     self._meter.weights(instance.instance_id),
                     self._timelines.spans(instance),
+                    wall,
                 )
                 for instance in state.instances.values()
             ),
             stopping=state.stopping,
+            snapshot_bytes=state.snapshot_bytes,
+            snapshot_budget_bytes=state.snapshot_budget,
+            capabilities=self._capabilities,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -31,6 +32,26 @@ class NodeagentSettings(NodeSettings):
     stop_timeout: float = Field(default=10.0, ge=0, description="Seconds running requests get when the nodeagent is stopped.")
     adopt_timeout: float = Field(default=10.0, gt=0, description="Seconds an engine has to answer a restarted nodeagent.")
     kill_grace: float = Field(default=5.0, gt=0, description="Seconds from SIGTERM to SIGKILL.")
+
+    suspend: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: instances are suspended rather than stopped where that is possible and worth it; off: never.",
+    )
+    snapshot_bytes: str = Field(
+        default="auto",
+        description="Host memory and swap that suspended instances may take, e.g. '8GiB'; auto: all swap, and a quarter of the available "
+        "memory.",
+    )
+    resume_timeout: float = Field(
+        default=30.0, gt=0, description="Seconds a suspended engine has to answer again; then it is started cold."
+    )
+
+    @field_validator("snapshot_bytes")
+    @classmethod
+    def _snapshot_bytes(cls, value: str) -> str:
+        if value != "auto":
+            parse_bytes(value)
+        return value
 
     @field_validator("devices")
     @classmethod

@@ -42,6 +42,15 @@ class StartTimeline:
             self._engine.absorb(report.phases)
             self._complete = report.state == "ready"
 
+    def restoring(self, way: str) -> None:
+        """A suspended engine is brought back: `restore` lasts until it has been probed."""
+        self._agent.end(Phase.RESERVE)
+        self._agent.begin(Phase.RESTORE, way=way)
+
+    def restored(self, traceparent: str | None) -> None:
+        self._agent.end(Phase.RESTORE)
+        record_phases((s for s in self._agent.spans() if s.phase in (Phase.RESERVE, Phase.RESTORE)), context_of(traceparent))
+
     def spans(self, origin: float | None = None) -> tuple[PhaseSpan, ...]:
         """All phases, relative to `origin` (default: now)."""
         base = time.monotonic() if origin is None else origin
@@ -60,6 +69,11 @@ class Timelines:
 
     def of(self, instance_id: str) -> StartTimeline:
         return self._starts.setdefault(instance_id, StartTimeline(self._process))
+
+    def renew(self, instance_id: str) -> StartTimeline:
+        """A new one, for a resumption: what the start measured is told no longer."""
+        self._starts.pop(instance_id, None)
+        return self.of(instance_id)
 
     def spans(self, instance: Instance, origin: float | None = None) -> tuple[PhaseSpan, ...]:
         found = self._starts.get(instance.instance_id)

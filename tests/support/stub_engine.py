@@ -11,6 +11,11 @@ Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`). W
     mute             True: neither reports nor answers, after having been ready
     tokens, pace     chunks of an answer, and seconds between them
     weights          True: attaches and holds weights at the loader
+    ballast_mib      memory of its own, touched; `leak_mib`: as much again at each wake
+    children         processes that it forks, each with a ballast of its own
+    no_hold          True: it cannot be held (an engine that knows nothing of suspending)
+    wake             "other": answers otherwise after a wake; "fail": refuses it; "mute": does not answer it; "exit": dies of it;
+                     "bad_once": as "other" in the first process of this instance only
 
 A request whose body has `exit` ends the process at once with that status; `signal`: by that signal.
 """
@@ -34,16 +39,29 @@ from shared.contracts.base import Done, ErrorBody, Failure, Message
 from shared.contracts.engine import (
     ENGINE_CONTROL,
     DrainEngine,
+    EngineAsleep,
     EngineLoad,
+    EngineProbed,
     EngineReport,
     EngineStart,
     EngineState,
     PingEngine,
+    SleepEngine,
+    WakeEngine,
 )
-from shared.contracts.inference import CancelInfer, ChoiceDelta, InferChunk, InferFinished, InferRequest, InferStarted, Usage
+from shared.contracts.inference import (
+    CancelInfer,
+    ChoiceDelta,
+    InferChunk,
+    InferFailed,
+    InferFinished,
+    InferRequest,
+    InferStarted,
+    Usage,
+)
 from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.errors import InstanceBusy, UnsupportedParameter
+from shared.errors import EngineFailed, InstanceBusy, InstanceDraining, UnsupportedParameter
 
 
 class StubEngine:
@@ -62,6 +80,19 @@ class StubEngine:
         self.nc = Client()
         self.phases: tuple[tuple[Phase, float, float], ...] = ()
         self.weights_id: str | None = None
+        self.held = False
+        self.ballast = [os.urandom(1 << 20) * int(self.stub.get("ballast_mib", 0))]
+        self.children = [self.fork_child() for _ in range(int(self.stub.get("children", 0)))]
+
+    def fork_child(self) -> int:
+        """A process that touches its own copy of the ballast and waits."""
+        pid = os.fork()
+        if pid == 0:
+            ballast = os.urandom(1 << 20) * int(self.stub.get("ballast_mib", 0))
+            while ballast:
+                time.sleep(60)
+            os._exit(0)
+        return pid
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -168,10 +199,35 @@ class StubEngine:
                 if task is not None:
                     task.cancel()
                 answer = Done()
+            case SleepEngine(level=0) if not self.stub.get("no_hold"):
+                answer = Failure(error=InstanceBusy("requests are served").body()) if self.active else EngineAsleep(level=0)
+                self.held = not self.active
+            case WakeEngine() if not self.stub.get("no_hold"):
+                found = self.wake()
+                if found is None:
+                    return
+                answer = found
             case _:
                 answer = Failure(error=UnsupportedParameter("a stub has no sleep levels").body())
         if message.reply:
             await self.nc.publish(message.reply, answer.model_dump_json().encode())
+
+    def wake(self) -> Message | None:
+        how = self.stub.get("wake")
+        self.ballast += [os.urandom(1 << 20) * int(self.stub.get("leak_mib", 0))]
+        marker = Path(self.start.log_path + ".woken")
+        if how == "bad_once" and marker.exists():
+            how = None
+        marker.touch()
+        if how == "exit":
+            os._exit(3)
+        if how == "mute":
+            return None
+        if how == "fail":
+            return Failure(error=EngineFailed("it does not come back").body())
+        same = how not in ("other", "bad_once")
+        self.held = not same
+        return EngineProbed(same=same, took_ms=1.0)
 
     def leave_when_idle(self) -> None:
         if self.state == "draining" and not self.active:
@@ -180,6 +236,9 @@ class StubEngine:
 
     async def on_infer(self, message: Msg) -> None:
         request = InferRequest.model_validate_json(message.data)
+        if self.held:
+            await self.send(message.reply, InferFailed(seq=0, error=InstanceDraining().body()))
+            return
         task = asyncio.create_task(self.serve(request, message.reply))
         self.active[request.request_id] = task
         task.add_done_callback(lambda _: self.served(request.request_id))

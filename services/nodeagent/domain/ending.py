@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from services.nodeagent.domain import parking, stopping
 from services.nodeagent.domain.events import (
     DrainAnswered,
     EngineExited,
+    HoldAnswered,
     MemoryProved,
     ProveMemory,
     Release,
@@ -12,7 +14,6 @@ from services.nodeagent.domain.events import (
     WeightsReleased,
 )
 from services.nodeagent.domain.state import RELEASE_RETRY_S, Instance, Process
-from services.nodeagent.domain.stopping import on_drain_answer
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
@@ -26,7 +27,13 @@ def on_exit(turn: Turn, event: EngineExited) -> None:
 
 
 def process_gone(turn: Turn, instance: Instance, error: ErrorBody | None) -> None:
-    """Asked to go, or gone in good order: on its way to stopped. Otherwise failed, with what it reported itself before what we saw."""
+    """Asked to go, or gone in good order: on its way to stopped. Otherwise failed, with what it reported itself before what we saw; one
+    that was being restored is started cold, once."""
+    if parking.restarts(instance):
+        no_room = parking.restart(turn, instance, error)
+        if no_room is None:
+            return
+        error = no_room
     died = not instance.stop_asked and error is not None
     update = {
         "process": Process.GONE,
@@ -36,9 +43,11 @@ def process_gone(turn: Turn, instance: Instance, error: ErrorBody | None) -> Non
         "adopt_until": None,
         "drain_until": None,
         "kill_at": None,
+        "parking": instance.parking.model_copy(update={"snapshot_bytes": 0, "holding": False, "freezing": False}),
     }
     instance = turn.change(instance, **update)
-    on_drain_answer(turn, DrainAnswered(instance.instance_id, only_if_idle=True))
+    stopping.on_drain_answer(turn, DrainAnswered(instance.instance_id, only_if_idle=True))
+    parking.on_hold_answer(turn, HoldAnswered(instance.instance_id, only_if_idle=True))
     turn.emit(ProveMemory(instance.instance_id))
     release(turn, instance)
 

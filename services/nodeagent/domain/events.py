@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from services.nodeagent.domain.state import Instance
+from services.nodeagent.domain.state import Instance, Outlook
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport
-from shared.contracts.node import StartInstance, StopInstance
+from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance, SuspendWay
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,77 @@ class StartCommand:
 class StopCommand:
     command: StopInstance
     reply: int
+
+
+@dataclass(frozen=True)
+class SuspendCommand:
+    command: SuspendInstance
+    reply: int
+
+
+@dataclass(frozen=True)
+class ResumeCommand:
+    command: ResumeInstance
+    reply: int
+
+
+@dataclass(frozen=True)
+class HoldAnswered:
+    """The engine's answer to `AskHold`; `error` None: it serves nobody, and takes nothing new."""
+
+    instance_id: str
+    only_if_idle: bool
+    error: ErrorBody | None = None
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """Read back: `left_bytes` of its device are still in use, `freed_bytes` are not any more."""
+
+    instance_id: str
+    freed_bytes: int
+    left_bytes: int
+    used_bytes: int
+    snapshot_bytes: int
+
+
+@dataclass(frozen=True)
+class SuspendFailed:
+    """It was not suspended, and runs as before (its engine may still take no requests)."""
+
+    instance_id: str
+    error: ErrorBody
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """It is as it was: health, tokens and bytes have been looked at. `used_bytes` of its device."""
+
+    instance_id: str
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class ResumeFailed:
+    instance_id: str
+    error: ErrorBody
+
+
+@dataclass(frozen=True)
+class Assessed:
+    """What a suspension would do, and what the instance uses now."""
+
+    instance_id: str
+    outlook: Outlook
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an instance uses of its devices, in bytes, its weights included."""
+
+    instance_id: str
+    used_bytes: int
 
 
 @dataclass(frozen=True)
@@ -94,11 +165,13 @@ class LoaderHeard:
 
 @dataclass(frozen=True)
 class Adopted:
-    """A record of an earlier run of this agent. `alive`: its process, same pid and same start time, still runs."""
+    """A record of an earlier run of this agent. `alive`: its process, same pid and same start time, still runs.
+    `frozen`: its control group is."""
 
     instance: Instance
     alive: bool
     error: ErrorBody
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +189,15 @@ class Tick:
 Event = (
     StartCommand
     | StopCommand
+    | SuspendCommand
+    | ResumeCommand
+    | HoldAnswered
+    | Suspended
+    | SuspendFailed
+    | Resumed
+    | ResumeFailed
+    | Assessed
+    | Measured
     | EngineForked
     | ForkFailed
     | EngineReported
@@ -141,6 +223,37 @@ class AskDrain:
     instance_id: str
     only_if_idle: bool
     reason: str
+
+
+@dataclass(frozen=True)
+class AskHold:
+    """Have the engine take no new request, if it serves none."""
+
+    instance_id: str
+    only_if_idle: bool
+
+
+@dataclass(frozen=True)
+class Suspend:
+    """Freeze it and take its memory; answered by `Suspended` or `SuspendFailed`."""
+
+    instance_id: str
+    way: SuspendWay
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Bring it back and prove that it is as before; answered by `Resumed` or `ResumeFailed`. `way` None: it was held, no more."""
+
+    instance_id: str
+    way: SuspendWay | None
+
+
+@dataclass(frozen=True)
+class Assess:
+    """Find out whether and how it could be suspended; answered by `Assessed`."""
+
+    instance_id: str
 
 
 @dataclass(frozen=True)
@@ -203,4 +316,21 @@ class Publish:
     urgent: bool = True
 
 
-Effect = Fork | AskDrain | Ping | Signal | Measure | ProveMemory | Release | Persist | PersistEpoch | Forget | Reply | Publish
+Effect = (
+    Fork
+    | AskDrain
+    | AskHold
+    | Suspend
+    | Resume
+    | Assess
+    | Ping
+    | Signal
+    | Measure
+    | ProveMemory
+    | Release
+    | Persist
+    | PersistEpoch
+    | Forget
+    | Reply
+    | Publish
+)

@@ -2,6 +2,7 @@
 
     preparing ──fork, report──► loading ──report──► ready ──stop──► draining ──exit──► stopped
         any ──death, failure report, no progress──► failed
+    ready ──suspend──► draining ──► suspended | asleep ──resume──► resuming ──► ready        (parking.py)
 
 An instance gives its bytes back at one place only (`ending.py`): once its process is proved gone, its memory read back and its weights
 released. Until then it holds them, whatever its state says.
@@ -9,9 +10,10 @@ released. Until then it holds them, whatever its state says.
 
 from __future__ import annotations
 
-from services.nodeagent.domain import adoption, ending, starting, stopping
+from services.nodeagent.domain import adoption, ending, granting, parking, starting, stopping
 from services.nodeagent.domain.events import (
     Adopted,
+    Assessed,
     DrainAnswered,
     Effect,
     EngineExited,
@@ -19,16 +21,24 @@ from services.nodeagent.domain.events import (
     EngineReported,
     Event,
     ForkFailed,
+    HoldAnswered,
     LoaderHeard,
+    Measured,
     MemoryProved,
     ReleaseFailed,
+    ResumeCommand,
+    Resumed,
+    ResumeFailed,
     Shutdown,
     StartCommand,
     StopCommand,
+    SuspendCommand,
+    Suspended,
+    SuspendFailed,
     Tick,
     WeightsReleased,
 )
-from services.nodeagent.domain.state import NodeState
+from services.nodeagent.domain.state import NodeState, Process
 from services.nodeagent.domain.turn import Turn
 
 
@@ -36,6 +46,7 @@ def decide(state: NodeState, event: Event, now: float) -> tuple[NodeState, tuple
     """What follows from `event` at `now`. Effects are to be performed in order, after the state is taken over."""
     turn = Turn(state, now)
     _dispatch(turn, event)
+    granting.settle(turn)
     return turn.state, tuple(turn.effects)
 
 
@@ -45,6 +56,12 @@ def _dispatch(turn: Turn, event: Event) -> None:
             starting.on_start(turn, event)
         case StopCommand():
             stopping.on_stop(turn, event)
+        case SuspendCommand() | ResumeCommand() | HoldAnswered() | Suspended() | SuspendFailed() | Resumed() | ResumeFailed():
+            _park(turn, event)
+        case Assessed():
+            parking.on_assessed(turn, event)
+        case Measured():
+            parking.on_measured(turn, event)
         case EngineForked():
             starting.on_forked(turn, event)
         case ForkFailed():
@@ -71,6 +88,27 @@ def _dispatch(turn: Turn, event: Event) -> None:
             _on_tick(turn)
 
 
+_Parking = SuspendCommand | ResumeCommand | HoldAnswered | Suspended | SuspendFailed | Resumed | ResumeFailed
+
+
+def _park(turn: Turn, event: _Parking) -> None:
+    match event:
+        case SuspendCommand():
+            parking.on_suspend(turn, event)
+        case ResumeCommand():
+            parking.on_resume(turn, event)
+        case HoldAnswered():
+            parking.on_hold_answer(turn, event)
+        case Suspended():
+            parking.on_suspended(turn, event)
+        case SuspendFailed():
+            parking.on_suspend_failed(turn, event)
+        case Resumed():
+            parking.on_resumed(turn, event)
+        case ResumeFailed():
+            parking.on_resume_failed(turn, event)
+
+
 def _on_tick(turn: Turn) -> None:
     """Every deadline that is over, by instance: 1. drop, 2. release again, 3. not answering, 4. drain over, 5. kill, 6. no progress."""
     for instance in list(turn.state.instances.values()):
@@ -84,8 +122,12 @@ def _on_tick(turn: Turn) -> None:
         if instance.adopt_until is not None and instance.adopt_until <= turn.now:
             adoption.on_silence(turn, instance)
         elif instance.drain_until is not None and instance.drain_until <= turn.now:
-            stopping.terminate(turn, instance)
+            stopping.drain_over(turn, instance)
         elif instance.kill_at is not None and instance.kill_at <= turn.now:
             stopping.kill(turn, instance)
-        elif instance.state.starting and turn.now - instance.progress_at >= instance.command.card.spec.init_timeout:
+        elif (
+            instance.process is not Process.QUEUED
+            and instance.state.starting
+            and turn.now - instance.progress_at >= instance.command.card.spec.init_timeout
+        ):
             starting.on_no_progress(turn, instance)

@@ -35,29 +35,32 @@ class Ledger:
     def free(self, device_id: str) -> int:
         return self.budgets[device_id] - self.reserved(device_id)
 
-    def refusal(self, device_ids: tuple[str, ...], total: int) -> ThawError | None:
-        """Why `total` bytes cannot be booked evenly over `device_ids`; None if they can. `should_retry` tells "not now" from "never"."""
+    def refusal(self, device_ids: tuple[str, ...], total: int, but: str = "") -> ThawError | None:
+        """Why `total` bytes cannot be booked evenly over `device_ids`; None if they can. `should_retry` tells "not now" from "never".
+        What `but` has booked is part of the total."""
         if not device_ids or len(set(device_ids)) != len(device_ids):
             return NotFound(f"{list(device_ids)} is not a set of devices: name at least one, each once")
         unknown = [d for d in device_ids if d not in self.budgets]
         if unknown:
             return NotFound(f"this node has no device {', '.join(unknown)}; it has {', '.join(sorted(self.budgets)) or 'none'}")
         each = _share(device_ids, total)
+        own = self.bookings.get(but)
         for device in device_ids:
+            free = self.free(device) + (own.bytes_each if own is not None and device in own.device_ids else 0)
             if each > self.budgets[device]:
                 return InsufficientMemory(
                     f"{_mib(each)} can never fit {device}, whose budget is {_mib(self.budgets[device])}", should_retry=False
                 )
-            if each > self.free(device):
+            if each > free:
                 return InsufficientMemory(
-                    f"{_mib(each)} do not fit {device} now: {_mib(max(0, self.free(device)))} of {_mib(self.budgets[device])} are free",
+                    f"{_mib(each)} do not fit {device} now: {_mib(max(0, free))} of {_mib(self.budgets[device])} are free",
                     should_retry=True,
                 )
         return None
 
     def book(self, instance_id: str, device_ids: tuple[str, ...], total: int) -> Ledger:
         """With `total` bytes booked for `instance_id`. Raises what `refusal` says."""
-        refusal = self.refusal(device_ids, total)
+        refusal = self.refusal(device_ids, total, but=instance_id)
         if refusal is not None:
             raise refusal
         return self.rebook(instance_id, device_ids, total)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import ending, stopping
+from services.nodeagent.domain import ending, parking, stopping
 from services.nodeagent.domain.events import (
     AskDrain,
+    Assess,
     EngineForked,
     Fork,
     ForkFailed,
@@ -18,19 +19,20 @@ from services.nodeagent.domain.events import (
     StartCommand,
 )
 from services.nodeagent.domain.fencing import stale
-from services.nodeagent.domain.state import STRAY_HOLDER_S, Instance, Process
+from services.nodeagent.domain.reservations import Reservation
+from services.nodeagent.domain.state import STRAY_HOLDER_S, Instance, Lap, Parking, Process
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport
 from shared.contracts.loader import instance_of
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
-from shared.errors import Conflict, EngineFailed, ShuttingDown
+from shared.errors import Conflict, EngineFailed, InsufficientMemory, ShuttingDown
 
 
 def on_start(turn: Turn, event: StartCommand) -> None:
-    """1. Stale → refused. 2. Known → done again, unless it is leaving. 3. Shutting down → refused. 4. Does not fit → refused, and what
-    the loader may already hold for it is let go. 5. Booked, recorded, forked."""
+    """1. Stale → refused. 2. Known → done again, unless it is leaving. 3. Shutting down → refused. 4. Does not fit → queued if
+    it may wait, else refused, and what the loader may already hold for it is let go. 5. Booked, recorded, forked."""
     command, known = event.command, turn.find(event.command.instance_id)
     refused = stale(turn, command.token, known)
     if refused is not None:  # 1
@@ -49,13 +51,26 @@ def on_start(turn: Turn, event: StartCommand) -> None:
         turn.emit(Release(command.instance_id))
         turn.reply(event.reply, ShuttingDown("this node is shutting down"))
         return
-    refusal = turn.state.ledger.refusal(command.device_ids, command.reserve_bytes)
-    if refusal is not None:  # 4
+    reservation = Reservation(
+        command.instance_id,
+        command.device_ids,
+        command.reserve_bytes,
+        command.priority,
+        turn.now,
+        turn.now + command.wait_ms / 1000,
+    )
+    new = Instance(command=command, token=command.token, progress_at=turn.now, parking=Parking(begun_at=turn.now))
+    refusal = turn.reserve(reservation)
+    if refusal is not None and command.wait_ms and isinstance(refusal, InsufficientMemory) and refusal.should_retry:  # 4
+        turn.enqueue(reservation)
+        turn.change(new.model_copy(update={"process": Process.QUEUED, "phase": Phase.RESERVE}))
+        turn.reply(event.reply)
+        return
+    if refusal is not None:
         turn.emit(Release(command.instance_id))
         turn.reply(event.reply, refusal)
         return
-    turn.books(turn.state.ledger.book(command.instance_id, command.device_ids, command.reserve_bytes))  # 5
-    turn.change(Instance(command=command, token=command.token, progress_at=turn.now))
+    turn.change(new)  # 5
     turn.emit(Fork(command.instance_id))
     turn.reply(event.reply)
 
@@ -99,16 +114,22 @@ def on_report(turn: Turn, report: EngineReport) -> None:
             "progress": report.progress,
             "load": report.load,
             "weights_id": report.weights_id or was.weights_id,
+            "sleep_levels": report.hosted.sleep_levels if report.hosted is not None else was.sleep_levels,
+            "engine_pids": report.hosted.pids if report.hosted is not None else was.engine_pids,
             "progress_at": turn.now if progressed or not was.heard else was.progress_at,
         }
     )
     turn.put(instance)
+    if instance.parking.holding:
+        parking.on_idle_report(turn, instance)
     match report.state:  # 4
         case "loading" if instance.state is InstanceState.PREPARING:
             turn.change(instance, state=InstanceState.LOADING)
-        case "ready" if instance.state.starting:
-            turn.change(instance, state=InstanceState.READY, progress=1.0, phase=None)
-            turn.emit(Measure(instance.instance_id))
+        case "ready" if instance.state.starting and instance.state is not InstanceState.RESUMING:
+            begun = instance.parking.begun_at or turn.now
+            lap = instance.parking.model_copy(update={"started": Lap(at=turn.now, took_s=turn.now - begun)})
+            turn.change(instance, state=InstanceState.READY, progress=1.0, phase=None, parking=lap)
+            turn.emit(Measure(instance.instance_id), Assess(instance.instance_id))
         case "failed" if instance.state is not InstanceState.FAILED:
             fail(turn, instance, report.error or EngineFailed("the engine gave up without saying why").body())
         case "draining" if instance.state is InstanceState.READY:

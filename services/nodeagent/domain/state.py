@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.nodeagent.domain.memory import Ledger
+from services.nodeagent.domain.reservations import Reservation
 from shared.contracts.base import ErrorBody, Frozen
 from shared.contracts.engine import EngineLoad
-from shared.contracts.node import InstanceState, StartInstance
+from shared.contracts.node import InstanceState, StartInstance, SuspendWay
 from shared.contracts.phases import Phase
 
 EPOCH_SHIFT = 32
@@ -19,9 +20,58 @@ STRAY_HOLDER_S = 30.0
 
 
 class Process(StrEnum):
+    """`QUEUED`: none yet, its reservation waits for bytes."""
+
+    QUEUED = "queued"
     FORKING = "forking"
     ALIVE = "alive"
     GONE = "gone"
+
+
+class Lap(Frozen):
+    """A start, suspension or resumption that is over: when, and how long it took, in seconds."""
+
+    at: float
+    took_s: float
+
+
+class Outlook(Frozen):
+    """What a suspension of an instance would do, as far as its node can say now. `way` None: it is not possible, for `reason`.
+
+    `device_bytes` would come free, `left_bytes` stay in use, `snapshot_bytes` be charged to the snapshot budget, and the way back take
+    `resume_s`. What is `charged` was found out from outside; the measured values of an earlier round take its place once there are any.
+    """
+
+    way: SuspendWay | None = None
+    reason: str = ""
+    left_bytes: int = 0
+    snapshot_bytes: int = 0
+    resume_s: float = 0.0
+
+
+class Parking(Frozen):
+    """What is known of an instance's suspensions. `base_bytes`: what it used after its first start, against which a leak is told.
+
+    `holding`: it takes no new request, and is to be frozen once idle. `freezing`: it is being frozen, or was; recorded before it is.
+    """
+
+    outlook: Outlook = Outlook()
+    holding: bool = False
+    freezing: bool = False
+    wake_asked: bool = False
+    restarting: bool = False
+    frees_bytes: int = 0
+    left_bytes: int = 0
+    snapshot_bytes: int = 0
+    need_bytes: int = 0
+    base_bytes: int = 0
+    resumes: int = 0
+    begun_at: float = 0.0
+    started: Lap | None = None
+    suspended: Lap | None = None
+    resumed: Lap | None = None
+    resume_s: float | None = None
+    fell_back: ErrorBody | None = None
 
 
 class Instance(Frozen):
@@ -50,6 +100,9 @@ class Instance(Frozen):
     weights_freed: int | None = None
     memory_freed: int | None = None
     ended_at: float | None = None
+    engine_pids: tuple[int, ...] = ()
+    sleep_levels: tuple[int, ...] = ()
+    parking: Parking = Parking()
 
     @property
     def instance_id(self) -> str:
@@ -74,7 +127,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class IdleAsk:
-    """A `StopInstance(only_if_idle)` that waits for the engine's answer."""
+    """A stop or a suspension `only_if_idle` that waits for the engine's answer."""
 
     reply: int
     drain_timeout_s: float
@@ -86,9 +139,22 @@ class NodeState:
     policy: Policy = Policy()
     instances: Mapping[str, Instance] = field(default_factory=dict)
     idle_asks: Mapping[str, tuple[IdleAsk, ...]] = field(default_factory=dict)
+    hold_asks: Mapping[str, tuple[IdleAsk, ...]] = field(default_factory=dict)
     strays: Mapping[str, float] = field(default_factory=dict)
     newest_epoch: int = 0
     stopping: bool = False
+    queue: tuple[Reservation, ...] = ()
+    snapshot_budget: int = 0
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory and swap that suspended instances take, and those that are being suspended will."""
+        return sum(i.parking.snapshot_bytes for i in self.instances.values() if i.process is Process.ALIVE)
+
+    def snapshots_kept(self, but: str) -> int:
+        """Of those that are not being stopped, and not of `but`: what the budget has to hold."""
+        kept = (i for i in self.instances.values() if i.process is Process.ALIVE and not i.stop_asked and i.instance_id != but)
+        return sum(i.parking.snapshot_bytes for i in kept)
 
     def live(self) -> tuple[Instance, ...]:
         """Instances that still hold something."""
@@ -97,10 +163,10 @@ class NodeState:
 
 def deadlines(state: NodeState) -> list[float]:
     """When a `Tick` will have something to do."""
-    found: list[float] = []
+    found = [r.until for r in state.queue]
     for i in state.instances.values():
         found += [t for t in (i.adopt_until, i.drain_until, i.kill_at, i.release_at) if t is not None]
-        if i.state.starting:
+        if i.state.starting and i.process is not Process.QUEUED:
             found.append(i.progress_at + i.command.card.spec.init_timeout)
         if i.ended_at is not None:
             found.append(i.ended_at + state.policy.keep_ended_s)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from services.nodeagent.domain.state import Instance, NodeState, Process
-from shared.contracts.node import InstanceMemory, InstanceStatus
+from services.nodeagent.domain.parking import why_not
+from services.nodeagent.domain.state import Instance, Lap, NodeState, Process
+from shared.contracts.node import InstanceMemory, InstanceStatus, Suspension, Timing
 from shared.contracts.phases import PhaseSpan
 
 
 def instance_status(
-    state: NodeState, instance: Instance, private: int, weights: int, phases: tuple[PhaseSpan, ...]
+    state: NodeState, instance: Instance, private: int, weights: int, phases: tuple[PhaseSpan, ...], wall: float
 ) -> InstanceStatus:
-    """`private` and `weights`: bytes as measured; none are left of an instance whose process is gone."""
+    """`private` and `weights`: bytes as measured; none are left of an instance whose process is gone. `wall`: Unix time less monotonic."""
     command, card = instance.command, instance.command.card
     booking = state.ledger.bookings.get(instance.instance_id)
     alive = instance.process is Process.ALIVE
@@ -27,7 +28,7 @@ def instance_status(
         state=instance.state,
         phase=instance.phase,
         progress=max(instance.progress, loaded) if instance.state.starting else instance.progress,
-        pids=(instance.pid,) if alive and instance.pid is not None else (),
+        pids=tuple(dict.fromkeys((instance.pid, *instance.engine_pids))) if alive and instance.pid is not None else (),
         memory=InstanceMemory(
             weights=weights if held else 0,
             private=private if alive else 0,
@@ -40,4 +41,31 @@ def instance_status(
         phases=phases,
         traceparent=command.traceparent,
         error=instance.error,
+        engine=card.spec.engine,
+        suspension=suspension(state, instance),
+        started=_timing(instance.parking.started, wall),
+        suspended=_timing(instance.parking.suspended, wall),
+        resumed=_timing(instance.parking.resumed, wall),
     )
+
+
+def suspension(state: NodeState, instance: Instance) -> Suspension:
+    p = instance.parking
+    against = why_not(state, instance)
+    expected = p.resume_s if p.resume_s is not None else p.outlook.resume_s
+    return Suspension(
+        possible=not against,
+        reason=against,
+        way=p.outlook.way,
+        freed_bytes=p.frees_bytes,
+        left_bytes=p.outlook.left_bytes,
+        snapshot_bytes=p.snapshot_bytes,
+        need_bytes=p.need_bytes or instance.command.reserve_bytes,
+        resume_ms=expected * 1e3 if p.outlook.way is not None else None,
+        resumes=p.resumes,
+        fell_back=p.fell_back,
+    )
+
+
+def _timing(lap: Lap | None, wall: float) -> Timing | None:
+    return Timing(at=lap.at + wall, took_ms=lap.took_s * 1e3) if lap is not None else None

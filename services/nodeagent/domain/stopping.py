@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.nodeagent.domain import ending
 from services.nodeagent.domain.events import AskDrain, DrainAnswered, Measure, Reply, Shutdown, Signal, StopCommand
 from services.nodeagent.domain.fencing import stale
 from services.nodeagent.domain.state import IdleAsk, Instance, Process
@@ -35,12 +36,18 @@ def on_stop(turn: Turn, event: StopCommand) -> None:
 
 
 def begin(turn: Turn, instance: Instance, timeout_s: float, reason: str) -> None:
-    """Have it leave within `timeout_s`. A second call can only bring the end nearer."""
-    if instance.state.starting:
+    """Have it leave within `timeout_s`. A second call can only bring the end nearer. What serves nobody is killed at once."""
+    if instance.process is Process.QUEUED:
+        turn.state = replace(turn.state, queue=tuple(r for r in turn.state.queue if r.instance_id != instance.instance_id))
+        ending.process_gone(turn, turn.change(instance, stop_asked=True), None)
+        return
+    if instance.state.starting or instance.state.parked or instance.parking.freezing:
+        turn.state = replace(turn.state, queue=tuple(r for r in turn.state.queue if r.instance_id != instance.instance_id))
         kill(turn, turn.change(instance, stop_asked=True, state=InstanceState.DRAINING, phase=None))
         return
     until = min(turn.now + timeout_s, instance.drain_until if instance.drain_until is not None else float("inf"))
     first = not instance.stop_asked
+    instance = instance.model_copy(update={"parking": instance.parking.model_copy(update={"holding": False})})
     # With SIGTERM under way the end is nearer than any drain's.
     until_or_killed = until if instance.kill_at is None else None
     instance = turn.change(instance, stop_asked=True, state=InstanceState.DRAINING, drain_until=until_or_killed)
@@ -62,6 +69,14 @@ def on_drain_answer(turn: Turn, event: DrainAnswered) -> None:
     elif event.error is not None and instance is not None and instance.process is Process.ALIVE and instance.stop_asked:
         # It cannot be asked: it does not answer, or answers that it cannot.
         terminate(turn, instance)
+
+
+def drain_over(turn: Turn, instance: Instance) -> None:
+    """Whoever is still served has had the time agreed on. One that was to be suspended is stopped: it is not idle."""
+    if instance.parking.holding:
+        parking = instance.parking.model_copy(update={"holding": False})
+        instance = turn.change(instance, stop_asked=True, parking=parking)
+    terminate(turn, instance)
 
 
 def terminate(turn: Turn, instance: Instance) -> None:

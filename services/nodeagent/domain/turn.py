@@ -7,8 +7,9 @@ from typing import Any
 
 from services.nodeagent.domain.events import Effect, Forget, Persist, Publish, Reply
 from services.nodeagent.domain.memory import Ledger
+from services.nodeagent.domain.reservations import Reservation, blocked_by
 from services.nodeagent.domain.state import Instance, NodeState
-from shared.errors import ThawError
+from shared.errors import InsufficientMemory, ThawError
 
 
 class Turn:
@@ -39,6 +40,25 @@ class Turn:
 
     def books(self, ledger: Ledger) -> None:
         self.state = replace(self.state, ledger=ledger)
+
+    def reserve(self, r: Reservation) -> ThawError | None:
+        """Book a reservation that does not wait. None: it is booked."""
+        refusal = self.state.ledger.refusal(r.device_ids, r.nbytes, but=r.instance_id)
+        if refusal is not None:
+            return refusal
+        first = blocked_by(self.state.queue, r.device_ids)
+        if first is not None:
+            return InsufficientMemory(
+                f"{first.instance_id} has waited longest for room on {', '.join(first.device_ids)} and goes first",
+                should_retry=True,
+            )
+        # Going before those who wait is passing them, with the same bound.
+        passed = tuple(replace(q, passed=q.passed + 1) if set(q.device_ids) & set(r.device_ids) else q for q in self.state.queue)
+        self.state = replace(self.state, queue=passed, ledger=self.state.ledger.book(r.instance_id, r.device_ids, r.nbytes))
+        return None
+
+    def enqueue(self, r: Reservation) -> None:
+        self.state = replace(self.state, queue=(*self.state.queue, r))
 
     def reply(self, reply: int, error: ThawError | None = None) -> None:
         self.emit(Reply(reply, error.body() if error is not None else None))

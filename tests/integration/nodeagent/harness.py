@@ -24,7 +24,15 @@ from shared.contracts.base import Done, Message
 from shared.contracts.inference import InferRequest
 from shared.contracts.loader import LOADER_COMMAND, AttachWeights, LoaderCommand, ReleaseWeights, WeightsAttached, WeightsReleased
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
-from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StartInstance, StopInstance
+from shared.contracts.node import (
+    InstanceState,
+    InstanceStatus,
+    NodeStatus,
+    ResumeInstance,
+    StartInstance,
+    StopInstance,
+    SuspendInstance,
+)
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.messaging import Mesh
 from shared.messaging.mesh import Responder
@@ -176,6 +184,18 @@ class Node:
 
     async def stop(self, instance_id: str, *, token: int | None = None, **more: Any) -> None:
         command = StopInstance(token=token if token is not None else _EPOCH + next(self._tokens), instance_id=instance_id, **more)
+        await self.mesh.request(subjects.node_command(self.name), command, Done)
+
+    async def suspend(self, instance_id: str, *, token: int | None = None, **more: Any) -> None:
+        command = SuspendInstance(
+            token=token if token is not None else _EPOCH + next(self._tokens), instance_id=instance_id, **more
+        )
+        await self.mesh.request(subjects.node_command(self.name), command, Done)
+
+    async def resume(self, instance_id: str, *, token: int | None = None, **more: Any) -> None:
+        command = ResumeInstance(
+            token=token if token is not None else _EPOCH + next(self._tokens), plan_id="p2", instance_id=instance_id, **more
+        )
         await self.mesh.request(subjects.node_command(self.name), command, Done)
 
     @property

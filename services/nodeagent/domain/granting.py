@@ -1,0 +1,39 @@
+"""Reservations that wait: granted when their bytes are free, given up when their time is over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.nodeagent.domain import ending, parking
+from services.nodeagent.domain.events import Fork
+from services.nodeagent.domain.reservations import Reservation, grant
+from services.nodeagent.domain.state import Process
+from services.nodeagent.domain.turn import Turn
+from shared.errors import InsufficientMemory
+
+
+def settle(turn: Turn) -> None:
+    """After every event: 1. what is over is given up, 2. what fits is granted, one after the other."""
+    for r in [r for r in turn.state.queue if r.until <= turn.now]:  # 1
+        turn.state = replace(turn.state, queue=tuple(q for q in turn.state.queue if q is not r))
+        _give_up(turn, r)
+    while turn.state.queue and not turn.state.stopping:  # 2
+        granted, rest = grant(turn.state.queue, turn.state.ledger)
+        if granted is None:
+            return
+        turn.state = replace(turn.state, queue=rest)
+        turn.books(turn.state.ledger.book(granted.instance_id, granted.device_ids, granted.nbytes))
+        instance = turn.state.instances[granted.instance_id]
+        if instance.process is Process.QUEUED:
+            turn.change(instance, process=Process.FORKING, progress_at=turn.now, phase=None)
+            turn.emit(Fork(instance.instance_id))
+        else:
+            parking.begin_resume(turn, instance)
+
+
+def _give_up(turn: Turn, r: Reservation) -> None:
+    instance = turn.find(r.instance_id)
+    if instance is not None and instance.process is Process.QUEUED:
+        waited = turn.now - r.since
+        error = InsufficientMemory(f"no room was free within {waited:.1f} s on {', '.join(r.device_ids)}", should_retry=True)
+        ending.process_gone(turn, instance, error.body())

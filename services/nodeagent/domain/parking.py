@@ -1,0 +1,400 @@
+"""Suspending and resuming: the process stays, its memory goes and comes back.
+
+    ready ──hold──► draining ──idle, frozen, memory read back──► suspended | asleep ──reserved──► resuming ──proved──► ready
+                        └──cannot──► stopped                              restore fails ──► preparing (a cold start, once)
+
+What cannot be suspended is stopped instead. An instance's booking shrinks to what it was measured to leave in use, and only then are
+the other bytes given away; it grows again before anything is brought back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from services.nodeagent.domain import stopping
+from services.nodeagent.domain.events import (
+    AskHold,
+    Assess,
+    Assessed,
+    Fork,
+    HoldAnswered,
+    Measure,
+    Measured,
+    Reply,
+    Resume,
+    ResumeCommand,
+    Resumed,
+    ResumeFailed,
+    StopCommand,
+    Suspend,
+    SuspendCommand,
+    Suspended,
+    SuspendFailed,
+)
+from services.nodeagent.domain.fencing import stale
+from services.nodeagent.domain.reservations import Reservation
+from services.nodeagent.domain.state import IdleAsk, Instance, Lap, NodeState, Parking, Process
+from services.nodeagent.domain.turn import Turn
+from shared.contracts.base import ErrorBody
+from shared.contracts.engine import EngineLoad
+from shared.contracts.node import InstanceState, StopInstance
+from shared.contracts.phases import Phase
+from shared.errors import EngineFailed, InstanceBusy, InsufficientMemory, NotFound
+
+WEIGHT_OF_NEWEST = 0.3
+LEAK_FACTOR = 1.25
+LEAK_FLOOR = 64 * 1024 * 1024
+"""An engine that uses this much, and this part, more than after its start has leaked: it is started anew rather than suspended again."""
+
+
+def why_not(state: NodeState, instance: Instance) -> str:
+    """Why the instance would be stopped rather than suspended; empty if it would be suspended."""
+    parking, outlook = instance.parking, instance.parking.outlook
+    if outlook.way is None:
+        return outlook.reason or "it has not been looked at yet"
+    if outlook.snapshot_bytes > state.snapshot_budget:
+        return (
+            f"its snapshot of {_mib(outlook.snapshot_bytes)} is over this node's budget of {_mib(state.snapshot_budget)} "
+            "(THAW_SNAPSHOT_BYTES)"
+        )
+    if parking.base_bytes and leaks(parking, parking.need_bytes):
+        return f"its engine leaks: it used {_mib(parking.base_bytes)} after its start and {_mib(parking.need_bytes)} at last"
+    expected = parking.resume_s if parking.resume_s is not None else outlook.resume_s
+    if parking.started is not None and expected >= parking.started.took_s:
+        return f"it comes back no sooner ({expected:.2f} s) than it starts cold ({parking.started.took_s:.2f} s)"
+    return ""
+
+
+def leaks(parking: Parking, used: int) -> bool:
+    return used > LEAK_FACTOR * parking.base_bytes and used > parking.base_bytes + LEAK_FLOOR
+
+
+# Suspending.
+
+
+def on_suspend(turn: Turn, event: SuspendCommand) -> None:
+    """1. Stale → refused. 2. Unknown, gone, failed or suspended already → done. 3. Being suspended → its drain can only become shorter.
+    4. Not ready, or not to be suspended → a stop. 5. Only if idle → the engine is asked, its answer is the reply. 6. It drains."""
+    command, instance = event.command, turn.find(event.command.instance_id)
+    refused = stale(turn, command.token, instance)
+    if refused is not None:  # 1
+        turn.reply(event.reply, refused)
+        return
+    if instance is None or instance.process is Process.GONE or instance.state is InstanceState.FAILED or instance.state.parked:  # 2
+        if instance is not None:
+            _dequeue(turn, instance.instance_id)
+        turn.reply(event.reply)
+        return
+    until = turn.now + command.drain_timeout_ms / 1000
+    if instance.parking.holding or (instance.parking.freezing and instance.state is InstanceState.DRAINING):  # 3
+        if instance.drain_until is not None:
+            until = min(until, instance.drain_until)
+        update(turn, instance.model_copy(update={"token": command.token}), wake_asked=False)
+        if instance.parking.holding:
+            turn.put(turn.state.instances[instance.instance_id].model_copy(update={"drain_until": until}))
+        turn.reply(event.reply)
+        return
+    if instance.state is not InstanceState.READY or instance.stop_asked or why_not(turn.state, instance):  # 4
+        stop = StopInstance(
+            token=command.token,
+            instance_id=command.instance_id,
+            only_if_idle=command.only_if_idle,
+            drain_timeout_ms=command.drain_timeout_ms,
+            reason=command.reason,
+        )
+        stopping.on_stop(turn, StopCommand(stop, event.reply))
+        return
+    instance = turn.put(instance.model_copy(update={"token": command.token}))
+    if command.only_if_idle:  # 5
+        asks = turn.state.hold_asks.get(instance.instance_id, ())
+        asked = {**turn.state.hold_asks, instance.instance_id: (*asks, IdleAsk(event.reply, command.drain_timeout_ms / 1000))}
+        turn.state = replace(turn.state, hold_asks=asked)
+        turn.emit(AskHold(instance.instance_id, only_if_idle=True))
+        return
+    hold(turn, instance, until)  # 6
+    turn.reply(event.reply)
+
+
+def hold(turn: Turn, instance: Instance, until: float) -> None:
+    """Write-lock it: gateways see that it drains, and its engine is asked to refuse what comes nevertheless."""
+    instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": until})
+    update(turn, instance, holding=True, wake_asked=False)
+    turn.emit(AskHold(instance.instance_id, only_if_idle=False))
+
+
+def on_hold_answer(turn: Turn, event: HoldAnswered) -> None:
+    """1. Whoever asked is answered. 2. Busy → asked again when the engine reports that it is idle. 3. It cannot be asked → stopped.
+    4. Nobody wants it any more → it serves again. 5. Frozen."""
+    instance = turn.find(event.instance_id)
+    wanted = instance is not None and instance.process is Process.ALIVE and not instance.stop_asked
+    if event.only_if_idle:  # 1
+        asks = turn.state.hold_asks.get(event.instance_id, ())
+        turn.state = replace(turn.state, hold_asks={k: a for k, a in turn.state.hold_asks.items() if k != event.instance_id})
+        turn.emit(*(Reply(a.reply, event.error if wanted else None) for a in asks))
+        if instance is None or not wanted or event.error is not None:
+            return
+        if instance.state is InstanceState.READY and asks:
+            freeze(turn, instance)
+        elif instance.state is InstanceState.READY:
+            turn.emit(Resume(instance.instance_id, None))
+        return
+    if instance is None or not wanted or not instance.parking.holding:
+        return
+    if event.error is not None:
+        if event.error.code != InstanceBusy.code:  # 3
+            _give_up(turn, instance, event.error)
+        elif instance.load.active + instance.load.waiting == 0:  # 2: it became idle before its answer came
+            turn.emit(AskHold(instance.instance_id, only_if_idle=False))
+        return
+    freeze(turn, instance)  # 5
+
+
+def on_idle_report(turn: Turn, instance: Instance) -> None:
+    """An engine that drains for its suspension has reported that it serves nobody."""
+    if instance.parking.holding and not instance.stop_asked and instance.load.active + instance.load.waiting == 0:
+        turn.emit(AskHold(instance.instance_id, only_if_idle=False))
+
+
+def freeze(turn: Turn, instance: Instance) -> None:
+    """Recorded first: an agent that finds this and a frozen group knows what was going on."""
+    outlook = instance.parking.outlook
+    if why_not(turn.state, instance) or not make_room(turn, outlook.snapshot_bytes, instance.instance_id):
+        _give_up(turn, instance, EngineFailed(why_not(turn.state, instance) or "no room for its snapshot").body())
+        return
+    assert outlook.way is not None
+    instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": None})
+    update(turn, instance, holding=False, freezing=True, begun_at=turn.now, snapshot_bytes=outlook.snapshot_bytes)
+    turn.emit(Suspend(instance.instance_id, outlook.way))
+
+
+def on_suspended(turn: Turn, event: Suspended) -> None:
+    """Its memory was read back: what is free is given away from here on, and nowhere else."""
+    instance = turn.find(event.instance_id)
+    if instance is None or instance.process is not Process.ALIVE or not instance.parking.freezing or instance.stop_asked:
+        return
+    if instance.state is not InstanceState.DRAINING:
+        return
+    p, command = instance.parking, instance.command
+    turn.books(turn.state.ledger.rebook(instance.instance_id, command.device_ids, event.left_bytes))
+    # The builtin engine's KV cache grows as it is used: measured when idle it would look too small.
+    need = max(event.used_bytes, command.reserve_bytes) if command.card.spec.engine == "builtin" else event.used_bytes
+    state = InstanceState.ASLEEP if p.outlook.way == "sleep" else InstanceState.SUSPENDED
+    instance = instance.model_copy(update={"state": state, "load": EngineLoad(completed=instance.load.completed), "phase": None})
+    update(
+        turn,
+        instance,
+        frees_bytes=event.freed_bytes,
+        left_bytes=event.left_bytes,
+        snapshot_bytes=event.snapshot_bytes,
+        need_bytes=need,
+        suspended=Lap(at=turn.now, took_s=turn.now - p.begun_at),
+        outlook=p.outlook.model_copy(update={"snapshot_bytes": event.snapshot_bytes, "left_bytes": event.left_bytes}),
+        wake_asked=False,
+    )
+    make_room(turn, 0, "")
+    if p.wake_asked and not turn.state.instances[instance.instance_id].stop_asked:
+        _reserve_and_resume(turn, turn.state.instances[instance.instance_id], wait_s=0.0, priority=0)
+
+
+def on_suspend_failed(turn: Turn, event: SuspendFailed) -> None:
+    """It runs as before. Somebody wants it by now → it serves again; otherwise it is stopped."""
+    instance = turn.find(event.instance_id)
+    if instance is None or instance.process is not Process.ALIVE or not instance.parking.freezing:
+        return
+    instance = update(turn, instance, freezing=False, snapshot_bytes=0)
+    if instance.stop_asked:
+        return
+    if instance.parking.wake_asked:
+        _serve_again(turn, instance)
+        return
+    _give_up(turn, instance, event.error)
+
+
+def _give_up(turn: Turn, instance: Instance, error: ErrorBody) -> None:
+    """It is stopped instead, as it would have been without any of this; why is told from then on."""
+    outlook = instance.parking.outlook.model_copy(update={"way": None, "reason": error.message})
+    left = max(0.0, instance.drain_until - turn.now) if instance.drain_until is not None else 0.0
+    instance = update(turn, instance, holding=False, freezing=False, snapshot_bytes=0, outlook=outlook)
+    stopping.begin(turn, instance, left or turn.state.policy.kill_grace_s, f"it could not be suspended: {error.message}")
+
+
+# The snapshot budget.
+
+
+def make_room(turn: Turn, wanted: int, but: str) -> bool:
+    """Have the coldest suspended instances fall to stopped until `wanted` more bytes are within the budget; whether they are then."""
+    while turn.state.snapshots_kept(but) + wanted > turn.state.snapshot_budget:
+        parked = [i for i in turn.state.instances.values() if i.state.parked and not i.stop_asked and i.instance_id != but]
+        if not parked:
+            return False
+        coldest = min(parked, key=lambda i: (i.parking.suspended.at if i.parking.suspended else 0.0, i.instance_id))
+        stopping.begin(turn, coldest, 0.0, "the coldest, and the node's snapshot budget is used up")
+    return True
+
+
+# Resuming.
+
+
+def on_resume(turn: Turn, event: ResumeCommand) -> None:
+    """1. Stale → refused. 2. Not here, or leaving → not found. 3. Ready, starting or resuming → done. 4. Held, not frozen yet → serves
+    again. 5. Being frozen → as soon as it is. 6. Suspended → reserved and resumed, or queued, or refused."""
+    command, instance = event.command, turn.find(event.command.instance_id)
+    refused = stale(turn, command.token, instance)
+    if refused is not None:  # 1
+        turn.reply(event.reply, refused)
+        return
+    if instance is None or instance.process is Process.GONE or instance.stop_asked or instance.state is InstanceState.FAILED:  # 2
+        turn.reply(event.reply, NotFound(f"instance {command.instance_id} is not here (any more); start another one"))
+        return
+    # What this node was sent belongs to the newest plan; the start's own numbers stay.
+    changed = {"plan_id": command.plan_id, "traceparent": command.traceparent}
+    instance = turn.change(
+        instance, token=command.token, command=instance.command.model_copy(update=changed if instance.state.parked else {})
+    )
+    if instance.state is InstanceState.READY or instance.state.starting:  # 3
+        turn.reply(event.reply)
+    elif instance.parking.holding:  # 4
+        _serve_again(turn, instance)
+        turn.reply(event.reply)
+    elif not instance.state.parked:  # 5
+        update(turn, instance, wake_asked=True)
+        turn.reply(event.reply)
+    elif any(r.instance_id == instance.instance_id for r in turn.state.queue):
+        turn.reply(event.reply)
+    else:  # 6
+        error = _reserve_and_resume(turn, instance, command.wait_ms / 1000, command.priority)
+        turn.emit(Reply(event.reply, error))
+
+
+def _reserve_and_resume(turn: Turn, instance: Instance, wait_s: float, priority: int) -> ErrorBody | None:
+    """Reserve and begin, or queue (None), or say why not."""
+    need = max(instance.parking.need_bytes, instance.parking.left_bytes)
+    reservation = Reservation(instance.instance_id, instance.command.device_ids, need, priority, turn.now, turn.now + wait_s)
+    refusal = turn.reserve(reservation)
+    if refusal is None:
+        begin_resume(turn, turn.state.instances[instance.instance_id])
+        return None
+    if wait_s > 0 and isinstance(refusal, InsufficientMemory) and refusal.should_retry:
+        turn.enqueue(reservation)
+        return None
+    return refusal.body()
+
+
+def begin_resume(turn: Turn, instance: Instance) -> None:
+    """Its bytes are booked."""
+    instance = instance.model_copy(update={"state": InstanceState.RESUMING, "phase": Phase.RESTORE, "progress_at": turn.now})
+    update(turn, instance, begun_at=turn.now)
+    turn.emit(Resume(instance.instance_id, instance.parking.outlook.way))
+
+
+def _serve_again(turn: Turn, instance: Instance) -> None:
+    """It was held, and nothing was taken from it."""
+    instance = instance.model_copy(update={"state": InstanceState.RESUMING, "drain_until": None, "progress_at": turn.now})
+    update(turn, instance, holding=False, wake_asked=False, begun_at=turn.now)
+    turn.emit(Resume(instance.instance_id, None))
+
+
+def on_resumed(turn: Turn, event: Resumed) -> None:
+    instance = turn.find(event.instance_id)
+    if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
+        return
+    if instance.state is not InstanceState.RESUMING:
+        return
+    p = instance.parking
+    frozen = p.freezing
+    took = turn.now - p.begun_at
+    more: dict[str, Any] = {}
+    if frozen:
+        known = p.resume_s if p.resume_s is not None else took
+        more = {
+            "resumed": Lap(at=turn.now, took_s=took),
+            "resume_s": known + WEIGHT_OF_NEWEST * (took - known),
+            "resumes": p.resumes + 1,
+            "fell_back": None,
+        }
+    instance = instance.model_copy(update={"state": InstanceState.READY, "phase": None, "progress": 1.0, "adopt_until": None})
+    update(turn, instance, freezing=False, wake_asked=False, snapshot_bytes=0, **more)
+    turn.emit(Assess(instance.instance_id), Measure(instance.instance_id))
+
+
+def on_resume_failed(turn: Turn, event: ResumeFailed) -> None:
+    """Its process is ended, and one cold start follows under the same name (`restart`)."""
+    instance = turn.find(event.instance_id)
+    if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
+        return
+    if instance.state is not InstanceState.RESUMING:
+        return
+    instance = update(turn, instance, restarting=True, fell_back=event.error)
+    stopping.kill(turn, instance)
+
+
+def restarts(instance: Instance) -> bool:
+    """Whether the end of this instance's process is followed by a cold start: its restore failed, or killed it."""
+    return instance.state is InstanceState.RESUMING and not instance.stop_asked
+
+
+def restart(turn: Turn, instance: Instance, error: ErrorBody | None) -> ErrorBody | None:
+    """The process is gone; start another one for the same instance. The reason why not, if there is no room for a cold start now."""
+    command, p = instance.command, instance.parking
+    reason = p.fell_back or error or EngineFailed("the engine ended while it was being restored").body()
+    refusal = turn.state.ledger.refusal(command.device_ids, command.reserve_bytes, but=instance.instance_id)
+    if refusal is not None:
+        return InsufficientMemory(f"the restore failed ({reason.message}), and a cold start has no room: {refusal.message}").body()
+    turn.books(turn.state.ledger.rebook(instance.instance_id, command.device_ids, command.reserve_bytes))
+    fresh = Instance(
+        command=command,
+        token=instance.token,
+        progress_at=turn.now,
+        parking=Parking(fell_back=reason, resumes=p.resumes, suspended=p.suspended, resumed=p.resumed, begun_at=turn.now),
+    )
+    turn.change(fresh)
+    turn.emit(Fork(instance.instance_id))
+    return None
+
+
+# What is found out.
+
+
+def on_assessed(turn: Turn, event: Assessed) -> None:
+    """1. The first look since its start: what it uses now is what a leak is told by, and it is parked if it was started for that."""
+    instance = turn.find(event.instance_id)
+    if instance is None or instance.process is not Process.ALIVE:
+        return
+    p = instance.parking
+    outlook = event.outlook
+    if p.resumes and outlook.way == p.outlook.way:
+        outlook = outlook.model_copy(update={"left_bytes": p.left_bytes or outlook.left_bytes})
+    first = p.base_bytes == 0
+    update(turn, instance, outlook=outlook, base_bytes=p.base_bytes or event.used_bytes)
+    _book_measured(turn, turn.state.instances[event.instance_id], event.used_bytes)
+    instance = turn.state.instances[event.instance_id]
+    if first and instance.command.park and instance.state is InstanceState.READY and not why_not(turn.state, instance):  # 1
+        hold(turn, instance, turn.now + turn.state.policy.kill_grace_s)
+
+
+def on_measured(turn: Turn, event: Measured) -> None:
+    instance = turn.find(event.instance_id)
+    if instance is not None and instance.process is Process.ALIVE and instance.state is InstanceState.READY:
+        _book_measured(turn, instance, event.used_bytes)
+
+
+def _book_measured(turn: Turn, instance: Instance, used: int) -> None:
+    """A booking is never below what is in use: bytes that a leaking engine took are not given to others."""
+    booked = turn.state.ledger.bookings.get(instance.instance_id)
+    if booked is not None and used > booked.bytes_each * len(booked.device_ids):
+        turn.books(turn.state.ledger.rebook(instance.instance_id, booked.device_ids, used))
+        update(turn, instance, need_bytes=used)
+
+
+def update(turn: Turn, instance: Instance, **changes: Any) -> Instance:
+    """Put `instance` with changes of its parking; recorded and told."""
+    return turn.change(instance, parking=instance.parking.model_copy(update=changes))
+
+
+def _dequeue(turn: Turn, instance_id: str) -> None:
+    turn.state = replace(turn.state, queue=tuple(r for r in turn.state.queue if r.instance_id != instance_id))
+
+
+def _mib(value: int) -> str:
+    return f"{value / 2**20:.0f} MiB"

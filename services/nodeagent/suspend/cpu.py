@@ -1,0 +1,110 @@
+"""On cpu: freeze the engine's processes, have the kernel write their pages to swap; thaw, and let them come back as they are touched.
+
+A page that another process maps too (a zygote's imports, weights that another instance uses) stays where it is: it is somebody else's
+as well. Judged by PSS, read back while the engine is frozen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from services.nodeagent.domain.state import Outlook
+from services.nodeagent.suspend import memory
+from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target
+from services.nodeagent.suspend.rates import Rates
+from shared.contracts.node import SuspendWay
+from shared.errors import EngineFailed, PermissionDenied
+
+log = logging.getLogger(__name__)
+_LEAST_FREED = 0.1
+"""An engine that keeps more than nine tenths of its memory is not worth keeping."""
+_PASSES = 3
+"""A page that was on its way elsewhere when it was advised (in a pagevec, under writeback) goes with the next pass."""
+_GOOD_ENOUGH = 0.02
+_SWAP_MARGIN = 1.05
+
+
+class CpuWay:
+    name: SuspendWay = "cpu"
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._rates = Rates(left=0.25, resume_bytes_per_s=4e9, least_resume_s=0.05)
+
+    def unavailable(self) -> str:
+        missing = []
+        if memory.swap_space().total == 0:
+            missing.append("this machine has no swap (`thaw doctor --fix` sets some up)")
+        if not self._groups.available:
+            missing.append(f"engines cannot be frozen: {self._groups.reason}")
+        if not memory.has_capability(memory.CAP_SYS_NICE):
+            missing.append("the nodeagent lacks CAP_SYS_NICE")
+        if not memory.has_capability(memory.CAP_SYS_PTRACE):
+            missing.append("the nodeagent lacks CAP_SYS_PTRACE")
+        return "; ".join(missing)
+
+    def outlook(self, target: Target) -> Outlook:
+        why = self.unavailable() or ("it runs on a GPU" if target.on_cuda else "")
+        if why:
+            return Outlook(reason=why)
+        now = memory.footprint(target.pids)
+        free = memory.swap_space().free
+        if now.pss * _SWAP_MARGIN > free:
+            return Outlook(reason=f"{now.pss >> 20} MiB do not fit the {free >> 20} MiB of swap that are free")
+        moved = int(now.pss * (1 - self._rates.left)) + now.swap
+        return Outlook(
+            way="cpu", left_bytes=now.pss - (moved - now.swap), snapshot_bytes=moved, resume_s=self._rates.resume_s(moved)
+        )
+
+    async def suspend(self, target: Target) -> Taken:
+        taken = await asyncio.to_thread(self._suspend, target)
+        self._rates = self._rates.suspended(taken.used_bytes, taken.left_bytes)
+        return taken
+
+    def _suspend(self, target: Target) -> Taken:
+        begun = time.monotonic()
+        try:
+            before = memory.footprint(target.pids)
+            self._groups.freeze(target.instance_id)
+            pids = tuple(sorted({*target.pids, *self._groups.pids(target.instance_id)}))
+            after = self._page_out(pids)
+        except (PermissionDenied, EngineFailed, OSError) as e:
+            self._groups.thaw(target.instance_id)
+            raise CannotSuspend(e.message if isinstance(e, PermissionDenied | EngineFailed) else str(e)) from e
+        if before.pss - after.pss < _LEAST_FREED * before.pss:
+            self._groups.thaw(target.instance_id)
+            raise CannotSuspend(
+                f"only {max(0, before.pss - after.pss) >> 20} of {before.pss >> 20} MiB came free: the rest is mapped by other "
+                "processes too, locked, or did not fit swap"
+            )
+        log.info(
+            "paged out",
+            extra={"instance": target.instance_id, "before": before.pss, "after": after.pss, "took_s": time.monotonic() - begun},
+        )
+        return Taken(before.pss, after.pss, after.swap)
+
+    def _page_out(self, pids: tuple[int, ...]) -> memory.Footprint:
+        found = memory.footprint(pids)
+        for _ in range(_PASSES):
+            for pid in pids:
+                try:
+                    memory.advise(pid, memory.mappings(pid), memory.MADV_PAGEOUT)
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+            last, found = found, memory.footprint(pids)
+            if last.pss - found.pss < _GOOD_ENOUGH * last.pss:
+                break
+        return found
+
+    async def resume(self, target: Target) -> None:
+        try:
+            await asyncio.to_thread(self._groups.thaw, target.instance_id)
+        except OSError as e:
+            raise RestoreFailed(f"the engine's control group cannot be thawed: {e}") from e
+
+    def learn(self, snapshot_bytes: int, took_s: float) -> None:
+        """A resumption, requests answered again, was over after `took_s`."""
+        self._rates = self._rates.resumed(snapshot_bytes, took_s)

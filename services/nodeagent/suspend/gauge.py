@@ -1,0 +1,33 @@
+"""What an engine uses of its devices, all of its processes together: the number that a booking is proved by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from services.nodeagent.devices.port import Device
+from services.nodeagent.suspend.memory import footprint
+from services.nodeagent.suspend.port import Target
+
+
+class Gauge:
+    """On cpu: PSS, weights in shared memory included (a page counts for each of its n users as 1/n). On cuda: as NVML accounts it."""
+
+    def __init__(self, devices: Mapping[str, Device]) -> None:
+        self._devices = devices
+
+    def used(self, target: Target) -> int:
+        """Bytes of the target's devices. Blocking; raises `PermissionDenied` where they may not be read."""
+        if not target.on_cuda:
+            return footprint(target.pids).pss
+        return sum(self.by_process(target.device_ids, target.pids).values())
+
+    def by_process(self, device_ids: Iterable[str], pids: Iterable[int]) -> dict[int, int]:
+        """Bytes on these devices by process; processes without any are left out."""
+        found: dict[int, int] = {}
+        for device_id in device_ids:
+            device = self._devices.get(device_id)
+            if device is None or device.info.kind != "cuda":
+                continue
+            for pid, nbytes in device.private_bytes(pids).items():
+                found[pid] = found.get(pid, 0) + nbytes
+        return found

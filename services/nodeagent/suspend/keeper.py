@@ -1,0 +1,176 @@
+"""Suspends and resumes instances: asks their engines, has the chosen way do its work, and looks at what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from services.nodeagent.domain.choosing import choose
+from services.nodeagent.domain.state import Instance, Outlook
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.memory import footprint
+from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target, Way
+from shared.contracts import subjects
+from shared.contracts.base import Message, Request
+from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
+from shared.contracts.node import Capability, SuspendWay
+from shared.errors import DeadlineExceeded, EngineFailed, PermissionDenied, ThawError, Unreachable
+
+R = TypeVar("R", bound=Message)
+Ask = Callable[[str, Request, type[R]], Awaitable[R]]
+log = logging.getLogger(__name__)
+_HOLD_DEADLINE_MS = 3_000
+_ASK_AGAIN_S = 0.02
+_KEPT = 0.7
+"""At least this part of what an engine used must be there again: less means that pages were lost."""
+_ENDED_WITHIN_S = 5.0
+_POLL_S = 0.01
+
+
+class Keeper:
+    """`ask` is `Mesh.request`. `ways` are tried in the order that `choose` finds by what they were measured to cost."""
+
+    def __init__(
+        self, ways: Mapping[SuspendWay, Way], groups: Groups, gauge: Gauge, ask: Ask[Message], wake_within_s: float
+    ) -> None:
+        self._ways = ways
+        self.groups = groups
+        self._gauge = gauge
+        self._ask = ask
+        self._wake_within_s = wake_within_s
+
+    def capabilities(self) -> tuple[Capability, ...]:
+        """Blocking."""
+        found = []
+        for name, way in self._ways.items():
+            why = way.unavailable()
+            found.append(Capability(name=f"suspend:{name}", available=not why, reason=why))
+        return tuple(found)
+
+    def target(self, instance: Instance) -> Target:
+        """The engine with all its processes, brought together in its control group. Blocking."""
+        spec = instance.command.card.spec
+        hosted = spec.engine != "builtin"
+        pids: tuple[int, ...] = ()
+        if instance.pid is not None:
+            pids = self.groups.gather(instance.instance_id, instance.pid, include_host=not hosted, others=instance.engine_pids)
+        return Target(
+            instance_id=instance.instance_id,
+            engine=spec.engine,
+            device_ids=instance.command.device_ids,
+            pids=pids,
+            hosted=hosted,
+            sleep_levels=instance.sleep_levels,
+            environment=spec.env,
+        )
+
+    async def assess(self, instance: Instance) -> tuple[Outlook, int]:
+        """What a suspension would do, and what is in use now."""
+        return await asyncio.to_thread(self._assess, instance)
+
+    def _assess(self, instance: Instance) -> tuple[Outlook, int]:
+        target = self.target(instance)
+        try:
+            used = self._gauge.used(target)
+            return choose(way.outlook(target) for way in self._ways.values()), used
+        except PermissionDenied as e:
+            return Outlook(reason=e.message), 0
+
+    async def hold(self, instance_id: str) -> None:
+        """Have the engine refuse new requests. Raises `InstanceBusy` if it serves any."""
+        request = SleepEngine(level=0, deadline_ms=_HOLD_DEADLINE_MS)
+        await self._ask(subjects.engine_control(instance_id), request, EngineAsleep)
+
+    async def suspend(self, instance: Instance, name: SuspendWay) -> Taken:
+        """Raises `CannotSuspend`; the engine then runs, and refuses requests still."""
+        target = await asyncio.to_thread(self.target, instance)
+        if not target.pids:
+            raise CannotSuspend("none of the engine's processes can be found")
+        return await self._ways[name].suspend(target)
+
+    async def resume(self, instance: Instance, name: SuspendWay | None) -> int:
+        """Bring it back and look at it: its health, its tokens, its bytes; the bytes that it uses. Raises `RestoreFailed`."""
+        begun = asyncio.get_running_loop().time()
+        target = await asyncio.to_thread(self.target, instance)
+        if name is not None:
+            await self._ways[name].resume(target)
+        else:
+            await asyncio.to_thread(self.groups.thaw, instance.instance_id)
+        probed = await self._wake(instance)
+        if not probed.same:
+            raise RestoreFailed("the engine answers otherwise than before it was suspended")
+        used = await asyncio.to_thread(self._prove, instance, target)
+        if name is not None:
+            self._ways[name].learn(instance.parking.snapshot_bytes, asyncio.get_running_loop().time() - begun)
+        return used
+
+    async def _wake(self, instance: Instance) -> EngineProbed:
+        """Asked again while it cannot be reached: it may have lost NATS meanwhile, and connects anew."""
+        subject = subjects.engine_control(instance.instance_id)
+        deadline = asyncio.get_running_loop().time() + self._wake_within_s
+        while True:
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                answer = await self._ask(subject, WakeEngine(deadline_ms=max(1, int(left * 1e3))), EngineProbed)
+            except Unreachable as e:
+                if asyncio.get_running_loop().time() + _ASK_AGAIN_S >= deadline:
+                    raise RestoreFailed(f"the engine cannot be reached: {e.message}") from e
+                await asyncio.sleep(_ASK_AGAIN_S)
+                continue
+            except DeadlineExceeded as e:
+                raise RestoreFailed(f"the engine did not answer within {self._wake_within_s:g} s") from e
+            except ThawError as e:
+                raise RestoreFailed(e.message) from e
+            assert isinstance(answer, EngineProbed)
+            return answer
+
+    def _prove(self, instance: Instance, target: Target) -> int:
+        """Blocking. What it used before it was suspended is there again: on its device, or on cpu in memory or swap."""
+        parking = instance.parking
+        try:
+            used = self._gauge.used(target)
+            there = used
+            if not target.on_cuda:
+                now = footprint(target.pids)
+                there = now.pss + now.swap
+        except PermissionDenied as e:
+            raise RestoreFailed(e.message) from e
+        before = parking.frees_bytes + parking.left_bytes
+        if parking.freezing and there < _KEPT * before:
+            raise RestoreFailed(f"{there >> 20} of the {before >> 20} MiB that the engine used are there again")
+        return used
+
+    def started(self, instance: Instance, pid: int) -> None:
+        """Its process was made. A host stays outside of its engine's group: it goes on answering. Blocking."""
+        if instance.command.card.spec.engine == "builtin":
+            self.groups.add(instance.instance_id, pid)
+
+    def kill(self, instance: Instance) -> None:
+        """End the engine's processes, frozen or not. Blocking."""
+        self.groups.kill(instance.instance_id)
+
+    async def ended(self, instance_id: str) -> None:
+        """The instance's own process is gone: whatever it left behind goes too, and its group with it."""
+        deadline = asyncio.get_running_loop().time() + _ENDED_WITHIN_S
+        while self.groups.pids(instance_id):
+            self.groups.kill(instance_id)
+            if asyncio.get_running_loop().time() > deadline:
+                log.error(
+                    "processes of an engine cannot be ended", extra={"instance": instance_id, "pids": self.groups.pids(instance_id)}
+                )
+                return
+            await asyncio.sleep(_POLL_S)
+        self.groups.remove(instance_id)
+
+    async def reap_strays(self, known: frozenset[str]) -> None:
+        """End engines that an earlier agent left behind and nobody knows any more."""
+        for instance_id in list(self.groups.known()):
+            if instance_id not in known:
+                if pids := self.groups.pids(instance_id):
+                    log.warning("orphaned engine processes are ended", extra={"instance": instance_id, "pids": pids})
+                with contextlib.suppress(EngineFailed):
+                    await self.ended(instance_id)

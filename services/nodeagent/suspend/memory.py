@@ -1,0 +1,139 @@
+"""Memory of processes as the kernel counts it, and advice about it given from outside (`process_madvise`)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import EngineFailed, PermissionDenied
+
+PROCESS_MADVISE = 440
+MADV_WILLNEED = 3
+MADV_PAGEOUT = 21
+_BATCH = 512
+_STEP = 64 * 1024 * 1024
+"""A mapping is advised in steps of this size, so that a failure of one part leaves the others."""
+_UNTOUCHABLE = ("[vvar]", "[vdso]", "[vsyscall]", "[vvar_vclock]", "[uprobes]")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of some processes together. `pss`: resident, a page shared by n processes counted as 1/n. `swap`: in swap."""
+
+    pss: int = 0
+    swap: int = 0
+
+
+def footprint(pids: Iterable[int]) -> Footprint:
+    """Of the processes that are still there (`smaps_rollup`). Raises `PermissionDenied` without the right to ptrace them."""
+    pss = swap = 0
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except PermissionError as e:
+            raise PermissionDenied("reading an engine's memory (smaps_rollup) needs CAP_SYS_PTRACE") from e
+        values = {k: int(v.split()[0]) * 1024 for k, _, v in (line.partition(":") for line in text.splitlines()[1:]) if v}
+        pss += values.get("Pss", 0)
+        swap += values.get("Swap", 0)
+    return Footprint(pss, swap)
+
+
+def mappings(pid: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of every mapping of a process whose pages can be moved."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) > 5 and fields[5] in _UNTOUCHABLE:
+            continue
+        start, end = (int(a, 16) for a in fields[0].split("-"))
+        if fields[1].startswith("---"):
+            continue
+        yield start, end - start
+
+
+def advise(pid: int, ranges: Iterable[tuple[int, int]], advice: int) -> int:
+    """Give `advice` about `ranges` of another process, in batches; the bytes that the kernel took it for.
+
+    Ranges that it does not allow (locked, huge or device pages) are passed over. Raises `PermissionDenied` without CAP_SYS_NICE.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return 0
+    try:
+        pieces = list(_pieces(ranges))
+        return sum(_advise(descriptor, pieces[i : i + _BATCH], advice) for i in range(0, len(pieces), _BATCH))
+    finally:
+        os.close(descriptor)
+
+
+def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    for start, length in ranges:
+        for offset in range(0, length, _STEP):
+            yield start + offset, min(_STEP, length - offset)
+
+
+def _advise(descriptor: int, pieces: list[tuple[int, int]], advice: int) -> int:
+    """One call for all; where it stops early, once more behind the piece that it stopped at."""
+    total = 0
+    while pieces:
+        vector = (_Iovec * len(pieces))(*(_Iovec(start, length) for start, length in pieces))
+        taken = int(_libc.syscall(PROCESS_MADVISE, descriptor, vector, ctypes.c_size_t(len(pieces)), advice, 0))
+        if taken < 0:
+            code = ctypes.get_errno()
+            if code == errno.ESRCH:
+                return total
+            if code == errno.EPERM:
+                raise PermissionDenied("process_madvise needs CAP_SYS_NICE and the right to ptrace the engine (CAP_SYS_PTRACE)")
+            if code == errno.ENOSYS:
+                raise EngineFailed("this kernel has no process_madvise (Linux 5.10 or later is needed)")
+            if code == errno.EINTR:
+                continue
+            pieces = pieces[1:]
+            continue
+        total += taken
+        while pieces and taken >= pieces[0][1]:
+            taken -= pieces[0][1]
+            pieces = pieces[1:]
+        pieces = pieces[1:]
+    return total
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Bytes of swap on this machine."""
+
+    total: int
+    free: int
+
+
+def swap_space() -> Swap:
+    values: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            values[key] = int(value.split()[0]) * 1024
+    return Swap(values.get("SwapTotal", 0), values.get("SwapFree", 0))
+
+
+CAP_SYS_PTRACE, CAP_SYS_NICE = 19, 23
+
+
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability in effect."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> number & 1)
+    return False

@@ -1,0 +1,31 @@
+"""What one way was measured to do on this node, for engines that it has not been tried on yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+WEIGHT_OF_NEWEST = 0.3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """`left`: the part of an engine's memory that stays in use. `resume_bytes_per_s`: of the snapshot, on the way back."""
+
+    left: float
+    resume_bytes_per_s: float
+    least_resume_s: float
+
+    def resume_s(self, snapshot_bytes: int) -> float:
+        return self.least_resume_s + snapshot_bytes / self.resume_bytes_per_s
+
+    def suspended(self, used: int, left: int) -> Rates:
+        return replace(self, left=_towards(self.left, left / used)) if used else self
+
+    def resumed(self, snapshot_bytes: int, took_s: float) -> Rates:
+        if snapshot_bytes <= 0 or took_s <= 0:
+            return self
+        return replace(self, resume_bytes_per_s=_towards(self.resume_bytes_per_s, snapshot_bytes / took_s))
+
+
+def _towards(old: float, new: float) -> float:
+    return old + WEIGHT_OF_NEWEST * (new - old)

@@ -1,0 +1,80 @@
+"""By the engine's own means: vLLM's and SGLang's sleep, Ollama's unload. A 200 proves nothing: memory is read back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from services.nodeagent.domain.state import Outlook
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.memory import footprint
+from services.nodeagent.suspend.port import CannotSuspend, Taken, Target
+from services.nodeagent.suspend.rates import Rates
+from shared.contracts.engine import EngineAsleep
+from shared.contracts.node import SuspendWay
+from shared.errors import ThawError
+
+log = logging.getLogger(__name__)
+_LEAST_FREED = 0.1
+_FREED_WITHIN_S = 5.0
+_POLL_S = 0.1
+Sleep = Callable[[str, int], Awaitable[EngineAsleep]]
+
+
+class SleepWay:
+    """`sleep(instance_id, level)` asks the engine's host. Level 1 (weights to host memory) where the engine has it, else 2."""
+
+    name: SuspendWay = "sleep"
+
+    def __init__(self, gauge: Gauge, sleep: Sleep) -> None:
+        self._gauge = gauge
+        self._sleep = sleep
+        self._rates = Rates(left=0.2, resume_bytes_per_s=5e9, least_resume_s=0.3)
+
+    def unavailable(self) -> str:
+        return ""
+
+    def outlook(self, target: Target) -> Outlook:
+        if not target.sleep_levels:
+            return Outlook(reason=f"{target.engine} has no sleep of its own here")
+        used = self._gauge.used(target)
+        left = int(used * self._rates.left)
+        moved = used - left
+        kept = moved if self._level(target) == 1 and target.on_cuda else 0
+        return Outlook(way="sleep", left_bytes=left, snapshot_bytes=kept, resume_s=self._rates.resume_s(moved))
+
+    async def suspend(self, target: Target) -> Taken:
+        used = await asyncio.to_thread(self._gauge.used, target)
+        host = await asyncio.to_thread(footprint, target.pids)
+        try:
+            await self._sleep(target.instance_id, self._level(target))
+        except ThawError as e:
+            raise CannotSuspend(f"the engine would not sleep: {e.message}") from e
+        left = await self._settled(target, used)
+        if used - left < _LEAST_FREED * used:
+            raise CannotSuspend(f"the engine says that it sleeps, and {left >> 20} of {used >> 20} MiB are still in use")
+        now = await asyncio.to_thread(footprint, target.pids)
+        self._rates = self._rates.suspended(used, left)
+        return Taken(used, left, max(0, now.pss - host.pss) if target.on_cuda else 0)
+
+    async def _settled(self, target: Target, used: int) -> int:
+        """What is in use once it falls no more: drivers give memory back a little later than they say."""
+        deadline = asyncio.get_running_loop().time() + _FREED_WITHIN_S
+        last = used
+        while True:
+            left = await asyncio.to_thread(self._gauge.used, target)
+            if (left < used and left >= last) or asyncio.get_running_loop().time() > deadline:
+                return left
+            last = left
+            await asyncio.sleep(_POLL_S)
+
+    async def resume(self, target: Target) -> None:
+        """Waking it, which every way ends with, is all there is to do."""
+
+    def learn(self, snapshot_bytes: int, took_s: float) -> None:
+        self._rates = self._rates.resumed(snapshot_bytes, took_s)
+
+    @staticmethod
+    def _level(target: Target) -> int:
+        return min(target.sleep_levels)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.nodeagent.suspend import memory
+from services.nodeagent.suspend.cpu import CpuWay
+from services.nodeagent.suspend.groups import Groups, open_groups
+from tests.integration.nodeagent.harness import Node, running_node
+from tests.support.servers import NatsServer
+
+
+@pytest.fixture
+def able() -> None:
+    """Skips, with the reason, where engines cannot be paged out."""
+    if why := CpuWay(open_groups("trial")).unavailable():
+        pytest.skip(f"cannot suspend by page-out here: {why}")
+
+
+@pytest.fixture
+async def node(able: None, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Node]:
+    async with running_node(nats_server.url, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(params=[1, 2], ids=["v1", "v2"])
+def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
+    """Control groups of each version that is there."""
+    found = open_groups(f"t{uuid.uuid4().hex[:6]}", version=request.param)
+    if not found.available:
+        pytest.skip(f"no freezer of cgroup v{request.param} here: {found.reason}")
+    yield found
+    for instance_id in list(found.known()):
+        found.kill(instance_id)
+        found.remove(instance_id)
+
+
+@pytest.fixture
+def swap() -> memory.Swap:
+    space = memory.swap_space()
+    if space.free < 512 << 20:
+        pytest.skip("less than 512 MiB of swap are free here (`thaw doctor --fix` sets some up)")
+    return space

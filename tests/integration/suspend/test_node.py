@@ -1,0 +1,50 @@
+"""A real nodeagent suspends and resumes real engine processes: the thin path, end to end, with memory read back."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.contracts.node import InstanceState
+from shared.errors import InstanceBusy
+from tests.integration.nodeagent.harness import MIB, Node, begin_request
+
+READY, SUSPENDED, STOPPED = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.STOPPED
+BIG = {"ballast_mib": 200, "ready_after": 1.0}
+"""Slow enough to start that coming back is sooner."""
+
+
+async def ready(node: Node, stub: dict[str, object], *, mib: int = 400) -> str:
+    instance_id = await node.start(stub, mib=mib)
+    await node.reaches(instance_id, READY)
+    await node.until(lambda s: any(i.instance_id == instance_id and i.suspension.possible for i in s.instances))
+    return instance_id
+
+
+async def test_a_suspended_engine_gives_its_memory_back_and_gets_it_again(node: Node) -> None:
+    instance_id = await ready(node, BIG)
+    pid = node.instance(instance_id).pids[0]
+    await node.suspend(instance_id)
+    status = await node.reaches(instance_id, SUSPENDED)
+    assert status.suspension.way == "cpu"
+    assert status.suspension.freed_bytes > 150 * MIB
+    assert status.suspension.snapshot_bytes > 150 * MIB
+    assert status.suspended is not None
+    assert node.latest.snapshot_bytes == status.suspension.snapshot_bytes
+    assert node.latest.devices[0].reserved_bytes == status.memory.reserved < 100 * MIB
+    await node.resume(instance_id)
+    status = await node.reaches(instance_id, READY)
+    assert status.pids[0] == pid
+    assert status.resumed is not None
+    assert status.started is not None
+    assert status.resumed.took_ms < status.started.took_ms
+    assert status.memory.reserved == 400 * MIB
+    assert [s.phase.value for s in status.phases] == ["reserve", "restore"]
+    await begin_request(node, instance_id)
+
+
+async def test_a_busy_instance_is_not_suspended_if_it_may_only_be_idle(node: Node) -> None:
+    instance_id = await ready(node, {**BIG, "tokens": 400, "pace": 0.05})
+    await begin_request(node, instance_id)
+    with pytest.raises(InstanceBusy):
+        await node.suspend(instance_id, only_if_idle=True)
+    assert node.instance(instance_id).state is READY

@@ -52,6 +52,12 @@ class RemoteFile:
         final = self.final
         return final[0] if final is not None and time.monotonic() < final[1] else self.url()
 
+    def in_order(self, connect: Callable[[threading.Event | None], Answer]) -> WholeFileStream:
+        with self.lock:
+            if self.stream is None:
+                self.stream = WholeFileStream(connect)
+            return self.stream
+
     def close(self) -> None:
         if self.stream is not None:
             self.stream.close()
@@ -127,9 +133,7 @@ class RangeReader:
             if answer.status == HTTPStatus.PARTIAL_CONTENT or offset == 0:
                 return _fill(into, answer)
         # The server has no ranges: the file comes from one connection, in order.
-        with file.lock:
-            file.stream = file.stream or WholeFileStream(lambda called_off: self._whole(file, called_off))
-        return file.stream.read(offset, into, cancelled)
+        return file.in_order(lambda called_off: self._whole(file, called_off)).read(offset, into, cancelled)
 
     def _whole(self, file: RemoteFile, cancelled: threading.Event | None) -> Answer:
         answer = self._client.get(file.address(), cancelled=cancelled)
@@ -173,7 +177,7 @@ class RangeReader:
             file.validator is not None and file.validator not in (answer.header("ETag"), answer.header("Last-Modified"))
         ):
             raise _changed(file)
-        file.headers = answer.response.headers if file.headers is None else file.headers
+        file.headers = file.headers if file.headers is not None else answer.response.headers
         file.size = size if file.size is None else file.size
         file.validator = validator if file.validator is None else file.validator
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.effects import Effect
 from services.scheduler.domain.entities import Entity, key_of
 from services.scheduler.domain.heard import Counter, Seen
 from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.ranks import Bookings, View
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, table
 from shared.contracts.plans import PlanRecord
 
@@ -57,6 +60,15 @@ class Draft:
     def rebooked(self) -> tuple[str, ...]:
         """Keys of the devices whose bookings have changed, or may have."""
         return self.state.bookings.written if isinstance(self.state.bookings, Overlay) else ()
+
+    def bookings(self) -> View:
+        """The bookings as they are now, with their orders."""
+        changed: dict[str, Booking | None] = {}
+        below: Mapping[str, Booking] = self.state.bookings
+        while isinstance(below, Overlay):
+            changed |= {key: self.state.bookings.get(key) for key in below.written}
+            below = below.below
+        return View(below if isinstance(below, Bookings) else Bookings(below.items()), changed)
 
     def before(self, kind: type[Entity], key: str) -> Entity | None:
         """An entity as it was before this decision."""

@@ -34,32 +34,32 @@ class Forecast:
     def __init__(self, state: ClusterState, card: ModelCard) -> None:
         self._state = state
         self._card = card
-        self._special = {*state.resident_on.get(card.info.revision, ()), *state.measured_on.get(card.name, ())}
+        self.special = {*state.resident_on.get(card.info.revision, ()), *state.measured_on.get(card.name, ())}
+        """Nodes that hold its weights, or have started it before."""
         self._found: dict[tuple[str, float | None, bool], tuple[dict[str, float], float]] = {}
 
     def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
         """Milliseconds by phase on a device's node, and in all. `leaving`: others must leave first."""
-        key = (b.node if b.node in self._special else "", b.bytes_per_second, leaving)
+        return self._reckoned(b.node if b.node in self.special else "", b.bytes_per_second, leaving)
+
+    def elsewhere(self, bytes_per_second: float | None) -> float:
+        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are not special."""
+        return self._reckoned("", bytes_per_second, False)[1]
+
+    def _reckoned(self, node: str, bytes_per_second: float | None, leaving: bool) -> tuple[dict[str, float], float]:
+        key = (node, bytes_per_second, leaving)
         found = self._found.get(key)
         if found is None:
-            phases = self._predict(b, leaving)
+            phases = self._predict(*key)
             found = self._found[key] = (phases, total(phases))
         return found
 
-    def totals(self, devices: Iterable[Booking]) -> list[float]:
-        """Milliseconds in all, with nobody leaving."""
-        if not self._special:
-            speeds = {b.bytes_per_second: b for b in devices}
-            by_speed = {speed: self.on(b, leaving=False)[1] for speed, b in speeds.items()}
-            return [by_speed[b.bytes_per_second] for b in devices]
-        return [self.on(b, leaving=False)[1] for b in devices]
-
-    def _predict(self, b: Booking, leaving: bool) -> dict[str, float]:
+    def _predict(self, node: str, bytes_per_second: float | None, leaving: bool) -> dict[str, float]:
         phases = dict(_PRIOR_MS)
-        phases["load"] = self._card.info.weights_bytes / (b.bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
-        if measured := self._state.estimates.get(estimate_key(self._card.name, b.node)):
+        phases["load"] = self._card.info.weights_bytes / (bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
+        if measured := self._state.estimates.get(estimate_key(self._card.name, node)):
             phases |= measured.phases
-        if resident(self._state, b.node, self._card):
+        if resident(self._state, node, self._card):
             phases |= _NOTHING_TO_BRING
         if leaving:
             phases["reserve"] += LEAVING_MS

@@ -27,6 +27,10 @@ class Overlay(MutableMapping[str, V]):
         """Keys set or deleted here."""
         return tuple(self._above)
 
+    @property
+    def below(self) -> Mapping[str, V]:
+        return self._below
+
     def __getitem__(self, key: str) -> V:
         value = self._above.get(key)
         if value is None:
@@ -71,4 +75,6 @@ class Overlay(MutableMapping[str, V]):
         return self._merged().items()
 
     def __len__(self) -> int:
-        return len(self._merged()) if self._above else len(self._below)
+        gone = sum(1 for key, value in self._above.items() if value is _GONE and key in self._below)
+        new = sum(1 for key, value in self._above.items() if value is not _GONE and key not in self._below)
+        return len(self._below) + new - gone

@@ -25,7 +25,6 @@ from services.scheduler.domain.entities import Model
 from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.heard import Presence
 from services.scheduler.domain.shortlist import SHORTLIST, shortlists
-from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.victims import Victims, choose_victims
 from services.scheduler.domain.words import gib
 from shared.contracts.plans import Candidate, Way
@@ -90,7 +89,7 @@ def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up
             best = min(options, key=lambda o: o.order)
             return Placement(best.candidate.way, _why(best), _candidates(considered), best.candidate, best.victims.ids)
     candidates = _candidates(considered)
-    largest = largest_budget(d.state)
+    largest = d.bookings().largest_budget()
     if request.need > largest:  # 3
         text = impossible(model.key, request.need, largest)
         return Placement("impossible", text, candidates, error=InsufficientMemory(text))
@@ -99,11 +98,6 @@ def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up
 
 def alive(presence: Presence) -> bool:
     return presence.alive and presence.status is not None and not presence.status.stopping
-
-
-def largest_budget(state: ClusterState) -> int:
-    """The largest budget of a device of a live node, in bytes; 0 if there is none."""
-    return max((b.budget for b in state.bookings.values() if b.reachable), default=0)
 
 
 def _candidates(considered: list[Candidate | _Option]) -> tuple[Candidate, ...]:

@@ -13,7 +13,7 @@ from services.scheduler.domain.entities import Model
 from services.scheduler.domain.events import AddModelsAsked, AdminAsked, ChangeNodeAsked, RemoveModelAsked, SleepAsked, WakeAsked
 from services.scheduler.domain.heard import ModelDemand, Pressure, Trouble, Unmet, Waiter
 from services.scheduler.domain.lifecycle import leave
-from services.scheduler.domain.placement import impossible, largest_budget
+from services.scheduler.domain.placement import impossible
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.base import Done
@@ -132,7 +132,7 @@ def _card(d: Draft, old: Model | None, spec: ModelSpec, infos: dict[str, ModelIn
 
 
 def _refuse_impossible(d: Draft, cards: list[ModelCard]) -> None:
-    largest = largest_budget(d.state)
+    largest = d.bookings().largest_budget()
     if not largest:
         return
     faults = [impossible(c.name, need_of(c).total, largest) for c in cards if need_of(c).total > largest]

@@ -1,7 +1,8 @@
 """Which devices are worth a closer look: those on which the model might soonest be ready, best first.
 
-One cheap pass over the bookings; only the best are considered in full and kept in the plan. The order is that of the branches
-of placement.py:
+Only the best are considered in full and kept in the plan; they are found in orders that are kept with the bookings (ranks.py). Looked at one by
+one are only devices that something tells apart: those this very decision has changed, those of nodes that have started the model before or
+hold its weights, and those where it has just failed. The order is that of the branches of placement.py:
 
  A. It fits now. Exact: the first of the list is the best there is.
  B. It fits once those that leave already have left. Exact too.
@@ -12,40 +13,121 @@ of placement.py:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from heapq import nsmallest
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from heapq import merge, nsmallest
+from itertools import chain, islice
 
-from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.booking import Booking, device_key
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.estimates import Forecast
+from services.scheduler.domain.ranks import SpeedClass
 
 SHORTLIST = 8
 """So many devices are considered at a time; if there are no more, simply all of them."""
+Ranked = tuple[bool, float, float, Booking]
+"""It has just failed there; milliseconds until it is ready; bytes free, or since when one is idle; the device (by its key)."""
 
 
 def shortlists(d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast) -> Iterator[list[Booking]]:
     """Devices for `need` bytes, best first, as lists to be gone through until one has a place."""
-    devices = d.state.bookings.values()
-    if len(devices) <= SHORTLIST:
-        yield list(devices)
+    if len(d.state.bookings) <= SHORTLIST:
+        yield list(d.state.bookings.values())
         return
-    usable = [b for b in devices if not b.closed]
-    if d.state.pauses:
-        usable = [b for b in usable if not d.paused(b.key)]
-    for fitting in ([b for b in usable if b.free >= need], [b for b in usable if b.coming >= need]):
-        if fitting:  # A, B
-            soonest = [(b.key in avoid, ms, b.free, b) for b, ms in zip(fitting, forecast.totals(fitting), strict=True)]
-            yield [b for *_, b in nsmallest(SHORTLIST, soonest)]
+    search = _Search(d, avoid, forecast)
+    for fitting in (search.fitting(need), search.fitting_soon(need)):
+        if first := list(islice(fitting, SHORTLIST)):  # A, B
+            yield first
             return
-    possible = [b for b in usable if b.coming + b.movable >= need]
-    if not possible:  # E
-        yield nsmallest(SHORTLIST, devices, key=lambda b: (bool(b.closed), -b.coming, b.key))
-        return
-    durations = forecast.totals(possible)
-    ranked = [
-        (b.coming + b.idle < need, b.key in avoid, ms, b.idle_since, b) for b, ms in zip(possible, durations, strict=True)
-    ]  # C, D
-    yield [b for *_, b in nsmallest(SHORTLIST, ranked)]
-    ranked.sort()
-    for start in range(SHORTLIST, len(ranked), SHORTLIST):
-        yield [b for *_, b in ranked[start : start + SHORTLIST]]
+    ranked = chain(search.with_idle_gone(need), search.with_all_gone(need))  # C, D
+    found = False
+    while some := list(islice(ranked, SHORTLIST)):
+        found = True
+        yield some
+    if not found:  # E
+        yield search.roomiest()
+
+
+class _Search:
+    def __init__(self, d: Draft, avoid: tuple[str, ...], forecast: Forecast) -> None:
+        self._paused = d.paused if d.state.pauses else None
+        self._view = d.bookings()
+        self._avoid = avoid
+        self._forecast = forecast
+        special = (
+            device_key(name, device.device_id)
+            for name in forecast.special
+            if (node := d.state.nodes.get(name)) is not None
+            for device in node.devices
+        )
+        keys = {*avoid, *special, *(b.key for b in self._view.changed)}
+        self._apart = {key: self._view.get(key) for key in keys}
+        self._skipped = {*self._apart, *d.rebooked()}
+        self._classes = [(forecast.elsewhere(speed), known) for speed, known in self._view.classes.items()]
+
+    def fitting(self, need: int) -> Iterator[Booking]:
+        def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
+            return self._open((free, key) for free, key in _from(known.free, need))
+
+        return self._best(of_class, lambda b: b.free if b.free >= need else None)
+
+    def fitting_soon(self, need: int) -> Iterator[Booking]:
+        def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
+            found = [b for key in known.leaving if (b := self._view.get(key)) is not None and b.coming >= need]
+            return self._open(sorted((b.free, b.key) for b in found))
+
+        return self._best(of_class, lambda b: b.free if b.coming >= need else None)
+
+    def with_idle_gone(self, need: int) -> Iterator[Booking]:
+        return self._may_fit(lambda b: b.coming + b.idle >= need, lambda known: known.with_idle[-1] >= need)
+
+    def with_all_gone(self, need: int) -> Iterator[Booking]:
+        return self._may_fit(
+            lambda b: b.coming + b.idle < need <= b.coming + b.movable,
+            lambda known: known.with_all[-1] >= need and known.with_idle[0] < need,
+        )
+
+    def roomiest(self) -> list[Booking]:
+        changed = self._view.changed
+        first = [*islice(self._view.roomiest(), SHORTLIST), *changed]
+        return nsmallest(SHORTLIST, first, key=lambda b: (bool(b.closed), -b.coming, b.key))
+
+    def _may_fit(self, fits: Callable[[Booking], bool], any_fits: Callable[[SpeedClass], bool]) -> Iterator[Booking]:
+        def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
+            if not any_fits(known):
+                return iter(())
+            return ((since, b) for since, b in self._open(known.idle_since) if fits(b))
+
+        return self._best(of_class, lambda b: b.idle_since if fits(b) else None)
+
+    def _open(self, ordered: Iterable[tuple[float, str]]) -> Iterator[tuple[float, Booking]]:
+        """Those that are not looked at one by one, and not paused."""
+        for rank, key in ordered:
+            if key in self._skipped or (self._paused is not None and self._paused(key)):
+                continue
+            found = self._view.get(key)
+            if found is not None:
+                yield rank, found
+
+    def _best(
+        self, of_class: Callable[[SpeedClass], Iterator[tuple[float, Booking]]], rank: Callable[[Booking], float | None]
+    ) -> Iterator[Booking]:
+        """Best first: the classes' devices as `of_class` orders them, and among them those apart, for which `rank` is not None."""
+        runs: list[Iterable[Ranked]] = [_ranked(ms, of_class(known)) for ms, known in self._classes]
+        runs.append(sorted(self._those_apart(rank)))
+        return (b for *_, b in merge(*runs))
+
+    def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
+        for key, b in self._apart.items():
+            if b is None or b.closed or (self._paused is not None and self._paused(key)):
+                continue
+            if (value := rank(b)) is not None:
+                yield (key in self._avoid, self._forecast.on(b, leaving=False)[1], value, b)
+
+
+def _ranked(ms: float, ordered: Iterator[tuple[float, Booking]]) -> Iterator[Ranked]:
+    return ((False, ms, rank, b) for rank, b in ordered)
+
+
+def _from(ordered: list[tuple[int, str]], least: int) -> Iterator[tuple[int, str]]:
+    return islice(ordered, bisect_left(ordered, (least, "")), None)

@@ -24,6 +24,7 @@ from services.scheduler.domain.heard import (
 )
 from services.scheduler.domain.indexes import index
 from services.scheduler.domain.overlay import Overlay
+from services.scheduler.domain.ranks import Bookings
 from shared.contracts.plans import PlanRecord
 
 V = TypeVar("V")
@@ -89,13 +90,15 @@ class ClusterState:
     """By revision: nodes whose loaders hold its weights, whole."""
     measured_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By model: nodes with an estimate of their own."""
-    bookings: Table[Booking] = field(default_factory=dict)
+    bookings: Table[Booking] = field(default_factory=Bookings)
     claimed: Table[tuple[str, str]] = field(default_factory=dict)
     """Devices that instances wait for, as (node, device)."""
 
     def fork(self) -> ClusterState:
         """A copy that can be changed without changing this one (entities are frozen and shared)."""
-        return ClusterState(self.epoch, self.recovered_at, *map(dict, _mappings(self)))
+        copied = ClusterState(self.epoch, self.recovered_at, *map(dict, _mappings(self)))
+        copied.bookings = Bookings(self.bookings.items())
+        return copied
 
     def overlay(self) -> ClusterState:
         """As `fork`, at no cost, while this one does not change."""

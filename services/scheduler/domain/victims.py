@@ -31,8 +31,8 @@ def choose_victims(d: Draft, node: str, device_id: str, short: int, model: Model
     """
     possible = []
     obstacles = []
-    for i in d.state.on_node(node):
-        if device_id not in i.device_ids or i.claim or i.leaving != "no" or i.model == model.key:
+    for i in d.state.on_device(node, device_id):
+        if i.claim or i.leaving != "no" or i.model == model.key:
             continue
         if (why := _protected(d, i, serving, spare_wanted)) is None:
             possible.append(i)
@@ -71,7 +71,8 @@ def _protected(d: Draft, i: Instance, serving: bool, spare_wanted: bool) -> str 
         return "is pinned"
     if i.state is not InstanceState.READY or i.ready_at is None:
         return f"is {i.state.value}"
-    if owner is not None and i.generation == owner.card.generation and not owner.resting:
+    kept = owner is not None and owner.card.spec.replicas.min > 0 and not owner.resting
+    if owner is not None and kept and i.generation == owner.card.generation:
         ready = sum(1 for other in d.state.live(owner) if other.state is InstanceState.READY)
         if ready <= owner.card.spec.replicas.min:
             return "is kept up by replicas.min"

@@ -1,0 +1,130 @@
+"""The bookings of all devices, with orders kept beside them: a decision about one model looks at a few devices, however many there are.
+
+Devices that may be used are kept apart by their loader's bandwidth: within one of these classes nothing but room and idleness tells them
+apart, so that the best of a class stands first in its list. Kept by insertion into sorted lists: the logarithm of the devices in
+comparisons, and one move of memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.scheduler.domain.booking import Booking
+
+
+@dataclass(slots=True)
+class SpeedClass:
+    """Devices of one bandwidth that may be used. Pairs end with the device's key."""
+
+    free: list[tuple[int, str]] = field(default_factory=list)
+    idle_since: list[tuple[float, str]] = field(default_factory=list)
+    with_idle: list[int] = field(default_factory=list)
+    """What would be free with all idle instances gone: `coming + idle` of each device."""
+    with_all: list[int] = field(default_factory=list)
+    """… and with all that serve: `coming + movable`."""
+    leaving: set[str] = field(default_factory=set)
+    """Devices that instances are leaving."""
+
+    def replace(self, old: Booking | None, new: Booking | None) -> None:
+        _move(self.free, old and (old.free, old.key), new and (new.free, new.key))
+        _move(self.idle_since, old and (old.idle_since, old.key), new and (new.idle_since, new.key))
+        # Sums of bytes are plain numbers: 0 is one of them.
+        _move(self.with_idle, None if old is None else old.coming + old.idle, None if new is None else new.coming + new.idle)
+        _move(self.with_all, None if old is None else old.coming + old.movable, None if new is None else new.coming + new.movable)
+        if old is not None:
+            self.leaving.discard(old.key)
+        if new is not None and new.leaving:
+            self.leaving.add(new.key)
+
+
+class Bookings(dict[str, Booking]):
+    """A table of bookings that keeps the orders. Change it by item assignment, `del` and `pop` only."""
+
+    def __init__(self, bookings: Iterable[tuple[str, Booking]] = ()) -> None:
+        super().__init__()
+        self.classes: dict[float | None, SpeedClass] = {}
+        self.roomiest: list[tuple[bool, int, str]] = []
+        """Every device: closed ones last, most `coming` first."""
+        self.budgets: list[tuple[int, str]] = []
+        """Of reachable devices."""
+        for key, booking in bookings:
+            self[key] = booking
+
+    def __setitem__(self, key: str, booking: Booking) -> None:
+        self._replace(self.get(key), booking)
+        super().__setitem__(key, booking)
+
+    def __delitem__(self, key: str) -> None:
+        self._replace(self[key], None)
+        super().__delitem__(key)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        found = self.get(key)
+        if found is None:
+            return default
+        del self[key]
+        return found
+
+    def _replace(self, old: Booking | None, new: Booking | None) -> None:
+        _move(self.roomiest, old and _room(old), new and _room(new))
+        _move(
+            self.budgets,
+            (old.budget, old.key) if old is not None and old.reachable else None,
+            (new.budget, new.key) if new is not None and new.reachable else None,
+        )
+        before = None if old is None or old.closed else old
+        after = None if new is None or new.closed else new
+        if before is not None and after is not None and before.bytes_per_second == after.bytes_per_second:
+            self.classes[before.bytes_per_second].replace(before, after)
+            return
+        if before is not None:
+            known = self.classes[before.bytes_per_second]
+            known.replace(before, None)
+            if not known.free:
+                del self.classes[before.bytes_per_second]
+        if after is not None:
+            self.classes.setdefault(after.bytes_per_second, SpeedClass()).replace(None, after)
+
+
+def _room(b: Booking) -> tuple[bool, int, str]:
+    return (bool(b.closed), -b.coming, b.key)
+
+
+def _move(order: list[Any], old: Any, new: Any) -> None:
+    if old == new:
+        return
+    if old is not None:
+        del order[bisect_left(order, old)]
+    if new is not None:
+        insort(order, new)
+
+
+class View:
+    """Bookings as a decision sees them: a table of orders, and what the decision has changed itself, which is in none of them."""
+
+    def __init__(self, below: Bookings, changed: dict[str, Booking | None]) -> None:
+        """`changed`: by key, the booking as it is now; None: the device is gone."""
+        self._below, self._changed = below, changed
+
+    @property
+    def changed(self) -> list[Booking]:
+        return [b for b in self._changed.values() if b is not None]
+
+    def get(self, key: str) -> Booking | None:
+        return self._changed[key] if key in self._changed else self._below.get(key)
+
+    @property
+    def classes(self) -> dict[float | None, SpeedClass]:
+        return self._below.classes
+
+    def roomiest(self) -> Iterator[Booking]:
+        """All devices as they are below, the changed ones left out."""
+        return (self._below[key] for *_, key in self._below.roomiest if key not in self._changed)
+
+    def largest_budget(self) -> int:
+        """Of reachable devices; 0 if there is none."""
+        kept = next((budget for budget, key in reversed(self._below.budgets) if key not in self._changed), 0)
+        return max([kept, *(b.budget for b in self.changed if b.reachable)])

@@ -1,0 +1,127 @@
+"""The orders kept beside the bookings give what looking at every device gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import nsmallest
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.entities import Device, Node
+from services.scheduler.domain.estimates import Forecast
+from services.scheduler.domain.heard import Estimate, Pause
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.ranks import Bookings
+from services.scheduler.domain.shortlist import SHORTLIST, shortlists
+from services.scheduler.domain.state import ClusterState, Put, apply
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+
+INFO = ModelInfo(
+    source="/m/a",
+    revision="r",
+    architecture="L",
+    model_type="llama",
+    task="generate",
+    weights_bytes=10**9,
+    parameters=1,
+    dtype="bfloat16",
+    context_length=10,
+    kv_bytes_per_token=1,
+)
+CARD = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=INFO, created=0)
+NODES, DEVICES = 7, 3
+few = st.integers(0, 4)
+
+
+def scanned(d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast) -> Iterator[list[Booking]]:
+    """What `shortlists` promises, by looking at every device."""
+    devices = list(d.state.bookings.values())
+    usable = [b for b in devices if not b.closed and not d.paused(b.key)]
+
+    def ms(b: Booking) -> float:
+        return forecast.on(b, leaving=False)[1]
+
+    for fitting in ([b for b in usable if b.free >= need], [b for b in usable if b.coming >= need]):
+        if fitting:
+            yield nsmallest(SHORTLIST, fitting, key=lambda b: (b.key in avoid, ms(b), b.free, b))
+            return
+    possible = [b for b in usable if b.coming + b.movable >= need]
+    if not possible:
+        yield nsmallest(SHORTLIST, devices, key=lambda b: (bool(b.closed), -b.coming, b.key))
+        return
+    possible.sort(key=lambda b: (b.coming + b.idle < need, b.key in avoid, ms(b), b.idle_since, b))
+    for start in range(0, len(possible), SHORTLIST):
+        yield possible[start : start + SHORTLIST]
+
+
+@st.composite
+def bookings(draw: st.DrawFn, node: int, device: int) -> Booking:
+    free, leaving, idle = draw(few), draw(st.sampled_from([0, 0, 0, 2])), draw(few)
+    return Booking(
+        key=f"n{node}/cuda:{device}",
+        node=f"n{node}",
+        device_id=f"cuda:{device}",
+        budget=draw(st.integers(4, 9)),
+        held=0,
+        claimed=0,
+        leaving=leaving,
+        free=free,
+        coming=free + leaving,
+        idle=idle,
+        movable=idle + draw(few),
+        idle_since=draw(st.sampled_from([1.0, 2.0, float("inf")])),
+        closed=draw(st.sampled_from(["", "", "", "cordoned"])),
+        reachable=draw(st.booleans()),
+        bytes_per_second=draw(st.sampled_from([None, 1e9, 2e9])),
+    )
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Draft:
+    """A cluster, and a decision that has changed some of it already."""
+    state = ClusterState(epoch=1)
+    for n in range(NODES):
+        ids = tuple(Device(f"cuda:{i}", "cuda", "", 9) for i in range(DEVICES))
+        apply(state, [Put(Node(f"n{n}", devices=ids))])
+    for node in draw(st.sets(st.integers(0, NODES - 1), max_size=3)):
+        apply(state, [Put(Estimate("a", f"n{node}", {"load": float(draw(few)) * 400}))])
+    for paused in draw(st.sets(st.integers(0, NODES - 1), max_size=2)):
+        apply(state, [Put(Pause(f"n{paused}/cuda:0", 100.0))])
+    places = [(n, i) for n in range(NODES) for i in range(DEVICES)]
+    for n, i in places:
+        state.bookings[f"n{n}/cuda:{i}"] = draw(bookings(n, i))
+    for n, i in draw(st.lists(st.sampled_from(places), max_size=6)):
+        state.bookings[f"n{n}/cuda:{i}"] = draw(bookings(n, i))
+    d = Draft(state, 10.0, Policy())
+    for n, i in draw(st.lists(st.sampled_from(places), max_size=4)):
+        d.state.bookings[f"n{n}/cuda:{i}"] = draw(bookings(n, i))
+    for n, i in draw(st.lists(st.sampled_from(places), max_size=2, unique=True)):
+        d.state.bookings.pop(f"n{n}/cuda:{i}", None)
+    return d
+
+
+@settings(max_examples=300)
+@given(drafts(), st.integers(1, 9), st.sets(st.sampled_from([f"n{n}/cuda:1" for n in range(NODES)]), max_size=2))
+def test_the_shortlists_are_those_of_a_look_at_everything(d: Draft, need: int, avoid: set[str]) -> None:
+    forecast = Forecast(d.state, CARD)
+    found = list(shortlists(d, need, tuple(avoid), forecast))
+    assert found == list(scanned(d, need, tuple(avoid), forecast))
+    reachable = [b.budget for b in d.state.bookings.values() if b.reachable]
+    assert d.bookings().largest_budget() == max(reachable, default=0)
+
+
+@given(drafts())
+def test_a_table_made_anew_has_the_same_orders(d: Draft) -> None:
+    kept = d.origin.bookings
+    assert isinstance(kept, Bookings)
+    anew = Bookings(kept.items())
+    assert (kept.classes, kept.roomiest, kept.budgets) == (anew.classes, anew.roomiest, anew.budgets)
+    copied = d.origin.fork().bookings
+    assert isinstance(copied, Bookings)
+    for key in list(copied):
+        del copied[key]
+    assert (copied.classes, copied.roomiest, copied.budgets) == ({}, [], [])
+    assert len(kept) == NODES * DEVICES

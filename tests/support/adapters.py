@@ -84,4 +84,4 @@ def merge(model: torch.nn.Module, adapter: Path) -> None:
         scale = alpha / (a.shape[0] ** (0.5 if config["use_rslora"] else 1))
         weight = model.get_submodule(found[1]).weight
         delta = (b.float() @ a.float()) * scale
-        weight += (delta.T if config["fan_in_fan_out"] else delta).to(weight.dtype)  # type: ignore[operator]  # a parameter
+        weight += (delta.T if config["fan_in_fan_out"] else delta).to(weight.dtype)

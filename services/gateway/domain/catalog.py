@@ -48,14 +48,14 @@ class Catalog:
         """What `name` names, model or adapter. Raises `ModelNotFound`; an adapter without its base is not there either."""
         prefix, colon, last = name.rpartition(":")
         card = self._known(last)
-        if card is None or not (self._served(card, prefix) if card.spec.base is not None else not colon):
+        if card is None or not (self._served(card, prefix if colon else None) if card.spec.base is not None else not colon):
             raise ModelNotFound(f"The model `{name}` does not exist; GET /v1/models lists those that do", param="model")
         return card
 
-    def _served(self, adapter: ModelCard, prefix: str) -> bool:
-        """Whether the adapter's base is there, and is what `prefix` names if it names any."""
+    def _served(self, adapter: ModelCard, prefix: str | None) -> bool:
+        """Whether the adapter's base is there, and is what `prefix` names if there is one."""
         base = self._known(adapter.spec.base or "")
-        return base is not None and (not prefix or self._known(prefix) is base)
+        return base is not None and (prefix is None or self._known(prefix) is base)
 
     def _known(self, name: str) -> ModelCard | None:
         return self._cards.get(name) or self._cards.get(self._aliases.get(name, ""))

@@ -13,6 +13,7 @@ import torch
 
 from services.engine import loading
 from services.engine.lora import Adapter
+from services.engine.runner import Row
 from services.loader.adapters.source import source_of
 from shared.contracts.loader import WeightsAttached
 from shared.contracts.models import ModelCard, ModelSpec
@@ -123,7 +124,7 @@ def test_bfloat16_departs_only_at_near_ties(tmp_path: Path, demo_directory: Path
             if first is None:
                 continue
             prompt, adapter = PROMPTS[i // len(adapters)], adapters[i % len(adapters)]
-            logits = runner.forward([loading.Row(runner.new_state(), 0, [*prompt, *one[:first]], adapter)])[0]
+            logits = runner.forward([Row(runner.new_state(), 0, [*prompt, *one[:first]], adapter)])[0]
             gap = float(logits[one[first]] - logits[many[first]]) / float(logits.std())
             assert abs(gap) <= BF16_NEAR_TIE
     finally:

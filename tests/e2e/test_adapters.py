@@ -1,0 +1,119 @@
+"""LoRA adapters from their registration to the real openai client, on the mesh of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.adapters import write_adapter
+from tests.support.launcher import Thaw
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+ASKED: dict[str, Any] = {"messages": HELLO, "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def adapters(mesh: Thaw) -> dict[str, Path]:
+    """Two adapters of model one, registered; none is loaded."""
+    found = {}
+    for i, name in enumerate(("sql", "poems")):
+        found[name] = write_adapter(mesh.home / "adapters" / name, mesh.home / "models" / "one", seed=i, strength=0.5)
+        assert mesh.json("models", "add", name, str(found[name]), "--base", "one")["added"] == [name]
+    return found
+
+
+@pytest.fixture
+async def clients(mesh: Thaw) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        yield client
+
+
+async def text(client: openai.AsyncOpenAI, model: str, *, stream: bool = False, **asked: Any) -> str:
+    if not stream:
+        answer = await client.chat.completions.create(model=model, **{**ASKED, **asked})
+        assert answer.model == model
+        return answer.choices[0].message.content or ""
+    chunks = await client.chat.completions.create(model=model, stream=True, **{**ASKED, **asked})
+    return "".join([c.choices[0].delta.content or "" async for c in chunks if c.choices])
+
+
+async def test_base_and_adapters_answer_under_every_name(clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
+    base, sql, poems = [await text(clients, name) for name in ("one", "one:sql", "poems")]
+    assert len({base, sql, poems}) == 3
+    assert await text(clients, "sql", stream=True) == sql
+    assert await text(clients, "one:poems", stream=True) == poems
+    together = await asyncio.gather(*(text(clients, n, stream=bool(i % 2)) for i, n in enumerate(["one", "sql", "poems"] * 4)))
+    assert together == [base, sql, poems] * 4
+
+
+async def test_one_instance_serves_them_all(mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
+    await asyncio.gather(*(text(clients, name) for name in ("one", "sql", "poems")))
+    seen = mesh.json("ps")
+    there = [i for n in seen["nodes"] for i in n["instances"] if i["state"] == "ready" and i["model"] in ("one", *adapters)]
+    assert [i["model"] for i in there] == ["one"]
+    assert {a["name"] for a in there[0]["load"]["adapters"]} == {"sql", "poems"}
+    assert {m["card"]["spec"]["name"]: m["state"] for m in seen["models"]}["sql"] == "loaded"
+    assert "one:sql" in mesh.inside("ps")[1]
+
+
+async def test_the_list_of_models_tells_parents(clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
+    listed = {m.id: m.model_dump() for m in (await clients.models.list()).data}
+    assert listed["one"]["parent"] is None
+    assert (listed["sql"]["parent"], listed["sql"]["root"]) == ("one", str(adapters["sql"]))
+    assert listed["sql"]["context_length"] == listed["one"]["context_length"]
+    assert (await clients.models.retrieve("one:sql")).id == "sql"
+
+
+@pytest.mark.parametrize("name", ["one:nothing", "two:sql", "nothing:sql", "sql:one", "one:two", ":sql", "one:"])
+async def test_an_unknown_adapter_is_not_found(clients: openai.AsyncOpenAI, adapters: dict[str, Path], name: str) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await text(clients, name)
+    assert caught.value.code == "model_not_found"
+
+
+async def test_a_request_for_an_adapter_wakes_its_base(mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
+    warm = await text(clients, "sql")
+    mesh.json("sleep", "one")
+    assert await text(clients, "sql") == warm
+    mesh.json("sleep", "one")
+    assert mesh.json("wake", "one:sql")["instance_id"]
+    assert "is an adapter of one" in mesh.error("sleep", "sql")["message"]
+
+
+def test_what_does_not_fit_is_refused_at_registration(mesh: Thaw, admin: httpx.Client, adapters: dict[str, Path]) -> None:
+    one = mesh.home / "models" / "one"
+    wide = write_adapter(mesh.home / "adapters" / "wide", one, modules={"model.layers.0.self_attn.q_proj": (64, 32)})
+    dora = write_adapter(mesh.home / "adapters" / "dora", one, use_dora=True)
+
+    def refused(source: Path, base: str | None) -> tuple[int, str, str]:
+        spec = {"name": "bad", "source": str(source), "base": base}
+        answer = admin.post("/models", json={"specs": [spec]})
+        return answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["message"]
+
+    status, code, message = refused(wide, "one")
+    assert (status, code) == (422, "checkpoint_invalid")
+    assert "adds [64, 32]" in message
+    assert "one has [64, 64] there" in message
+    assert refused(dora, "one")[:2] == (422, "invalid_model")
+    assert refused(adapters["sql"], "nobody")[:2] == (404, "model_not_found")
+    assert refused(adapters["sql"], "poems")[:2] == (400, "invalid_request")
+    assert refused(adapters["sql"], None)[:2] == (422, "invalid_model")
+    assert refused(one, "one")[:2] == (422, "invalid_model")
+
+
+async def test_a_base_is_not_removed_from_under_its_adapters(
+    mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
+) -> None:
+    assert "has the adapters poems, sql" in mesh.error("models", "rm", "one")["message"]
+    mesh.json("models", "rm", "poems")
+    with pytest.raises(openai.NotFoundError):
+        await text(clients, "poems")
+    assert await text(clients, "sql")
+    mesh.json("models", "rm", "one", "--with-adapters")
+    assert {m.id for m in (await clients.models.list()).data} == {"two", "three"}

@@ -14,7 +14,7 @@ from services.loader.convert.parallel import Plan, plan_for
 from services.loader.convert.source import Shard, Source, open_source
 from services.loader.convert.tensor import SourceTensor, part_shape, pieces
 from services.loader.convert.writer import PartitionWriter
-from services.loader.format.converted import INDEX_NAME, partition_name, write_index
+from services.loader.format.converted import INDEX_NAME, MAX_DIMENSIONS, MAX_NAME, partition_name, write_index
 from services.loader.format.verify import verify
 from shared.errors import CheckpointInvalid
 
@@ -102,6 +102,7 @@ class _Job:
     def _shard(self, shard: Shard, writers: list[PartitionWriter]) -> None:
         with shard.tensors() as tensors:
             for tensor in tensors:
+                _check_name(tensor, shard.path)
                 if tensor.name in self._home:
                     raise CheckpointInvalid(f"tensor {tensor.name!r} is in {self._home[tensor.name]} and in {shard.path.name}")
                 self._home[tensor.name] = shard.path.name
@@ -130,3 +131,13 @@ class _Job:
     def verified(self, count: int) -> None:
         self._checked += count
         self._progress("verify", self._checked, self.bytes)
+
+
+def _check_name(tensor: SourceTensor, path: Path) -> None:
+    name = tensor.name
+    if not 0 < len(name) <= MAX_NAME or any("\ud800" <= c <= "\udfff" for c in name):
+        raise CheckpointInvalid(f"{path} has a tensor of the name {name!r:.80}, which is empty, too long or no text; rename it")
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise CheckpointInvalid(
+            f"{path} has tensor {name!r} of {len(tensor.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,10 @@ def _load(path: Path, size: int) -> Any:
             _check_archive(path, size)
         else:
             _check_fits(path, size)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        with warnings.catch_warnings():
+            # About torch's own old formats: converting is what is done about them.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as e:
         raise CheckpointInvalid(
             f"{path} holds more than weights, or is damaged ({_first_line(e)}): it was not executed; save its state_dict alone, or take "

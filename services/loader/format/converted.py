@@ -32,6 +32,8 @@ ALIGNMENT: Literal[256] = 256
 PAGE_ALIGNED_FROM = 16 * PAGE
 """Tensors of 64 KiB or more begin on a page: they can be read directly, mapped and paged out alone. Costs at most 6 % (of a 64 KiB tensor)."""
 MAX_RANKS = 1024
+MAX_NAME = 4096
+MAX_DIMENSIONS = 64
 _TAIL = b',"sha256":"'
 _TAIL_BYTES = len(_TAIL) + 64 + len(b'"}\n')
 
@@ -56,12 +58,12 @@ class Entry(_Strict):
     """One tensor of one rank. `offset` and `size` in bytes; `stride` in elements; `dim` is the dimension along which tensor parallelism
     divided it, null for a whole tensor; `sha256` of its bytes."""
 
-    name: str = Field(min_length=1, max_length=4096)
+    name: str = Field(min_length=1, max_length=MAX_NAME)
     rank: Natural
     offset: Natural
     size: Natural
-    shape: Annotated[tuple[Natural, ...], Field(max_length=64)]
-    stride: Annotated[tuple[Natural, ...], Field(max_length=64)]
+    shape: Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
+    stride: Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
     dtype: str
     dim: Natural | None = None
     sha256: Digest

@@ -48,7 +48,7 @@ def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None]
 
 def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] | None = None) -> Verified:
     """The same for one rank's files, opened already."""
-    work = [(file, t) for file in checkpoint.files for t in {(t.offset, t.nbytes): t for t in file.header.tensors}.values()]
+    work = [(file, t) for file in checkpoint.files for t in _once(file.header.tensors)]
     lock = threading.Lock()
 
     def told(count: int) -> None:
@@ -64,6 +64,14 @@ def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Cal
             pool.shutdown(cancel_futures=True)
             raise
     return Verified(1, sum(len(f.header.tensors) for f in checkpoint.files), sum(t.nbytes for _, t in work))
+
+
+def _once(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
+    """The first of those that are tied."""
+    found: dict[tuple[int, int], TensorEntry] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.offset, tensor.nbytes), tensor)
+    return list(found.values())
 
 
 def verify_tensor(tensor: TensorEntry, data: memoryview | bytes, where: str) -> None:

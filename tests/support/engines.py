@@ -154,7 +154,17 @@ class Engines:
     async def settled(self, instance_id: str) -> EngineReport:
         return await self.reported(instance_id, lambda r: r.state in ("ready", "failed"))
 
-    async def ask(self, instance_id: str, endpoint: Endpoint, *, deadline_ms: int = 60_000, **body: Any) -> Stream:
+    async def ask(
+        self,
+        instance_id: str,
+        endpoint: Endpoint,
+        *,
+        deadline_ms: int = 60_000,
+        route: str = "",
+        method: str = "POST",
+        query: str = "",
+        **body: Any,
+    ) -> Stream:
         stream = Stream(f"r{next(_numbers)}")
         subject = f"t.replies.{os.getpid()}.{stream.request_id}"
 
@@ -170,6 +180,9 @@ class Engines:
             model="demo",
             endpoint=endpoint,
             deadline_ms=deadline_ms,
+            route=route,
+            method=method,
+            query=query,
             body={"model": "demo", **body},
         )
         await self.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=subject)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferData, InferEnd, InferFailed, InferResponse
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.processes import marked
 from tests.support.engines import Engines, Stream
 
+T = TypeVar("T")
 MIB = 1 << 20
 
 
@@ -46,9 +52,9 @@ class HostedAnswer:
 class Hosts(Engines):
     """The nodeagent's and the gateway's side of the hosted engines of one node."""
 
-    def host(self, card: ModelCard, *, cgroup_procs: str | None = None, **environment: str) -> EngineStart:
+    def host(self, card: ModelCard, *, cgroup_procs: str | None = None, **environment: Any) -> EngineStart:
         """Start a host as the nodeagent does."""
-        start = self.spec(card, **environment).model_copy(update={"cgroup_procs": cgroup_procs})
+        start = self.spec(card, kv_bytes=64 * MIB, **environment).model_copy(update={"cgroup_procs": cgroup_procs})
         self.spawn(start, "services.enginehost")
         return start
 
@@ -56,6 +62,28 @@ class Hosts(Engines):
         stream = await self.ask(instance_id, endpoint, **body)
         await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         return HostedAnswer(stream)
+
+    async def other(self, instance_id: str, route: str, method: str, query: str = "", **body: Any) -> HostedAnswer:
+        """A request of a route that only the engine knows."""
+        stream = await self.ask(instance_id, "other", route=route, method=method, query=query, **body)
+        await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
+        return HostedAnswer(stream)
+
+    async def eventually(self, ask: Callable[[], Awaitable[T]], wanted: Callable[[T], bool], within: float = 20.0) -> T:
+        """Ask until the answer is as wanted."""
+        deadline = time.monotonic() + within
+        while not wanted(found := await ask()):
+            assert time.monotonic() < deadline, found
+            await asyncio.sleep(0.02)
+        return found
+
+    async def left_nothing(self, instance_id: str) -> None:
+        """Until none of the engine's processes is left."""
+
+        async def left() -> set[int]:
+            return await asyncio.to_thread(marked, instance_id)
+
+        await self.eventually(left, lambda pids: not pids)
 
 
 def hosted_card(source: Path | str, engine: str = "openai", *, context: int = 256, **options: Any) -> ModelCard:
@@ -77,3 +105,11 @@ def hosted_card(source: Path | str, engine: str = "openai", *, context: int = 25
         has_chat_template=True,
     )
     return ModelCard(spec=spec, info=info, created=0)
+
+
+FAKE = [sys.executable, "-m", "tests.support.fake_openai", "--port", "{port}"]
+
+
+def fake_card(*options: str, **more: Any) -> ModelCard:
+    """Served by tests/support/fake_openai.py."""
+    return hosted_card("engine://m", command=[*FAKE, *options], memory=MIB, **more)

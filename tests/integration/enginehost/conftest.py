@@ -1,0 +1,31 @@
+"""A node's side of hosts under test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.hosted import Hosts
+from tests.support.servers import NatsServer
+
+
+@pytest.fixture
+async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    await mesh.start()
+    yield mesh
+    await mesh.stop()
+
+
+@pytest.fixture
+async def hosts(mesh: Mesh, nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Hosts]:
+    """Each test has a node of its own."""
+    hosts = Hosts(mesh, f"n-{abs(hash(request.node.nodeid)) % 10**9}", nats_server.url, tmp_path)
+    await hosts.start()
+    yield hosts
+    hosts.close()

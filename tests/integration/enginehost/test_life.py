@@ -1,0 +1,144 @@
+"""The life of a hosted engine: slow, mute, deaf, forking, dying and replaced ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+
+from shared.contracts import subjects
+from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
+from shared.contracts.phases import Phase
+from shared.processes import marked
+from tests.support.hosted import FAKE, MIB, Hosts, fake_card, hosted_card
+
+
+async def test_ready_means_that_a_token_was_generated(hosts: Hosts) -> None:
+    start = hosts.host(fake_card())
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready"
+    assert {Phase.LIBRARIES, Phase.INIT, Phase.PROFILE} <= {s.phase for s in report.phases}
+    assert report.hosted is not None
+    assert set(report.hosted.pids) == marked(start.instance_id)
+    assert report.pid not in report.hosted.pids
+
+
+async def test_an_engine_that_is_healthy_and_generates_nothing_never_becomes_ready(hosts: Hosts) -> None:
+    start = hosts.host(fake_card("--mute"))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "failed"
+    assert report.error is not None
+    assert "gave no token" in report.error.message
+    await hosts.left_nothing(start.instance_id)
+
+
+async def test_a_slow_start_makes_progress_and_is_no_failure(hosts: Hosts) -> None:
+    start = hosts.host(fake_card("--ready-after", "2.5"))
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    shown = [r.progress for r in hosts.reports[start.instance_id] if r.state == "loading"]
+    assert shown == sorted(shown)
+    assert len(set(shown)) >= 3
+
+
+async def test_ready_timeout_limits_a_start_as_a_whole(hosts: Hosts) -> None:
+    start = hosts.host(fake_card("--ready-after", "60", ready_timeout=1.5))
+    report = await hosts.settled(start.instance_id)
+    assert report.error is not None
+    assert "ready_timeout" in report.error.message
+    assert "still loading" in report.error.message
+    await hosts.left_nothing(start.instance_id)
+
+
+async def test_a_program_that_is_not_there_is_named(hosts: Hosts) -> None:
+    start = hosts.host(hosted_card("engine://m", command=["/nowhere/engine"], memory=MIB))
+    report = await hosts.settled(start.instance_id)
+    assert report.error is not None
+    assert "/nowhere/engine cannot be started: No such file" in report.error.message
+
+
+async def test_whatever_it_forked_ends_with_it(hosts: Hosts) -> None:
+    start = hosts.host(fake_card("--fork", "--ignore-term"), THAW_KILL_GRACE="1")
+    report = await hosts.settled(start.instance_id)
+    assert report.hosted is not None
+    assert len(marked(start.instance_id)) == 2
+    os.kill(report.pid, signal.SIGTERM)
+    assert (await hosts.reported(start.instance_id, lambda r: r.state == "stopped")).error is None
+    await hosts.left_nothing(start.instance_id)
+
+
+async def test_the_end_of_its_host_is_the_engines_end(hosts: Hosts) -> None:
+    start = hosts.host(fake_card())
+    report = await hosts.settled(start.instance_id)
+    os.kill(report.pid, signal.SIGKILL)
+    await hosts.left_nothing(start.instance_id)
+
+
+async def test_an_idle_engine_that_stops_generating_is_given_up(hosts: Hosts) -> None:
+    start = hosts.host(fake_card(), THAW_PROBE_INTERVAL="0.2")
+    report = await hosts.settled(start.instance_id)
+    assert report.hosted is not None
+    os.kill(report.hosted.pids[0], signal.SIGKILL)
+    failed = await hosts.reported(start.instance_id, lambda r: r.state == "failed")
+    assert failed.error is not None
+    assert "killed by signal 9" in failed.error.message
+
+
+async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:
+    start = hosts.host(fake_card(), THAW_PROBE_INTERVAL="0.1")
+    report = await hosts.settled(start.instance_id)
+    assert report.hosted is not None
+    control = subjects.engine_control(start.instance_id)
+    await hosts.mesh.request(control, SleepEngine(), EngineAsleep)
+    await hosts.reported(start.instance_id, lambda r: r.state == "asleep")
+    # Held still, as by a freezer: nobody asks it anything meanwhile.
+    process = psutil.Process(report.hosted.pids[0])
+    process.suspend()
+    await asyncio.sleep(0.5)
+    process.resume()
+    probed = await hosts.mesh.request(control, WakeEngine(), EngineProbed)
+    assert probed.same
+    assert hosts.reports[start.instance_id][-1].state in ("asleep", "ready")
+    assert (await hosts.whole(start.instance_id, "chat", messages=[])).status == 200
+
+
+async def test_a_port_that_someone_else_took_is_left_to_them(hosts: Hosts, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    # The first time its port is served by a process that has left the family: a grandchild whose parent is gone.
+    launch = (
+        "import os,subprocess,sys;"
+        f"os.path.exists({str(state)!r}) and os.execv(sys.argv[2], sys.argv[2:]);"
+        f"open({str(state)!r},'w').close();"
+        "clean={k:v for k,v in os.environ.items() if k!='THAW_INSTANCE'};"
+        "pid=os.fork();"
+        "pid or (os.setsid(), subprocess.Popen(sys.argv[2:],env=clean), os._exit(0));"
+        "os.waitpid(pid,0);__import__('time').sleep(60)"
+    )
+    start = hosts.host(hosted_card("engine://m", command=[sys.executable, "-c", launch, "x", *FAKE], memory=MIB))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    attempts = [s.detail.get("attempt") for s in report.phases if s.phase is Phase.INIT]
+    assert attempts == [1, 2]
+    strangers = [p for p in psutil.process_iter(["cmdline"]) if "tests.support.fake_openai" in (p.info["cmdline"] or [])]
+    for stranger in strangers:
+        if stranger.pid not in marked(start.instance_id):
+            stranger.kill()
+
+
+async def test_credentials_of_the_mesh_are_not_the_engines(hosts: Hosts) -> None:
+    card = fake_card(env={"GIVEN": "${HOME_OF_TEST}!", "GIVEN_NOT": "${THAW_NATS_URL}"})
+    start = hosts.host(card, HOME_OF_TEST="here")
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    env = (await hosts.other(start.instance_id, "/stats", "GET")).json["env"]
+    assert env["GIVEN"] == "here!"
+    assert env["GIVEN_NOT"] == ""
+    assert [k for k in env if k.startswith("THAW_")] == ["THAW_INSTANCE"]
+
+
+async def test_a_host_is_small(hosts: Hosts) -> None:
+    start = hosts.host(fake_card())
+    report = await hosts.settled(start.instance_id)
+    assert psutil.Process(report.pid).memory_info().rss < 80 * MIB

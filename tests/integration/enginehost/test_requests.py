@@ -1,0 +1,126 @@
+"""Requests through a real host to a real HTTP server, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.inference import CancelInfer, InferData, InferEnd, InferFailed
+from tests.support.hosted import Hosts, fake_card
+
+
+async def ready(hosts: Hosts, *options: str, **more: Any) -> str:
+    start = hosts.host(fake_card(*options, **more))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    return start.instance_id
+
+
+async def seen(hosts: Hosts, instance: str) -> Any:
+    stream = await hosts.other(instance, "/stats", "GET")
+    return stream.json
+
+
+async def test_answers_come_whole_and_streamed_in_the_engines_own_words(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    whole = await hosts.whole(instance, "chat", messages=[], max_tokens=3)
+    assert whole.status == 200
+    assert whole.json["choices"][0]["message"]["content"] == "t0 t1 t2 "
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 3)
+    streamed = await hosts.whole(instance, "chat", messages=[], max_tokens=5, stream=True, stream_options={"include_usage": True})
+    assert streamed.text() == "t0 t1 t2 t3 t4 "
+    assert streamed.events()[-1]["usage"]["completion_tokens"] == 5
+
+
+async def test_the_usage_that_a_client_did_not_ask_for_is_ours_only(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    answer = await hosts.whole(instance, "completion", prompt="x", max_tokens=4, stream=True)
+    assert all("usage" not in e for e in answer.events())
+    assert answer.text() == "t0 t1 t2 t3 "
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+    report = await hosts.reported(instance, lambda r: r.load.generated_tokens == 4)
+    assert report.load.completed == 1
+
+
+async def test_tools_json_mode_and_unknown_fields_reach_the_engine_as_they_are(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    asked = {"messages": [], "tools": [tool], "tool_choice": "required", "response_format": {"type": "json_object"}, "odd": [1]}
+    answer = await hosts.whole(instance, "chat", **asked)
+    assert answer.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
+    _, path, body = (await seen(hosts, instance))["calls"][-1]
+    assert path == "/v1/chat/completions"
+    assert {k: body[k] for k in asked} == asked
+    assert body["model"] == "demo"
+
+
+async def test_an_engines_error_keeps_its_status_and_body(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    for status in (400, 422, 429, 503):
+        answer = await hosts.whole(instance, "chat", messages=[], stream=True, fake={"status": status})
+        assert answer.status == status
+        assert answer.json == {"error": {"message": "no", "type": "odd", "param": "fake", "code": "own_code"}}
+        assert answer.error is None
+
+
+async def test_a_declared_route_is_passed_with_method_and_body(hosts: Hosts) -> None:
+    instance = await ready(hosts, routes=["/v1/rerank"])
+    answer = await hosts.other(instance, "/v1/rerank", "POST", query="a=b", documents=["x"])
+    assert answer.json == {"echo": {"model": "demo", "documents": ["x"]}}
+    assert (await seen(hosts, instance))["calls"][-1][1] == "/v1/rerank?a=b"
+
+
+async def test_a_cancelled_request_stops_the_engine(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    stream = await hosts.ask(instance, "chat", messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
+    await stream.until(lambda r: any(isinstance(x, InferData) for x in r))
+    cancel = CancelInfer(request_id=stream.request_id)
+    await hosts.mesh.nc.publish(subjects.engine_control(instance), cancel.model_dump_json().encode())
+    await hosts.eventually(lambda: seen(hosts, instance), lambda s: s["cancelled"] == 1)
+    assert not any(isinstance(r, InferEnd | InferFailed) for r in stream.replies)
+    await hosts.reported(instance, lambda r: r.state == "ready" and r.load.active == 0 and r.load.idle_ms > 0)
+
+
+async def test_a_request_past_its_deadline_fails_and_stops_the_engine(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    answer = await hosts.whole(instance, "chat", deadline_ms=300, messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
+    assert answer.error is not None
+    assert answer.error.code == "deadline_exceeded"
+    await hosts.eventually(lambda: seen(hosts, instance), lambda s: s["cancelled"] == 1)
+
+
+async def test_a_crash_in_the_middle_of_an_answer_is_told_to_its_client_and_to_the_node(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    stream = await hosts.ask(instance, "chat", messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
+    await stream.until(lambda r: any(isinstance(x, InferData) for x in r))
+    await hosts.ask(instance, "chat", messages=[], fake={"exit": 9})
+    await stream.until(lambda r: isinstance(r[-1], InferFailed))
+    failed = await hosts.reported(instance, lambda r: r.state == "failed")
+    assert failed.error is not None
+    assert "ended with exit status 9" in failed.error.message
+    assert "told to exit" in failed.error.message
+
+
+@pytest.mark.parametrize("what", ["draining", "asleep"])
+async def test_who_is_not_serving_refuses_at_once(hosts: Hosts, what: str) -> None:
+    from shared.contracts.engine import DrainEngine, EngineAsleep, SleepEngine
+
+    instance = await ready(hosts)
+    control = subjects.engine_control(instance)
+    if what == "asleep":
+        await hosts.mesh.request(control, SleepEngine(), EngineAsleep)
+    else:
+        running = await hosts.ask(instance, "chat", messages=[], stream=True, fake={"tokens": 300, "pace": 0.01})
+        await running.until(lambda r: any(isinstance(x, InferData) for x in r))
+        await hosts.mesh.nc.publish(control, DrainEngine().model_dump_json().encode())
+        await hosts.reported(instance, lambda r: r.state == "draining")
+    answer = await hosts.whole(instance, "chat", messages=[])
+    assert answer.error is not None
+    assert answer.error.code == "instance_draining"
+    if what == "draining":
+        await running.until(lambda r: isinstance(r[-1], InferEnd))
+        await hosts.reported(instance, lambda r: r.state == "stopped")

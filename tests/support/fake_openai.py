@@ -1,0 +1,288 @@
+"""A small OpenAI-compatible server that stands for engines which cannot be installed here: a real process that listens, streams, forks and
+misbehaves as told. `--like NAME` has it take the options and serve the endpoints that the engine's documentation publishes, and no others.
+
+    --ready-after S   says a word each 0.1 s until then, and listens after it
+    --mute            listens and is healthy, and every generation fails
+    --fork            has a child that leaves its session and ignores SIGTERM
+    --ignore-term     SIGTERM is ignored
+    --die-after S     ends by itself with status 3
+
+A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status}. GET /stats tells what has been seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+_OPTIONS: dict[str, list[str]] = {
+    "vllm": [
+        "--model",
+        "--served-model-name",
+        "--host",
+        "--port",
+        "--max-model-len",
+        "--max-num-seqs",
+        "--dtype",
+        "--revision",
+        "--kv-cache-memory-bytes",
+        "--load-format",
+        "--tool-call-parser",
+    ],
+    "sglang": [
+        "--model-path",
+        "--served-model-name",
+        "--host",
+        "--port",
+        "--context-length",
+        "--max-running-requests",
+        "--dtype",
+        "--revision",
+        "--max-total-tokens",
+        "--mem-fraction-static",
+        "--device",
+    ],
+    "llamacpp": ["--model", "--alias", "--host", "--port", "--ctx-size", "--parallel", "--n-gpu-layers", "--threads"],
+    "tensorrt-llm": ["--host", "--port", "--served_model_name", "--max_seq_len", "--max_batch_size", "--tp_size"],
+    "ollama": [],
+    "openai": ["--host", "--port"],
+}
+_SWITCHES: dict[str, list[str]] = {
+    "vllm": ["--enforce-eager", "--enable-sleep-mode", "--trust-remote-code", "--no-enable-prefix-caching"],
+    "sglang": ["--enable-memory-saver", "--trust-remote-code", "--is-embedding"],
+    "llamacpp": ["--jinja"],
+    "tensorrt-llm": ["--trust_remote_code"],
+    "ollama": [],
+    "openai": [],
+}
+_KEYS = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--like", default="openai")
+    for name in ("--ready-after", "--die-after"):
+        parser.add_argument(name, type=float, default=0.0)
+    for name in ("--mute", "--fork", "--ignore-term"):
+        parser.add_argument(name, action="store_true")
+    like = parser.parse_known_args(argv)[0].like
+    for name in _OPTIONS[like]:
+        parser.add_argument(name)
+    for name in _SWITCHES[like]:
+        parser.add_argument(name, action="store_true")
+    if like in ("vllm", "sglang"):
+        parser.add_argument("-m", dest="module")
+    if like in ("tensorrt-llm", "ollama"):
+        parser.add_argument("model")
+    return parser.parse_args(argv)
+
+
+class Fake:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.like: str = options.like
+        self.calls: list[list[Any]] = []
+        self.cancelled = 0
+        self.asleep: list[str] = []
+        self.stored: set[str] = set()
+        self.key = os.environ.get(_KEYS.get(self.like, ""), "")
+        self.name = getattr(options, "served_model_name", None) or getattr(options, "alias", None) or "m"
+
+    def routes(self) -> list[Route]:
+        found = [
+            Route("/v1/completions", self.generate, methods=["POST"]),
+            Route("/v1/chat/completions", self.generate, methods=["POST"]),
+            Route("/v1/embeddings", self.embed, methods=["POST"]),
+            Route("/v1/rerank", self.echo, methods=["POST"]),
+            Route("/stats", self.stats, methods=["GET"]),
+        ]
+        published = {
+            "vllm": [("/health", self.healthy), ("/sleep", self.sleep), ("/wake_up", self.wake), ("/collective_rpc", self.rpc)],
+            "sglang": [
+                ("/health", self.healthy),
+                ("/release_memory_occupation", self.sleep),
+                ("/resume_memory_occupation", self.wake),
+                ("/update_weights_from_disk", self.rpc),
+            ],
+            "ollama": [
+                ("/api/version", self.healthy),
+                ("/api/show", self.show),
+                ("/api/pull", self.pull),
+                ("/api/create", self.create),
+                ("/api/blobs/{digest}", self.blob),
+                ("/api/generate", self.load),
+            ],
+        }
+        return found + [
+            Route(path, handler, methods=["GET", "POST", "HEAD"])
+            for path, handler in published.get(self.like, [("/health", self.healthy)])
+        ]
+
+    async def _note(self, request: Request) -> Any:
+        body = await request.body()
+        told: Any = len(body)
+        with contextlib.suppress(ValueError):
+            told = json.loads(body)
+        self.calls.append([request.method, request.url.path + (f"?{request.url.query}" if request.url.query else ""), told])
+        return told
+
+    def _refused(self, request: Request) -> Response | None:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        return None
+
+    async def healthy(self, request: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def stats(self, request: Request) -> Response:
+        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OLLAMA_", "HF_", "CUDA_", "THAW_", "GIVEN"))}
+        return JSONResponse({"argv": sys.argv[1:], "env": env, "calls": self.calls, "cancelled": self.cancelled})
+
+    async def echo(self, request: Request) -> Response:
+        return JSONResponse({"echo": await self._note(request)})
+
+    async def generate(self, request: Request) -> Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        body = await self._note(request)
+        fake = body.get("fake") or {}
+        if "exit" in fake:
+            sys.stderr.write("fake: told to exit\n")
+            sys.stderr.flush()
+            os._exit(fake["exit"])
+        if self.options.mute or self.asleep or "status" in fake:
+            status = fake.get("status", 500)
+            return JSONResponse({"error": {"message": "no", "type": "odd", "param": "fake", "code": "own_code"}}, status)
+        if body.get("model") != self.name and self.like != "ollama" and self.name != "m":
+            return JSONResponse({"error": {"message": f"no model {body.get('model')}", "code": 404}}, 404)
+        chat = request.url.path.endswith("chat/completions")
+        tokens = int(fake.get("tokens", body.get("max_tokens") or 4))
+        if body.get("stream"):
+            events = self._events(request, body, chat, tokens, float(fake.get("pace", 0.0)))
+            return StreamingResponse(events, media_type="text/event-stream")
+        text = "".join(_token(i) for i in range(tokens))
+        message = {"role": "assistant", "content": text, "tool_calls": _calls(body)}
+        choice = {"index": 0, "finish_reason": "stop", **({"message": message} if chat else {"text": text})}
+        return JSONResponse({"id": "x", "model": body.get("model"), "choices": [choice], "usage": _usage(tokens)})
+
+    async def _events(self, request: Request, body: Any, chat: bool, tokens: int, pace: float) -> AsyncIterator[str]:
+        done = False
+        try:
+            for i in range(tokens):
+                delta = {"delta": {"content": _token(i)}} if chat else {"text": _token(i)}
+                yield f"data: {json.dumps({'id': 'x', 'model': body.get('model'), 'choices': [{'index': 0, **delta}]})}\n\n"
+                if pace:
+                    await asyncio.sleep(pace)
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield f"data: {json.dumps({'id': 'x', 'choices': [], 'usage': _usage(tokens)})}\n\n"
+            yield "data: [DONE]\n\n"
+            done = True
+        finally:
+            self.cancelled += not done
+
+    async def embed(self, request: Request) -> Response:
+        body = await self._note(request)
+        return JSONResponse({"data": [{"index": 0, "embedding": [0.5, 0.25]}], "model": body["model"], "usage": _usage(0)})
+
+    # vLLM and SGLang
+
+    async def sleep(self, request: Request) -> Response:
+        told = await self._note(request)
+        self.asleep = list(told["tags"]) if isinstance(told, dict) else ["all"]
+        return JSONResponse({})
+
+    async def wake(self, request: Request) -> Response:
+        told = await self._note(request)
+        tags = told["tags"] if isinstance(told, dict) else [request.query_params.get("tags")]
+        self.asleep = [] if tags == [None] or "kv_cache" in tags else self.asleep
+        return JSONResponse({})
+
+    async def rpc(self, request: Request) -> Response:
+        await self._note(request)
+        return JSONResponse({})
+
+    # Ollama
+
+    async def show(self, request: Request) -> Response:
+        name = (await self._note(request))["model"]
+        return JSONResponse({}, 200 if name in self.stored else 404)
+
+    async def pull(self, request: Request) -> Response:
+        name = (await self._note(request))["model"]
+        if name == "nowhere":
+            return PlainTextResponse('{"error":"pull model manifest: file does not exist"}\n')
+        self.stored.add(name)
+        lines = [{"status": "pulling manifest"}, {"status": "pulling", "total": 100, "completed": 40}, {"status": "success"}]
+        return PlainTextResponse("".join(json.dumps(line) + "\n" for line in lines))
+
+    async def blob(self, request: Request) -> Response:
+        await self._note(request)
+        return Response(status_code=404 if request.method == "HEAD" else 201)
+
+    async def create(self, request: Request) -> Response:
+        self.stored.add((await self._note(request))["model"])
+        return JSONResponse({"status": "success"})
+
+    async def load(self, request: Request) -> Response:
+        body = await self._note(request)
+        self.asleep = ["all"] if body.get("keep_alive") == 0 else []
+        return JSONResponse({}, 200 if body["model"] in self.stored else 404)
+
+
+def _token(i: int) -> str:
+    return f"t{i} "
+
+
+def _calls(body: Any) -> Any:
+    return [{"id": "c", "type": "function", "function": body["tools"][0]["function"]}] if body.get("tools") else None
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": 3, "completion_tokens": tokens, "total_tokens": 3 + tokens}
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    if options.ignore_term:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.fork and os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+    until = time.monotonic() + options.ready_after
+    while time.monotonic() < until:
+        sys.stderr.write("still loading\n")
+        time.sleep(0.1)
+    if options.die_after:
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(3))
+        signal.setitimer(signal.ITIMER_REAL, options.die_after)
+    host, port = getattr(options, "host", None), getattr(options, "port", None)
+    if options.like == "ollama":
+        host, _, port = os.environ["OLLAMA_HOST"].partition(":")
+    config = uvicorn.Config(
+        Starlette(routes=Fake(options).routes()), host=host or "127.0.0.1", port=int(port or 0), log_level="warning"
+    )
+    server = uvicorn.Server(config)
+    if options.ignore_term:
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # older uvicorn
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

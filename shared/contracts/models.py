@@ -251,6 +251,12 @@ class ModelCard(Frozen):
     generation: int = Field(default=1, description="Counts changes of the spec or the files.")
     routes: tuple[str, ...] = Field(default=(), description="Paths that its engine declares besides OpenAI's three, as /v1/rerank.")
 
+    @field_validator("spec", mode="before")
+    @classmethod
+    def _spec_of_a_newer_peer(cls, value: Any) -> Any:
+        """What a person writes must be known; what a scheduler one version ahead has taken need not be."""
+        return ModelSpec.model_validate(value, extra="ignore") if isinstance(value, dict) else value
+
     @property
     def name(self) -> str:
         return self.spec.name

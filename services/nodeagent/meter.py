@@ -84,7 +84,7 @@ class Meter:
         for device_id in instance.command.device_ids:
             device = self._devices.get(device_id)
             if device is not None:
-                total += (await asyncio.to_thread(device.private_bytes, (instance.pid,))).get(instance.pid, 0)
+                total += sum((await asyncio.to_thread(device.private_bytes, (instance.pid, *instance.engine_pids))).values())
         if total:
             self._private[instance.instance_id] = total
 
@@ -115,6 +115,7 @@ class Meter:
 
     def _left(self, instance: Instance) -> int:
         assert instance.pid is not None
+        # The keeper has ended a hosted engine's own processes by now: who has one of their pids is someone else.
         if process_start(instance.pid) not in (None, instance.process_start):
             return 0
         devices = (self._devices[d] for d in instance.command.device_ids if d in self._devices)

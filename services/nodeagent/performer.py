@@ -153,6 +153,7 @@ class Performer:
             traceparent=command.traceparent,
             log_path=str(self.log_path(instance_id)),
             environment=self._environment,
+            cgroup_procs=self._keeper.group_for(self._loop.state.instances[instance_id]),
         )
         self._timelines.of(instance_id).forking(self._launcher.name_for(start))
         try:

@@ -19,6 +19,7 @@ from shared.contracts.base import Message, Request
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.node import Capability, SuspendWay
 from shared.errors import DeadlineExceeded, EngineFailed, PermissionDenied, ThawError, Unreachable
+from shared.processes import end_marked, marked
 
 R = TypeVar("R", bound=Message)
 Ask = Callable[[str, Request, type[R]], Awaitable[R]]
@@ -144,6 +145,13 @@ class Keeper:
             raise RestoreFailed(f"{there >> 20} of the {before >> 20} MiB that the engine used are there again")
         return used
 
+    def group_for(self, instance: Instance) -> str | None:
+        """The file that a hosted engine's processes write themselves into, where there are groups. Blocking."""
+        if instance.command.card.spec.engine == "builtin":
+            return None
+        made = self.groups.create(instance.instance_id)
+        return str(made) if made is not None else None
+
     def started(self, instance: Instance, pid: int) -> None:
         """Its process was made. A host stays outside of its engine's group: it goes on answering. Blocking."""
         if instance.command.card.spec.engine == "builtin":
@@ -165,6 +173,9 @@ class Keeper:
                 return
             await asyncio.sleep(_POLL_S)
         self.groups.remove(instance_id)
+        # Where there are no groups, a hosted engine's processes are known by their mark.
+        if not await asyncio.to_thread(end_marked, instance_id):
+            log.error("processes of an engine cannot be ended", extra={"instance": instance_id, "pids": marked(instance_id)})
 
     async def reap_strays(self, known: frozenset[str]) -> None:
         """End engines that an earlier agent left behind and nobody knows any more."""

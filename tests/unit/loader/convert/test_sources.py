@@ -110,7 +110,7 @@ def quantised() -> torch.Tensor:
     ("content", "said"),
     [
         (lambda: [torch.zeros(2)], "no tensors by name"),
-        (lambda: {}, "no tensors by name"),
+        (dict, "no tensors by name"),
         (lambda: {"a": torch.zeros(2), "epoch": 3}, r"what is no tensor: 'epoch' \(int\)"),
         (lambda: {3: torch.zeros(2)}, "what is no tensor: 3"),
         (lambda: {"a": quantised()}, "'a' is quantised"),

@@ -1,0 +1,182 @@
+"""However a conversion ends, what is called DST is whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.loader.convert import disk
+from services.loader.convert.job import convert
+from services.loader.format.checkpoint import open_checkpoint
+from services.loader.format.verify import verify
+from shared.errors import CheckpointInvalid, Unavailable
+from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
+
+DRAFT = ".out.converting"
+CONVERT = (sys.executable, "-m", "services.loader.convert")
+
+
+def limited(nbytes: int) -> Any:
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+
+
+def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", shards=2)
+    command = (sys.executable, "-m", "tests.unit.loader.convert.dying", str(tmp_path / "m"), str(tmp_path / "out"))
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
+    *deaths, last = [json.loads(line) for line in lines]
+    assert {d["call"] for d in deaths} == {"mkdir", "pwrite", "ftruncate", "fsync", "rename"}
+    assert all(d["status"] == -signal.SIGKILL for d in deaths)
+    renamed = [d["call"] for d in deaths].index("rename")
+    assert all(d["beside"] in (["m"], [DRAFT, "m"]) for d in deaths[: renamed + 1])
+    assert all(d["beside"] == ["m", "out"] for d in deaths[renamed + 1 :])
+    # The one after them found the last one's remains, took them away, and left a whole checkpoint.
+    assert last == {"call": "", "status": 0, "beside": ["m", "out"]}
+    verify(tmp_path / "out")
+
+
+def test_what_a_killed_one_leaves_is_no_model(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", tensors(megabytes=30))
+    with subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert json.loads(child.stdout.readline())["stage"] == "convert"
+        child.kill()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointInvalid, match="has no weights"):
+        open_checkpoint(tmp_path / DRAFT)
+    convert(tmp_path / "m", tmp_path / "out", check=True)
+    assert not (tmp_path / DRAFT).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_called_off(tmp_path: Path, number: signal.Signals) -> None:
+    write_sparse_checkpoint(tmp_path / "m", 1 << 30)
+    with subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.send_signal(number)
+        assert child.wait(60) == 130
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
+    """`thaw convert` was killed: its child notices, and does not go on for hours."""
+    write_sparse_checkpoint(tmp_path / "m", 1 << 30)
+    child = subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.wait(60) == 128 + signal.SIGPIPE
+    assert child.stderr.read() == b""
+    child.stderr.close()
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", tensors(megabytes=3))
+    done = subprocess.run(
+        (*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")),
+        capture_output=True,
+        text=True,
+        preexec_fn=limited(1 << 20),
+        check=False,
+    )
+    error = json.loads(done.stdout.splitlines()[-1])["error"]
+    assert (done.returncode, error["code"]) == (1, "unavailable")
+    assert "weights-00000-of-00001.thaw could not be written: File too large; free some space" in error["message"]
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_a_full_disk_is_seen_before(tmp_path: Path) -> None:
+    stat = os.statvfs(tmp_path)
+    write_sparse_checkpoint(tmp_path / "m", stat.f_blocks * stat.f_frsize)
+    with pytest.raises(Unavailable, match="free some space or name another disk"):
+        convert(tmp_path / "m", tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("size", [200_000, 310_000])
+def test_a_small_disk(tmp_path: Path, size: int) -> None:
+    """Full in the weights, or in the small files. The room asked for beforehand is only about what is needed."""
+    write_checkpoint(tmp_path / "m", tensors(megabytes=0.3))
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps("t" * 300_000))
+    (tmp_path / "disk").mkdir()
+    mounted = subprocess.run(
+        ("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path / "disk")), capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        with pytest.raises(Unavailable, match="free some space"):
+            convert(tmp_path / "m", tmp_path / "disk" / "out")
+        assert list((tmp_path / "disk").iterdir()) == []
+    finally:
+        subprocess.run(("umount", str(tmp_path / "disk")), check=True)
+
+
+@pytest.mark.parametrize("lacking", ["weights", "tokenizer", "index"])
+def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated at the calls that write; a real full disk is test_a_small_disk's."""
+    weights = write_checkpoint(tmp_path / "m", tensors(megabytes=0.3))
+    small = sum(p.stat().st_size for p in (tmp_path / "m").iterdir() if p.suffix == ".json")
+    enough = sum(w.nbytes for w in weights.values())
+    left = [{"weights": enough - 1, "tokenizer": enough + small - 1, "index": enough + small}[lacking]]
+    pwrite, write_file = os.pwrite, disk.write_file
+
+    def limited_pwrite(fd: int, data: memoryview, offset: int) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data, offset)
+
+    def limited_file(path: Path, data: bytes) -> None:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise disk.disk_error(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        write_file(path, data)
+
+    monkeypatch.setattr(os, "pwrite", limited_pwrite)
+    monkeypatch.setattr("services.loader.convert.job.write_file", limited_file)
+    monkeypatch.setattr("services.loader.convert.companions.write_file", limited_file)
+    with pytest.raises(Unavailable, match="No space left on device; free some space"):
+        convert(tmp_path / "m", tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", tensors(megabytes=10))
+
+    def progress(stage: str, done: int, total: int) -> None:
+        os.utime(tmp_path / "m" / "model.safetensors", ns=(1, 1))
+
+    with pytest.raises(CheckpointInvalid, match="changed while it was read"):
+        convert(tmp_path / "m", tmp_path / "out", progress=progress)
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """A tensor of 512 MiB, in a process that may have 250 MB of memory of its own."""
+    write_sparse_checkpoint(tmp_path / "m", 1 << 29)
+    limit = 250_000_000
+    done = subprocess.run(
+        (*CONVERT, str(tmp_path / "m"), str(tmp_path / "out"), "--verify"),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+        check=False,
+    )
+    (tmp_path / "out" / "weights-00000-of-00001.thaw").unlink(missing_ok=True)
+    report = json.loads(done.stdout.splitlines()[-1])["report"]
+    assert report["bytes"] == 1 << 29
+    assert report["peak_bytes"] < limit

@@ -148,14 +148,14 @@ class Engine:
         directory = Path(index.directory)
         with self._timeline.phase(Phase.INIT):
             files = loop.run_in_executor(self._files, loading.read_files, directory, self._start)
-            bound = await loop.run_in_executor(self._compute, loading.bind_early, directory, index.segment, self._start)
+            bound = await loop.run_in_executor(self._compute, loading.bind_early, directory, index, self._start)
             small = await files
         self._reporter.advance(_BOUND, Phase.LOAD)
         attached = await self._weights.attach(self._start.card, self._start.instance_id, "complete")
         self._timeline.absorb(attached.phases)
-        if not bound.segment.is_current(attached.segment):
+        if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has loaded again; binding again")
-            bound = await loop.run_in_executor(self._compute, loading.bind_early, directory, attached.segment, self._start)
+            bound = await loop.run_in_executor(self._compute, loading.bind_early, directory, attached, self._start)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
             computable = await loop.run_in_executor(self._compute, loading.complete, bound, small, self._start, self._settings)

@@ -23,6 +23,7 @@ from services.engine.settings import EngineSettings
 from services.engine.tokenization import Tokenization
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
+from shared.contracts.loader import WeightsAttached
 from shared.contracts.models import ModelCard
 from shared.errors import InsufficientMemory
 
@@ -75,12 +76,12 @@ def read_files(directory: Path, start: EngineStart) -> Files:
     )
 
 
-def bind_early(directory: Path, segment_name: str, start: EngineStart) -> Bound:
+def bind_early(directory: Path, attached: WeightsAttached, start: EngineStart) -> Bound:
     """Build the model and bind it while its bytes still arrive."""
     attention.register()
     config = checkpoint.read_config(directory, start.card)
     kind = checkpoint.model_class(config, start.card, directory)
-    segment = Segment(segment_name)
+    segment = Segment(attached.segment, attached.extents, attached.weights_id)
     model = checkpoint.bind(kind, config, segment, checkpoint.torch_dtype(start.card))
     is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
     return Bound(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
@@ -129,7 +130,7 @@ def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSet
 
 def bind_adapter(computable: Computable, card: ModelCard, attached: WeightsAttached) -> Adapter:
     """The adapter whose weights are all there. Raises `CheckpointInvalid` if it does not fit the model."""
-    tensors = Segment(attached.segment).tensors()
+    tensors = Segment(attached.segment, attached.extents, attached.weights_id).tensors()
     return lora.parse(card, tensors, computable.model, computable.device)
 
 

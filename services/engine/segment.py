@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import mmap
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
-from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader, SegmentIndex, SegmentTensor
+from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, Extent, SegmentHeader, SegmentIndex, SegmentTensor
 from shared.errors import CheckpointInvalid
+from shared.mapping import map_extents
 
 SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = {
@@ -31,31 +31,36 @@ _DTYPES = {
 
 
 class Segment:
-    """A mapped segment. The mapping is private and writable: torch wants writable memory, and a stray write would stay in this process.
+    """A mapped segment: one range of addresses, whichever chunks of the pool it lies in. The mapping is private and writable: torch wants
+    writable memory, and a stray write would stay in this process.
 
     On Linux a private page that was never written shows what its shared page holds, so bytes that the loader writes after the mapping
     was made are seen. Tensors keep the mapping alive.
     """
 
-    def __init__(self, name: str) -> None:
-        """Map the segment `name`. Raises `CheckpointInvalid` if it is not there or not a segment of a version known here."""
+    def __init__(self, name: str, extents: Sequence[Extent] = (), weights_id: str | None = None) -> None:
+        """Map the `extents` (none: all) of the file `name`. Raises `CheckpointInvalid` if they are not a segment of a version known here,
+        or hold other weights than `weights_id` by now."""
+        self._extents = tuple(extents)
         try:
-            with (SHARED_MEMORY / name).open("rb") as file:
-                self._inode = os.fstat(file.fileno()).st_ino
-                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            path = SHARED_MEMORY / name
+            self._inode = path.stat().st_ino
+            self._map = map_extents(path, self._extents)
             self.header = SegmentHeader.model_validate_json(self._map[:HEADER_BYTES].rstrip(b"\0"))
             end = self.header.index_offset + self.header.index_bytes
             self._index = SegmentIndex.model_validate_json(self._map[self.header.index_offset : end])
         except (OSError, ValueError, ValidationError) as e:
             raise CheckpointInvalid(f"segment {name} cannot be read: {e}") from e
+        if weights_id is not None and self.header.weights_id != weights_id:
+            raise CheckpointInvalid(f"segment {name} holds {self.header.weights_id} and not {weights_id} any more; start again")
         if (self.header.magic, self.header.version) != (MAGIC, LAYOUT_VERSION):
             raise CheckpointInvalid(f"segment {name} has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
-    def is_current(self, name: str) -> bool:
-        """Whether the segment called `name` now is the one that was mapped, and not a later one."""
+    def is_current(self, name: str, extents: Sequence[Extent] = ()) -> bool:
+        """Whether these extents of the file called `name` now are what was mapped, and not a later load."""
         try:
-            return (SHARED_MEMORY / name).stat().st_ino == self._inode
+            return (SHARED_MEMORY / name).stat().st_ino == self._inode and tuple(extents) == self._extents
         except OSError:
             return False
 

@@ -1,6 +1,6 @@
 """The loader process, wired: one connection, one loop, its threads.
 
-Order at the start: the node's lock, the earlier loader's segments, then the mesh: no command is heard before what exists is known. Order
+Order at the start: the node's lock, the earlier loader's pool, then the mesh: no command is heard before what exists is known. Order
 at the end: hear nothing new, refuse what waits, call off loads, tell the last status, disconnect.
 """
 
@@ -10,12 +10,18 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import Callable
 
 from pydantic import TypeAdapter
 
 from services.loader.adapters.records import Records
 from services.loader.adapters.runs import Runs
+from services.loader.adapters.shm import default_dram_bytes, physical_memory
+from services.loader.domain.chunks import CHUNK_BYTES, Chunks
+from services.loader.domain.events import Event
 from services.loader.handlers import Loader
+from services.loader.pool.giving_back import GivingBack
+from services.loader.pool.memory import PoolMemory
 from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
 from shared.contracts.loader import LOADER_COMMAND, ReadModelFile
@@ -35,15 +41,40 @@ async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
     records = Records(settings.node_state / "loader", prefix)
     try:
         with records.sole():
-            return await _serve(settings, stop, records, prefix)
+            return await _serve(settings, stop, records)
     except Conflict as e:
         log.error(e.message)
         return 1
 
 
-async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records, prefix: str) -> int:
-    loader = Loader(settings.node, uuid.uuid4().hex, records, lambda emit: Runs(prefix, settings.loader_threads, emit))
-    loader.adopt(await asyncio.to_thread(records.recover))
+async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records) -> int:
+    """The pool stays behind if this process is killed, or if instances hold weights in it: a loader that ends in good order with nothing
+    held takes the memory with it."""
+    pool = PoolMemory(records.pool_name, pool_bytes(), keep=True)
+    held = True
+    try:
+        loader = await _adopting(settings, records, pool)
+        status = await _serve_pool(settings, stop, loader)
+        held = loader.is_held
+        return status
+    finally:
+        pool.close(unlink=not held)
+
+
+async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory) -> Loader:
+    """A loader that knows what an earlier one left."""
+
+    def workers(emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
+        return Runs(pool, settings.loader_threads, emit, settings.loader_order), GivingBack(pool, emit)
+
+    budget = default_dram_bytes() if settings.dram_bytes is None else settings.dram_bytes
+    loader = Loader(settings.node, uuid.uuid4().hex, records, workers, Chunks(pool.count, budget))
+    found, mapped = await asyncio.to_thread(records.recover, pool)
+    loader.adopt(found, mapped, settings.dram_ready_bytes // CHUNK_BYTES)
+    return loader
+
+
+async def _serve_pool(settings: LoaderSettings, stop: asyncio.Event, loader: Loader) -> int:
     mesh = Mesh(settings, f"loader-{settings.node}")
     commands = mesh.respond(subjects.loader_command(settings.node), LOADER_COMMAND, loader.handle, concurrent=True)
     files = mesh.respond(subjects.loader_files(settings.node), TypeAdapter(ReadModelFile), loader.read_file, concurrent=True)
@@ -64,6 +95,11 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     await mesh.publish(subject, loader.status())
     await mesh.stop()
     return 0
+
+
+def pool_bytes() -> int:
+    """The pool's address space: as long as this host's memory, and without any of it at first."""
+    return -(-physical_memory() // CHUNK_BYTES) * CHUNK_BYTES
 
 
 async def _connected(mesh: Mesh, stop: asyncio.Event) -> bool:

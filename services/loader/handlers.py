@@ -10,33 +10,42 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.adapters.inspection import described
-from services.loader.adapters.records import Records, SegmentRecord
+from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.runs import Runs
 from services.loader.adapters.small_files import read_part
+from services.loader.domain.chunks import Chunks
 from services.loader.domain.decide import decide
 from services.loader.domain.events import (
     Abandoned,
     Accepted,
     Adopt,
+    Adopted,
     Attach,
     Attached,
     CancelRun,
+    Deny,
     Effect,
     Event,
+    Forget,
     Freed,
+    Grant,
+    Hurry,
     NodeHeard,
     Prepare,
     Refused,
     Release,
     Remember,
-    RemoveSegment,
     StartRun,
     Stop,
+    Vacate,
 )
-from services.loader.domain.state import Entry, State
+from services.loader.domain.state import Entry, Stage, State
+from services.loader.pool.giving_back import GivingBack
+from services.loader.pool.region import extents
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import (
     AttachWeights,
+    CachedModel,
     Inspected,
     InspectModel,
     LoaderCommand,
@@ -64,17 +73,19 @@ class Loader:
         node: str,
         boot_id: str,
         records: Records,
-        runs: Callable[[Callable[[Event], None]], Runs],
+        workers: Callable[[Callable[[Event], None]], tuple[Runs, GivingBack]],
+        chunks: Chunks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._node, self._boot_id, self._records = node, boot_id, records
-        self._state, self._clock = State(), clock
+        self._state, self._clock = State(chunks=chunks), clock
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._numbers = itertools.count(1)
-        self._runs = runs(self._from_thread)
+        self._runs, self._giving_back = workers(self._from_thread)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
         self.changed = asyncio.Event()
+        self._moved = asyncio.Event()
 
     # -- in ----------------------------------------------------------------------------------------------------------------------
 
@@ -84,7 +95,9 @@ class Loader:
             case InspectModel():
                 return await self._inspect(command)
             case PrepareWeights():
-                return await self._ask(lambda n: Prepare(n, command.instance_id, command.card, command.token, command.traceparent))
+                return await self._ask(
+                    lambda n: Prepare(n, command.instance_id, command.card, command.token, command.traceparent, command.background)
+                )
             case AttachWeights():
                 return await self._ask(lambda n: Attach(n, command.instance_id, command.card, command.until, command.traceparent))
             case ReleaseWeights():
@@ -95,19 +108,27 @@ class Loader:
         known = frozenset(i.instance_id for i in status.instances if i.state is not InstanceState.STOPPED)
         self.dispatch(NodeHeard(known))
 
-    def adopt(self, records: list[SegmentRecord]) -> None:
+    def adopt(self, records: list[WeightsRecord], mapped: tuple[int, ...] = (), ready: int = 0) -> None:
+        """Take over what an earlier loader left. `ready`: chunks to have memory from the start on."""
         for r in records:
-            log.info("adopted a segment", extra={"model": r.model, "segment": r.segment, "holders": list(r.holders)})
-            self.dispatch(Adopt(r.weights_id, r.model, r.segment, r.directory, r.total_bytes, r.holders))
+            log.info("adopted weights", extra={"model": r.model, "weights": r.weights_id, "holders": list(r.holders)})
+            self.dispatch(Adopt(r.weights_id, r.model, r.chunks, r.directory, r.total_bytes, r.holders, r.source, pinned=r.pinned))
+        self.dispatch(Adopted(mapped, ready))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether instances hold weights."""
+        return any(e.holders for e in self._state.entries.values())
 
     async def stop(self) -> None:
-        """Refuse what waits, call off what loads, and wait until that is done. Complete segments stay for those who hold them."""
+        """Refuse what waits, call off what loads, and wait until that is done. Complete weights stay for those who hold them, or cached."""
         self.dispatch(Stop())
         while not self._state.settled:
             self.changed.clear()
             await self.changed.wait()
         self._inspections.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._runs.close)
+        await asyncio.to_thread(self._giving_back.close)
 
     async def _inspect(self, command: InspectModel) -> Inspected:
         return Inspected(info=await self._loop.run_in_executor(self._inspections, described, command.spec))
@@ -136,10 +157,12 @@ class Loader:
     def dispatch(self, event: Event) -> None:
         before = self._state
         self._state, effects = decide(before, event, self._clock())
-        if self._state is not before:
-            self.changed.set()
         for effect in effects:
             self._perform(effect)
+        if self._state is not before:
+            self.changed.set()
+            self._moved.set()
+            self._moved = asyncio.Event()
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -147,16 +170,28 @@ class Loader:
                 self._runs.start(effect)
             case CancelRun():
                 self._runs.cancel(effect.run)
-            case RemoveSegment():
-                self._runs.remove(effect, self._records.remove)
+            case Hurry():
+                self._runs.hurry(effect.run)
+            case Grant():
+                self._runs.grant(effect.run, effect.chunks)
+            case Deny():
+                self._runs.grant(effect.run, None)
+            case Forget():
+                self._records.remove(effect.weights_id)
+            case Vacate():
+                self._runs.forget(effect.run)
+                self._giving_back.start(effect)
             case Remember():
-                self._remember(self._state.entries[effect.weights_id])
+                entry = self._state.entries[effect.weights_id]
+                if entry.stage is Stage.CACHED:
+                    self._runs.forget(entry.run)  # its load is no part of a later start
+                self._remember(entry)
             case Accepted():
                 self._answer(effect.reply, Done())
             case Attached():
                 self._answer(effect.reply, self._attached(self._state.entries[effect.weights_id]))
             case Freed():
-                self._answer(effect.reply, WeightsReleased(freed_bytes=effect.freed))
+                self._answer(effect.reply, WeightsReleased(freed_bytes=effect.freed, cached_bytes=effect.cached))
             case Refused():
                 if (waiting := self._replies.get(effect.reply)) is not None and not waiting.done():
                     waiting.set_exception(from_body(effect.error))
@@ -169,13 +204,15 @@ class Loader:
 
     def _remember(self, e: Entry) -> None:
         self._records.write(
-            SegmentRecord(
+            WeightsRecord(
                 weights_id=e.weights_id,
                 model=e.model,
-                segment=e.segment,
+                chunks=self._state.chunks.owned[e.run].chunks,
                 directory=e.directory,
                 total_bytes=e.total_bytes,
-                holders=tuple(e.holders),
+                holders=tuple(i for i, h in e.holders.items() if not h.local),
+                source=e.source,
+                pinned=e.pinned,
             )
         )
 
@@ -183,7 +220,8 @@ class Loader:
         timeline = self._runs.timeline(e.run)
         return WeightsAttached(
             weights_id=e.weights_id,
-            segment=e.segment,
+            segment=self._records.pool_name,
+            extents=extents(self._state.chunks.owned[e.run].chunks, e.total_bytes),
             directory=e.directory,
             total_bytes=e.total_bytes,
             loaded_bytes=e.loaded_bytes,
@@ -192,22 +230,30 @@ class Loader:
 
     def status(self) -> LoaderStatus:
         self.changed.clear()
+        entries, chunks = self._state.entries.values(), self._state.chunks
         return LoaderStatus(
             node=self._node,
             boot_id=self._boot_id,
-            segments=tuple(_status(e) for e in self._state.entries.values()),
+            segments=tuple(self._segment(e) for e in entries if e.stage is not Stage.CACHED),
             bytes_per_second=self._runs.bytes_per_second,
+            links=self._runs.links(),
+            cached=tuple(
+                CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)
+                for e in entries
+                if e.stage is Stage.CACHED
+            ),
+            dram_bytes=chunks.cached_bytes + chunks.spare_bytes,
+            dram_budget_bytes=chunks.budget,
         )
 
-
-def _status(e: Entry) -> SegmentStatus:
-    return SegmentStatus(
-        weights_id=e.weights_id,
-        model=e.model,
-        segment=e.segment,
-        total_bytes=e.total_bytes,
-        loaded_bytes=e.loaded_bytes,
-        fetched_bytes=e.fetched_bytes,
-        holders=tuple(e.holders),
-        error=e.error,
-    )
+    def _segment(self, e: Entry) -> SegmentStatus:
+        return SegmentStatus(
+            weights_id=e.weights_id,
+            model=e.model,
+            segment=self._records.pool_name,
+            total_bytes=e.total_bytes,
+            loaded_bytes=e.loaded_bytes,
+            fetched_bytes=e.fetched_bytes,
+            holders=tuple(e.holders),
+            error=e.error,
+        )

@@ -19,10 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.loader.adapters.reader import DEFAULTS, ReadOptions, ReadStats, read_files
-from services.loader.adapters.shm import SegmentWriter
+from services.loader.adapters.reader import DEFAULTS, FilesReader, ReadOptions, ReadStats
+from services.loader.adapters.shm import free_bytes, no_room
+from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.checkpoint import Checkpoint, open_checkpoint, open_path
 from services.loader.format.segment import Layout, lay_out
+from services.loader.pipeline.fill import Filling
+from services.loader.pipeline.link import Link
+from services.loader.pipeline.pieces import cut
+from services.loader.pool.memory import PoolMemory
+from services.loader.pool.region import Region
 from shared.errors import ThawError
 
 
@@ -50,30 +56,53 @@ def load_segment(
     cancelled: threading.Event | None = None,
     on_layout: Callable[[Layout], None] | None = None,
     on_index: Callable[[Layout], None] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    on_loaded: Callable[[int], None] | None = None,
 ) -> LoadReport:
-    """Load the checkpoint in `directory` into the new segment /dev/shm/`name`; the caller removes it (`shm.remove_segment`).
+    """Load the checkpoint in `directory` into a new file /dev/shm/`name` of its own, chunk after chunk; the caller unlinks it.
 
-    `on_layout` may object (raise) before any memory is taken; `on_index` is called when readers may map the segment; `on_bytes(n)` from
-    the reading threads. Raises `CheckpointInvalid`, `InsufficientMemory` or `Cancelled`, and then leaves no segment behind.
+    `on_layout` may object (raise) before any memory is taken; `on_index` is called when readers may map the segment; `on_loaded` from
+    the reading threads with the watermark. Raises `CheckpointInvalid`, `InsufficientMemory` or `Cancelled`, and then leaves nothing behind.
     """
     started = time.monotonic()
     layout = lay_out(open_checkpoint(Path(directory)), weights_id or name)
     if on_layout is not None:
         on_layout(layout)
-    writer = SegmentWriter(name, layout.total_bytes)
+    pool = _own_pool(name, layout.total_bytes)
     complete = False
     try:
-        writer.copy(0, layout.head)
+        region = _whole(pool, layout.total_bytes)
+        pieces = cut(layout, options.chunk_bytes)
+        filling = Filling(layout, region, pieces, cancelled=cancelled, on_loaded=on_loaded)
+        filling.write_head()
         if on_index is not None:
             on_index(layout)
         reading = time.monotonic()
-        stats = read_files(layout.places, writer, options, cancelled=cancelled, on_bytes=on_bytes)
+        stats = _read(filling, FilesReader(layout.places, pieces, region, options), options.threads)
         complete = True
     finally:
-        writer.close(unlink=not complete)
+        pool.close(unlink=not complete)
     ended = time.monotonic()
     return LoadReport(name, layout.total_bytes, ended - started, ended - reading, stats)
+
+
+def _own_pool(name: str | None, total_bytes: int) -> PoolMemory:
+    """Memory for one load only. Raises `InsufficientMemory`."""
+    if total_bytes > free_bytes():
+        raise no_room(total_bytes)
+    return PoolMemory(name, total_bytes)
+
+
+def _whole(pool: PoolMemory, total_bytes: int) -> Region:
+    return Region(pool, range(-(-total_bytes // CHUNK_BYTES)), total_bytes)
+
+
+def _read(filling: Filling, reader: FilesReader, threads: int) -> ReadStats:
+    link = Link("read", threads)
+    try:
+        filling.run(reader, link)
+    finally:
+        link.close()
+    return reader.stats
 
 
 @dataclass(frozen=True)
@@ -97,14 +126,16 @@ def load_private(
     if check is not None:
         check(checkpoint)
     layout = lay_out(checkpoint, "")
-    writer = SegmentWriter(None, layout.total_bytes)
+    pool = _own_pool(None, layout.total_bytes)
     reading = time.monotonic()
     try:
-        stats = read_files(layout.places, writer, options)
+        region, pieces = _whole(pool, layout.total_bytes), cut(layout, options.chunk_bytes)
+        reader = FilesReader(layout.places, pieces, region, options)
+        stats = _read(Filling(layout, region, pieces, zap=False), reader, options.threads)
     except BaseException:
-        writer.close()
+        pool.close()
         raise
-    memory = writer.detach()
+    memory = pool.detach()
     ended = time.monotonic()
     return PrivateLoad(layout, memory, LoadReport("", layout.total_bytes, ended - started, ended - reading, stats))
 

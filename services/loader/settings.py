@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from shared.settings import NodeSettings
@@ -11,3 +13,16 @@ class LoaderSettings(NodeSettings):
     """The hub is configured by huggingface_hub's own variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE."""
 
     loader_threads: int = Field(default=4, ge=1, le=64, description="Threads that read one model's weight files.")
+    loader_order: Literal["fair", "in-order"] = Field(
+        default="fair", description="How loads share a disk or a remote host: a chunk each in turn, or one after the other."
+    )
+    dram_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Host memory for weights that no instance holds (the DRAM cache); by default 15 % of what is available at the start.",
+    )
+    dram_ready_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Of THAW_DRAM_BYTES: memory populated at the start, so that no load waits for the kernel's zeroing.",
+    )

@@ -1,8 +1,8 @@
 """Between schedulers, nodeagents, engines and the loader of a node.
 
-Weights lie in one named shared-memory segment per model revision and node, held by every instance that asked for them and removed
-when the last holder lets go. Layout of a segment: one page of `SegmentHeader` (see services/loader/format/segment.py), the index as JSON, then the
-bytes of the weight files, page-aligned.
+Weights lie in one shared-memory segment per model revision and node, held by every instance that asked for them; when the last holder lets
+go they stay in memory for the next one as long as the DRAM budget has room, or are removed. Layout of a segment: one page of
+`SegmentHeader` (see services/loader/format/segment.py), the index as JSON, then the bytes of the weight files, page-aligned.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class PrepareWeights(Request):
     instance_id: str
     card: ModelCard
     traceparent: str | None = None
+    background: bool = Field(default=False, description="No request waits for it: other loads go first.")
 
 
 class AttachWeights(Request):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -25,6 +26,17 @@ def load_of(mesh: Victim, model: str) -> tuple[int, int, int]:
 
 def idle(mesh: Victim, model: str) -> bool:
     return load_of(mesh, model)[:2] == (0, 0)
+
+
+def in_gateway(mesh: Victim, model: str) -> tuple[int, int]:
+    """Requests for the model that an engine has been given, and those that wait in the gateway."""
+    text = httpx.get(f"{mesh.url}/metrics", timeout=10).text
+
+    def shown(name: str) -> int:
+        found = re.search(rf'^{name}{{gen_ai_request_model="{model}"}} (\S+)$', text, re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
+    return shown("thaw_requests_in_flight"), shown("thaw_queue_length")
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -51,9 +63,9 @@ def test_leaving_before_the_first_token_stops_the_engine(mesh: Victim, client: o
     before = load_of(mesh, "one")[2]
     with held(mesh.engine("one")):  # the request lies at the engine's door
         leaver = RawClient(mesh.port, "one", stream=True)
-        time.sleep(0.2)  # nothing tells of a request that nobody has taken
+        until(lambda: in_gateway(mesh, "one") == (1, 0), what="the gateway has sent the request")
         leaver.leave()
-        time.sleep(0.2)
+        until(lambda: in_gateway(mesh, "one") == (0, 0), what="the gateway has sent the cancellation")
     assert ask(client)
     until(lambda: idle(mesh, "one"), what="the engine has stopped")
     assert load_of(mesh, "one")[2] - before < 100
@@ -67,7 +79,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_called_off(mesh: Victim, clien
         for leaver in leavers:
             leaver.leave()
         until(lambda: mesh.starting("one") is None, what="the start is called off")
-    until(lambda: mesh.segments() == [] or mesh.live() != [], what="its segment is gone")
+    until(lambda: mesh.shared_bytes() == 0 or mesh.live() != [], what="its segment is gone")
     assert mesh.instances("one") == []
     assert mesh.json("explain", "one")["outcome"] == "cancelled"
     assert ask(client)
@@ -94,10 +106,11 @@ def test_leaving_the_queue_of_a_busy_model_leaves_the_others_their_places(mesh: 
         for _ in range(40):
             leaver = RawClient(mesh.port, "one", stream=True, tokens=500)
             leaving.callback(leaver.leave)
+        until(lambda: in_gateway(mesh, "one") == (32, 8), what="the leavers' requests are there")
         stays = Asked(mesh.url, "one", tokens=8)
-        time.sleep(0.2)
+        until(lambda: in_gateway(mesh, "one") == (32, 9), what="the other one waits behind them")
         leaving.close()
-        time.sleep(0.2)
+        until(lambda: in_gateway(mesh, "one") == (1, 0), what="only the other one is left")
     assert stays.outcome().kind == "answered"
     until(lambda: idle(mesh, "one"), what="the engine has stopped")
     assert load_of(mesh, "one")[2] - before < 40 * 500 / 4

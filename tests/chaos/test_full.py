@@ -43,10 +43,10 @@ class Cramped(Victim):
         inside = ("unshare", "--mount", "--propagation", "private", "sh", "-c", _OWN_SHM, "sh")
         return super().popen(*arguments, prefix=inside, **options)
 
-    def segments(self) -> list[str]:
+    def segments(self) -> list[Path]:
         try:
             shm = Path(f"/proc/{self.pid(LOADER)}/root/dev/shm")
-            return [p.name for p in shm.iterdir() if p.name.startswith("thaw-")]
+            return [p for p in shm.iterdir() if p.name.startswith("thaw-")]
         except (OSError, KeyError, TypeError):
             return super().segments()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.support.launcher import until
-from tests.support.mesh import LOADER, NODEAGENT, Brake, Victim, kill, mappings
+from tests.support.mesh import LOADER, NODEAGENT, Brake, Victim, at_rest, kill, mappings
 from tests.support.outcomes import Asked, ask
 
 SHM = Path("/dev/shm")
@@ -35,10 +35,13 @@ def stop_half_way(mesh: Victim, loader: Brake) -> int | None:
     engine = int(starting["pids"][0])
     while not mappings(engine):
         loader.step(0.001)
-        time.sleep(0.05)  # for the engine to follow
-    (segment,) = mappings(engine)
-    stat = (SHM / segment).stat()
-    return engine if stat.st_blocks * 512 < stat.st_size else None
+        until(lambda: bool(mappings(engine)) or at_rest(engine), what="the engine has followed")
+    return None if all(whole(SHM / name, low, high) for name, low, high in mappings(engine)) else engine
+
+
+def whole(path: Path, low: int, high: int) -> bool:
+    with path.open("rb") as file:
+        return os.lseek(file.fileno(), low, os.SEEK_HOLE) >= high
 
 
 def caught_half_way(mesh: Victim) -> tuple[Brake, int, list[Asked]]:

@@ -142,9 +142,10 @@ class Thaw:
                 found.append(process)
         return found
 
-    def segments(self) -> list[str]:
+    def segments(self) -> list[Path]:
+        """The mesh's files of shared memory."""
         prefixes = tuple(segment_prefix(self.home, f"node-{i}") for i in range(4))
-        return [p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(prefixes)]
+        return [p for p in Path("/dev/shm").iterdir() if p.name.startswith(prefixes)]
 
     def assert_nothing_left(self) -> None:
         assert [f"{p.pid} {' '.join(p.cmdline())}" for p in self.processes()] == []

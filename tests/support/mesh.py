@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Victim(Thaw):
     """Three small models on a device that holds two of them."""
 
     def begin(self, sizes: dict[str, str] | None = None) -> None:
+        self.environment.setdefault("THAW_DRAM_BYTES", "0")  # memory that no instance holds is a fault in the books
         sizes = sizes or dict.fromkeys(MODELS, "test")
         models = self.home / "models"
         specs = tuple(
@@ -124,11 +125,15 @@ class Victim(Thaw):
         engines = {p.pid for p in self.engines()}
         if pids != engines:
             faults.append(f"engine processes {engines}, and {pids} of live instances")
-        mapped = {name for pid in pids for name in mappings(pid)}
-        present = set(self.segments())
+        mapped = mapped_bytes(pids)
+        present = self.shared_bytes()
         if mapped != present:
-            faults.append(f"segments {present}, and {mapped} mapped by live instances")
+            faults.append(f"{present} bytes of shared memory, and {mapped} mapped by live instances")
         return faults
+
+    def shared_bytes(self) -> int:
+        """Memory of the mesh's files under /dev/shm."""
+        return sum(path.stat().st_blocks * 512 for path in self.segments())
 
     def engines(self) -> list[psutil.Process]:
         """Engine processes, forked or not."""
@@ -156,13 +161,44 @@ def _listens(process: psutil.Process) -> bool:
         return False
 
 
-def mappings(pid: int) -> set[str]:
-    """Names of the mesh's segments that a process maps."""
+def mappings(pid: int) -> set[tuple[str, int, int]]:
+    """What a process maps of the mesh's shared memory: file, and from and to which byte of it."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
         return set()
-    return {Path(line.split(maxsplit=5)[5].removesuffix(" (deleted)")).name for line in lines if "/dev/shm/thaw-" in line}
+    found = set()
+    for line in lines:
+        if "/dev/shm/thaw-" in line:
+            addresses, _, offset, _, _, path = line.split(maxsplit=5)
+            low, high = (int(a, 16) for a in addresses.split("-"))
+            start = int(offset, 16)
+            found.add((Path(path.removesuffix(" (deleted)")).name, start, start + high - low))
+    return found
+
+
+def mapped_bytes(pids: Iterable[int]) -> int:
+    """Bytes of the mesh's shared memory that these processes map, each counted once."""
+    total, name, end = 0, "", 0
+    for file, low, high in sorted({m for pid in pids for m in mappings(pid)}):
+        end = end if file == name else 0
+        total += max(0, high - max(low, end))
+        name, end = file, max(end, high)
+    return total
+
+
+def at_rest(pid: int, looks: int = 4) -> bool:
+    """Whether none of a process's threads has run for some looks in a row, 10 ms apart: it has done what it could."""
+
+    def turns() -> list[str]:
+        return [p.read_text().split()[2] for p in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+
+    before = turns()
+    for _ in range(looks):
+        time.sleep(0.01)
+        if turns() != before:
+            return False
+    return True
 
 
 def kill(pid: int) -> None:

@@ -81,6 +81,11 @@ class WrittenSegment:
         self.write_data()
         return self
 
+    def attached(self) -> WeightsAttached:
+        """What a loader says of it."""
+        total = self.total_bytes
+        return WeightsAttached(weights_id=self.name, segment=self.name, directory="", total_bytes=total, loaded_bytes=total)
+
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
-"""From files into memory, as fast as the disk goes: large chunks, several threads, no copy through the page cache.
+"""From this host's files into the pool, as fast as the disk goes: large pieces, several threads, no copy through the page cache.
 
-Each chunk is taken from the page cache as far as it is there (`RWF_NOWAIT`), through a buffer that stays in the CPU's cache: written from
-there, the segment's new pages are not zeroed first. The rest is read by O_DIRECT straight into the segment, whose pages were allocated just
+Each piece is taken from the page cache as far as it is there (`RWF_NOWAIT`), through a buffer that stays in the CPU's cache: written from
+there, the segment's new pages are not zeroed first. The rest is read by O_DIRECT straight into the chunk, whose pages were allocated just
 before. Files start on pages of the segment, so file offset, memory address and length are aligned alike; only a file's last, partial page
 goes through a buffered read. File systems that refuse O_DIRECT are read buffered, and that is logged once.
 """
@@ -13,18 +13,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.loader.adapters.shm import SegmentWriter
+from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.checkpoint import WeightFile
 from services.loader.format.segment import Place
+from services.loader.pipeline.pieces import Piece
+from services.loader.pool.region import Region
 from shared.contracts.segment import PAGE
 from shared.errors import CheckpointInvalid
 
 log = logging.getLogger(__name__)
-CHUNK_BYTES = 16 * 1024 * 1024
 _COPY_BYTES = 1024 * 1024
 _told_of_buffered = threading.Event()
 
@@ -35,7 +35,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read. What is not the default is there to be measured (bench/loader.py). `chunk_bytes` counts whole pages."""
+    """How to read. What is not the default is there to be measured (bench/loader.py). `chunk_bytes`, of one read, counts whole pages."""
 
     threads: int = 4
     chunk_bytes: int = CHUNK_BYTES
@@ -63,12 +63,12 @@ class ReadStats:
 
 
 class _File:
-    """An open weight file, checked against what its header was read from: at the first chunk and after the last."""
+    """An open weight file, checked against what its header was read from: at the first piece and after the last."""
 
-    def __init__(self, file: WeightFile, chunks: int, wants_direct: bool) -> None:
+    def __init__(self, file: WeightFile, pieces: int, wants_direct: bool) -> None:
         self.path, self.size, self._stamp = file.path, file.size, file.stamp
         self._lock = threading.Lock()
-        self._left, self._wants_direct = chunks, wants_direct
+        self._left, self._wants_direct = pieces, wants_direct
         self._fd = self._direct = -1
 
     def open(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class _File:
             _told_of_buffered.set()
             log.warning("this file system refuses O_DIRECT; reading through the page cache", extra={"file": str(self.path)})
 
-    def chunk_done(self) -> None:
+    def piece_done(self) -> None:
         with self._lock:
             self._left -= 1
             if self._left == 0:
@@ -119,90 +119,56 @@ class _File:
             )
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    file: _File
-    offset: int
-    length: int
-    target: int
+class FilesReader:
+    """Reads the weight files of one load. `read` is called from several threads."""
 
+    def __init__(self, places: Sequence[Place], pieces: Sequence[Piece], region: Region, options: ReadOptions = DEFAULTS) -> None:
+        counts = [0] * len(places)
+        for piece in pieces:
+            counts[piece.file] += 1
+        self._files = [_File(p.file, n, options.direct) for p, n in zip(places, counts, strict=True)]
+        self._region, self._options = region, options
+        self._lock, self._buffers = threading.Lock(), threading.local()
+        self.stats = ReadStats()
 
-def read_files(
-    places: tuple[Place, ...],
-    writer: SegmentWriter,
-    options: ReadOptions = DEFAULTS,
-    *,
-    cancelled: threading.Event | None = None,
-    on_bytes: Callable[[int], None] | None = None,
-) -> ReadStats:
-    """Fill `writer` with all files. `on_bytes(n)` is called from the reading threads.
-
-    Raises `Cancelled` within a chunk's time of `cancelled`, `CheckpointInvalid` for files that change, shrink or cannot be read, and
-    `InsufficientMemory` if shared memory runs out. Returns or raises only when no thread touches the segment any more.
-    """
-    files = [_File(p.file, -(-p.file.size // options.chunk_bytes), options.direct) for p in places]
-    todo = _chunks(places, files, options.chunk_bytes)
-    lock, halt, stats = threading.Lock(), threading.Event(), ReadStats()
-
-    def work() -> None:
-        buffer = memoryview(bytearray(_COPY_BYTES))
+    def read(self, piece: Piece) -> None:
+        """Raises `CheckpointInvalid` for files that change, shrink or cannot be read, `InsufficientMemory` if shared memory is full."""
+        file = self._files[piece.file]
+        if not hasattr(self._buffers, "view"):
+            self._buffers.view = memoryview(bytearray(_COPY_BYTES))
         try:
-            while not halt.is_set():
-                if cancelled is not None and cancelled.is_set():
-                    raise Cancelled
-                with lock:
-                    chunk = next(todo, None)
-                if chunk is None:
-                    return
-                got = _read_chunk(chunk, writer, buffer, options)
-                chunk.file.chunk_done()
-                with lock:
-                    stats.add(got)
-                if on_bytes is not None:
-                    on_bytes(chunk.length)
-        except BaseException:
-            halt.set()
-            raise
+            got = _read_piece(file, piece, self._region, self._buffers.view, self._options)
+            file.piece_done()
+        except OSError as e:
+            raise CheckpointInvalid(f"{file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
+        with self._lock:
+            self.stats.add(got)
 
-    with ThreadPoolExecutor(options.threads, thread_name_prefix="read") as pool:
-        workers = [pool.submit(work) for _ in range(options.threads)]
-    for file in files:
-        file.close()
-    failed = [e for e in (w.exception() for w in workers) if e is not None]
-    if failed:
-        raise failed[0]
-    return stats
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
 
-def _chunks(places: tuple[Place, ...], files: list[_File], chunk_bytes: int) -> Iterator[_Chunk]:
-    for place, file in zip(places, files, strict=True):
-        for offset in range(0, file.size, chunk_bytes):
-            yield _Chunk(file, offset, min(chunk_bytes, file.size - offset), place.offset + offset)
-
-
-def _read_chunk(chunk: _Chunk, writer: SegmentWriter, buffer: memoryview, options: ReadOptions) -> ReadStats:
-    try:
-        fd, direct = chunk.file.open()
-        began = time.perf_counter()
-        resident = _resident(fd, chunk, writer, buffer)
-        copied = time.perf_counter()
-        # Back to the page: a direct read may start nowhere else.
-        done = resident if resident == chunk.length else resident // PAGE * PAGE
-        got = ReadStats(cached=done, copy_seconds=copied - began)
-        if done == chunk.length:
-            return got
-        if options.populate:
-            writer.populate(chunk.target + done, -(-(chunk.length - done) // PAGE) * PAGE)
-        allocated = time.perf_counter()
-        with writer.memory[chunk.target : chunk.target + chunk.length] as into:
-            if direct >= 0:
-                got.direct = _direct(chunk.file, direct, into, chunk.offset, done)
-                done += got.direct
-            got.buffered = _buffered(chunk.file, fd, into, chunk.offset, done)
-        got.allocate_seconds, got.disk_seconds = allocated - copied, time.perf_counter() - allocated
+def _read_piece(file: _File, piece: Piece, region: Region, buffer: memoryview, options: ReadOptions) -> ReadStats:
+    fd, direct = file.open()
+    began = time.perf_counter()
+    resident = _resident(fd, piece, region, buffer)
+    copied = time.perf_counter()
+    # Back to the page: a direct read may start nowhere else.
+    done = resident if resident == piece.length else resident // PAGE * PAGE
+    got = ReadStats(cached=done, copy_seconds=copied - began)
+    if done == piece.length:
         return got
-    except OSError as e:
-        raise CheckpointInvalid(f"{chunk.file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
+    if options.populate:
+        region.populate(piece.target + done, -(-(piece.length - done) // PAGE) * PAGE)
+    allocated = time.perf_counter()
+    with region.view(piece.target, piece.length) as into:
+        if direct >= 0:
+            got.direct = _direct(file, direct, into, piece.offset, done)
+            done += got.direct
+        got.buffered = _buffered(file, fd, into, piece.offset, done)
+    got.allocate_seconds, got.disk_seconds = allocated - copied, time.perf_counter() - allocated
+    return got
 
 
 def _pread(fd: int, into: memoryview, start: int, end: int, offset: int, flags: int = 0) -> int:
@@ -212,16 +178,16 @@ def _pread(fd: int, into: memoryview, start: int, end: int, offset: int, flags: 
         return os.preadv(fd, [part], offset + start, flags)
 
 
-def _resident(fd: int, chunk: _Chunk, writer: SegmentWriter, buffer: memoryview) -> int:
-    """Copy what the page cache has from the chunk's start on, without waiting for the disk; bytes copied."""
+def _resident(fd: int, piece: Piece, region: Region, buffer: memoryview) -> int:
+    """Copy what the page cache has from the piece's start on, without waiting for the disk; bytes copied."""
     done = 0
     try:
-        while done < chunk.length:
-            got = _pread(fd, buffer, 0, min(len(buffer), chunk.length - done), chunk.offset + done, os.RWF_NOWAIT)
+        while done < piece.length:
+            got = _pread(fd, buffer, 0, min(len(buffer), piece.length - done), piece.offset + done, os.RWF_NOWAIT)
             if got == 0:
                 break
             with buffer[:got] as part:
-                writer.copy(chunk.target + done, part)
+                region.copy(piece.target + done, part)
             done += got
     except OSError as e:
         if e.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):

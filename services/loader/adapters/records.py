@@ -1,4 +1,4 @@
-"""What a loader leaves for its successor: one small file for each complete segment, and a lock that says it is alive."""
+"""What a loader leaves for its successor: the pool, one small file for each complete weights, and a lock that says it is alive."""
 
 from __future__ import annotations
 
@@ -10,37 +10,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from services.loader.adapters.shm import read_segment_header, remove_segment, segments
+from services.loader.adapters.shm import SHM, segments
+from services.loader.domain.chunks import CHUNK_BYTES, parts
+from services.loader.pool.memory import PoolMemory
+from services.loader.pool.region import extents
 from shared.contracts.base import Frozen
+from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader
 from shared.errors import Conflict
 
 log = logging.getLogger(__name__)
 
 
-class SegmentRecord(Frozen):
-    """A complete segment and who holds it."""
+class WeightsRecord(Frozen):
+    """Complete weights, the chunks of the pool that they are in, and who holds them (nobody: they are cached)."""
 
-    weights_id: str
+    weights_id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     model: str
-    segment: str
+    chunks: tuple[int, ...]
+    chunk_bytes: int = CHUNK_BYTES
     directory: str
     total_bytes: int
     holders: tuple[str, ...]
+    source: str = ""
+    pinned: bool = False
 
 
 class Records:
-    """<node state>/loader: `segments/*.json`, written atomically, and `lock`."""
+    """<node state>/loader: `weights/*.json`, written atomically, and `lock`."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self._root, self._prefix = directory, prefix
-        self._segments = directory / "segments"
+        self._weights = directory / "weights"
+
+    @property
+    def pool_name(self) -> str:
+        return f"{self._prefix}pool"
 
     @contextmanager
     def sole(self) -> Iterator[None]:
-        """Be the only loader of this node. Raises `Conflict` if there is one already: it would have its segments removed by us."""
-        self._segments.mkdir(parents=True, exist_ok=True)
+        """Be the only loader of this node. Raises `Conflict` if there is one already: it would have its memory taken by us."""
+        self._weights.mkdir(parents=True, exist_ok=True)
         fd = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -53,48 +64,67 @@ class Records:
         finally:
             os.close(fd)
 
-    def write(self, record: SegmentRecord) -> None:
+    def write(self, record: WeightsRecord) -> None:
         """A fault of the disk is logged: serving goes on, and a restarted loader loads these weights again instead of adopting them."""
-        path = self._path(record.segment)
+        path = self._path(record.weights_id)
         draft = path.with_suffix(".tmp")
         try:
             draft.write_text(record.model_dump_json())
             draft.replace(path)
         except OSError as e:
-            log.error("a segment's record could not be written", extra={"path": str(path), "error": str(e)})
+            log.error("a weights record could not be written", extra={"path": str(path), "error": str(e)})
             with contextlib.suppress(OSError):
                 draft.unlink()
 
-    def remove(self, segment: str) -> None:
-        self._path(segment).unlink(missing_ok=True)
+    def remove(self, weights_id: str) -> None:
+        self._path(weights_id).unlink(missing_ok=True)
 
-    def recover(self) -> list[SegmentRecord]:
-        """Complete, held segments of an earlier loader. Everything else of this node's, half-written or orphaned, is removed."""
-        found = [r for r in (self._read(p) for p in sorted(self._segments.glob("*.json"))) if r is not None and _whole(r)]
-        kept = {r.segment for r in found}
+    def recover(self, pool: PoolMemory) -> tuple[list[WeightsRecord], tuple[int, ...]]:
+        """Complete weights of an earlier loader, and the chunks that nobody owns but some process still maps. The memory of all other
+        chunks is given back, and other files of this node's removed."""
+        found: list[WeightsRecord] = []
+        owned: set[int] = set()
+        for path in sorted(self._weights.glob("*.json")):
+            record = self._read(path)
+            if record is not None and owned.isdisjoint(record.chunks) and _whole(record, pool):
+                found.append(record)
+                owned.update(record.chunks)
+        mapped = tuple(sorted(set(pool.mapped_by_others()) - owned))
+        kept = owned.union(mapped)
+        pool.punch(c for c in range(pool.count) if c not in kept)
         for name in segments(self._prefix):
-            if name not in kept:
-                log.info("removed an unfinished or orphaned segment", extra={"segment": name})
-                remove_segment(name, wait=0)
-        for path in self._segments.iterdir():
-            if path.suffix != ".json" or path.stem not in kept:
+            if name != self.pool_name:
+                log.info("removed a file of an earlier loader", extra={"file": name})
+                (SHM / name).unlink(missing_ok=True)
+        names = {self._path(r.weights_id).name for r in found}
+        for path in self._weights.iterdir():
+            if path.name not in names:
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
-        return found
+        return found, mapped
 
-    def _path(self, segment: str) -> Path:
-        return self._segments / f"{segment}.json"
+    def _path(self, weights_id: str) -> Path:
+        return self._weights / f"{weights_id}.json"
 
-    def _read(self, path: Path) -> SegmentRecord | None:
+    def _read(self, path: Path) -> WeightsRecord | None:
         try:
-            record = SegmentRecord.model_validate_json(path.read_bytes())
+            record = WeightsRecord.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as e:
-            log.warning("dropped an unreadable segment record", extra={"file": str(path), "error": str(e)})
+            log.warning("dropped an unreadable weights record", extra={"file": str(path), "error": str(e)})
             return None
-        ours = record.segment.startswith(self._prefix) and record.segment == path.stem
-        return record if ours and record.holders else None
+        return record if record.weights_id == path.stem else None
 
 
-def _whole(record: SegmentRecord) -> bool:
-    header = read_segment_header(record.segment)
-    return header is not None and header.weights_id == record.weights_id and header.total_bytes == record.total_bytes
+def _whole(record: WeightsRecord, pool: PoolMemory) -> bool:
+    fits = record.chunk_bytes == CHUNK_BYTES and len(record.chunks) == len(parts(record.total_bytes)) > 0
+    if not fits or len(set(record.chunks)) != len(record.chunks) or not all(0 <= c < pool.count for c in record.chunks):
+        return False
+    raw = os.pread(pool.fd, HEADER_BYTES, record.chunks[0] * CHUNK_BYTES)
+    try:
+        header = SegmentHeader.model_validate_json(raw.rstrip(b"\0"))
+    except ValidationError:
+        return False
+    current = header.magic == MAGIC and header.version == LAYOUT_VERSION
+    if not all(pool.has_memory(e.offset, e.nbytes) for e in extents(record.chunks, record.total_bytes)):
+        return False
+    return current and header.weights_id == record.weights_id and header.total_bytes == record.total_bytes

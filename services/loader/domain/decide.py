@@ -1,15 +1,17 @@
-"""`decide(state, event, now)`: who holds which weights, which loads run, who is answered when.
+"""`decide(state, event, now)`: who holds which weights, which loads run, who is answered when. Who gets memory: `domain/room.py`.
 
 Prepare and attach
  1. closing, fenced off, or released before → refused;
  2. the instance holds other weights → refused;
  3. unknown weights, or failed ones and a new holder → a load run;
  4. weights just leaving → a load run as soon as they have left;
- 5. else the instance joins; an attach is answered once its index or its last byte is there, with the run's error if it failed.
+ 5. else the instance joins (cached weights are held again at once, a background load hurries for a holder that is waited for); an attach is
+    answered once its index or its last byte is there, with the run's error if it failed.
 
 Release
  6. others hold them → nothing is freed;
- 7. the last holder of a running load → the run is called off; of a complete segment → it is removed; answered when memory is free.
+ 7. the last holder of a running load → the run is called off;
+ 8. of complete weights → they stay cached if the budget holds them, and others leave for them; else they leave, answered when memory is free.
 
 A report of a run other than the entry's own is stale and changes nothing.
 """
@@ -19,32 +21,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from services.loader.domain import chunks, room
+from services.loader.domain.entries import drop, put, reached, start
 from services.loader.domain.events import (
     Abandoned,
     Accepted,
     Adopt,
+    Adopted,
     Attach,
     Attached,
     CancelRun,
-    Completed,
     Effect,
     Event,
-    Failed,
-    Fetched,
     Freed,
-    Indexed,
-    Left,
+    Hurry,
     NodeHeard,
     Prepare,
-    Progressed,
     Refused,
     Release,
     Remember,
-    RemoveSegment,
-    StartRun,
     Stop,
+    Vacate,
 )
-from services.loader.domain.state import Entry, Holder, Stage, State, Until, Waiter, Wanted
+from services.loader.domain.reports import reported
+from services.loader.domain.state import Entry, Holder, Stage, State, Waiter, Wanted
 from shared.contracts.loader import instance_of
 from shared.errors import Conflict, ShuttingDown, StaleToken, ThawError
 
@@ -53,7 +53,6 @@ LOST_AFTER_S = 10.0
 MISSING_FOR_S = 3.0
 """A nodeagent that has just restarted may send a status or two before it has found its engines again."""
 Decision = tuple[State, tuple[Effect, ...]]
-Report = Fetched | Indexed | Progressed | Completed | Failed | Left
 
 
 def decide(state: State, event: Event, now: float) -> Decision:
@@ -62,25 +61,19 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case Prepare() | Attach():
             return _wanted(state, event, now)
         case Release():
-            return _release(state, event)
+            return _release(state, event, now)
         case Abandoned():
             return _abandoned(state, event.reply), ()
         case NodeHeard():
             return _node_heard(state, event, now)
         case Adopt():
-            return _adopt(state, event, now)
+            return _adopt(state, event, now), ()
+        case Adopted():
+            return _adopted(state, event)
         case Stop():
             return _stop(state)
         case _:
-            return _reported(state, event)
-
-
-def _put(state: State, entry: Entry) -> State:
-    return replace(state, entries={**state.entries, entry.weights_id: entry})
-
-
-def _drop(state: State, weights_id: str) -> State:
-    return replace(state, entries={k: v for k, v in state.entries.items() if k != weights_id})
+            return reported(state, event, now)
 
 
 # -- prepare and attach ------------------------------------------------------------------------------------------------------------
@@ -97,10 +90,10 @@ def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
     entry = state.entries[event.card.info.revision]
     if entry.stage is Stage.FAILED and entry.error is not None:
         return state, (*effects, Refused(event.reply, entry.error))
-    if _reached(entry, event.until):
+    if reached(entry, event.until):
         return state, (*effects, Attached(event.reply, entry.weights_id))
     waiter = Waiter(event.reply, event.instance_id, event.until)
-    return _put(state, replace(entry, waiters=(*entry.waiters, waiter))), effects
+    return put(state, replace(entry, waiters=(*entry.waiters, waiter))), effects
 
 
 def _objection(state: State, event: Prepare | Attach) -> ThawError | None:
@@ -119,94 +112,109 @@ def _objection(state: State, event: Prepare | Attach) -> ThawError | None:
 def _join(state: State, event: Prepare | Attach, now: float) -> Decision:
     card, weights_id = event.card, event.card.info.revision
     entry = state.entries.get(weights_id)
-    wanted = Wanted(card, event.traceparent)
+    holder = _holder(entry, event, now)
+    wanted = Wanted(card, event.traceparent, holder.background)
     if entry is None:
-        return _start(state, Entry(weights_id, card.name, 0, holders={event.instance_id: Holder(now)}), wanted)
+        entry = Entry(weights_id, card.name, 0, holders={event.instance_id: holder}, used_at=now)
+        return start(state, entry, wanted)
     known = event.instance_id in entry.holders
-    entry = replace(entry, holders={**entry.holders, event.instance_id: Holder(now)})
+    hurried = not holder.background and all(h.background for h in entry.holders.values())
+    pinned = entry.pinned or card.spec.pin
+    entry = replace(entry, holders={**entry.holders, event.instance_id: holder}, used_at=now, pinned=pinned)
     if entry.stage is Stage.FAILED and not known:
-        return _start(state, entry, wanted)
+        return start(state, entry, wanted)
     if entry.stage is Stage.LEAVING:
-        entry = replace(entry, again=entry.again or wanted)
-    remember = () if known or entry.stage is not Stage.COMPLETE else (Remember(weights_id),)
-    return _put(state, entry), remember
+        return put(state, replace(entry, again=entry.again or wanted)), ()
+    if entry.stage is Stage.CACHED:
+        entry = replace(entry, stage=Stage.COMPLETE)
+        state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=False))
+    effects: tuple[Effect, ...] = ()
+    if entry.stage is Stage.COMPLETE and not known and not holder.local:
+        effects = (Remember(weights_id),)
+    elif entry.stage in (Stage.LOADING, Stage.INDEXED) and hurried:
+        effects = (Hurry(entry.run),)
+    return put(state, entry), effects
 
 
-def _start(state: State, entry: Entry, wanted: Wanted) -> Decision:
-    """A new run for `entry`; its holders and waiters stay, all else begins afresh."""
-    run = state.runs + 1
-    entry = Entry(entry.weights_id, wanted.card.name, run, holders=entry.holders, waiters=entry.waiters)
-    return _put(replace(state, runs=run), entry), (StartRun(entry.weights_id, run, wanted.card, wanted.traceparent),)
-
-
-def _reached(entry: Entry, until: Until) -> bool:
-    return entry.stage is Stage.COMPLETE or (entry.stage is Stage.INDEXED and until == "index")
-
-
-def _answered(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
-    """Answer the waiters whose wait is over."""
-    over = tuple(w for w in entry.waiters if _reached(entry, w.until))
-    left = tuple(w for w in entry.waiters if w not in over)
-    return replace(entry, waiters=left), tuple(Attached(w.reply, entry.weights_id) for w in over)
+def _holder(entry: Entry | None, event: Prepare | Attach, now: float) -> Holder:
+    before = entry.holders.get(event.instance_id) if entry is not None else None
+    if isinstance(event, Prepare):
+        return Holder(now, background=event.background)
+    background = event.background
+    if background is None:
+        background = before.background if before is not None else False
+    return Holder(now, local=event.local, background=background)
 
 
 # -- release -----------------------------------------------------------------------------------------------------------------------
 
 
-def _release(state: State, event: Release) -> Decision:
+def _release(state: State, event: Release, now: float) -> Decision:
     if event.instance_id not in state.released:
         state = replace(state, released=(*state.released, event.instance_id)[-REMEMBERED_RELEASES:])
-    state, adapters = _let_adapters_go(state, event.instance_id)
+    state, effects = _let_adapters_go(state, event.instance_id, now)
     entry = state.held_by(event.instance_id)
     if entry is not None:
-        state, effects = _let_go(state, entry, event.instance_id)
+        state, more = _let_go(state, entry, event.instance_id, now)
+        effects = (*effects, *more)
     else:
-        entry, effects = next((e for e in state.entries.values() if event.instance_id in e.released_by), None), ()
-    effects = (*(e for e in adapters if not isinstance(e, Remember) or _is_complete(state, e.weights_id)), *effects)
-    leaving = state.entries.get(entry.weights_id) if entry is not None else None
-    if leaving is None or event.instance_id not in leaving.released_by:
-        return state, (*effects, Freed(event.reply, 0))
-    return _put(state, replace(leaving, releases=(*leaving.releases, event.reply))), effects
+        entry = next((e for e in state.entries.values() if event.instance_id in e.released_by), None)
+    left = state.entries.get(entry.weights_id) if entry is not None else None
+    if left is not None and left.stage is Stage.LEAVING and event.instance_id in left.released_by:
+        return put(state, replace(left, releases=(*left.releases, event.reply))), effects
+    cached = left.total_bytes if left is not None and left.stage is Stage.CACHED else 0
+    return state, (*effects, Freed(event.reply, 0, cached))
 
 
-def _let_adapters_go(state: State, instance_id: str) -> Decision:
-    """What an instance's engine has loaded for its adapters goes with it."""
+def _let_adapters_go(state: State, instance_id: str, now: float) -> Decision:
+    """What an instance's engine holds for its adapters goes with it."""
     effects: list[Effect] = []
-    for weights_id, known in tuple(state.entries.items()):
-        for holder in known.holders:
-            if holder != instance_id and instance_of(holder) == instance_id:
-                state, more = _let_go(state, state.entries[weights_id], holder)
-                effects.extend(more)
-    return state, tuple(effects)
+    for holder in [h for e in state.entries.values() for h in e.holders if h != instance_id and instance_of(h) == instance_id]:
+        held = state.held_by(holder)
+        if held is not None:
+            state, more = _let_go(state, held, holder, now)
+            effects.extend(more)
+    return state, tuple(e for e in effects if not isinstance(e, Remember) or _is_whole(state, e.weights_id))
 
 
-def _let_go(state: State, entry: Entry, instance_id: str) -> Decision:
-    """`instance_id` no longer holds `entry`; the last one makes it leave."""
+def _let_go(state: State, entry: Entry, instance_id: str, now: float) -> Decision:
+    """`instance_id` no longer holds `entry`; after the last one it is cached, or leaves."""
     gone = StaleToken(f"instance {instance_id} has released its weights").body()
     refused = tuple(Refused(w.reply, gone) for w in entry.waiters if w.instance_id == instance_id)
     entry = replace(
         entry,
         holders={k: v for k, v in entry.holders.items() if k != instance_id},
         waiters=tuple(w for w in entry.waiters if w.instance_id != instance_id),
+        used_at=now,
     )
     if entry.holders:
         remember = (Remember(entry.weights_id),) if entry.stage is Stage.COMPLETE else ()
-        return _put(state, entry), (*refused, *remember)
+        return put(state, entry), (*refused, *remember)
     if entry.stage is Stage.FAILED:
-        return _drop(state, entry.weights_id), refused
+        return drop(state, entry.weights_id), refused
     if entry.stage is Stage.LEAVING:  # it had come back while the weights were leaving, and goes again
-        return _put(state, replace(entry, again=None, released_by=entry.released_by | {instance_id})), refused
-    end: Effect = CancelRun(entry.weights_id, entry.run)
-    if entry.stage is Stage.COMPLETE:
-        end = RemoveSegment(entry.weights_id, entry.run, entry.segment)
-    return _put(state, replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id}))), (*refused, end)
+        return put(state, replace(entry, again=None, released_by=entry.released_by | {instance_id})), refused
+    if entry.stage is not Stage.COMPLETE:
+        entry = replace(entry, stage=Stage.LEAVING, wants=0, released_by=frozenset({instance_id}))
+        return put(state, entry), (*refused, CancelRun(entry.weights_id, entry.run))
+    state, effects = _unheld(state, entry, instance_id)
+    return state, (*refused, *effects)
+
+
+def _unheld(state: State, entry: Entry, instance_id: str) -> Decision:
+    if room.may_cache(state, entry) and not state.closing:
+        state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=True))
+        state, trimmed = room.trim(put(state, replace(entry, stage=Stage.CACHED)))
+        return state, (Remember(entry.weights_id), *trimmed)
+    entry = replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id}))
+    return room.leave(put(state, entry), entry, room.spare_room(state), told=True)
 
 
 def _abandoned(state: State, reply: int) -> State:
     for entry in state.entries.values():
         if reply in entry.releases or any(w.reply == reply for w in entry.waiters):
             waiters = tuple(w for w in entry.waiters if w.reply != reply)
-            return _put(state, replace(entry, waiters=waiters, releases=tuple(r for r in entry.releases if r != reply)))
+            return put(state, replace(entry, waiters=waiters, releases=tuple(r for r in entry.releases if r != reply)))
     return state
 
 
@@ -217,20 +225,22 @@ def _node_heard(state: State, event: NodeHeard, now: float) -> Decision:
     """Let go for holders that the nodeagent has not known for a while: their engines are gone and nobody will release them."""
     effects: list[Effect] = []
     for weights_id in tuple(state.entries):
-        entry = state.entries[weights_id]
-        holders = {i: _seen(i, h, event, now) for i, h in entry.holders.items()}
+        entry = state.entries.get(weights_id)
+        if entry is None:  # it has left for others that came to be cached just now
+            continue
+        holders = {i: h if h.local else _seen(i, h, event, now) for i, h in entry.holders.items()}
         if holders != entry.holders:
-            state = _put(state, replace(entry, holders=holders))
+            state = put(state, replace(entry, holders=holders))
         for instance_id in _lost(holders, now):
-            state, more = _let_go(state, state.entries[weights_id], instance_id)
+            state, more = _let_go(state, state.entries[weights_id], instance_id, now)
             effects.extend(more)
     # Where the last holders are lost together, those before the last leave nothing to remember.
-    return state, tuple(e for e in effects if not isinstance(e, Remember) or _is_complete(state, e.weights_id))
+    return state, tuple(e for e in effects if not isinstance(e, Remember) or _is_whole(state, e.weights_id))
 
 
-def _is_complete(state: State, weights_id: str) -> bool:
+def _is_whole(state: State, weights_id: str) -> bool:
     entry = state.entries.get(weights_id)
-    return entry is not None and entry.stage is Stage.COMPLETE
+    return entry is not None and entry.stage in (Stage.COMPLETE, Stage.CACHED)
 
 
 def _seen(instance_id: str, holder: Holder, event: NodeHeard, now: float) -> Holder:
@@ -245,20 +255,39 @@ def _lost(holders: Mapping[str, Holder], now: float) -> list[str]:
     ]
 
 
-def _adopt(state: State, event: Adopt, now: float) -> Decision:
+def _adopt(state: State, event: Adopt, now: float) -> State:
     run = state.runs + 1
     entry = Entry(
         event.weights_id,
         event.model,
         run,
-        Stage.COMPLETE,
-        event.segment,
-        event.directory,
-        event.total_bytes,
-        event.total_bytes,
+        Stage.COMPLETE if event.holders else Stage.CACHED,
+        directory=event.directory,
+        total_bytes=event.total_bytes,
+        loaded_bytes=event.total_bytes,
         holders={i: Holder(now) for i in event.holders},
+        source=event.source,
+        pinned=event.pinned,
+        used_at=now,
     )
-    return _put(replace(state, runs=run), entry), ()
+    table = chunks.adopt(state.chunks, run, event.chunks, event.total_bytes, cached=not event.holders)
+    return put(replace(state, runs=run, chunks=table), entry)
+
+
+def _adopted(state: State, event: Adopted) -> Decision:
+    effects: list[Effect] = []
+    if event.mapped:
+        state, more = room.give_back(state, event.mapped)
+        effects.extend(more)
+    state, more = room.trim(state)
+    effects.extend(more)
+    count = min(event.spare, room.spare_room(state))
+    if count:
+        run = state.runs + 1
+        state = replace(state, runs=run, chunks=chunks.fill_spare(state.chunks, run, count))
+        gone = state.chunks.doomed[run]
+        effects.append(Vacate(run, gone.chunks, 0, gone.keep))
+    return state, tuple(effects)
 
 
 def _stop(state: State) -> Decision:
@@ -270,59 +299,8 @@ def _stop(state: State) -> Decision:
         entry = replace(entry, waiters=())
         if entry.stage in (Stage.LOADING, Stage.INDEXED):
             effects.append(CancelRun(entry.weights_id, entry.run))
-            entry = replace(entry, stage=Stage.LEAVING, holders={})
+            entry = replace(entry, stage=Stage.LEAVING, wants=0, holders={})
         elif entry.stage is Stage.LEAVING:
             entry = replace(entry, holders={}, again=None)
-        state = _put(state, entry)
+        state = put(state, entry)
     return state, tuple(effects)
-
-
-# -- reports of runs ---------------------------------------------------------------------------------------------------------------
-
-
-def _reported(state: State, event: Report) -> Decision:
-    entry = state.entries.get(event.weights_id)
-    if entry is None or entry.run != event.run:
-        return state, ()
-    if entry.stage is Stage.LEAVING:
-        return _reported_leaving(state, entry, event)
-    if entry.stage in (Stage.COMPLETE, Stage.FAILED):  # its run has ended
-        return state, ()
-    effects: tuple[Effect, ...] = ()
-    match event:
-        case Fetched():
-            entry = replace(entry, fetched_bytes=event.fetched)
-        case Indexed():
-            entry, effects = _answered(
-                replace(entry, stage=Stage.INDEXED, segment=event.segment, directory=event.directory, total_bytes=event.total_bytes)
-            )
-        case Progressed():
-            entry = replace(entry, loaded_bytes=min(max(entry.loaded_bytes, event.loaded), entry.total_bytes))
-        case Completed():
-            entry, effects = _answered(replace(entry, stage=Stage.COMPLETE, loaded_bytes=entry.total_bytes))
-            effects = (Remember(entry.weights_id), *effects)
-        case Failed():
-            effects = tuple(Refused(w.reply, event.error) for w in entry.waiters)
-            entry = replace(entry, stage=Stage.FAILED, error=event.error, segment="", loaded_bytes=0, waiters=())
-        case Left():
-            return state, ()
-    return _put(state, entry), effects
-
-
-def _reported_leaving(state: State, entry: Entry, event: Report) -> Decision:
-    match event:
-        case Completed():  # the calling off came too late
-            return state, (RemoveSegment(entry.weights_id, entry.run, entry.segment),)
-        case Indexed():
-            return _put(state, replace(entry, segment=event.segment)), ()
-        case Failed():
-            freed = 0
-        case Left():
-            freed = event.freed
-        case _:
-            return state, ()
-    told = tuple(Freed(reply, freed) for reply in entry.releases)
-    if entry.again is None:
-        return _drop(state, entry.weights_id), told
-    state, started = _start(state, entry, entry.again)
-    return state, (*told, *started)

@@ -18,15 +18,20 @@ class Prepare:
     card: ModelCard
     token: int
     traceparent: str | None = None
+    background: bool = False
 
 
 @dataclass(frozen=True)
 class Attach:
+    """`local`: the holder is a connection; the nodeagent does not know it. `background`: None: as the holder's prepare said."""
+
     reply: int
     instance_id: str
     card: ModelCard
     until: Until
     traceparent: str | None = None
+    local: bool = False
+    background: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -59,17 +64,28 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class Indexed:
+class Laid:
+    """The run knows how many bytes of chunks it needs, and waits for `Grant` or `Deny`. `room`: bytes of memory free just now."""
+
     weights_id: str
     run: int
-    segment: str
+    total_bytes: int
+    room: int
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Header and index of the segment are in its chunks."""
+
+    weights_id: str
+    run: int
     directory: str
     total_bytes: int
 
 
 @dataclass(frozen=True)
 class Progressed:
-    """`loaded` bytes of the segment are there."""
+    """Every byte of the segment below `loaded` is there."""
 
     weights_id: str
     run: int
@@ -84,7 +100,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Failed:
-    """The run has ended in an error; its segment is removed already."""
+    """The run has ended in an error, and writes no more."""
 
     weights_id: str
     run: int
@@ -92,24 +108,52 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A run that was called off writes no more."""
+
+    weights_id: str
+    run: int
+
+
+@dataclass(frozen=True)
 class Left:
-    """A run called off, or a removal, is done: `freed` bytes are proved gone."""
+    """Weights are gone: `freed` bytes are proved to be free (0: somebody maps them still), `kept` bytes stay spare."""
 
     weights_id: str
     run: int
     freed: int
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class Vacated:
+    """Nobody maps the chunks that `Vacate` named, and those not kept have no memory. `room`: bytes of memory free just now."""
+
+    run: int
+    room: int
 
 
 @dataclass(frozen=True)
 class Adopt:
-    """A complete segment of an earlier loader process, found and checked at the start."""
+    """Complete weights of an earlier loader process, found and checked at the start; without holders they are cached."""
 
     weights_id: str
     model: str
-    segment: str
+    chunks: tuple[int, ...]
     directory: str
     total_bytes: int
     holders: tuple[str, ...]
+    source: str = ""
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """All that was found is told. `mapped`: chunks that nobody owns and some process maps: not to be given away before it ends."""
+
+    mapped: tuple[int, ...] = ()
+    spare: int = 0
+    """Chunks to be had ready from the start."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +162,8 @@ class Stop:
 
 
 Event = (
-    Prepare | Attach | Release | Abandoned | NodeHeard | Fetched | Indexed | Progressed | Completed | Failed | Left | Adopt | Stop
+    Prepare | Attach | Release | Abandoned | NodeHeard | Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Left
+    | Vacated | Adopt | Adopted | Stop
 )  # fmt: skip
 
 # -- effects -------------------------------------------------------------------------------------------------------------------------
@@ -130,28 +175,59 @@ class StartRun:
     run: int
     card: ModelCard
     traceparent: str | None = None
+    background: bool = False
 
 
 @dataclass(frozen=True)
 class CancelRun:
-    """Call the run off; `Left` (or `Completed`, if it was too late) follows."""
+    """Call the run off; `Ended` (or `Completed`, if it was too late) follows."""
 
     weights_id: str
     run: int
 
 
 @dataclass(frozen=True)
-class RemoveSegment:
-    """Remove a complete segment and its record; `Left` follows."""
+class Hurry:
+    """A request waits for this run now."""
 
-    weights_id: str
     run: int
-    segment: str
+
+
+@dataclass(frozen=True)
+class Grant:
+    run: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Deny:
+    """There is no room for what the run wants; `Failed` follows."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class Vacate:
+    """Prove that no process maps these chunks, then give back the memory of all but the first `keep`; `Vacated` follows when that is so.
+    With `weights_id`, `Left` follows within a bounded time. With `nbytes` 0 the chunks have no memory yet, and those kept are to get it."""
+
+    run: int
+    chunks: tuple[int, ...]
+    nbytes: int
+    keep: int
+    weights_id: str | None = None
 
 
 @dataclass(frozen=True)
 class Remember:
-    """Write down who holds a complete segment."""
+    """Write down where complete weights lie and who holds them."""
+
+    weights_id: str
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Remove that record, before anything happens to the memory."""
 
     weights_id: str
 
@@ -171,6 +247,7 @@ class Attached:
 class Freed:
     reply: int
     freed: int
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,4 +256,4 @@ class Refused:
     error: ErrorBody = field(repr=False)
 
 
-Effect = StartRun | CancelRun | RemoveSegment | Remember | Accepted | Attached | Freed | Refused
+Effect = StartRun | CancelRun | Hurry | Grant | Deny | Vacate | Remember | Forget | Accepted | Attached | Freed | Refused

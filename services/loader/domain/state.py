@@ -2,11 +2,11 @@
 
 An entry's stages:
 
-    LOADING ──► INDEXED ──► COMPLETE          a load run is under way in LOADING and INDEXED
+    LOADING ──► INDEXED ──► COMPLETE ◄──► CACHED ──► gone        a load run is under way in LOADING and INDEXED
        │           │           │
        ├───────────┴──► FAILED │              kept while it has holders, so that they are told why
        ▼           ▼           ▼
-      LEAVING (the run is being called off, or the segment removed) ──► gone, or LOADING again if somebody came meanwhile
+      LEAVING (the run is being called off, or the memory given back) ──► gone, or LOADING again if somebody came meanwhile
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from services.loader.domain.chunks import Chunks
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard
 
@@ -26,6 +27,7 @@ class Stage(StrEnum):
     LOADING = "loading"
     INDEXED = "indexed"
     COMPLETE = "complete"
+    CACHED = "cached"
     FAILED = "failed"
     LEAVING = "leaving"
 
@@ -33,10 +35,12 @@ class Stage(StrEnum):
 @dataclass(frozen=True)
 class Holder:
     """`since`: monotonic seconds of the last prepare or attach. `missing`: of the first of the nodeagent's latest statuses that all did
-    not list it; None while it is listed."""
+    not list it; None while it is listed. `local`: a connection, which the nodeagent does not know. `background`: no request waits."""
 
     since: float
     missing: float | None = None
+    local: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,19 @@ class Wanted:
 
     card: ModelCard
     traceparent: str | None = None
+    background: bool = False
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The weights of one model revision on this node. `run` numbers the load run: reports of earlier runs are stale."""
+    """The weights of one model revision on this node. `run` numbers the load run: reports of earlier runs are stale. `wants`: bytes of
+    chunks that the run waits for. `used_at`: monotonic seconds of the last attach or release."""
 
     weights_id: str
     model: str
     run: int
     stage: Stage = Stage.LOADING
-    segment: str = ""
+    wants: int = 0
     directory: str = ""
     total_bytes: int = 0
     loaded_bytes: int = 0
@@ -72,6 +78,9 @@ class Entry:
     holders: Mapping[str, Holder] = field(default_factory=dict)
     waiters: tuple[Waiter, ...] = ()
     error: ErrorBody | None = None
+    source: str = ""
+    pinned: bool = False
+    used_at: float = 0.0
     releases: tuple[int, ...] = ()
     """Release requests answered when the memory is gone (LEAVING)."""
     released_by: frozenset[str] = frozenset()
@@ -89,11 +98,12 @@ class State:
     epoch: int = 0
     released: tuple[str, ...] = ()
     closing: bool = False
+    chunks: Chunks = field(default_factory=Chunks)
 
     @property
     def settled(self) -> bool:
         """No run and no removal is under way."""
-        return all(e.stage in (Stage.COMPLETE, Stage.FAILED) for e in self.entries.values())
+        return all(e.stage in (Stage.COMPLETE, Stage.CACHED, Stage.FAILED) for e in self.entries.values())
 
     def held_by(self, instance_id: str) -> Entry | None:
         return next((e for e in self.entries.values() if instance_id in e.holders), None)

@@ -95,7 +95,7 @@ class LoadedModel:
         self.start = EngineStart(
             instance_id="i", node="n", card=card_of(directory), device="cpu:0", kv_bytes=64 << 20, log_path="unused"
         )
-        self.bound: Bound = loading.bind_early(directory, self.segment.name, self.start)
+        self.bound: Bound = loading.bind_early(directory, self.segment.attached(), self.start)
         self.segment.write_data()
         self.files: Files = loading.read_files(directory, self.start)
         self.computable: Computable = loading.complete(self.bound, self.files, self.start, EngineSettings())
@@ -253,7 +253,7 @@ def test_another_dtype_is_converted(tmp_path: Path, demo_directory: Path) -> Non
     segment.write_index()
     try:
         start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=64 << 20, log_path="unused")
-        bound = loading.bind_early(directory, segment.name, start)
+        bound = loading.bind_early(directory, segment.attached(), start)
         segment.write_data()
         loading.complete(bound, loading.read_files(directory, start), start, EngineSettings())
         wanted = load_file(directory / "model.safetensors")["lm_head.weight"].bfloat16()
@@ -291,7 +291,7 @@ def test_encoders_embed_as_sentence_transformers_do(mode: str | None, tmp_path: 
     try:
         card = card_of(tmp_path, task="embed")
         start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=0, log_path="unused")
-        bound = loading.bind_early(tmp_path, segment.name, start)
+        bound = loading.bind_early(tmp_path, segment.attached(), start)
         assert not bound.copied
         computable = loading.complete(bound, loading.read_files(tmp_path, start), start, EngineSettings())
         inputs = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]

@@ -41,7 +41,13 @@ class LoaderProcess:
     def __init__(self, url: str, home: Path, node: str) -> None:
         self.node, self.home = node, home
         self.prefix = segment_prefix(home, node)
-        self.environment = {"THAW_NATS_URL": url, "THAW_HOME": str(home), "THAW_NODE": node, "THAW_LOG_FORMAT": "text"}
+        self.environment = {
+            "THAW_NATS_URL": url,
+            "THAW_HOME": str(home),
+            "THAW_NODE": node,
+            "THAW_LOG_FORMAT": "text",
+            "THAW_DRAM_BYTES": "0",  # what is let go is gone; test_dram.py gives it a budget
+        }
         self.log = home / "loader.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -59,6 +65,10 @@ class LoaderProcess:
 
     def segments(self) -> list[str]:
         return sorted(p.name for p in SHM.iterdir() if p.name.startswith(self.prefix))
+
+    def memory(self) -> int:
+        """Bytes of shared memory that the node's files have."""
+        return sum((SHM / name).stat().st_blocks * 512 for name in self.segments())
 
     def close(self) -> None:
         if self.process is not None:

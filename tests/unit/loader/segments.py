@@ -8,14 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shared.contracts.loader import WeightsAttached
 from shared.contracts.segment import HEADER_BYTES, SegmentHeader, SegmentIndex
+from shared.mapping import map_extents
 
 SHM = Path("/dev/shm")
 _NUMPY = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "U8": np.uint8}
 
 
-def read_segment(name: str) -> dict[str, npt.NDArray[Any]]:
-    data = (SHM / name).read_bytes()
+def read_segment(where: str | WeightsAttached) -> dict[str, npt.NDArray[Any]]:
+    """What an engine finds: in a file of the segment's own, or in its extents of the pool."""
+    name, extents = (where, ()) if isinstance(where, str) else (where.segment, where.extents)
+    mapped = map_extents(SHM / name, extents)
+    data = bytes(mapped)
+    mapped.close()
     header = SegmentHeader.model_validate_json(data[:HEADER_BYTES].rstrip(b"\0"))
     assert header.total_bytes == len(data)
     index = SegmentIndex.model_validate_json(data[header.index_offset : header.index_offset + header.index_bytes])
@@ -29,8 +35,8 @@ def read_segment(name: str) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def assert_same(name: str, expected: dict[str, npt.NDArray[Any]]) -> None:
-    found = read_segment(name)
+def assert_same(where: str | WeightsAttached, expected: dict[str, npt.NDArray[Any]]) -> None:
+    found = read_segment(where)
     assert found.keys() == expected.keys()
     for tensor, value in expected.items():
         np.testing.assert_array_equal(found[tensor], value)

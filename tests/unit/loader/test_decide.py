@@ -1,13 +1,10 @@
-"""The loader's decisions, by a state machine that plays the shell: runs, removals and waiters in any order."""
+"""The loader's decisions: who holds weights, which loads run, who is answered when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
-
+from services.loader.domain.chunks import CHUNK_BYTES, Chunks
 from services.loader.domain.decide import LOST_AFTER_S, MISSING_FOR_S, decide
 from services.loader.domain.events import (
     Abandoned,
@@ -17,11 +14,17 @@ from services.loader.domain.events import (
     Attached,
     CancelRun,
     Completed,
+    Deny,
     Effect,
+    Ended,
     Event,
     Failed,
+    Forget,
     Freed,
+    Grant,
+    Hurry,
     Indexed,
+    Laid,
     Left,
     NodeHeard,
     Prepare,
@@ -29,18 +32,19 @@ from services.loader.domain.events import (
     Refused,
     Release,
     Remember,
-    RemoveSegment,
     StartRun,
     Stop,
+    Vacate,
+    Vacated,
 )
-from services.loader.domain.state import Stage, State
+from services.loader.domain.state import State
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
 
 ERROR = CheckpointInvalid("damaged").body()
 
 
-def card(revision: str = "w1") -> ModelCard:
+def card(revision: str = "w1", *, pin: bool = False) -> ModelCard:
     info = ModelInfo(
         source="/m",
         revision=revision,
@@ -53,14 +57,14 @@ def card(revision: str = "w1") -> ModelCard:
         context_length=10,
         kv_bytes_per_token=1,
     )
-    return ModelCard(spec=ModelSpec(name=revision, source="/m"), info=info, created=0)
+    return ModelCard(spec=ModelSpec(name=revision, source="/m", pin=pin), info=info, created=0)
 
 
 @dataclass
 class Played:
     """What the shell would have running after the events so far."""
 
-    state: State = field(default_factory=State)
+    state: State = field(default_factory=lambda: State(chunks=Chunks(64)))
     now: float = 0.0
     effects: list[Effect] = field(default_factory=list)
 
@@ -70,12 +74,22 @@ class Played:
         return effects
 
 
+VACATE = (Forget("w1"), Vacate(1, (0,), 100, 0, "w1"))
+"""What gives w1's memory back."""
+
+
+def granted(p: Played, weights_id: str = "w1", run: int = 1, nbytes: int = 100, room: int = 1 << 40) -> None:
+    """The run has its chunks and its index."""
+    assert any(isinstance(e, Grant) for e in p.do(Laid(weights_id, run, nbytes, room)))
+    p.do(Indexed(weights_id, run, "/m", nbytes))
+
+
 def loaded(*instances: str) -> Played:
     """Weights w1, complete, held by `instances`."""
     p = Played()
     for n, i in enumerate(instances):
         p.do(Prepare(n, i, card(), 1))
-    p.do(Indexed("w1", 1, "seg", "/m", 100))
+    granted(p)
     p.do(Completed("w1", 1))
     return p
 
@@ -91,7 +105,8 @@ def test_attaches_are_answered_when_their_wait_is_over() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "index"))
     p.do(Attach(2, "a", card(), "complete"))
-    assert p.do(Indexed("w1", 1, "seg", "/m", 100)) == (Attached(1, "w1"),)
+    assert p.do(Laid("w1", 1, 100, 1000)) == (Grant(1, (0,)),)
+    assert p.do(Indexed("w1", 1, "/m", 100)) == (Attached(1, "w1"),)
     assert p.do(Attach(3, "b", card(), "index")) == (Attached(3, "w1"),)
     assert p.do(Progressed("w1", 1, 50)) == ()
     assert p.do(Completed("w1", 1)) == (Remember("w1"), Attached(2, "w1"))
@@ -113,7 +128,7 @@ def test_a_run_that_has_ended_is_not_heard_any_more() -> None:
     complete = loaded("a")
     for p in (failed, complete):
         before = p.state
-        for late in (Completed("w1", 1), Progressed("w1", 1, 50), Left("w1", 1, 1)):
+        for late in (Completed("w1", 1), Progressed("w1", 1, 50), Ended("w1", 1), Left("w1", 1, 1)):
             assert p.do(late) == ()
         assert p.state == before
 
@@ -134,26 +149,29 @@ def test_the_last_release_calls_off_a_load_and_waits_for_its_end() -> None:
     assert isinstance(refused, Refused)
     assert cancel == CancelRun("w1", 1)
     assert p.do(Release(4, "a")) == ()  # repeated: waits as well
-    assert p.do(Left("w1", 1, 77)) == (Freed(3, 77), Freed(4, 77))
+    assert p.do(Ended("w1", 1)) == (Freed(3, 0), Freed(4, 0))
     assert p.state.entries == {}
 
 
 def test_a_load_that_ends_while_called_off_is_removed() -> None:
     p = Played()
     p.do(Prepare(1, "a", card(), 1))
-    p.do(Indexed("w1", 1, "seg", "/m", 100))
+    granted(p)
     p.do(Release(2, "a"))
-    assert p.do(Completed("w1", 1)) == (RemoveSegment("w1", 1, "seg"),)
+    assert p.do(Completed("w1", 1)) == VACATE[1:]
+    assert p.do(Vacated(1, 1000)) == ()
     assert p.do(Left("w1", 1, 100)) == (Freed(2, 100),)
 
 
 def test_who_comes_while_weights_leave_gets_a_fresh_load() -> None:
     p = loaded("a")
-    assert p.do(Release(5, "a")) == (RemoveSegment("w1", 1, "seg"),)
+    assert p.do(Release(5, "a")) == VACATE
     assert p.do(Attach(6, "b", card(), "index")) == ()
     assert p.do(Left("w1", 1, 100)) == (Freed(5, 100), StartRun("w1", 2, card()))
-    assert p.do(Indexed("w1", 1, "old", "/m", 100)) == ()
-    assert p.do(Indexed("w1", 2, "new", "/m", 100)) == (Attached(6, "w1"),)
+    assert p.do(Indexed("w1", 1, "/m", 100)) == ()
+    # The old chunks are not given away before it is proved that nobody maps them.
+    assert p.do(Laid("w1", 2, 100, 1000)) == (Grant(2, (1,)),)
+    assert p.do(Indexed("w1", 2, "/m", 100)) == (Attached(6, "w1"),)
 
 
 def test_others_keep_the_segment() -> None:
@@ -166,7 +184,7 @@ def test_an_abandoned_attach_is_not_answered_and_still_holds() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "complete"))
     p.do(Abandoned(1))
-    p.do(Indexed("w1", 1, "seg", "/m", 100))
+    granted(p)
     assert p.do(Completed("w1", 1)) == (Remember("w1"),)
     assert "a" in p.state.entries["w1"].holders
 
@@ -182,7 +200,7 @@ def test_holders_the_nodeagent_lost_are_let_go() -> None:
     p.now += MISSING_FOR_S + 1
     assert p.do(NodeHeard(frozenset())) == ()
     p.now += MISSING_FOR_S
-    assert p.do(NodeHeard(frozenset())) == (RemoveSegment("w1", 1, "seg"),)
+    assert p.do(NodeHeard(frozenset())) == VACATE
 
 
 def test_holders_lost_together_leave_nothing_to_remember() -> None:
@@ -190,7 +208,7 @@ def test_holders_lost_together_leave_nothing_to_remember() -> None:
     p.now = 100.0
     assert p.do(NodeHeard(frozenset())) == ()
     p.now = 200.0
-    assert p.do(NodeHeard(frozenset())) == (RemoveSegment("w1", 1, "seg"),)
+    assert p.do(NodeHeard(frozenset())) == VACATE
 
 
 def test_a_fresh_holder_is_not_lost_yet() -> None:
@@ -201,7 +219,7 @@ def test_a_fresh_holder_is_not_lost_yet() -> None:
 
 def test_adopted_segments_are_there_at_once() -> None:
     p = Played()
-    p.do(Adopt("w1", "m", "seg", "/m", 100, ("a",)))
+    p.do(Adopt("w1", "m", (3,), "/m", 100, ("a",)))
     assert p.do(Attach(1, "b", card(), "complete")) == (Remember("w1"), Attached(1, "w1"))
 
 
@@ -212,177 +230,47 @@ def test_stopping_keeps_what_is_complete() -> None:
     assert isinstance(refused, Refused)
     assert cancel == CancelRun("w2", 2)
     settled = [p.state.settled]
-    p.do(Left("w2", 2, 0))
+    p.do(Ended("w2", 2))
     assert [*settled, p.state.settled] == [False, True]
     assert p.state.entries.keys() == {"w1"}
     [refused] = p.do(Prepare(6, "c", card(), 1))
     assert isinstance(refused, Refused)
 
 
-class Shell(RuleBasedStateMachine):
-    """Runs and removals end when and how Hypothesis likes; replies are counted; memory is tracked."""
-
-    instances = Bundle("instances")
-
-    @initialize()
-    def begin(self) -> None:
-        self.played = Played()
-        self.replies: dict[int, str] = {}
-        self.answered: set[int] = set()
-        self.running: dict[int, str] = {}
-        self.cancelled: set[int] = set()
-        self.removing: dict[int, str] = {}
-        self.memory: dict[int, str] = {}
-        self.epoch = 1
-
-    def do(self, event: Event) -> None:
-        for effect in self.played.do(event):
-            match effect:
-                case StartRun():
-                    assert effect.weights_id not in self.running.values(), "two runs for one revision"
-                    assert effect.weights_id not in self.memory.values(), "memory charged twice"
-                    self.running[effect.run] = effect.weights_id
-                case CancelRun():
-                    assert effect.run in self.running
-                    self.cancelled.add(effect.run)
-                case RemoveSegment():
-                    assert self.memory[effect.run] == effect.weights_id
-                    assert effect.run not in self.running
-                    self.removing[effect.run] = effect.weights_id
-                case Accepted() | Attached() | Freed() | Refused():
-                    assert effect.reply in self.replies, "an answer to nobody"
-                    assert effect.reply not in self.answered, "answered twice"
-                    self.answered.add(effect.reply)
-                    if isinstance(effect, Attached):
-                        entry = self.played.state.entries[effect.weights_id]
-                        assert entry.segment
-                        assert entry.run in self.memory
-                case Remember():
-                    assert self.played.state.entries[effect.weights_id].stage is Stage.COMPLETE
-
-    def number(self, what: str) -> int:
-        number = len(self.replies) + 1
-        self.replies[number] = what
-        return number
-
-    @rule(target=instances, n=st.integers(0, 5))
-    def instance(self, n: int) -> str:
-        return f"i{n}"
-
-    @rule(i=instances, w=st.sampled_from(["w1", "w2"]), old=st.booleans())
-    def prepare(self, i: str, w: str, old: bool) -> None:
-        number = self.number("prepare")
-        self.do(Prepare(number, i, card(w), (self.epoch - old) << 32))
-        assert number in self.answered
-
-    @rule(i=instances, w=st.sampled_from(["w1", "w2"]), index=st.booleans())
-    def attach(self, i: str, w: str, index: bool) -> None:
-        self.do(Attach(self.number("attach"), i, card(w), "index" if index else "complete"))
-
-    @rule(i=instances)
-    def release(self, i: str) -> None:
-        self.do(Release(self.number("release"), i))
-        assert self.played.state.held_by(i) is None
-
-    @rule(known=st.sets(st.integers(0, 5)), later=st.floats(0.1, 8))
-    def node(self, known: set[int], later: float) -> None:
-        self.played.now += later
-        self.do(NodeHeard(frozenset(f"i{n}" for n in known)))
-
-    @precondition(lambda self: len(self.answered) < len(self.replies))
-    @rule(data=st.data())
-    def abandon(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.replies.keys() - self.answered)))
-        self.answered.add(number)
-        self.do(Abandoned(number))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), step=st.sampled_from(["index", "progress", "complete", "fail", "left"]))
-    def run_reports(self, data: st.DataObject, step: str) -> None:
-        run = data.draw(st.sampled_from(sorted(self.running)))
-        weights_id = self.running[run]
-        if step == "index" and run not in self.memory:
-            self.memory[run] = weights_id
-            self.do(Indexed(weights_id, run, f"seg{run}", "/m", 100))
-        elif step == "progress" and run in self.memory:
-            self.do(Progressed(weights_id, run, 50))
-        elif step == "complete" and run in self.memory:
-            del self.running[run]
-            self.do(Completed(weights_id, run))
-        elif step == "fail":
-            del self.running[run]
-            self.memory.pop(run, None)
-            self.do(Failed(weights_id, run, ERROR))
-        elif step == "left" and run in self.cancelled:
-            del self.running[run]
-            self.memory.pop(run, None)
-            self.do(Left(weights_id, run, 50))
-
-    @precondition(lambda self: self.removing)
-    @rule(data=st.data())
-    def removed(self, data: st.DataObject) -> None:
-        run = data.draw(st.sampled_from(sorted(self.removing)))
-        weights_id = self.removing.pop(run)
-        del self.memory[run]
-        self.do(Left(weights_id, run, 100))
-
-    @rule(run=st.integers(0, 3), w=st.sampled_from(["w1", "w2"]))
-    def stale_report(self, run: int, w: str) -> None:
-        if run not in self.running and run not in self.memory:
-            self.do(Completed(w, run))
-            self.do(Left(w, run, 1))
-
-    @rule()
-    def stop(self) -> None:
-        self.do(Stop())
-
-    @invariant()
-    def consistent(self) -> None:
-        if not hasattr(self, "played"):
-            return
-        state = self.played.state
-        held: list[str] = []
-        for entry in state.entries.values():
-            held.extend(entry.holders)
-            waiting = {w.instance_id for w in entry.waiters}
-            assert waiting <= set(entry.holders)
-            match entry.stage:
-                case Stage.LOADING | Stage.INDEXED:
-                    assert entry.run in self.running
-                    assert entry.run not in self.cancelled
-                    assert entry.holders
-                case Stage.COMPLETE:
-                    assert entry.run in self.memory
-                    assert entry.run not in self.removing
-                    assert entry.holders
-                    assert not entry.waiters
-                case Stage.FAILED:
-                    assert entry.run not in self.memory
-                    assert entry.holders
-                case Stage.LEAVING:
-                    assert entry.run in self.cancelled or entry.run in self.removing
-                    assert bool(entry.holders) == (entry.again is not None)
-        assert len(held) == len(set(held)), "an instance holds two models"
-        assert {*self.memory, *self.running} <= {e.run for e in state.entries.values()}, "memory or a run that nobody knows of"
-
-    def teardown(self) -> None:
-        """Everything released and every run ended: nothing may be left, nobody may still wait."""
-        if not hasattr(self, "played"):
-            return
-        for n in range(6):
-            self.do(Release(self.number("release"), f"i{n}"))
-        for run in list(self.running):
-            weights_id = self.running.pop(run)
-            self.memory.pop(run, None)
-            self.do(Left(weights_id, run, 0))
-        for run in list(self.removing):
-            weights_id = self.removing.pop(run)
-            self.memory.pop(run, None)
-            self.do(Left(weights_id, run, 0))
-        assert self.played.state.entries == {}
-        assert not self.memory
-        assert self.answered == self.replies.keys()
+def test_a_load_that_fails_midway_gives_its_chunks_back() -> None:
+    p = Played()
+    p.do(Attach(1, "a", card(), "complete"))
+    granted(p)
+    assert p.do(Failed("w1", 1, ERROR)) == (Refused(1, ERROR), Vacate(1, (0,), 100, 0))
+    p.do(Vacated(1, 1000))
+    assert p.do(Release(2, "a")) == (Freed(2, 0),)
+    assert p.state.chunks == Chunks(64)
 
 
-Shell.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestShell = Shell.TestCase
+def test_a_background_load_hurries_for_a_request() -> None:
+    p = Played()
+    start, _ = p.do(Prepare(1, "a", card(), 1, background=True))
+    assert isinstance(start, StartRun)
+    assert start.background
+    assert p.do(Attach(2, "a", card(), "complete")) == ()  # its own engine: still nobody waits
+    assert p.do(Prepare(3, "b", card(), 1)) == (Hurry(1), Accepted(3))
+    assert p.do(Prepare(4, "c", card(), 1)) == (Accepted(4),)
+
+
+def test_a_connection_is_not_for_the_nodeagent_to_know() -> None:
+    p = Played()
+    p.do(Attach(1, "socket", card(), "complete", local=True))
+    granted(p)
+    p.do(Completed("w1", 1))
+    for p.now in (100.0, 200.0):
+        assert p.do(NodeHeard(frozenset())) == ()
+    assert p.do(Release(2, "socket")) == VACATE
+
+
+def test_more_than_there_is_is_denied_and_nobody_leaves_for_it() -> None:
+    p = Played()
+    p.do(Attach(1, "a", card(), "index"))
+    assert p.do(Laid("w1", 1, 65 * CHUNK_BYTES, 1 << 40)) == (Deny(1),)
+    p.do(Failed("w1", 1, ERROR))
+    p.do(Attach(2, "b", card(), "index"))
+    assert p.do(Laid("w1", 2, 2 * CHUNK_BYTES, CHUNK_BYTES)) == (Deny(2),)

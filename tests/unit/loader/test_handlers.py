@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from services.loader.adapters.records import Records
 from services.loader.adapters.runs import Runs
-from services.loader.adapters.shm import segments
+from services.loader.domain.chunks import CHUNK_BYTES, Chunks
+from services.loader.domain.events import Event
 from services.loader.handlers import Loader
+from services.loader.pool.giving_back import GivingBack
+from services.loader.pool.memory import PoolMemory
+from services.loader.pool.region import extents
 from shared.contracts.loader import AttachWeights, Inspected, InspectModel, WeightsAttached
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
@@ -32,10 +36,16 @@ class Bench:
 
     def __init__(self, home: Path) -> None:
         self.clock = Clock()
-        self.prefix = segment_prefix(home, "n")
-        self.records = Records(home / "loader", self.prefix)
-        (home / "loader" / "segments").mkdir(parents=True)
-        self.loader = Loader("n", "boot", self.records, lambda emit: Runs(self.prefix, 2, emit), self.clock)
+        self.records = Records(home / "loader", segment_prefix(home, "n"))
+        (home / "loader" / "weights").mkdir(parents=True)
+        self.pool = PoolMemory(self.records.pool_name, 8 * CHUNK_BYTES)
+        self.loader = self.another("boot")
+
+    def another(self, boot: str, budget: int = 0) -> Loader:
+        return Loader("n", boot, self.records, self.workers, Chunks(self.pool.count, budget), self.clock)
+
+    def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
+        return Runs(self.pool, 2, emit), GivingBack(self.pool, emit)
 
     async def card(self, directory: Path) -> ModelCard:
         spec = ModelSpec(name="m", source=str(directory))
@@ -75,8 +85,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     bench = Bench(tmp_path / "home")
     yield bench
     await bench.loader.stop()
-    for name in segments(bench.prefix):
-        (Path("/dev/shm") / name).unlink()
+    bench.pool.close(unlink=True)
 
 
 async def test_weights_of_instances_the_node_lost_are_removed(bench: Bench, tmp_path: Path) -> None:
@@ -93,8 +102,8 @@ async def test_weights_of_instances_the_node_lost_are_removed(bench: Bench, tmp_
     bench.clock.now += 5
     await bench.node_knows(card)
     await bench.until_segments(0)
-    assert segments(bench.prefix) == []
-    assert bench.records.recover() == []
+    assert bench.pool.allocated() == 0
+    assert bench.records.recover(bench.pool) == ([], ())
 
 
 async def test_holders_are_written_down(bench: Bench, tmp_path: Path) -> None:
@@ -102,14 +111,14 @@ async def test_holders_are_written_down(bench: Bench, tmp_path: Path) -> None:
     card = await bench.card(tmp_path / "m")
     found = await bench.attach("a", card)
     await bench.attach("b", card)
-    [record] = bench.records.recover()
+    [record], mapped = bench.records.recover(bench.pool)
     assert record.holders == ("a", "b")
-    assert record.segment == found.segment
-    next_life = Loader("n", "boot2", bench.records, lambda emit: Runs(bench.prefix, 2, emit), bench.clock)
-    next_life.adopt([record])
+    assert extents(record.chunks, record.total_bytes) == found.extents
+    next_life = bench.another("boot2")
+    next_life.adopt([record], mapped)
     assert next_life.status().segments[0].holders == ("a", "b")
     await next_life.stop()
-    assert segments(bench.prefix) == [found.segment]
+    assert bench.pool.allocated() == found.total_bytes
 
 
 async def test_a_stopped_loader_refuses(bench: Bench, tmp_path: Path) -> None:

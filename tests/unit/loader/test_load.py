@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,13 @@ import numpy as np
 import pytest
 
 from services.loader.adapters import shm
-from services.loader.adapters.reader import CHUNK_BYTES, Cancelled, ReadOptions
-from services.loader.adapters.shm import SHM, mapped_by, read_segment_header, remove_segment
-from services.loader.format.segment import Layout
+from services.loader.adapters.reader import Cancelled, ReadOptions
+from services.loader.adapters.shm import SHM
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.format.checkpoint import open_checkpoint
+from services.loader.format.segment import Layout, lay_out
 from services.loader.load import load_segment
+from services.loader.pipeline.pieces import cut
 from shared.contracts.segment import PAGE
 from shared.errors import CheckpointInvalid, InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
@@ -30,7 +32,7 @@ def name() -> Iterator[str]:
     yield segment
     (SHM / segment).unlink(missing_ok=True)
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
-    assert os.getpid() not in mapped_by(segment)
+    assert segment not in Path("/proc/self/maps").read_text()
 
 
 def evict(directory: Path) -> None:
@@ -57,14 +59,14 @@ def test_cold_and_warm_give_the_same_bytes(tmp_path: Path, name: str, shards: in
         report = load_segment(tmp_path, name)
         assert report.stats.direct > 0
         assert_same(name, weights)
-        assert remove_segment(name) == report.total_bytes
+        (SHM / name).unlink()
         for path in tmp_path.iterdir():
             path.read_bytes()
         report = load_segment(tmp_path, name, ReadOptions(threads=1))
         assert report.stats.cached > 0
         assert report.stats.direct == 0
         assert_same(name, weights)
-        remove_segment(name)
+        (SHM / name).unlink()
 
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, CHUNK_BYTES - 100, CHUNK_BYTES, 2 * CHUNK_BYTES + 7])
@@ -82,11 +84,12 @@ def test_half_in_the_page_cache(tmp_path: Path, name: str) -> None:
     need_disk(tmp_path)
     weights = write_checkpoint(tmp_path, tensors(megabytes=60))
     evict(tmp_path)
+    second, third = cut(lay_out(open_checkpoint(tmp_path), ""))[1:3]
     with (tmp_path / "model.safetensors").open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         os.pread(file.fileno(), 3 * PAGE, 0)
-        os.pread(file.fileno(), 100, CHUNK_BYTES + 5 * PAGE)
-        os.pread(file.fileno(), CHUNK_BYTES, 2 * CHUNK_BYTES)
+        os.pread(file.fileno(), 100, second.offset + 5 * PAGE)
+        os.pread(file.fileno(), CHUNK_BYTES, third.offset)
         report = load_segment(tmp_path, name)
     assert report.stats.cached >= CHUNK_BYTES
     assert report.stats.direct > CHUNK_BYTES
@@ -122,21 +125,29 @@ def test_files_in_memory(name: str) -> None:
         directory.rmdir()
 
 
-def test_progress_counts_every_byte(tmp_path: Path, name: str) -> None:
-    write_checkpoint(tmp_path, tensors(megabytes=50), shards=2)
+def test_the_watermark_grows_to_the_end(tmp_path: Path, name: str) -> None:
+    """Whatever order its pieces come in, every byte below it is there."""
+    weights = write_checkpoint(tmp_path, tensors(megabytes=90), shards=2)
     told: list[int] = []
-    load_segment(tmp_path, name, on_bytes=told.append)
-    assert sum(told) == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
-    assert max(told) <= CHUNK_BYTES
+    behind: list[int] = []
+
+    def look(watermark: int) -> None:
+        told.append(watermark)
+        with (SHM / name).open("rb") as file:
+            behind.append(os.lseek(file.fileno(), 0, os.SEEK_HOLE))
+
+    report = load_segment(tmp_path, name, on_loaded=look)
+    assert max(told) == report.total_bytes
+    assert len(set(told)) > 3
+    assert all(there >= watermark for there, watermark in zip(behind, told, strict=True))
+    assert_same(name, weights)
 
 
 def test_the_index_is_there_before_the_data(tmp_path: Path, name: str) -> None:
     weights = write_checkpoint(tmp_path)
 
     def look(layout: Layout) -> None:
-        header = read_segment_header(name)
-        assert header is not None
-        assert header.total_bytes == layout.total_bytes
+        assert layout.header.total_bytes == layout.total_bytes
         assert (SHM / name).read_bytes()[: len(layout.head)] == layout.head
 
     load_segment(tmp_path, name, on_index=look)
@@ -148,12 +159,12 @@ def test_called_off_within_a_chunk(tmp_path: Path, name: str) -> None:
     cancelled = threading.Event()
     told: list[int] = []
 
-    def on_bytes(count: int) -> None:
+    def on_loaded(count: int) -> None:
         told.append(count)
         cancelled.set()
 
     with pytest.raises(Cancelled):
-        load_segment(tmp_path, name, ReadOptions(threads=2), cancelled=cancelled, on_bytes=on_bytes)
+        load_segment(tmp_path, name, ReadOptions(threads=2), cancelled=cancelled, on_loaded=on_loaded)
     assert len(told) <= 2
     assert not (SHM / name).exists()
 
@@ -165,7 +176,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change:
     path = tmp_path / "model.safetensors"
     told = False
 
-    def on_bytes(_: int) -> None:
+    def on_loaded(_: int) -> None:
         nonlocal told
         if not told:
             told = True
@@ -175,7 +186,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change:
                 os.truncate(path, path.stat().st_size + (-1_000_000 if change == "shrink" else 1))
 
     with pytest.raises(CheckpointInvalid, match=r"model\.safetensors (changed|shrank)"):
-        load_segment(tmp_path, name, ReadOptions(threads=1), on_bytes=on_bytes)
+        load_segment(tmp_path, name, ReadOptions(threads=1), on_loaded=on_loaded)
     assert not (SHM / name).exists()
 
 
@@ -212,19 +223,6 @@ def test_no_room_now(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InsufficientMemory, match="put other models to sleep") as caught:
         load_segment(tmp_path, name)
     assert caught.value.should_retry is True
-
-
-def test_two_loads_do_not_count_on_the_same_memory(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path, tensors(megabytes=10))
-    monkeypatch.setattr(shm, "available_memory", lambda: 15_000_000)
-
-    def second(_: Layout) -> None:
-        with pytest.raises(InsufficientMemory):
-            load_segment(tmp_path, f"{name}-2")
-
-    load_segment(tmp_path, name, on_index=second)
-    remove_segment(name)
-    load_segment(tmp_path, name)  # nothing stays promised
 
 
 def test_room_that_runs_out_midway(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,20 +280,3 @@ def test_every_way_of_reading_gives_the_same_bytes(tmp_path: Path, name: str, op
     report = load_segment(tmp_path, name, options)
     assert options.direct or report.stats.direct == 0
     assert_same(name, weights)
-
-
-def test_memory_is_not_called_free_while_somebody_maps_it(tmp_path: Path, name: str) -> None:
-    write_checkpoint(tmp_path)
-    report = load_segment(tmp_path, name)
-    script = f"import mmap; f = open('/dev/shm/{name}', 'r+b'); m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as mapper:
-        assert mapper.stdout is not None
-        assert mapper.stdout.readline() == b"mapped\n"
-        assert mapped_by(name) == [mapper.pid]
-        assert remove_segment(name, wait=0.2) == 0
-        load_segment(tmp_path, name)
-        killer = threading.Timer(0.1, mapper.kill)
-        killer.start()
-        assert remove_segment(name, wait=10) == report.total_bytes
-        killer.join()
-    assert remove_segment(name) == 0

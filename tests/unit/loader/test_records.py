@@ -7,91 +7,131 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.adapters.records import Records, SegmentRecord
+from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.shm import SHM, segments
-from services.loader.load import load_segment
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.pool.memory import PoolMemory
 from shared.contracts.segment import segment_prefix
 from shared.errors import Conflict
-from tests.unit.loader.checkpoints import write_checkpoint
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.pools import fill, mapper
 
 
 @pytest.fixture
-def prefix(tmp_path: Path) -> Iterator[str]:
-    found = segment_prefix(tmp_path, "n")
-    yield found
-    for name in segments(found):
-        (SHM / name).unlink()
-
-
-@pytest.fixture
-def records(tmp_path: Path, prefix: str) -> Iterator[Records]:
-    records = Records(tmp_path / "loader", prefix)
+def records(tmp_path: Path) -> Iterator[Records]:
+    records = Records(tmp_path / "loader", segment_prefix(tmp_path, "n"))
     with records.sole():
         yield records
 
 
-def record(tmp_path: Path, segment: str, *holders: str) -> SegmentRecord:
-    write_checkpoint(tmp_path / "m")
-    report = load_segment(tmp_path / "m", segment, weights_id="w")
-    return SegmentRecord(
-        weights_id="w", model="m", segment=segment, directory=str(tmp_path / "m"), total_bytes=report.total_bytes, holders=holders
+@pytest.fixture
+def pool(records: Records) -> Iterator[PoolMemory]:
+    pool = PoolMemory(records.pool_name, 8 * CHUNK_BYTES)
+    yield pool
+    pool.close(unlink=True)
+
+
+def record(
+    tmp_path: Path, pool: PoolMemory, *holders: str, weights_id: str = "w", chunks: tuple[int, ...] = (5, 2)
+) -> WeightsRecord:
+    directory = tmp_path / weights_id
+    write_checkpoint(directory, tensors(megabytes=20))
+    region = fill(pool, directory, chunks, weights_id)
+    return WeightsRecord(
+        weights_id=weights_id,
+        model="m",
+        chunks=region.chunks,
+        directory=str(directory),
+        total_bytes=region.nbytes,
+        holders=holders,
     )
 
 
-def test_whole_and_held_segments_are_adopted(tmp_path: Path, prefix: str, records: Records) -> None:
-    kept = record(tmp_path, f"{prefix}a", "i1", "i2")
-    records.write(kept)
-    assert records.recover() == [kept]
-    assert segments(prefix) == [kept.segment]
-
-
-@pytest.mark.parametrize("fault", ["no record", "no holders", "size", "weights id", "header", "foreign", "garbage", "missing"])
-def test_all_else_is_removed(tmp_path: Path, prefix: str, records: Records, fault: str) -> None:
-    found = record(tmp_path, f"{prefix}a", *([] if fault == "no holders" else ["i1"]))
-    path = SHM / found.segment
-    match fault:
-        case "size":
-            with path.open("ab") as file:
-                file.truncate(found.total_bytes + 4096)
-        case "weights id":
-            found = found.model_copy(update={"weights_id": "other"})
-        case "header":
-            with path.open("r+b") as file:
-                file.write(b"x")
-        case "missing":
-            path.unlink()
-        case "foreign":
-            found = found.model_copy(update={"segment": "thaw-somebody-else"})
-    if fault != "no record":
+def test_held_and_cached_weights_are_adopted_and_all_else_is_given_back(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
+    held, cached = record(tmp_path, pool, "i1", "i2"), record(tmp_path, pool, weights_id="x", chunks=(0, 7))
+    for found in (held, cached):
         records.write(found)
-    if fault == "garbage":
-        (tmp_path / "loader" / "segments" / f"{found.segment}.json").write_text("{")
-    assert records.recover() == []
-    assert segments(prefix) == []
-    assert list((tmp_path / "loader" / "segments").iterdir()) == []
+    pool.prepare(4)
+    other = SHM / f"{records.pool_name}-old"
+    other.write_bytes(b"x")
+    assert records.recover(pool) == ([held, cached], ())
+    assert pool.allocated() == held.total_bytes + cached.total_bytes
+    assert segments(segment_prefix(tmp_path, "n")) == [records.pool_name]
 
 
-def test_another_node_s_segments_are_left_alone(tmp_path: Path, records: Records) -> None:
-    other = segment_prefix(tmp_path, "other")
-    found = record(tmp_path, f"{other}a", "i1")
+@pytest.mark.parametrize(
+    "fault", ["no record", "size", "weights id", "header", "range", "twice", "chunk size", "garbage", "hole", "name", "gone"]
+)
+def test_what_is_not_whole_is_not_adopted(tmp_path: Path, records: Records, pool: PoolMemory, fault: str) -> None:
+    found = record(tmp_path, pool, "i1")
+    path = tmp_path / "loader" / "weights" / "w.json"
+    changes: dict[str, dict[str, object]] = {
+        "size": {"total_bytes": found.total_bytes + 4096},
+        "weights id": {"weights_id": "other"},
+        "range": {"chunks": (5, 99)},
+        "twice": {"chunks": (5, 5)},
+        "chunk size": {"chunk_bytes": 4096},
+    }
+    if fault != "no record":
+        records.write(found.model_copy(update=changes.get(fault, {})))
+    match fault:
+        case "header":
+            pool.write(5 * CHUNK_BYTES, memoryview(b"x"))
+        case "garbage":
+            path.write_text("{")
+        case "name":
+            path.rename(path.with_name("z.json"))
+        case "hole":
+            pool.punch([2])
+        case "gone":
+            pool.punch(range(pool.count))
+    assert records.recover(pool) == ([], ())
+    assert pool.allocated() == 0
+    assert list(path.parent.iterdir()) == []
+
+
+def test_two_records_of_one_chunk_are_not_both_believed(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
+    first = record(tmp_path, pool, "i1", weights_id="a")
+    second = record(tmp_path, pool, "i2", weights_id="b", chunks=(1, 2))
+    for found in (first, second):
+        records.write(found)
+    assert records.recover(pool) == ([second], ()) or records.recover(pool) == ([first], ())
+
+
+def test_chunks_that_an_engine_still_maps_are_neither_freed_nor_given_away(
+    tmp_path: Path, records: Records, pool: PoolMemory
+) -> None:
+    found = record(tmp_path, pool, "i1")
+    from services.loader.pool.region import extents
+
+    with mapper(pool.path, extents(found.chunks, found.total_bytes)):
+        assert records.recover(pool) == ([], (2, 5))
+        assert pool.allocated() == found.total_bytes
+    assert records.recover(pool) == ([], ())
+    assert pool.allocated() == 0
+
+
+def test_another_node_s_memory_is_left_alone(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
+    other = SHM / f"{segment_prefix(tmp_path, 'other')}pool"
+    other.write_bytes(b"x")
     try:
-        records.recover()
-        assert segments(other) == [found.segment]
+        records.recover(pool)
+        assert other.exists()
     finally:
-        (SHM / found.segment).unlink()
+        other.unlink()
 
 
-def test_one_loader_at_a_time(tmp_path: Path, prefix: str, records: Records) -> None:
-    with pytest.raises(Conflict, match="another loader runs"), Records(tmp_path / "loader", prefix).sole():
+def test_one_loader_at_a_time(tmp_path: Path, records: Records) -> None:
+    with pytest.raises(Conflict, match="another loader runs"), Records(tmp_path / "loader", "thaw-x-").sole():
         pass
 
 
-def test_a_disk_that_takes_no_record_stops_nothing(tmp_path: Path, prefix: str, records: Records) -> None:
-    found = record(tmp_path, f"{prefix}a", "i1")
-    directory = tmp_path / "loader" / "segments"
-    (directory / f"{found.segment}.tmp").mkdir()
+def test_a_disk_that_takes_no_record_stops_nothing(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
+    found = record(tmp_path, pool, "i1")
+    directory = tmp_path / "loader" / "weights"
+    (directory / "w.tmp").mkdir()
     records.write(found)
-    (directory / f"{found.segment}.tmp").rmdir()
+    (directory / "w.tmp").rmdir()
     assert list(directory.iterdir()) == []
     records.write(found)
-    assert records.recover() == [found]
+    assert records.recover(pool) == ([found], ())

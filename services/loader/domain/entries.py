@@ -1,0 +1,44 @@
+"""Entries changed in ways that several decisions share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.loader.domain.events import Attached, Effect, StartRun
+from services.loader.domain.state import Entry, Stage, State, Until, Wanted
+
+
+def put(state: State, entry: Entry) -> State:
+    return replace(state, entries={**state.entries, entry.weights_id: entry})
+
+
+def drop(state: State, weights_id: str) -> State:
+    return replace(state, entries={k: v for k, v in state.entries.items() if k != weights_id})
+
+
+def start(state: State, entry: Entry, wanted: Wanted) -> tuple[State, tuple[Effect, ...]]:
+    """A new run for `entry`; its holders and waiters stay, all else begins afresh."""
+    run, card = state.runs + 1, wanted.card
+    entry = Entry(
+        entry.weights_id,
+        card.name,
+        run,
+        holders=entry.holders,
+        waiters=entry.waiters,
+        source=card.info.source,
+        pinned=card.spec.pin,
+        used_at=entry.used_at,
+    )
+    order = StartRun(entry.weights_id, run, card, wanted.traceparent, wanted.background)
+    return put(replace(state, runs=run), entry), (order,)
+
+
+def reached(entry: Entry, until: Until) -> bool:
+    return entry.stage is Stage.COMPLETE or (entry.stage is Stage.INDEXED and until == "index")
+
+
+def answered(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
+    """Answer the waiters whose wait is over."""
+    over = tuple(w for w in entry.waiters if reached(entry, w.until))
+    left = tuple(w for w in entry.waiters if w not in over)
+    return replace(entry, waiters=left), tuple(Attached(w.reply, entry.weights_id) for w in over)

@@ -1,0 +1,116 @@
+"""Whose chunk a link reads next, and what its speed is: values only (ADR 0013).
+
+Of a link's loads, those that a request waits on go before background ones. Within a class they take turns, a chunk each (fair), or go one after
+the other in the order they came (in order). A load that is called off, or hurried, is so from its next chunk on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+Order = Literal["fair", "in-order"]
+WINDOW_S = 0.1
+"""Speed is learned from windows of this length in which the link was busy: single chunks of several threads say little."""
+_LEAST_S = 0.02
+_WINDOWS = 9
+
+
+@dataclass(frozen=True)
+class Load:
+    """`chunks` and `nbytes` are still to be begun; `under_way` bytes are being read."""
+
+    load: int
+    chunks: int
+    nbytes: int
+    background: bool = False
+    under_way: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """The loads of one link; the first of a class is next."""
+
+    order: Order = "fair"
+    loads: tuple[Load, ...] = ()
+
+    @property
+    def queued_bytes(self) -> int:
+        return sum(x.nbytes + x.under_way for x in self.loads)
+
+
+def join(line: Line, load: Load) -> Line:
+    return replace(line, loads=(*line.loads, load))
+
+
+def leave(line: Line, load: int) -> Line:
+    return replace(line, loads=tuple(x for x in line.loads if x.load != load))
+
+
+def hurry(line: Line, load: int) -> Line:
+    """A request waits on it now."""
+    return replace(line, loads=tuple(replace(x, background=False) if x.load == load else x for x in line.loads))
+
+
+def following(line: Line) -> int | None:
+    """The load whose chunk is read next; None if nothing is left to begin."""
+    ready = [x for x in line.loads if x.chunks]
+    return next((x.load for x in sorted(ready, key=lambda x: x.background)), None)
+
+
+def begun(line: Line, load: int, nbytes: int) -> Line:
+    """A chunk of `load` is being read; where turns are taken, it is behind the others of its class now."""
+    [found] = [x for x in line.loads if x.load == load]
+    moved = replace(found, chunks=found.chunks - 1, nbytes=found.nbytes - nbytes, under_way=found.under_way + nbytes)
+    if line.order == "in-order":
+        return replace(line, loads=tuple(moved if x is found else x for x in line.loads))
+    return replace(line, loads=(*(x for x in line.loads if x is not found), moved))
+
+
+def done(line: Line, load: int, nbytes: int) -> Line:
+    """A chunk has been read."""
+    return replace(line, loads=tuple(replace(x, under_way=x.under_way - nbytes) if x.load == load else x for x in line.loads))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """`since`: monotonic seconds when the present window began; None: the link is idle. `windows`: bytes per second of the latest ones."""
+
+    since: float | None = None
+    nbytes: int = 0
+    windows: tuple[float, ...] = ()
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The median window: a stall or a burst does not move it."""
+        return median(self.windows) if self.windows else None
+
+
+def busy(speed: Speed, now: float) -> Speed:
+    """The link has begun a chunk."""
+    return replace(speed, since=now, nbytes=0) if speed.since is None else speed
+
+
+def arrived(speed: Speed, nbytes: int, now: float) -> Speed:
+    """`nbytes` have come."""
+    if speed.since is None:
+        return speed
+    speed = replace(speed, nbytes=speed.nbytes + nbytes)
+    return _closed(speed, now, now) if now - (speed.since or now) >= WINDOW_S else speed
+
+
+def idle(speed: Speed, now: float) -> Speed:
+    """The link has nothing to do."""
+    if speed.since is None:
+        return speed
+    if now - speed.since < _LEAST_S and speed.windows:
+        return replace(speed, since=None, nbytes=0)
+    return _closed(speed, now, None)
+
+
+def _closed(speed: Speed, now: float, since: float | None) -> Speed:
+    assert speed.since is not None
+    rate = speed.nbytes / max(now - speed.since, 1e-6)
+    windows = (*speed.windows, rate)[-_WINDOWS:] if speed.nbytes else speed.windows
+    return Speed(since, 0, windows)

@@ -1,0 +1,96 @@
+"""What load runs, and those who give memory back, report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.loader.domain import chunks, room
+from services.loader.domain.entries import answered, drop, put, start
+from services.loader.domain.events import (
+    Completed,
+    Effect,
+    Ended,
+    Failed,
+    Fetched,
+    Forget,
+    Freed,
+    Indexed,
+    Laid,
+    Left,
+    Progressed,
+    Refused,
+    Remember,
+    Vacated,
+)
+from services.loader.domain.state import Entry, Stage, State
+
+Decision = tuple[State, tuple[Effect, ...]]
+Report = Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Left
+
+
+def reported(state: State, event: Report | Vacated, now: float) -> Decision:
+    if isinstance(event, Vacated):
+        return room.settle(replace(state, chunks=chunks.vacate(state.chunks, event.run)), event.room)
+    entry = state.entries.get(event.weights_id)
+    if entry is None or entry.run != event.run:
+        return state, ()
+    if entry.stage is Stage.LEAVING:
+        return _leaving(state, entry, event)
+    if entry.stage not in (Stage.LOADING, Stage.INDEXED):  # its run has ended
+        return state, ()
+    return _running(state, entry, event, now)
+
+
+def _running(state: State, entry: Entry, event: Report, now: float) -> Decision:
+    effects: tuple[Effect, ...] = ()
+    match event:
+        case Fetched():
+            entry = replace(entry, fetched_bytes=event.fetched)
+        case Laid():
+            return room.settle(put(state, replace(entry, wants=event.total_bytes)), event.room)
+        case Indexed():
+            entry, effects = answered(replace(entry, stage=Stage.INDEXED, directory=event.directory, total_bytes=event.total_bytes))
+        case Progressed():
+            entry = replace(entry, loaded_bytes=min(max(entry.loaded_bytes, event.loaded), entry.total_bytes))
+        case Completed():
+            entry, effects = answered(replace(entry, stage=Stage.COMPLETE, loaded_bytes=entry.total_bytes, used_at=now))
+            effects = (Remember(entry.weights_id), *effects)
+        case Failed():
+            return _failed(state, entry, event)
+        case Ended() | Left():
+            return state, ()
+    return put(state, entry), effects
+
+
+def _failed(state: State, entry: Entry, event: Failed) -> Decision:
+    effects: tuple[Effect, ...] = tuple(Refused(w.reply, event.error) for w in entry.waiters)
+    if entry.run in state.chunks.owned:
+        state, vacate = room.leave(state, entry, room.spare_room(state))
+        effects = (*effects, *(e for e in vacate if not isinstance(e, Forget)))
+    failed = replace(entry, stage=Stage.FAILED, error=event.error, wants=0, loaded_bytes=0, waiters=())
+    return put(state, failed), effects
+
+
+def _leaving(state: State, entry: Entry, event: Report) -> Decision:
+    match event:
+        case Completed() | Failed() | Ended():  # called off; a completion came too late for anybody
+            if entry.run in state.chunks.owned:
+                state, effects = room.leave(state, entry, room.spare_room(state), told=True)
+                return state, tuple(e for e in effects if not isinstance(e, Forget))
+            return _gone(state, entry, Left(entry.weights_id, entry.run, 0))
+        case Indexed():
+            return put(state, replace(entry, total_bytes=event.total_bytes)), ()
+        case Progressed():
+            return put(state, replace(entry, loaded_bytes=event.loaded)), ()
+        case Left():
+            return _gone(state, entry, event)
+        case _:
+            return state, ()
+
+
+def _gone(state: State, entry: Entry, event: Left) -> Decision:
+    told = tuple(Freed(reply, event.freed, event.kept) for reply in entry.releases)
+    if entry.again is None:
+        return drop(state, entry.weights_id), told
+    state, started = start(state, entry, entry.again)
+    return state, (*told, *started)

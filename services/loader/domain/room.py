@@ -1,0 +1,138 @@
+"""Room for loads and the DRAM cache: who is granted chunks, and which cached weights leave for it.
+
+`settle(state, room)`, for the loads that want chunks, in the order they came
+ 1. memory suffices (what other loads were promised counted) → granted;
+ 2. not even everything cached and spare would do → denied;
+ 3. weights are leaving already and will do → wait for them;
+ 4. else the least recently used cached weights leave, pinned ones never; their chunks stay spare for the load;
+ 5. nothing is left that could leave → spare chunks of the wrong size are given back, or the load is denied.
+
+`trim(state)`: spare chunks beyond the budget are given back, then the least recently used cached weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from services.loader.domain import chunks
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.domain.entries import drop, put
+from services.loader.domain.events import Deny, Effect, Forget, Grant, Vacate
+from services.loader.domain.state import Entry, Stage, State
+
+Decision = tuple[State, tuple[Effect, ...]]
+
+
+def settle(state: State, room: int) -> Decision:
+    """`room`: bytes of memory that were free when it was last looked."""
+    effects: list[Effect] = []
+    for entry in sorted((e for e in state.entries.values() if e.wants), key=lambda e: e.run):
+        state, more = _serve(state, entry, room)
+        effects.extend(more)
+        if not more or not isinstance(more[-1], Grant | Deny):
+            break  # it waits for what leaves, and those behind it with it
+    else:
+        state, trimmed = trim(state)
+        effects.extend(trimmed)
+    return state, tuple(effects)
+
+
+def _serve(state: State, entry: Entry, room: int) -> Decision:
+    table = state.chunks
+    granted = chunks.take(table, entry.run, entry.wants)
+    free = room - promised(state)
+    if granted is not None and granted.owned[entry.run].fresh <= free:  # 1
+        state = put(replace(state, chunks=granted), replace(entry, wants=0))
+        return state, (Grant(entry.run, granted.owned[entry.run].chunks),)
+    evictable = cached(state)
+    gain = sum(e.total_bytes for e in evictable)
+    if granted is None or entry.wants > free + gain + table.spare_bytes + table.leaving_bytes:  # 2
+        return _deny(state, entry)
+    lacking = granted.owned[entry.run].fresh - free - table.leaving_bytes
+    if lacking <= 0:  # 3
+        return state, ()
+    effects: list[Effect] = []
+    for victim in evictable:  # 4
+        if lacking <= 0:
+            break
+        keep = -(-max(0, lacking) // CHUNK_BYTES)
+        state, more = evict(state, victim, keep)
+        effects.extend(more)
+        lacking -= victim.total_bytes
+    if effects or state.chunks.doomed:
+        return state, tuple(effects)
+    if table.spare:  # 5
+        return give_back(state, table.spare)
+    return _deny(state, entry)
+
+
+def _deny(state: State, entry: Entry) -> Decision:
+    return put(state, replace(entry, wants=0)), (Deny(entry.run),)
+
+
+def promised(state: State) -> int:
+    """Bytes that granted loads will still take."""
+    filling = (e for e in state.entries.values() if e.stage in (Stage.LOADING, Stage.INDEXED))
+    return sum(max(0, o.fresh - e.loaded_bytes) for e in filling if (o := state.chunks.owned.get(e.run)) is not None)
+
+
+def cached(state: State) -> list[Entry]:
+    """Cached weights that may leave, least recently used first."""
+    found = [e for e in state.entries.values() if e.stage is Stage.CACHED and not e.pinned]
+    return sorted(found, key=lambda e: (e.used_at, e.run))
+
+
+def may_cache(state: State, entry: Entry) -> bool:
+    """Whether the budget holds these weights beside the pinned ones."""
+    pinned = sum(e.total_bytes for e in state.entries.values() if e.stage is Stage.CACHED and e.pinned)
+    return entry.total_bytes + pinned <= state.chunks.budget
+
+
+def evict(state: State, entry: Entry, keep: int = 0) -> Decision:
+    """Cached weights leave; up to `keep` of their chunks stay spare."""
+    return leave(drop(state, entry.weights_id), entry, keep)
+
+
+def leave(state: State, entry: Entry, keep: int = 0, *, told: bool = False) -> Decision:
+    """The chunks of `entry` are to be given back. `told`: `Left` is wanted too."""
+    table = chunks.doom(state.chunks, entry.run, keep)
+    gone = table.doomed[entry.run]
+    weights_id = entry.weights_id if told else None
+    vacate = Vacate(entry.run, gone.chunks, gone.nbytes, gone.keep, weights_id)
+    return replace(state, chunks=table), (Forget(entry.weights_id), vacate)
+
+
+def spare_room(state: State) -> int:
+    """How many whole chunks the budget would still hold as spare ones."""
+    return max(0, state.chunks.budget - state.chunks.charged) // CHUNK_BYTES
+
+
+def trim(state: State) -> Decision:
+    """Bring what the budget is charged with within the budget."""
+    effects: list[Effect] = []
+    over = state.chunks.charged - state.chunks.budget
+    drop: list[int] = []
+    for chunk, nbytes in sorted(state.chunks.spare.items(), reverse=True):
+        if over <= 0:
+            break
+        drop.append(chunk)
+        over -= nbytes
+    if drop:
+        state, more = give_back(state, drop)
+        effects.extend(more)
+    for victim in cached(state):
+        if over <= 0:
+            break
+        state, more = evict(state, victim)
+        effects.extend(more)
+        over -= victim.total_bytes
+    return state, tuple(effects)
+
+
+def give_back(state: State, which: Iterable[int]) -> Decision:
+    """Spare chunks become free; chunks that nobody owns are given up once nobody maps them."""
+    run = state.runs + 1
+    table = chunks.doom_loose(state.chunks, run, which)
+    gone = table.doomed[run]
+    return replace(state, runs=run, chunks=table), (Vacate(run, gone.chunks, gone.nbytes, 0),)

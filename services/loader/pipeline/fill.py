@@ -1,0 +1,78 @@
+"""Fill a segment: header first, then every piece over its link, with a watermark that grows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from services.loader.format.segment import Layout
+from services.loader.pipeline.link import Link, Transfer
+from services.loader.pipeline.pieces import Piece, Watermark
+from services.loader.pool.region import Region
+
+
+class PieceReader(Protocol):
+    """Brings pieces into the region, from several threads."""
+
+    def read(self, piece: Piece) -> None: ...
+    def close(self) -> None: ...
+
+
+class Filling:
+    """One load under way. `start` writes header and index; readers may map the segment from then on."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        region: Region,
+        pieces: tuple[Piece, ...],
+        *,
+        background: bool = False,
+        cancelled: threading.Event | None = None,
+        on_loaded: Callable[[int], None] | None = None,
+        zap: bool = True,
+    ) -> None:
+        """`zap`: complete chunks are unmapped here; their readers map them."""
+        self._zap = zap
+        self._layout, self._region, self._pieces = layout, region, pieces
+        self._on_loaded = on_loaded
+        self._watermark = Watermark(pieces, len(layout.head), layout.total_bytes)
+        self._transfer = Transfer(pieces, self._read, background, cancelled)
+        self._link: Link | None = None
+        self._reader: PieceReader | None = None
+
+    @property
+    def loaded(self) -> int:
+        """Every byte of the segment below this is there."""
+        return self._watermark.loaded
+
+    def write_head(self) -> None:
+        """Raises `InsufficientMemory`."""
+        self._region.write(0, self._layout.head)
+
+    def run(self, reader: PieceReader, link: Link) -> None:
+        """Read every piece over `link`; returns or raises only when no thread touches the segment any more. Closes `reader`.
+
+        Raises `Cancelled` within a piece's time of `cancelled`, or what the reader raised first.
+        """
+        self._reader, self._link = reader, link
+        try:
+            link.submit(self._transfer).result()
+        finally:
+            reader.close()
+
+    def hurry(self) -> None:
+        """A request waits on it now."""
+        self._transfer.background = False
+        if self._link is not None:
+            self._link.hurry(self._transfer)
+
+    def _read(self, piece: Piece) -> None:
+        assert self._reader is not None
+        self._reader.read(piece)
+        complete = self._watermark.arrived(piece)
+        if complete is not None and self._zap:
+            self._region.zap(complete)
+        if self._on_loaded is not None:
+            self._on_loaded(self._watermark.loaded)

@@ -1,0 +1,58 @@
+"""Pools with weights in them, without a loader."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.loader.adapters.reader import FilesReader
+from services.loader.domain.chunks import parts
+from services.loader.format.checkpoint import open_checkpoint
+from services.loader.format.segment import lay_out
+from services.loader.pipeline.fill import Filling
+from services.loader.pipeline.link import Link
+from services.loader.pipeline.pieces import cut
+from services.loader.pool.memory import PoolMemory
+from services.loader.pool.region import Region
+from shared.contracts.segment import Extent
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def fill(pool: PoolMemory, directory: Path, chunks: Sequence[int], weights_id: str = "w") -> Region:
+    """The checkpoint in `directory`, loaded into as many of `chunks` as it takes."""
+    layout = lay_out(open_checkpoint(directory), weights_id)
+    region = Region(pool, chunks[: len(parts(layout.total_bytes))], layout.total_bytes)
+    pieces = cut(layout)
+    filling, link = Filling(layout, region, pieces), Link("test", 2)
+    try:
+        filling.write_head()
+        filling.run(FilesReader(layout.places, pieces, region), link)
+    finally:
+        link.close()
+    return region
+
+
+@contextmanager
+def mapper(path: Path, extents: Sequence[Extent]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that maps these extents of the pool, and unmaps them when a line is written to it."""
+    listed = [(e.offset, e.nbytes) for e in extents]
+    script = (
+        "from shared.mapping import map_extents\nfrom shared.contracts.segment import Extent\n"
+        f"m = map_extents({str(path)!r}, [Extent(offset=o, nbytes=n) for o, n in {listed}])\n"
+        "print('mapped', flush=True)\ninput()\nm.close()\nprint('unmapped', flush=True)\ninput()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"mapped\n"
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -1,0 +1,195 @@
+"""The pool's memory: it comes and goes by the chunk, with proof; who maps a chunk is known by offset."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.loader.adapters.shm import SHM
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.domain.events import Event, Left, Vacate, Vacated
+from services.loader.pool.giving_back import GivingBack
+from services.loader.pool.memory import PoolMemory
+from services.loader.pool.region import Region, extents
+from shared.contracts.segment import Extent
+from shared.mapping import map_extents
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.pools import fill, mapper
+
+COUNT = 12
+
+
+@pytest.fixture
+def pool() -> Iterator[PoolMemory]:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    pool = PoolMemory(f"thaw-test-pool-{os.getpid()}", COUNT * CHUNK_BYTES)
+    yield pool
+    name = pool.path.name
+    pool.close(unlink=True)
+    assert not (SHM / name).exists()
+    assert name not in Path("/proc/self/maps").read_text()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def resident(pool: PoolMemory) -> int:
+    """Bytes of the pool in this process's own page tables."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = pool.path.name in line
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_a_sparse_pool_costs_nothing_and_chunks_come_and_go(pool: PoolMemory) -> None:
+    assert pool.allocated() == 0
+    pool.populate(3 * CHUNK_BYTES, CHUNK_BYTES)
+    pool.allocate(5 * CHUNK_BYTES, 8192)
+    assert pool.allocated() == CHUNK_BYTES + 8192
+    assert pool.punch([5]) == 8192
+    assert pool.punch([1, 2, 3, 4]) == CHUNK_BYTES
+    assert pool.allocated() == 0
+
+
+def test_scattered_chunks_are_one_range_to_a_reader(pool: PoolMemory, tmp_path: Path) -> None:
+    """A tensor larger than two chunks is contiguous, and nothing was copied for it: the reader sees the loader's pages."""
+    weights: dict[str, np.ndarray[Any, np.dtype[Any]]] = {
+        "big": np.random.default_rng(1).integers(0, 255, 40_000_000, dtype=np.uint8),
+        "small": np.arange(7, dtype=np.float32),
+    }
+    write_checkpoint(tmp_path, weights)
+    region = fill(pool, tmp_path, (7, 8, 2, 5))
+    assert region.extents == (
+        Extent(offset=7 * CHUNK_BYTES, nbytes=2 * CHUNK_BYTES),
+        extents((2,), region.nbytes - 2 * CHUNK_BYTES)[0],
+    )
+    mapped = map_extents(pool.path, region.extents)
+    at = bytes(mapped).index(weights["big"][:64].tobytes())
+    np.testing.assert_array_equal(np.frombuffer(mapped, np.uint8, 40_000_000, at), weights["big"])
+    mapped.close()
+
+
+def test_complete_chunks_leave_the_loader_s_page_tables(pool: PoolMemory, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=40))
+    region = fill(pool, tmp_path, (0, 1, 2))
+    assert resident(pool) == 0
+    assert pool.allocated() == region.nbytes
+
+
+def test_page_locked_chunks_stay_mapped_and_are_let_go_before_their_memory_goes(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    pool = PoolMemory(
+        None,
+        2 * CHUNK_BYTES,
+        on_populated=lambda a, n: told.append(("lock", a, n)),
+        on_punch=lambda a, n: told.append(("unlock", a, n)),
+    )
+    pool.prepare(1)
+    pool.zap(1)
+    assert pool.punch([1]) == CHUNK_BYTES
+    (first, address, length), second = told
+    assert (first, length) == ("lock", CHUNK_BYTES)
+    assert second == ("unlock", address, CHUNK_BYTES)
+    pool.close()
+
+
+def test_a_prepared_chunk_is_not_allocated_again(pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=30))
+    for chunk in (0, 1):
+        pool.prepare(chunk)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory that is there is asked for again"))
+    fill(pool, tmp_path, (0, 1))
+
+
+def test_who_maps_a_chunk_is_known_by_its_offset(pool: PoolMemory) -> None:
+    assert pool.mapped_by_others() == {}
+    with mapper(pool.path, extents((4, 9), CHUNK_BYTES + 5)) as process:
+        assert pool.mapped_by_others() == {4: [process.pid], 9: [process.pid]}
+    assert pool.mapped_by_others() == {}
+
+
+class Shell:
+    """Collects what is emitted."""
+
+    def __init__(self, pool: PoolMemory, wait: float) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.giving_back = GivingBack(pool, self.events.put, wait)
+
+    def next(self) -> Event:
+        return self.events.get(timeout=20)
+
+
+@pytest.fixture
+def shell(pool: PoolMemory) -> Iterator[Shell]:
+    shell = Shell(pool, 0.3)
+    yield shell
+    shell.giving_back.close()
+
+
+def test_memory_nobody_maps_is_given_back(pool: PoolMemory, shell: Shell) -> None:
+    for chunk in (1, 2):
+        pool.prepare(chunk)
+    shell.giving_back.start(Vacate(7, (1, 2), 2 * CHUNK_BYTES, 1, "w"))
+    assert isinstance(shell.next(), Vacated)
+    assert shell.next() == Left("w", 7, CHUNK_BYTES, CHUNK_BYTES)
+    assert pool.allocated() == CHUNK_BYTES
+    assert resident(pool) == CHUNK_BYTES  # ready for the next load
+
+
+def test_memory_is_not_called_free_while_somebody_maps_it(pool: PoolMemory, shell: Shell) -> None:
+    pool.prepare(3)
+    with mapper(pool.path, extents((3,), 4096)) as process:
+        assert process.stdin is not None
+        shell.giving_back.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
+        assert shell.next() == Left("w", 1, 0)
+        assert pool.allocated() == CHUNK_BYTES
+        process.stdin.write(b"\n")  # it unmaps, and lives on
+        process.stdin.flush()
+        assert isinstance(shell.next(), Vacated)
+        assert pool.allocated() == 0
+
+
+def test_a_mapping_that_ends_in_time_is_waited_for(pool: PoolMemory) -> None:
+    pool.prepare(3)
+    shell = Shell(pool, 10)
+    with mapper(pool.path, extents((3,), 4096)) as process:
+        killer = threading.Timer(0.1, process.kill)
+        killer.start()
+        shell.giving_back.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
+        assert isinstance(shell.next(), Vacated)
+        assert shell.next() == Left("w", 1, CHUNK_BYTES)
+        killer.join()
+    shell.giving_back.close()
+
+
+def test_memory_that_is_touched_while_it_is_given_back_is_not_called_free(
+    pool: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.prepare(0)
+    real = os.lseek
+
+    def touched(fd: int, position: int, how: int) -> int:
+        if how == os.SEEK_DATA:
+            os.pwrite(fd, b"x", 0)
+        return real(fd, position, how)
+
+    monkeypatch.setattr(os, "lseek", touched)
+    with pytest.raises(OSError, match="was touched"):
+        pool.punch([0])
+
+
+def test_a_region_s_views_stay_within_their_chunk(pool: PoolMemory) -> None:
+    region = Region(pool, (6, 1), CHUNK_BYTES + 10)
+    region.write(CHUNK_BYTES - 3, b"abcdef")
+    with region.view(CHUNK_BYTES - 3, 3) as low, region.view(CHUNK_BYTES, 3) as high:
+        assert (bytes(low), bytes(high)) == (b"abc", b"def")
+    with pool.view(1 * CHUNK_BYTES, 3) as raw:
+        assert bytes(raw) == b"def"

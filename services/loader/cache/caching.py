@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +37,17 @@ _REST_BYTES = 8 * 1024 * 1024
 class CachingTier:
     """`inner` is remote. Memory given to `read` is written from until `settled`, or `close`."""
 
-    def __init__(self, inner: Tier, cache: SsdCache, *, pinned: bool = False, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self,
+        inner: Tier,
+        cache: SsdCache,
+        *,
+        pinned: bool = False,
+        patience_s: float = _PATIENCE_S,
+        on_wrong: Callable[[TierFile], None] = lambda file: None,
+    ) -> None:
         self._inner, self._cache, self._pinned, self._patience_s = inner, cache, pinned, patience_s
+        self._on_wrong = on_wrong
         self.source, self.link, self.revision = inner.source, inner.link, inner.revision
         self._files = list(inner.files())
         self._verifier = Verifier(self._files, inner.source, self._wrong)
@@ -226,6 +235,7 @@ class CachingTier:
 
     def _wrong(self, file: TierFile) -> None:
         self._bad.append(file)
+        self._on_wrong(file)
 
     def _drop_bad(self, partial: PartialModel) -> None:
         """Only when nothing is written any more: a piece of it would come back."""

@@ -1,0 +1,71 @@
+"""Who else has a model: what other loaders say in their statuses, and which place is read first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shared.contracts.loader import LoaderStatus
+
+_HEARD_FOR_S = 5.0
+"""A loader that has said nothing for so long is gone; it says something every second."""
+_DISTRUSTED_FOR_S = 600.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A whole model at another node. `busy`: bytes that its own links have queued."""
+
+    node: str
+    url: str
+    token: str
+    busy: int = 0
+
+
+class Peers:
+    """Statuses of all loaders but this one's. `clock` in monotonic seconds."""
+
+    def __init__(self, node: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._node, self._clock = node, clock
+        self._lock = threading.Lock()
+        self._heard: dict[str, tuple[float, LoaderStatus]] = {}
+        self._distrusted: dict[tuple[str, str], float] = {}
+
+    async def hear(self, status: LoaderStatus) -> None:
+        """A status of any loader of the mesh."""
+        if status.node != self._node:
+            with self._lock:
+                self._heard[status.node] = (self._clock(), status)
+
+    def offers(self, revision: str) -> list[Offer]:
+        """Who has all of `revision` on its disk now, the least busy first."""
+        now = self._clock()
+        with self._lock:
+            self._heard = {n: (at, s) for n, (at, s) in self._heard.items() if now - at < _HEARD_FOR_S}
+            self._distrusted = {k: at for k, at in self._distrusted.items() if now - at < _DISTRUSTED_FOR_S}
+            found = [
+                Offer(s.node, s.peer_url, s.peer_token, sum(link.queued_bytes for link in s.links))
+                for _, s in self._heard.values()
+                if s.peer_url and s.peer_token and (s.node, revision) not in self._distrusted and _has(s, revision)
+            ]
+        return sorted(found, key=lambda o: (o.busy, o.node))
+
+    def distrust(self, node: str, revision: str) -> None:
+        """What `node` gave of `revision` was wrong: it is not asked for it for a while."""
+        with self._lock:
+            self._distrusted[node, revision] = self._clock()
+
+
+def _has(status: LoaderStatus, revision: str) -> bool:
+    return any(c.weights_id == revision and c.tier == "ssd" for c in status.cached)
+
+
+def peers_first(peers: Sequence[float | None], source: float | None) -> bool:
+    """Whether a peer is read before the source. Speeds in bytes per second, None: not measured yet.
+
+    1. The source is known to be faster than every peer, all of them measured: no.
+    2. Otherwise yes: a peer is on the mesh's own network, costs the source nothing, and its speed will be known afterwards.
+    """
+    return not (source is not None and all(p is not None and p < source for p in peers))

@@ -127,6 +127,9 @@ class Gateway:
     def on_model_removed(self, name: str) -> None:
         error = ModelNotFound(f"The model `{name}` was removed", param="model")
         self.dispatcher.on_model_removed(name, error, time.monotonic())
+        for route in self.dispatcher.routes.all():
+            if any(a.name == name for a in route.status.load.adapters):
+                self.engines.drop_adapter(route.status.instance_id, name)
 
     def _on_noted(self, demand: Demand, noted: DemandNoted) -> None:
         self.dispatcher.on_noted(demand.model, noted, time.monotonic())

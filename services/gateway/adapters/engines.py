@@ -16,6 +16,7 @@ from nats.errors import Error as NatsError
 from services.gateway.exchange import Exchange
 from shared.contracts import subjects
 from shared.contracts.base import CONTRACT_VERSION
+from shared.contracts.engine import DropAdapter
 from shared.contracts.inference import CancelInfer
 from shared.messaging import Mesh
 
@@ -98,6 +99,11 @@ class Engines:
         ticket = exchange.ticket
         message = CancelInfer(request_id=ticket.attempt_id).model_dump_json().encode()
         self._outbox.put_nowait((None, subjects.engine_control(ticket.instance_id or ""), message, "", None))
+
+    def drop_adapter(self, instance_id: str, name: str) -> None:
+        """Tell an instance that the adapter is registered no longer."""
+        message = DropAdapter(name=name).model_dump_json().encode()
+        self._outbox.put_nowait((None, subjects.engine_control(instance_id), message, "", None))
 
     def forget(self, exchange: Exchange) -> None:
         """No message of this request's present attempt is wanted any more."""

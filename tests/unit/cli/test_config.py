@@ -67,6 +67,38 @@ models:
     assert two.engine_args["kv_cache_bytes"] == 2**30
 
 
+def test_adapters_are_entries_of_their_base_or_of_their_own(tmp_path: Path) -> None:
+    file = load(
+        tmp_path,
+        """
+defaults: {replicas: {min: 1}}
+models:
+  - {name: one, source: hf://a/b, adapters: {sql: ., poems: hf://a/poems}, engine_args: {adapter_cache_bytes: 1GiB}}
+  - {name: two, source: hf://a/c, base: one}
+""",
+    )
+    assert [(m.name, m.base, m.source) for m in file.models] == [
+        ("one", None, "hf://a/b"),
+        ("sql", "one", str(tmp_path)),
+        ("poems", "one", "hf://a/poems"),
+        ("two", "one", "hf://a/c"),
+    ]
+    assert [m.replicas.min for m in file.models] == [1, 0, 0, 0]
+    assert file.models[0].engine_args["adapter_cache_bytes"] == 2**30
+
+
+def test_faults_of_adapters_have_their_place(tmp_path: Path) -> None:
+    told = lines(
+        tmp_path,
+        "models:\n  - name: a\n    source: hf://a/b\n    adapters:\n      a: hf://a/c\n      b: ./nowhere\n      'c d': hf://a/c\n"
+        "  - {name: d, source: hf://a/b, adapters: [x]}\n",
+    )
+    assert told[0].startswith("f:5:7: models[0].adapters.a: given 'a', which is a model's name or alias on line 2 already")
+    assert told[1].startswith("f:6:7: models[0].adapters.b.source: given './nowhere'; there is no directory")
+    assert told[2].startswith("f:7:7: models[0].adapters.c d: given 'c d'; allowed: text matching")
+    assert told[3].startswith("f:8:30: models[1].adapters: must be a mapping of names to sources")
+
+
 def test_devices_take_sizes_and_shares(tmp_path: Path) -> None:
     file = load(tmp_path, "mesh:\n  nodes:\n    a: {cpu:0: 1500MiB, cuda:1: 90%}\n    b: {devices: {cpu:0: 1g}}\n    c:\n")
     assert file.mesh.nodes["a"].devices == {"cpu:0": 1500 * 2**20, "cuda:1": "90%"}

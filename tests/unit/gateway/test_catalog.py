@@ -1,0 +1,60 @@
+"""Which model answers for a name: its own, an alias, an adapter's, or `base:adapter`."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.domain.ask import Ask
+from services.gateway.domain.catalog import Catalog
+from shared.contracts.inference import InferRequest
+from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelSpec
+from shared.errors import ModelNotFound
+from tests.support.fake_node import model_info
+
+
+def card(name: str, base: str | None = None, *aliases: str) -> ModelCard:
+    info = model_info(f"/m/{name}")
+    if base is not None:
+        shape = LinearShape(name="q", rows=1, columns=1)
+        told = AdapterInfo(rank=2, alpha=3, alpha_pattern={"q": 5}, modules=(shape,))
+        info = info.model_copy(update={"adapter": told, "modules": (shape,)})
+    return ModelCard(spec=ModelSpec(name=name, source=f"/m/{name}", base=base, aliases=aliases), info=info, created=1)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    catalog = Catalog()
+    for one in (card("llama", None, "chat"), card("qwen"), card("sql", "llama", "db"), card("orphan", "gone")):
+        catalog.put(one)
+    return catalog
+
+
+@pytest.mark.parametrize("name", ["sql", "db", "llama:sql", "chat:sql", "llama:db"])
+def test_an_adapter_is_answered_by_its_base(catalog: Catalog, name: str) -> None:
+    assert catalog.resolve(name).name == "llama"
+    adapter = catalog.adapter(name)
+    assert adapter is not None
+    assert adapter.name == "sql"
+
+
+def test_a_model_is_no_adapter(catalog: Catalog) -> None:
+    assert catalog.resolve("chat").name == "llama"
+    assert catalog.adapter("chat") is None
+
+
+@pytest.mark.parametrize("name", ["orphan", "gone:orphan", "qwen:sql", "sql:llama", "llama:qwen", "llama:", ":sql", "a:llama:sql", ""])
+def test_all_else_does_not_exist(catalog: Catalog, name: str) -> None:
+    with pytest.raises(ModelNotFound):
+        catalog.resolve(name)
+
+
+def test_an_adapter_goes_to_the_engine_with_what_that_needs(catalog: Catalog) -> None:
+    ask = Ask("chat", b"{}", adapter=catalog.adapter("sql"))
+    fields = ask.envelope()
+    told = InferRequest.model_validate({"request_id": "r", "instance_id": "i", "model": "llama", "body": {}, **fields}).adapter
+    assert told is not None
+    assert (told.name, told.spec.base, told.info.revision) == ("sql", "llama", "rev-/m/sql")
+    assert told.info.adapter is not None
+    assert told.info.adapter.scale_of("q") == 2.5
+    assert told.info.modules == told.info.adapter.modules == ()
+    assert "adapter" not in Ask("chat", b"{}").envelope()

@@ -1,0 +1,160 @@
+"""Adapters in the catalogue: what fits which base, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.scheduler.domain.adapters import fitted
+from services.scheduler.domain.effects import DeleteCatalog, PutCatalog
+from services.scheduler.domain.events import AddModelsAsked, RemoveModelAsked
+from shared.contracts.admin import ModelAwake, ModelsAdded
+from shared.contracts.base import Done, ErrorBody
+from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelInfo, ModelSpec
+from shared.errors import CheckpointInvalid
+from tests.support.fake_node import MIB, model_info
+from tests.unit.scheduler.world import World
+
+Q = LinearShape(name="model.layers.*.self_attn.q_proj", rows=64, columns=64, count=4)
+
+
+def base_info(source: str = "/m/a", *modules: LinearShape) -> ModelInfo:
+    return model_info(source, 100 * MIB).model_copy(update={"modules": modules or (Q,)})
+
+
+def adapter_info(*modules: LinearShape) -> ModelInfo:
+    told = AdapterInfo(rank=4, alpha=8, made_for="org/base", modules=modules or (Q,))
+    return model_info("/a/sql", MIB).model_copy(update={"adapter": told, "context_length": 1, "architecture": "LoRA"})
+
+
+def spec(name: str = "sql", base: str | None = "a", **more: Any) -> ModelSpec:
+    return ModelSpec(name=name, source=f"/a/{name}", base=base, **more)
+
+
+def add(w: World, *specs: ModelSpec, prune: bool = False, **infos: ModelInfo) -> Any:
+    w._asked += 1
+    return w.admin(AddModelsAsked(w.now, f"x{w._asked}", specs, infos, prune))
+
+
+@pytest.fixture
+def w() -> World:
+    w = World()
+    w.node(budget=700 * MIB)
+    assert isinstance(add(w, ModelSpec(name="a", source="/m/a", aliases=("al",)), a=base_info()), ModelsAdded)
+    return w
+
+
+def test_an_adapter_gets_what_its_base_lends_it(w: World) -> None:
+    assert add(w, spec(), sql=adapter_info()).added == ("sql",)
+    card = w.state.models["sql"].card
+    assert (card.info.architecture, card.info.context_length) == ("LlamaForCausalLM", 2048)
+    assert any(e.card == card for e in w.sent(PutCatalog))
+
+
+def test_model_and_adapter_may_come_together_in_any_order(w: World) -> None:
+    answer = add(w, spec(base="b"), ModelSpec(name="b", source="/m/b"), sql=adapter_info(), b=base_info("/m/b"))
+    assert answer.added == ("sql", "b")
+
+
+def test_it_never_has_an_instance_of_its_own(w: World) -> None:
+    add(w, spec(replicas={"min": 1, "max": 1}), sql=adapter_info())
+    w.demand("sql")
+    assert [s.command.card.name for s in w.starts("a")] == ["a"]
+    assert w.starts("sql") == []
+
+
+@pytest.mark.parametrize("name", ["sql", "a:sql", "al:sql"])
+def test_waking_it_wakes_its_base(w: World, name: str) -> None:
+    add(w, spec(), sql=adapter_info())
+    waiter = w.wake(name)
+    w.get_ready("a")
+    assert isinstance(w.answer(waiter), ModelAwake)
+
+
+@pytest.mark.parametrize("name", ["b:sql", "sql:a", "a:nothing"])
+def test_what_no_model_serves_is_not_found(w: World, name: str) -> None:
+    add(w, spec(), sql=adapter_info())
+    answer = w.answer(w.wake(name))
+    assert isinstance(answer, ErrorBody)
+    assert answer.code == "model_not_found"
+
+
+def test_sleep_is_for_its_base(w: World) -> None:
+    add(w, spec(), sql=adapter_info())
+    assert w.answer(w.sleep("sql")).code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("asked", "info", "code"),
+    [
+        (spec(base="nobody"), adapter_info(), "model_not_found"),
+        (spec(base=None), adapter_info(), "invalid_model"),
+        (spec(), base_info("/a/sql"), "invalid_model"),
+        (spec(base="e"), adapter_info(), "unsupported_architecture"),
+        (spec(base="hosted"), adapter_info(), "unsupported_architecture"),
+        (spec("other", base="sql"), adapter_info(), "invalid_request"),
+        (spec(), adapter_info(Q.model_copy(update={"rows": 32})), "checkpoint_invalid"),
+    ],
+)
+def test_what_does_not_fit_is_refused(w: World, asked: ModelSpec, info: ModelInfo, code: str) -> None:
+    embeds = base_info("/m/e").model_copy(update={"task": "embed"})
+    add(w, ModelSpec(name="e", source="/m/e"), e=embeds)
+    hosted = ModelSpec(name="hosted", source="/m/h", engine="llamacpp", memory=MIB)
+    add(w, hosted, hosted=base_info("/m/h"))
+    if asked.base == "sql":
+        add(w, spec(), sql=adapter_info())
+    answer = add(w, asked, **{asked.name: info})
+    assert isinstance(answer, ErrorBody)
+    assert answer.code == code, answer.message
+    assert asked.name == "sql" or asked.name not in w.state.models
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"name": "model.layers.*.self_attn.k_proj"}, "does not have .its layers have q_proj.. It was made for org/base"),
+        ({"columns": 128}, r"adds \[64, 128\] to .* has \[64, 64\] there"),
+        ({"count": 9}, "in 9 layers, and a has 4"),
+    ],
+)
+def test_a_misfit_says_where_and_what_it_was_made_for(wanted: dict[str, Any], message: str) -> None:
+    base = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=base_info(), created=0)
+    with pytest.raises(CheckpointInvalid, match=message):
+        fitted(spec(), adapter_info(Q.model_copy(update=wanted)), base)
+
+
+@pytest.mark.parametrize("name", ["layers.*.self_attn.q_proj", "language_model.model.layers.*.self_attn.q_proj"])
+def test_checkpoints_may_name_their_layers_with_more_or_less_before_them(name: str) -> None:
+    modules = Q.model_copy(update={"name": name})
+    base = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=base_info("/m/a", modules), created=0)
+    assert fitted(spec(), adapter_info(), base).context_length == 2048
+    old = base.model_copy(update={"info": model_info("/m/a")})  # registered before matrices were told: left to the engine
+    assert fitted(spec(), adapter_info(Q.model_copy(update={"rows": 1})), old)
+
+
+def test_a_base_that_changes_must_still_fit(w: World) -> None:
+    add(w, spec(), sql=adapter_info())
+    longer = base_info("/m/a2").model_copy(update={"context_length": 4096})
+    add(w, ModelSpec(name="a", source="/m/a2"), a=longer)
+    assert w.state.models["sql"].card.info.context_length == 4096
+    smaller = base_info("/m/a3", Q.model_copy(update={"rows": 32}))
+    assert add(w, ModelSpec(name="a", source="/m/a3"), a=smaller).code == "checkpoint_invalid"
+    assert w.state.models["a"].card.spec.source == "/m/a2"
+
+
+def test_a_base_is_only_removed_with_its_adapters(w: World) -> None:
+    add(w, spec(), sql=adapter_info())
+    answer = w.admin(RemoveModelAsked(w.now, "r1", "a"))
+    assert answer.code == "conflict"
+    assert "sql" in answer.message
+    assert w.admin(RemoveModelAsked(w.now, "r2", "a", with_adapters=True)) == Done()
+    assert {e.name for e in w.sent(DeleteCatalog)} == {"a", "sql"}
+    assert not w.state.models
+
+
+def test_pruning_leaves_no_adapter_without_its_base(w: World) -> None:
+    add(w, spec(), sql=adapter_info())
+    assert add(w, spec(), prune=True).code == "model_not_found"
+    assert set(w.state.models) == {"a", "sql"}
+    assert add(w, ModelSpec(name="a", source="/m/a", aliases=("al",)), prune=True).removed == ("sql",)

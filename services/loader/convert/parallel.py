@@ -121,13 +121,14 @@ def plan_for(directory: Path | None, ranks: int) -> Plan:
 def _transformers(directory: Path) -> tuple[Any, list[type[Any]]]:
     """The configuration, and the model's class where transformers has one (its head has a plan of its own)."""
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     raw = parse_json(read_small(directory / "config.json"), str(directory / "config.json"))
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         names = raw.get("architectures")
         found = [getattr(transformers, n, None) for n in names if isinstance(n, str)] if isinstance(names, list) else []
-    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as e:
+    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError) as e:
         raise UnsupportedArchitecture(f"transformers cannot read {directory}/config.json ({type(e).__name__}: {e!s:.200})") from e
     return config, [c for c in found if isinstance(c, type)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,10 +37,9 @@ def stored(directory: Path, rank: int = 0, ranks: int = 1) -> dict[str, Stored]:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Row-major bytes, by way of lists of bytes: every type has them."""
+    """Row-major bytes, read from memory: every type has them."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    count, start = plain.numel() * plain.itemsize, plain.storage_offset() * plain.itemsize
-    return bytes(plain.untyped_storage().tolist()[start : start + count])
+    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.itemsize) if plain.numel() else b""
 
 
 def named(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:

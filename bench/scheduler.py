@@ -2,7 +2,8 @@
 
     python -m bench.scheduler [--devices 16,1000,8000] [--seconds S] [--json PATH]
 
-Two nodes' worth of state for each size: `devices` devices of 24 GiB, eight to a node, and as many models (at most 1,000) of 8 GiB.
+`devices` devices of 24 GiB, eight to a node, whose loaders differ (forty bandwidths), and as many models (at most 1,000) of 8 GiB. Garbage
+collection as in the service.
 
 - demand:  demand for a model that has no instance, on a cluster that is two thirds full: placed, started.
 - evict:   the same on a full cluster where every instance is idle: victims chosen, asked to leave, their bytes claimed.
@@ -27,15 +28,17 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import machine, write
+from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
 from services.scheduler.domain import ClusterState, decide
 from services.scheduler.domain.effects import SendStart, SendStop
 from services.scheduler.domain.entities import Device, Instance, Model, Node
 from services.scheduler.domain.events import DemandHeard, Event, NodeStatusHeard, Tick
-from services.scheduler.domain.heard import Presence, Seen
+from services.scheduler.domain.heard import LoaderPresence, Presence, Seen
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import Put, apply
 from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
+from shared.contracts.loader import LoaderStatus
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus
 from shared.sizing import need_of
@@ -97,6 +100,8 @@ class Cluster:
             )
             changes.append(Put(Node(name, "b", {}, tuple(Device(d, "cuda", "", BUDGET) for d in ids))))
             changes.append(Put(Presence(name, NOW, True, status)))
+            speed = 2e9 + number % 40 * 1e8
+            changes.append(Put(LoaderPresence(name, NOW, LoaderStatus(node=name, boot_id="b", bytes_per_second=speed))))
             changes += [Put(i) for i, _ in known]
             changes += [Put(Seen(i.instance_id, s, NOW - 60 - hash(i.instance_id) % 1000)) for i, s in known]
         apply(self.state, changes)
@@ -171,6 +176,14 @@ def run(state: ClusterState, events: Iterator[Event], seconds: float, expected: 
 
 def measure(devices: int, seconds: float) -> dict[str, list[float]]:
     part, full = Cluster(devices, 2), Cluster(devices, 3)
+    settle_heap()  # as the service does
+    try:
+        return _measured(part, full, seconds)
+    finally:
+        unsettle_heap()
+
+
+def _measured(part: Cluster, full: Cluster, seconds: float) -> dict[str, list[float]]:
     return {
         "demand": run(part.state, part.demands(), seconds, lambda e: isinstance(e, SendStart)),
         "evict": run(full.state, full.demands(), seconds, lambda e: isinstance(e, SendStop)),

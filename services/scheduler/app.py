@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
 from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
 from services.scheduler.adapters.leadership import Term, leadership
 from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.outbox import Outbox
@@ -37,6 +38,7 @@ from shared.messaging import Mesh
 log = logging.getLogger(__name__)
 TICK_S = 0.25
 PRUNE_S = 600.0
+SETTLE_S = 60.0
 _AGAIN_S = 0.2
 _TROUBLE = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, Deposed)
 
@@ -137,8 +139,16 @@ async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int) -> Asy
                 log.warning("old plans were not pruned", extra={"error": repr(e)})
             await asyncio.sleep(PRUNE_S)
 
-    tasks = [asyncio.create_task(tick(), name="tick"), asyncio.create_task(prune(), name="prune")]
+    async def settle() -> None:
+        while True:
+            await loop.idle()
+            settle_heap()
+            await asyncio.sleep(SETTLE_S)
+
+    timers = {"tick": tick(), "prune": prune(), "settle": settle()}
+    tasks = [asyncio.create_task(timer, name=name) for name, timer in timers.items()]
     try:
         yield
     finally:
         await end(*tasks)
+        unsettle_heap()

@@ -43,6 +43,10 @@ class SchedulerLoop:
     def post(self, event: Event) -> None:
         self._events.put_nowait(event)
 
+    async def idle(self) -> None:
+        """Return when nothing waits to be decided."""
+        await self._events.join()
+
     async def run(self, outbox: Outbox) -> None:
         """Until cancelled. Raises `SteppedDown`, `Deposed` or the database's error when this leader's term is over."""
         while True:
@@ -60,6 +64,8 @@ class SchedulerLoop:
                 await self._repository.commit(self.state.epoch, changes)
             outbox.carry_out(effects, clock.now())
             self._notify(batch, outbox.heard)
+            for _ in batch:
+                self._events.task_done()
 
     def _decide(self, event: Event, changes: list[Change], effects: list[Effect]) -> None:
         try:

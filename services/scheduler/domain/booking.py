@@ -40,7 +40,7 @@ class Booking(NamedTuple):
     reachable: bool
     """The node is alive and not stopping."""
     bytes_per_second: float | None
-    """What the node's loader measured."""
+    """What the node's loader measured, to two digits: finer differences tell nothing, and would tell every device from every other."""
 
 
 def device_key(node: str, device_id: str) -> str:
@@ -90,7 +90,7 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
         closed = "the node is cordoned"
     loader = state.loaders.get(node)
     free = budget - held - claimed
-    speed = loader.status.bytes_per_second if loader else None
+    speed = rounded_speed(loader.status.bytes_per_second) if loader else None
     return Booking(
         key=device_key(node, device_id),
         node=node,
@@ -113,6 +113,10 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
 def _pinned(state: ClusterState, i: Instance) -> bool:
     model = state.models.get(i.model)
     return model is not None and model.card.spec.pin
+
+
+def rounded_speed(bytes_per_second: float | None) -> float | None:
+    return None if bytes_per_second is None else float(f"{bytes_per_second:.1e}")
 
 
 def claims(state: ClusterState, node: str, device_id: str) -> list[Instance]:

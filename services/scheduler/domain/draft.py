@@ -12,7 +12,7 @@ from services.scheduler.domain.heard import Counter, Seen
 from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.ranks import Bookings, View
-from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, table
+from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, put, table
 from shared.contracts.plans import PlanRecord
 
 TOKENS_PER_EPOCH = 2**32
@@ -31,11 +31,8 @@ class Draft:
         self.state = self.origin.overlay()
 
     def put(self, entity: Entity) -> None:
-        if table(self.state, type(entity)).get(key_of(entity)) == entity:
-            return
-        change = Put(entity)
-        apply(self.state, (change,))
-        self.changes.append(change)
+        if put(self.state, entity):
+            self.changes.append(Put(entity))
 
     def drop(self, kind: type[Entity], key: str) -> None:
         if key not in table(self.state, kind):

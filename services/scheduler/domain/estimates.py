@@ -11,6 +11,8 @@ from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 
 WEIGHT_OF_NEWEST = 0.3
+NODES_KEPT = 64
+"""So many nodes' measurements of a model are kept, the first learned going first: a place in ten thousand models times a thousand nodes."""
 DEFAULT_BYTES_PER_SECOND = 1e9
 _PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, "profile": 100.0}
 LEAVING_MS = 500.0
@@ -43,8 +45,9 @@ class Forecast:
         return self._reckoned(b.node if b.node in self.special else "", b.bytes_per_second, leaving)
 
     def elsewhere(self, bytes_per_second: float | None) -> float:
-        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are not special."""
-        return self._reckoned("", bytes_per_second, False)[1]
+        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are not special: `total`, without its detail."""
+        load = self._card.info.weights_bytes / (bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
+        return _BEFORE_MS + max(load, _ENGINE_MS) + _AFTER_MS
 
     def _reckoned(self, node: str, bytes_per_second: float | None, leaving: bool) -> tuple[dict[str, float], float]:
         key = (node, bytes_per_second, leaving)
@@ -66,13 +69,16 @@ class Forecast:
         return phases
 
 
+def _of(phases: Mapping[str, float], names: Iterable[str]) -> float:
+    return sum([phases.get(p, 0.0) for p in names])
+
+
+_BEFORE_MS, _ENGINE_MS, _AFTER_MS = _of(_PRIOR_MS, _FIRST), _of(_PRIOR_MS, _ENGINE), _of(_PRIOR_MS, _MODEL)
+
+
 def total(phases: Mapping[str, float]) -> float:
     """Milliseconds from demand to ready: weights arrive while the engine process is made, so only the longer of the two counts."""
-
-    def of(names: Iterable[str]) -> float:
-        return sum([phases.get(p, 0.0) for p in names])
-
-    return of(_FIRST) + max(of(_BRINGING), of(_ENGINE)) + of(_MODEL)
+    return _of(phases, _FIRST) + max(_of(phases, _BRINGING), _of(phases, _ENGINE)) + _of(phases, _MODEL)
 
 
 def learned(old: Estimate | None, model: str, node: str, measured: Iterable[PhaseSpan], was_resident: bool) -> Estimate:

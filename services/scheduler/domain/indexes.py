@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING
 
-from services.scheduler.domain.booking import book, device_key
+from services.scheduler.domain.booking import book, device_key, rounded_speed
 from services.scheduler.domain.entities import Entity, Instance, Model, Node
 from services.scheduler.domain.heard import Estimate, LoaderPresence, Presence, Seen
 from shared.contracts.plans import PlanRecord
@@ -93,8 +93,12 @@ def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence
     present = new or old
     assert present is not None
     _regroup(state.resident_on, old.resident if old else (), new.resident if new else (), present.node)
-    if (old.status.bytes_per_second if old else None) != (new.status.bytes_per_second if new else None):
+    if _speed(old) != _speed(new):
         _rebook_node(state, present.node)
+
+
+def _speed(loader: LoaderPresence | None) -> float | None:
+    return rounded_speed(loader.status.bytes_per_second) if loader else None
 
 
 def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:

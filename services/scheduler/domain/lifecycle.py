@@ -15,8 +15,8 @@ from services.scheduler.domain.effects import (
     SendStop,
 )
 from services.scheduler.domain.entities import Instance, Leaving, Model
-from services.scheduler.domain.estimates import learned
-from services.scheduler.domain.heard import Estimate, Pause, Seen, Waiter
+from services.scheduler.domain.estimates import NODES_KEPT, learned
+from services.scheduler.domain.heard import Estimate, Pause, Seen, Waiter, estimate_key
 from services.scheduler.domain.placement import Placement
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
@@ -129,6 +129,9 @@ def became_ready(d: Draft, i: Instance, status: InstanceStatus) -> None:
     if plan is not None and plan.outcome == "pending":
         was_resident = plan.chosen is not None and plan.chosen.predicted.get(Phase.LOAD.value) == 0.0
         old = d.state.estimates.get(Estimate(i.model, i.node).key)
+        known = d.state.measured_on.get(i.model, ())
+        if old is None and len(known) >= NODES_KEPT:
+            d.drop(Estimate, estimate_key(i.model, known[0]))
         d.put(learned(old, i.model, i.node, measured, was_resident))
         finish_plan(
             d, i, plan.model_copy(update={"outcome": "ready", "measured": measured, "measured_ms": (d.now - i.requested_at) * 1e3})

@@ -68,6 +68,7 @@ class _Request:
     extra: bool
     avoid: tuple[str, ...]
     forecast: Forecast
+    any_paused: bool
 
 
 def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up_only: bool = False) -> Placement:
@@ -80,7 +81,13 @@ def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up
         hopeless = waited > d.policy.no_node_timeout
         return Placement("wait", reason, error=Unavailable(f"{model.key}: {reason}") if hopeless else None)
     request = _Request(
-        model, need_of(model.card).total, waited, extra, trouble.avoid if trouble else (), Forecast(d.state, model.card)
+        model,
+        need_of(model.card).total,
+        waited,
+        extra,
+        trouble.avoid if trouble else (),
+        Forecast(d.state, model.card),
+        bool(d.state.pauses),
     )
     considered: list[Candidate | _Option] = []
     for devices in shortlists(d, request.need, request.avoid, request.forecast):
@@ -126,7 +133,7 @@ def _consider(d: Draft, r: _Request, b: Booking) -> Candidate | _Option:
         return _excluded(r, b, b.closed)
     if r.need > b.budget:
         return _excluded(r, b, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
-    if d.paused(b.key):
+    if r.any_paused and d.paused(b.key):
         return _excluded(r, b, "its nodeagent has just refused a reservation")
     if r.need <= b.free:  # 4
         return _option(r, b, 4, Victims())

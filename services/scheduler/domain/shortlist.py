@@ -16,7 +16,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge, nsmallest
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 
 from services.scheduler.domain.booking import Booking, device_key
 from services.scheduler.domain.draft import Draft
@@ -63,7 +64,9 @@ class _Search:
         keys = {*avoid, *special, *(b.key for b in self._view.changed)}
         self._apart = {key: self._view.get(key) for key in keys}
         self._skipped = {*self._apart, *d.rebooked()}
-        self._classes = [(forecast.elsewhere(speed), known) for speed, known in self._view.classes.items()]
+        self._classes = sorted(
+            ((forecast.elsewhere(speed), known) for speed, known in self._view.classes.items()), key=itemgetter(0)
+        )
 
     def fitting(self, need: int) -> Iterator[Booking]:
         def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
@@ -113,9 +116,13 @@ class _Search:
         self, of_class: Callable[[SpeedClass], Iterator[tuple[float, Booking]]], rank: Callable[[Booking], float | None]
     ) -> Iterator[Booking]:
         """Best first: the classes' devices as `of_class` orders them, and among them those apart, for which `rank` is not None."""
-        runs: list[Iterable[Ranked]] = [_ranked(ms, of_class(known)) for ms, known in self._classes]
-        runs.append(sorted(self._those_apart(rank)))
-        return (b for *_, b in merge(*runs))
+        apart = sorted(self._those_apart(rank))
+        return (b for *_, b in merge(self._of_classes(of_class), apart))
+
+    def _of_classes(self, of_class: Callable[[SpeedClass], Iterator[tuple[float, Booking]]]) -> Iterator[Ranked]:
+        """Class by class, the soonest first; a class is not looked at before those sooner are used up."""
+        for ms, classes in groupby(self._classes, key=itemgetter(0)):
+            yield from merge(*[_ranked(ms, of_class(known)) for _, known in classes])
 
     def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
         for key, b in self._apart.items():

@@ -128,6 +128,13 @@ class ClusterState:
 
     def live(self, model: Model) -> list[Instance]:
         """Instances of the model's present generation that run or are about to, and are not asked to leave."""
+        return [i for i in self._wanted(model) if not i.state.parked]
+
+    def parked(self, model: Model) -> list[Instance]:
+        """Suspended instances of the model's present generation, that may come back."""
+        return [i for i in self._wanted(model) if i.state.parked]
+
+    def _wanted(self, model: Model) -> list[Instance]:
         return [i for i in self.of_model(model.key) if i.leaving == "no" and i.generation == model.card.generation]
 
     def waiting(self, model: str) -> int:
@@ -176,13 +183,8 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
     """Carry out `changes` on `state`, in order."""
     for change in changes:
         match change:
-            case Put(PlanRecord() as plan):
-                _put_plan(state, plan)
             case Put(entity):
-                rows, key = table(state, type(entity)), key_of(entity)
-                old = rows.get(key)
-                rows[key] = entity
-                index(state, old, entity)
+                put(state, entity)
             case Drop(kind, key):
                 old = table(state, kind).pop(key, None)
                 if old is not None:
@@ -192,6 +194,20 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
                     state.plans[plan_id] = state.plans[plan_id].model_copy(update={"traceparent": traceparent})
                 if instance_id in state.instances:
                     state.instances[instance_id] = replace(state.instances[instance_id], traceparent=traceparent)
+
+
+def put(state: ClusterState, entity: Entity) -> bool:
+    """Insert or replace an entity; False if it is there already as it is."""
+    rows, key = table(state, type(entity)), key_of(entity)
+    old = rows.get(key)
+    if old == entity:
+        return False
+    if isinstance(entity, PlanRecord):
+        _put_plan(state, entity)
+    else:
+        rows[key] = entity
+        index(state, old, entity)
+    return True
 
 
 def _put_plan(state: ClusterState, plan: PlanRecord) -> None:

@@ -1,0 +1,27 @@
+"""What survives a term's beginning is not walked again; afterwards all is as before."""
+
+from __future__ import annotations
+
+import gc
+
+from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_has_settled_is_not_walked_and_young_garbage_still_goes() -> None:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    settled = [[n] for n in range(1000)]
+    settle_heap()
+    try:
+        assert gc.get_freeze_count() >= frozen + len(settled)
+        assert gc.get_threshold() != before
+        Ring()
+        assert gc.collect() >= 1
+    finally:
+        unsettle_heap()
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before

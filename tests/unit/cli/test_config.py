@@ -96,7 +96,7 @@ def test_faults_of_adapters_have_their_place(tmp_path: Path) -> None:
     assert told[0].startswith("f:5:7: models[0].adapters.a: given 'a', which is a model's name or alias on line 2 already")
     assert told[1].startswith("f:6:7: models[0].adapters.b.source: given './nowhere'; there is no directory")
     assert told[2].startswith("f:7:7: models[0].adapters.c d: given 'c d'; allowed: text matching")
-    assert told[3].startswith("f:8:30: models[1].adapters: must be a mapping of names to sources")
+    assert told[3].startswith("f:8:33: models[1].adapters: must be a mapping of names to sources")
 
 
 def test_devices_take_sizes_and_shares(tmp_path: Path) -> None:

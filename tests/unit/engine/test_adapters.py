@@ -36,6 +36,7 @@ class FakeShelf:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.dropped = asyncio.Event()
         self.blocks: list[int] = []
         self.hold: asyncio.Event | None = None
         self.error: Exception | None = None
@@ -50,6 +51,7 @@ class FakeShelf:
 
     async def drop(self, adapter: Adapter, number: int) -> None:
         self.events.append(f"drop {adapter.name}")
+        self.dropped.set()
 
     def grant(self, kv_blocks: int) -> None:
         self.blocks.append(kv_blocks)
@@ -159,8 +161,8 @@ async def test_what_nobody_waits_for_any_more_leaves_in_time() -> None:
     await settle()
     shelf.hold.set()
     async with asyncio.timeout(5):
-        while shelf.events != ["load a", "drop a"]:
-            await asyncio.sleep(0)
+        await shelf.dropped.wait()
+    assert shelf.events == ["load a", "drop a"]
     assert store.loaded() == ()
 
 

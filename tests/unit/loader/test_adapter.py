@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ from tests.unit.loader.test_decide import card, loaded
 Q, DOWN = "model.layers.{}.self_attn.q_proj", "model.layers.{}.mlp.down_proj"
 
 
-def write(directory: Path, tensors: dict[str, tuple[int, ...]] | None = None, dtype: Any = np.float32, **config: Any) -> Path:
+def write(directory: Path, tensors: Mapping[str, tuple[int, ...]] | None = None, dtype: Any = np.float32, **config: Any) -> Path:
     """An adapter of two layers; `tensors`: names and shapes beside, or (of None) instead of, the ordinary ones."""
     directory.mkdir(exist_ok=True)
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(2):
-        shapes |= {f"base_model.model.{Q.format(i)}.lora_A.weight": (4, 64), f"base_model.model.{Q.format(i)}.lora_B.weight": (48, 4)}
-    shapes |= tensors or {}
+        shapes |= {
+            f"base_model.model.{Q.format(i)}.lora_A.weight": (4, 64),
+            f"base_model.model.{Q.format(i)}.lora_B.weight": (48, 4),
+        }
+    shapes |= dict(tensors or {})
     save_file({n: np.ones(s, dtype) for n, s in shapes.items()}, directory / "adapter_model.safetensors")
     told = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"]}
     (directory / "adapter_config.json").write_text(json.dumps(told | config))
@@ -40,7 +44,10 @@ def inspect(directory: Path) -> ModelInfo:
 
 
 def test_what_is_said_of_an_adapter(tmp_path: Path) -> None:
-    down = {f"base_model.model.{DOWN.format(1)}.lora_A.weight": (2, 160), f"base_model.model.{DOWN.format(1)}.lora_B.weight": (64, 2)}
+    down = {
+        f"base_model.model.{DOWN.format(1)}.lora_A.weight": (2, 160),
+        f"base_model.model.{DOWN.format(1)}.lora_B.weight": (64, 2),
+    }
     found = inspect(write(tmp_path / "a", down, rank_pattern={"down_proj": 2}, base_model_name_or_path="org/base", use_rslora=True))
     assert found.adapter is not None
     assert (found.adapter.rank, found.adapter.alpha, found.adapter.made_for) == (4, 16, "org/base")
@@ -73,7 +80,9 @@ def test_its_revision_changes_with_its_settings(tmp_path: Path) -> None:
 
 
 def test_a_model_tells_its_matrices(tmp_path: Path) -> None:
-    weights = {f"model.layers.{i}.q.weight": np.ones((4, 8), np.float32) for i in range(3)} | {"norm.weight": np.ones(4, np.float32)}
+    weights = {f"model.layers.{i}.q.weight": np.ones((4, 8), np.float32) for i in range(3)} | {
+        "norm.weight": np.ones(4, np.float32)
+    }
     write_checkpoint(tmp_path / "m", weights)
     assert inspect(tmp_path / "m").modules == (LinearShape(name="model.layers.*.q", rows=4, columns=8, count=3),)
 
@@ -105,7 +114,7 @@ A0 = f"base_model.model.{Q.format(0)}"
     ],
 )
 def test_what_cannot_be_served_is_refused(
-    kind: type[ThawError], tensors: dict[str, tuple[int, ...]], config: dict[str, Any], message: str, tmp_path: Path
+    kind: type[ThawError], tensors: Mapping[str, tuple[int, ...]], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=message):
         inspect(write(tmp_path / "a", tensors, **config))

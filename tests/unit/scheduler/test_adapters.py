@@ -32,7 +32,7 @@ def spec(name: str = "sql", base: str | None = "a", **more: Any) -> ModelSpec:
     return ModelSpec(name=name, source=f"/a/{name}", base=base, **more)
 
 
-def add(w: World, *specs: ModelSpec, prune: bool = False, **infos: ModelInfo) -> Any:
+def add(w: World, *specs: ModelSpec, prune: bool = False, **infos: Any) -> Any:
     w._asked += 1
     return w.admin(AddModelsAsked(w.now, f"x{w._asked}", specs, infos, prune))
 
@@ -104,7 +104,8 @@ def test_what_does_not_fit_is_refused(w: World, asked: ModelSpec, info: ModelInf
     add(w, hosted, hosted=base_info("/m/h"))
     if asked.base == "sql":
         add(w, spec(), sql=adapter_info())
-    answer = add(w, asked, **{asked.name: info})
+    told: dict[str, Any] = {asked.name: info}
+    answer = add(w, asked, **told)
     assert isinstance(answer, ErrorBody)
     assert answer.code == code, answer.message
     assert asked.name == "sql" or asked.name not in w.state.models
@@ -130,7 +131,7 @@ def test_checkpoints_may_name_their_layers_with_more_or_less_before_them(name: s
     base = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=base_info("/m/a", modules), created=0)
     assert fitted(spec(), adapter_info(), base).context_length == 2048
     old = base.model_copy(update={"info": model_info("/m/a")})  # registered before matrices were told: left to the engine
-    assert fitted(spec(), adapter_info(Q.model_copy(update={"rows": 1})), old)
+    assert fitted(spec(), adapter_info(Q.model_copy(update={"rows": 1})), old).context_length == 2048
 
 
 def test_a_base_that_changes_must_still_fit(w: World) -> None:

@@ -29,7 +29,10 @@ def setup_tracing(settings: CommonSettings, service: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
-    provider = TracerProvider(resource=Resource.create({"service.name": f"thaw-{service}"}))
+    from shared.telemetry.ids import SystemIds
+
+    resource = Resource.create({"service.name": f"thaw-{service}"})
+    provider = TracerProvider(resource=resource, id_generator=SystemIds())
     if settings.otlp_endpoint:
         exporter: SpanExporter
         if settings.otlp_protocol == "grpc":

@@ -9,10 +9,13 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
 from pydantic import SecretStr
 
 from services.gateway.app import app
 from services.gateway.settings import GatewaySettings
+from shared.telemetry.ids import SystemIds
 from tests.support.fake_engine import FakeNode, card_of
 from tests.support.servers import NatsServer, free_port
 
@@ -46,7 +49,9 @@ async def _ready(client: httpx.AsyncClient) -> bool:
 
 @pytest.fixture(scope="session")
 def endpoint() -> Iterator[str]:
-    """The base URL of a gateway that serves `alpha` and `vectors`."""
+    """The base URL of a gateway that serves `alpha` and `vectors`, and traces as one does that is a process."""
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        trace.set_tracer_provider(TracerProvider(id_generator=SystemIds()))
     nats, port = NatsServer(), free_port()
     begun, end = threading.Event(), threading.Event()
 

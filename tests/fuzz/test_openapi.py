@@ -13,9 +13,6 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 
 from services.gateway.http.openapi import document
 
-# The gateway runs in a thread of this process and draws random numbers of its own; Hypothesis blames whatever strategy runs meanwhile.
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-
 TIMEOUT_S = 10
 schema = schemathesis.openapi.from_dict(document())
 quickly = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -27,6 +27,7 @@ from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.models import ModelSpec
 from shared.errors import Unavailable
 from shared.messaging import Mesh
+from shared.telemetry.ids import SystemIds
 from tests.support.fake_node import FakeNode
 from tests.support.servers import NatsServer
 
@@ -98,7 +99,7 @@ class Site:
 def tracing() -> None:
     """Spans with ids, exported nowhere."""
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
-        trace.set_tracer_provider(TracerProvider())
+        trace.set_tracer_provider(TracerProvider(id_generator=SystemIds()))
 
 
 @pytest.fixture

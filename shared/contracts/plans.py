@@ -10,6 +10,8 @@ from shared.contracts.base import ErrorBody, Frozen
 from shared.contracts.phases import PhaseSpan
 
 Way = Literal["warm", "load", "evict_then_load", "restore", "evict_then_restore", "wait", "impossible"]
+RESTORES = ("restore", "evict_then_restore")
+"""Ways that bring a suspended instance back: what they measure says nothing of a start."""
 
 
 class Candidate(Frozen):

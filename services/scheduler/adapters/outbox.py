@@ -29,8 +29,10 @@ from services.scheduler.domain.effects import (
     ReplyTo,
     SendPrepare,
     SendRelease,
+    SendResume,
     SendStart,
     SendStop,
+    SendSuspend,
     StepDown,
 )
 from services.scheduler.domain.events import CommandAccepted, Event, StartRefused, StopRefused
@@ -88,9 +90,9 @@ class Outbox:
         catalogued = False
         for effect in effects:
             match effect:
-                case SendStart():
+                case SendStart() | SendResume():
                     self._lane(f"agent {effect.node}", self._start_job(effect, committed_at))
-                case SendStop():
+                case SendStop() | SendSuspend():
                     self._lane(f"agent {effect.node}", self._stop_job(effect))
                 case SendPrepare() | SendRelease():
                     self._lane(f"loader {effect.node}", self._loader_job(effect))
@@ -122,7 +124,7 @@ class Outbox:
             lane = self._lanes[name] = _Lane(jobs, asyncio.create_task(_work(name, jobs), name=f"lane {name}"))
         lane.jobs.put_nowait(job)
 
-    def _start_job(self, effect: SendStart, committed_at: float) -> Job:
+    def _start_job(self, effect: SendStart | SendResume, committed_at: float) -> Job:
         async def start() -> None:
             command = effect.command
             parent = command.traceparent or self._loads.parent(command.instance_id)
@@ -143,7 +145,7 @@ class Outbox:
 
         return start
 
-    def _stop_job(self, effect: SendStop) -> Job:
+    def _stop_job(self, effect: SendStop | SendSuspend) -> Job:
         async def stop() -> None:
             subject = subjects.node_command(effect.node)
             try:
@@ -218,7 +220,7 @@ async def _work(name: str, jobs: asyncio.Queue[Job]) -> None:
             log.exception("an effect failed", extra={"lane": name})
 
 
-def _before(effect: SendStart, committed_at: float) -> tuple[PhaseSpan, ...]:
+def _before(effect: SendStart | SendResume, committed_at: float) -> tuple[PhaseSpan, ...]:
     """What the load waited for until now, relative to now: the decision itself (schedule), and bytes that others held (reserve)."""
     sent = clock.now()
     spans = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.domain.entities import Instance
+from services.scheduler.domain.suspending import frees, held_bytes, left_bytes
 from shared.contracts.node import InstanceState
 
 if TYPE_CHECKING:
@@ -62,14 +63,22 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     idle_since = float("inf")
     for i in state.on_device(node, device_id):
         if i.claim:
-            claimed += i.reserve_bytes
+            claimed += i.reserve_bytes - left_bytes(state, i)
             continue
-        held += i.reserve_bytes
+        holds = held_bytes(state, i)
+        held += holds
         seen = state.seen.get(i.instance_id)
-        if seen and seen.status.state.holds_memory:
-            known += i.reserve_bytes
-        if i.leaving != "no":
-            leaving += i.reserve_bytes
+        if seen and (seen.status.state.holds_memory or i.state.parked):
+            known += holds
+        if i.leaving in ("suspend", "suspend_if_idle"):
+            leaving += frees(state, i) if i.state is InstanceState.READY else _drained(state, i)
+        elif i.leaving != "no":
+            leaving += holds
+        elif i.state.parked:
+            if holds and not _pinned(state, i):
+                movable += holds
+                idle += holds
+                idle_since = min(idle_since, i.ready_at or 0.0)
         elif i.state is InstanceState.READY and not _pinned(state, i):
             movable += i.reserve_bytes
             if seen and seen.idle_since is not None:
@@ -108,6 +117,12 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
         reachable=reachable,
         bytes_per_second=speed,
     )
+
+
+def _drained(state: ClusterState, i: Instance) -> int:
+    """What comes free of one that is being suspended."""
+    seen = state.seen.get(i.instance_id)
+    return max(0, i.reserve_bytes - (seen.status.suspension.left_bytes if seen else 0))
 
 
 def _pinned(state: ClusterState, i: Instance) -> bool:

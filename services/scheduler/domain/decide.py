@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from services.scheduler.domain.demand import answer_demand, forget_old_demand, hear_demand
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import Effect, StepDown
+from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.events import (
     AddModelsAsked,
     ChangeNodeAsked,
@@ -26,13 +27,14 @@ from services.scheduler.domain.events import (
 )
 from services.scheduler.domain.failures import refused, start_failed
 from services.scheduler.domain.heard import LoaderPresence, Pause, Presence, Waiter
-from services.scheduler.domain.lifecycle import release
+from services.scheduler.domain.lifecycle import conclude, release, stays_suspended
 from services.scheduler.domain.observe import end_stalled_starts, hear_node, lose_silent_nodes
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.registry import administer
 from services.scheduler.domain.settle import settle
 from services.scheduler.domain.state import Change, ClusterState
 from shared.contracts.base import ErrorBody
+from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
 from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
 
@@ -91,6 +93,8 @@ def _start_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
         return
     if error.code == StaleToken.code:
         d.emit(StepDown(d.state.epoch + EPOCHS_SKIPPED))
+    elif instance.state is InstanceState.RESUMING:
+        _resume_refused(d, instance, error)
     elif error.code == InsufficientMemory.code:
         refused(d, instance)
     elif instance_id not in d.state.seen:
@@ -98,11 +102,21 @@ def _start_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
         start_failed(d, instance, error)
 
 
+def _resume_refused(d: Draft, i: Instance, error: ErrorBody) -> None:
+    """No room after all: promised anew once the node tells what it has. Not there any more: another one is started."""
+    if error.code == InsufficientMemory.code:
+        stays_suspended(d, i, error.message)
+        for device in i.device_ids:
+            d.put(Pause(f"{i.node}/{device}", d.now + d.policy.shun_pause))
+    else:
+        conclude(d, i, "cancelled", error.message, error)
+
+
 def _stop_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
     """A busy instance stays. Any other refusal is left to the next status: the stop is repeated until it shows effect."""
     instance = d.state.instances.get(instance_id)
     if error.code == StaleToken.code:
         d.emit(StepDown(d.state.epoch + EPOCHS_SKIPPED))
-    elif instance is not None and error.code == InstanceBusy.code and instance.leaving == "if_idle":
+    elif instance is not None and error.code == InstanceBusy.code and instance.leaving in ("if_idle", "suspend_if_idle"):
         d.put(replace(instance, leaving="no", leave_reason="", stop_at=None))
         d.put(Pause(instance_id, d.now + d.policy.busy_pause))

@@ -8,7 +8,7 @@ from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import LoadFailed
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
 from shared.contracts.models import ModelCard
-from shared.contracts.node import StartInstance, StopInstance
+from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.plans import PlanRecord
 
 
@@ -19,6 +19,17 @@ class SendStart:
 
     node: str
     command: StartInstance
+    requested_at: float
+    planned_at: float
+    claimed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendResume:
+    """As `SendStart`, for an instance that is suspended."""
+
+    node: str
+    command: ResumeInstance
     requested_at: float
     planned_at: float
     claimed: bool = False
@@ -42,6 +53,12 @@ class SendRelease:
 class SendStop:
     node: str
     command: StopInstance
+
+
+@dataclass(frozen=True, slots=True)
+class SendSuspend:
+    node: str
+    command: SuspendInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +115,11 @@ class StepDown:
 
 Effect = (
     SendStart
+    | SendResume
     | SendPrepare
     | SendRelease
     | SendStop
+    | SendSuspend
     | PublishLoadFailed
     | PutCatalog
     | DeleteCatalog

@@ -26,7 +26,7 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
 
-Leaving = Literal["no", "if_idle", "drain"]
+Leaving = Literal["no", "if_idle", "drain", "suspend_if_idle", "suspend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class Node:
 class Instance:
     """What the scheduler believes and wants of one instance.
 
-    `sent_at` None: a claim. Its bytes are promised to it, and its start is sent once the nodeagent has reported them free.
+    `sent_at` None: a claim. Its bytes are promised to it, and its start is sent once the nodeagent has reported them free. One that is
+    resuming is there already, suspended: it is its resumption that is sent.
     """
 
     instance_id: str
@@ -106,6 +107,11 @@ class Instance:
     @property
     def claim(self) -> bool:
         return self.sent_at is None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether this is a claim of a suspended instance, which is to come back."""
+        return self.claim and self.state is InstanceState.RESUMING
 
     @property
     def label(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.heard import Estimate, estimate_key
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.models import ModelCard
@@ -15,6 +16,7 @@ NODES_KEPT = 64
 """So many nodes' measurements of a model are kept, the first learned going first: a place in ten thousand models times a thousand nodes."""
 DEFAULT_BYTES_PER_SECOND = 1e9
 _PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, "profile": 100.0}
+DEFAULT_RESUME_MS = 300.0
 LEAVING_MS = 500.0
 """Prior for the time a victim takes to leave."""
 _FIRST = ("schedule", "reserve")
@@ -56,6 +58,15 @@ class Forecast:
             phases = self._predict(*key)
             found = self._found[key] = (phases, total(phases))
         return found
+
+    def restore(self, i: Instance, *, leaving: bool) -> tuple[dict[str, float], float]:
+        """Milliseconds by phase until a suspended instance is back: as its node has measured it."""
+        seen = self._state.seen.get(i.instance_id)
+        known = seen.status.suspension.resume_ms if seen is not None else None
+        phases = {k: _PRIOR_MS[k] for k in _FIRST} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
+        if leaving:
+            phases["reserve"] += LEAVING_MS
+        return phases, sum(phases.values())
 
     def _predict(self, node: str, bytes_per_second: float | None, leaving: bool) -> dict[str, float]:
         phases = dict(_PRIOR_MS)

@@ -42,7 +42,11 @@ def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
 
 def _counts(seen: Seen | None) -> tuple[object, ...]:
     """What of a report a booking depends on."""
-    return (seen.status.state.holds_memory, seen.idle_since) if seen else ()
+    if seen is None:
+        return ()
+    status = seen.status
+    kept = status.memory.reserved if status.state.parked else None
+    return (status.state.holds_memory, seen.idle_since, kept, status.suspension.possible, status.suspension.left_bytes)
 
 
 def _offers(presence: Presence | None) -> tuple[object, ...]:

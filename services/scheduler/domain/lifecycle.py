@@ -11,19 +11,22 @@ from services.scheduler.domain.effects import (
     ReplyTo,
     SendPrepare,
     SendRelease,
+    SendResume,
     SendStart,
     SendStop,
+    SendSuspend,
 )
 from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.estimates import NODES_KEPT, learned
 from services.scheduler.domain.heard import Estimate, Pause, Seen, Waiter, estimate_key
 from services.scheduler.domain.placement import Placement
+from services.scheduler.domain.suspending import gently, make_way, need_bytes, park
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
-from shared.contracts.node import InstanceState, InstanceStatus, StartInstance, StopInstance
+from shared.contracts.node import InstanceState, InstanceStatus, ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.contracts.plans import PlanRecord
+from shared.contracts.plans import RESTORES, Candidate, PlanRecord
 from shared.sizing import need_of
 
 
@@ -36,21 +39,9 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
     waiting = d.state.last_plan_of(model.key)
     reuse = waiting is not None and waiting.outcome == "pending" and waiting.way == "wait"
     plan_id = waiting.plan_id if waiting and reuse else f"plan-{number:x}"
-    need = need_of(model.card)
-    instance = Instance(
-        instance_id=f"i-{number:x}",
-        plan_id=plan_id,
-        model=model.key,
-        generation=model.card.generation,
-        revision=model.card.info.revision,
-        node=chosen.node,
-        device_ids=chosen.device_ids,
-        token=number,
-        reserve_bytes=need.total,
-        kv_bytes=need.kv,
-        requested_at=since,
-        planned_at=d.now,
-        trigger=trigger,
+    instance = _new(d, model, chosen, plan_id, number) if placement.resume is None else _comes_back(d, placement.resume)
+    instance = replace(
+        instance, plan_id=plan_id, token=number, requested_at=since, planned_at=d.now, trigger=trigger, sent_at=None, ready_at=None
     )
     plan = PlanRecord(
         plan_id=plan_id,
@@ -68,19 +59,54 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
     d.put(instance)
     demand = d.state.demand.get(model.key)
     d.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
-    for victim in placement.victims:
-        # One that has just refused as busy is known to serve, whatever its node reported last: asked for if idle it would refuse again.
-        idle = d.idle_since(victim) is not None and not d.paused(victim)
-        leave(d, d.state.instances[victim], "if_idle" if idle else "drain", f"makes room for {model.key}")
+    _clear(d, [d.state.instances[v] for v in placement.victims], placement.short, f"makes room for {model.key}")
     if model.resting:
         d.put(replace(model, resting=False))
 
 
+def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int) -> Instance:
+    need = need_of(model.card)
+    return Instance(
+        instance_id=f"i-{number:x}",
+        plan_id=plan_id,
+        model=model.key,
+        generation=model.card.generation,
+        revision=model.card.info.revision,
+        node=chosen.node,
+        device_ids=chosen.device_ids,
+        token=number,
+        reserve_bytes=need.total,
+        kv_bytes=need.kv,
+        requested_at=d.now,
+        planned_at=d.now,
+    )
+
+
+def _comes_back(d: Draft, instance_id: str) -> Instance:
+    parked = d.state.instances[instance_id]
+    return replace(parked, state=InstanceState.RESUMING, reserve_bytes=need_bytes(d.state, parked))
+
+
+def _clear(d: Draft, victims: list[Instance], short: int, reason: str) -> None:
+    """Have `victims` leave: suspended where that is possible and frees enough, else stopped."""
+    suspended = make_way(d, victims, short)
+    for victim in victims:
+        # One that has just refused as busy is known to serve, whatever its node reported last: asked for if idle it would refuse again.
+        idle = d.idle_since(victim.instance_id) is not None and not d.paused(victim.instance_id)
+        how: Leaving = "if_idle" if idle else "drain"
+        leave(d, victim, gently(d, victim, how) if suspended[victim.instance_id] else how, reason)
+
+
 def send_start(d: Draft, instance: Instance) -> None:
-    """The bytes are there: have the nodeagent start it and the loader fetch its weights (unless the engine does) at the same time."""
+    """The bytes are there: have the nodeagent start it and the loader fetch its weights (unless the engine does) at the same time. One that
+    is suspended has all it needs."""
     model = d.state.models[instance.model]
     sent = replace(instance, sent_at=d.now, token=d.token())
     d.put(sent)
+    if sent.state is InstanceState.RESUMING:
+        resume = ResumeInstance(token=sent.token, plan_id=sent.plan_id, instance_id=sent.instance_id, traceparent=sent.traceparent)
+        d.emit(SendResume(sent.node, resume, sent.requested_at, sent.planned_at, d.now > sent.planned_at))
+        return
     if not model.card.spec.loads_itself:
         prepare = PrepareWeights(token=sent.token, instance_id=sent.instance_id, card=model.card, traceparent=sent.traceparent)
         d.emit(SendPrepare(sent.node, prepare))
@@ -98,11 +124,14 @@ def send_start(d: Draft, instance: Instance) -> None:
 
 
 def leave(d: Draft, i: Instance, how: Leaving, reason: str) -> None:
-    """Ask an instance to leave: if it is idle, or after it finished what it runs. A claim just ends."""
+    """Ask an instance to leave: if it is idle, or after it finished what it runs. A claim just ends; a suspended one is suspended still."""
+    if i.resumes:
+        stays_suspended(d, i, reason)
+        return
     if i.claim:
         conclude(d, i, "cancelled", reason)
         return
-    if i.leaving == how or i.leaving == "drain":
+    if i.leaving == how or i.leaving == "drain" or (i.leaving == "suspend" and how != "drain"):
         return
     asked = replace(i, leaving=how, leave_reason=reason, stop_at=d.now)
     d.put(asked)
@@ -110,7 +139,18 @@ def leave(d: Draft, i: Instance, how: Leaving, reason: str) -> None:
 
 
 def send_stop(d: Draft, i: Instance) -> None:
+    """`StopInstance`, or `SuspendInstance` if it leaves so."""
     d.put(replace(i, stop_at=d.now))
+    if i.leaving in ("suspend", "suspend_if_idle"):
+        suspend = SuspendInstance(
+            token=d.token(),
+            instance_id=i.instance_id,
+            only_if_idle=i.leaving == "suspend_if_idle",
+            drain_timeout_ms=int(d.policy.drain_timeout * 1e3),
+            reason=i.leave_reason,
+        )
+        d.emit(SendSuspend(i.node, suspend))
+        return
     command = StopInstance(
         token=d.token(),
         instance_id=i.instance_id,
@@ -123,16 +163,17 @@ def send_stop(d: Draft, i: Instance) -> None:
 
 def became_ready(d: Draft, i: Instance, status: InstanceStatus) -> None:
     """A start succeeded: its plan gets what was measured, the estimates learn from it, those who waited for it are answered."""
-    d.put(replace(i, state=InstanceState.READY, ready_at=d.now))
+    d.put(replace(i, state=InstanceState.READY, ready_at=d.now, sent_at=i.sent_at or d.now))
     plan = d.state.plans.get(i.plan_id)
     measured = on_plan_clock(status.phases, d.now - i.requested_at)
     if plan is not None and plan.outcome == "pending":
-        was_resident = plan.chosen is not None and plan.chosen.predicted.get(Phase.LOAD.value) == 0.0
-        old = d.state.estimates.get(Estimate(i.model, i.node).key)
-        known = d.state.measured_on.get(i.model, ())
-        if old is None and len(known) >= NODES_KEPT:
-            d.drop(Estimate, estimate_key(i.model, known[0]))
-        d.put(learned(old, i.model, i.node, measured, was_resident))
+        if plan.way not in RESTORES:
+            was_resident = plan.chosen is not None and plan.chosen.predicted.get(Phase.LOAD.value) == 0.0
+            old = d.state.estimates.get(Estimate(i.model, i.node).key)
+            known = d.state.measured_on.get(i.model, ())
+            if old is None and len(known) >= NODES_KEPT:
+                d.drop(Estimate, estimate_key(i.model, known[0]))
+            d.put(learned(old, i.model, i.node, measured, was_resident))
         finish_plan(
             d, i, plan.model_copy(update={"outcome": "ready", "measured": measured, "measured_ms": (d.now - i.requested_at) * 1e3})
         )
@@ -177,6 +218,28 @@ def _tell_sleepers(d: Draft, i: Instance, freed: int) -> None:
 
 def release(d: Draft, i: Instance) -> None:
     d.emit(SendRelease(i.node, ReleaseWeights(instance_id=i.instance_id)))
+
+
+def became_suspended(d: Draft, i: Instance, status: InstanceStatus) -> None:
+    """Its memory is free, proved by its node."""
+    park(d, i, status.state)
+    plan = d.state.plans.get(i.plan_id)
+    if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
+        # Started to be parked, or suspended before anybody heard that it was ready.
+        finish_plan(
+            d, i, plan.model_copy(update={"outcome": "ready", "measured": on_plan_clock(status.phases, d.now - i.requested_at)})
+        )
+    _tell_sleepers(d, i, status.suspension.freed_bytes)
+
+
+def stays_suspended(d: Draft, i: Instance, reason: str) -> None:
+    """A suspended instance does not come back now after all: nobody wants it, or there is no room."""
+    seen = d.state.seen.get(i.instance_id)
+    state = seen.status.state if seen is not None and seen.status.state.parked else InstanceState.SUSPENDED
+    plan = d.state.plans.get(i.plan_id)
+    if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
+        finish_plan(d, i, plan.model_copy(update={"outcome": "cancelled", "reason": f"{plan.reason}; cancelled: {reason}"}))
+    park(d, replace(i, ready_at=i.ready_at or i.planned_at), state)
 
 
 def answer_awake(d: Draft, w: Waiter, ready: Instance) -> None:

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from services.scheduler.domain.draft import TOKENS_PER_EPOCH, Draft
 from services.scheduler.domain.effects import StepDown
-from services.scheduler.domain.entities import Device, Instance, Node
+from services.scheduler.domain.entities import Device, Instance, Leaving, Node
 from services.scheduler.domain.failures import crashed, stalled, start_failed
 from services.scheduler.domain.heard import LoaderPresence, Presence, Seen
-from services.scheduler.domain.lifecycle import became_ready, conclude, send_stop
+from services.scheduler.domain.lifecycle import became_ready, became_suspended, conclude, send_stop, stays_suspended
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, ThawError
@@ -39,12 +39,14 @@ def hear_node(d: Draft, status: NodeStatus) -> None:
     for s in status.instances:
         reported.add(s.instance_id)
         instance = d.state.instances.get(s.instance_id)
-        if instance is not None and not instance.claim:
+        if instance is not None and instance.resumes:
+            _waits_to_resume(d, instance, s)
+        elif instance is not None and not instance.claim:
             _known(d, instance, s)  # 3
-        elif instance is None and s.state.holds_memory:
+        elif instance is None and (s.state.holds_memory or s.state.parked):
             _unknown(d, status.node, s)  # 4
     for i in list(d.state.on_node(status.node)):
-        if i.instance_id not in reported and not i.claim:
+        if i.instance_id not in reported and (i.resumes or not i.claim):
             _missing(d, i, status)  # 5
 
 
@@ -53,6 +55,8 @@ def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
     match s.state:
         case InstanceState.READY if i.ready_at is None:
             became_ready(d, i, s)
+        case InstanceState.FAILED if i.state.parked:
+            conclude(d, i, "failed", "its process ended while it was suspended", s.error)
         case InstanceState.FAILED if i.ready_at is None:
             start_failed(d, i, s.error or EngineFailed(f"the start of {i.label} failed on {i.node}").body())
         case InstanceState.FAILED:
@@ -62,13 +66,37 @@ def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
         case InstanceState.STOPPED:
             conclude(d, i, "cancelled", i.leave_reason)
         case InstanceState.DRAINING:
-            d.put(replace(i, state=s.state, leaving="drain", leave_reason=i.leave_reason or "drained on its node"))
+            how: Leaving = "suspend" if i.leaving in ("suspend", "suspend_if_idle") else "drain"
+            d.put(replace(i, state=s.state, leaving=how, leave_reason=i.leave_reason or "drained on its node"))
+        case InstanceState.SUSPENDED | InstanceState.ASLEEP:
+            _suspended(d, i, s)
         case _:
             if i.state is not s.state:
                 d.put(replace(i, state=s.state))
             overdue = i.stop_at is not None and d.now - i.stop_at > d.policy.stop_repeat
             if i.leaving != "no" and overdue:
                 send_stop(d, i)
+
+
+def _suspended(d: Draft, i: Instance, s: InstanceStatus) -> None:
+    """1. Its resumption is on its way there. 2. Suspended just now. 3. It was, and is to go for good."""
+    if i.state is InstanceState.RESUMING and i.sent_at is not None and d.now - i.sent_at <= d.policy.absence_grace:  # 1
+        return
+    if i.state is InstanceState.RESUMING:
+        stays_suspended(d, i, "its node did not resume it")
+    elif not i.state.parked:  # 2
+        became_suspended(d, i, s)
+    elif i.leaving != "no" and i.stop_at is not None and d.now - i.stop_at > d.policy.stop_repeat:  # 3
+        send_stop(d, i)
+
+
+def _waits_to_resume(d: Draft, i: Instance, s: InstanceStatus) -> None:
+    """A suspended instance whose bytes are promised to it: it may have gone meanwhile, or have come back by itself."""
+    d.put(_seen(d, s))
+    if s.state in (InstanceState.STOPPED, InstanceState.FAILED):
+        conclude(d, i, "cancelled", "it ended while it waited for room")
+    elif s.state is InstanceState.READY:
+        became_ready(d, i, s)
 
 
 def _seen(d: Draft, s: InstanceStatus) -> Seen:
@@ -105,13 +133,13 @@ def _unknown(d: Draft, node: str, s: InstanceStatus) -> None:
         node=node,
         device_ids=s.device_ids,
         token=s.token,
-        reserve_bytes=s.memory.reserved,
+        reserve_bytes=s.suspension.need_bytes if s.state.parked else s.memory.reserved,
         kv_bytes=s.memory.kv,
         requested_at=d.now,
         planned_at=d.now,
         state=s.state,
         sent_at=d.now,
-        ready_at=d.now if ready else None,
+        ready_at=d.now if ready or s.state.parked else None,
         trigger="adopted",
         traceparent=s.traceparent,
         leaving="no" if wanted else "drain",

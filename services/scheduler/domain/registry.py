@@ -15,6 +15,7 @@ from services.scheduler.domain.heard import ModelDemand, Pressure, Trouble, Unme
 from services.scheduler.domain.lifecycle import leave
 from services.scheduler.domain.placement import impossible
 from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.suspending import gently
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.base import Done
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec, routes_of
@@ -176,11 +177,11 @@ def _sleep(d: Draft, event: SleepAsked) -> None:
     if (base := model.card.spec.base) is not None:
         raise InvalidRequest(f"{model.key} is an adapter of {base} and has no instance of its own: thaw sleep {base}", param="name")
     d.put(replace(model, resting=True))
-    there = list(d.state.of_model(model.key))
+    there = [i for i in d.state.of_model(model.key) if not i.state.parked]
     waited_for = tuple(i.instance_id for i in there if not i.claim)
     d.put(Waiter(event.waiter, "sleep", model.key, event.at, waited_for))
     for i in there:
-        leave(d, i, "drain", "told to sleep")
+        leave(d, i, gently(d, i, "drain"), "told to sleep")
 
 
 def _change_node(d: Draft, event: ChangeNodeAsked) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.lifecycle import leave
+from services.scheduler.domain.suspending import gently
 from shared.contracts.node import InstanceState
 
 
@@ -33,10 +34,12 @@ def _must_leave(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
         if not ready or d.now - node.drain_since > d.policy.drain_timeout:
             return "drain", f"{node.name} is drained"
         return ("if_idle", f"{node.name} is drained") if may_ask else None
+    if i.state.parked or (i.state is InstanceState.RESUMING and not i.claim):
+        return None  # it costs next to nothing there, and comes back sooner than it could be called off
     if not ready:
         return ("drain", "nobody waits for it any more") if _unwanted(d, i, model) else None
     if may_ask and idle is not None and _idle_too_long(d, i, model, idle):
-        return "if_idle", "idle for longer than keep_alive"
+        return gently(d, i, "if_idle"), "idle for longer than keep_alive"
     return None
 
 

@@ -18,6 +18,7 @@ from services.scheduler.domain.heard import Waiter
 from services.scheduler.domain.lifecycle import answer_awake, leave, send_start
 from services.scheduler.domain.retire import retire
 from services.scheduler.domain.scope import Everything, Touched
+from services.scheduler.domain.suspending import left_bytes
 from services.scheduler.domain.wishes import Wish, grant, wish_of, wishes
 from shared.contracts.admin import ModelAsleep
 from shared.contracts.node import InstanceState
@@ -68,7 +69,7 @@ def send_claims(d: Draft, devices: list[tuple[str, str]]) -> None:
         _give_up_hopeless_claims(d, node, device)
         for i in claims(d.state, node, device):
             booked = booking(d.state, node, device)
-            if booked.held + i.reserve_bytes > booked.budget:
+            if booked.held + i.reserve_bytes - left_bytes(d.state, i) > booked.budget:
                 break
             send_start(d, i)
 

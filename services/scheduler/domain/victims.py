@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
+from services.scheduler.domain.suspending import held_bytes, left_bytes
 from shared.contracts.node import InstanceState
 
 
@@ -45,30 +46,37 @@ def choose_victims(d: Draft, node: str, device_id: str, short: int, model: Model
         if freed >= short:
             break
         taken.append(i)
-        freed += i.reserve_bytes
+        freed += held_bytes(d.state, i)
     if freed < short:
         return Victims(enough=False, obstacles="; ".join(obstacles) or "nothing there can leave")
     for i in reversed(taken[:-1]):
-        if freed - i.reserve_bytes >= short:
+        if freed - held_bytes(d.state, i) >= short:
             taken.remove(i)
-            freed -= i.reserve_bytes
+            freed -= held_bytes(d.state, i)
     return Victims(tuple(i.instance_id for i in taken), tuple(i.label for i in taken), freed)
 
 
 def _order(d: Draft, i: Instance) -> tuple[object, ...]:
-    """Idle before serving, then low priority among the serving, then the least recently used."""
+    """Idle before what a suspended one has left, before serving; of the idle the least recently used; of the serving low priority, then
+    the shortest queue, then the longest ready."""
     idle = d.idle_since(i.instance_id)
     owner = d.state.models.get(i.model)
     priority = owner.card.spec.priority if owner else -1000
     if idle is not None:
-        return (0, 0, idle, i.instance_id)
-    return (1, priority, i.ready_at or 0.0, i.instance_id)
+        return (0, idle, i.instance_id)
+    if i.state.parked:
+        return (1, i.ready_at or 0.0, i.instance_id)
+    seen = d.state.seen.get(i.instance_id)
+    queue = seen.status.load.active + seen.status.load.waiting if seen is not None else 0
+    return (2, priority, queue, i.ready_at or 0.0, i.instance_id)
 
 
 def _protected(d: Draft, i: Instance, serving: bool, spare_wanted: bool) -> str | None:
     owner = d.state.models.get(i.model)
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
+    if i.state.parked:
+        return None if left_bytes(d.state, i) else "is suspended and holds nothing"
     if i.state is not InstanceState.READY or i.ready_at is None:
         return f"is {i.state.value}"
     kept = owner is not None and owner.card.spec.replicas.min > 0 and not owner.resting

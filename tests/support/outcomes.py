@@ -46,12 +46,14 @@ class Asked(threading.Thread):
     """A request under way in a thread. `begun` is set with the first text."""
 
     def __init__(
-        self, url: str, model: str, *, stream: bool = True, tokens: int = 900, prompt: str = QUESTION, **more: Any
+        self, url: str, model: str, *, stream: bool = True, tokens: int = 900, prompt: str = QUESTION, key: str = "", **more: Any
     ) -> None:
+        """`key`: an Idempotency-Key."""
         super().__init__(daemon=True)
         self.begun = threading.Event()
         self._url = url
         self._stream = stream
+        self._headers = {"idempotency-key": key} if key else {}
         self._outcome: Outcome | None = None
         self._body = {
             "model": model,
@@ -74,7 +76,7 @@ class Asked(threading.Thread):
         try:
             with (
                 httpx.Client(timeout=120) as client,
-                client.stream("POST", f"{self._url}/v1/chat/completions", json=self._body) as response,
+                client.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=self._headers) as response,
             ):
                 self._outcome = self._read_stream(response) if self._stream and response.is_success else _whole(response)
         except httpx.TransportError:

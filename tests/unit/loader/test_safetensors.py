@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,12 @@ def test_noise_is_refused_or_sound(data: bytes) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-10, 1 << 65) | st.floats() | st.text(max_size=5) | st.sampled_from(sorted(SAFETENSORS_BITS)),
+    st.none()
+    | st.booleans()
+    | st.integers(-10, 1 << 65)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(sorted(SAFETENSORS_BITS)),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.text(max_size=3) | st.sampled_from(["dtype", "shape", "data_offsets"]), inner, max_size=4)
@@ -136,3 +142,22 @@ def test_flipped_and_cut_files_are_refused_or_sound(at: int, byte: int, cut: int
     for changed in (bytes(data), bytes(data[:cut])):
         with contextlib.suppress(CheckpointInvalid):
             check(parse(changed), len(changed))
+
+
+def test_small_lies_take_little_memory() -> None:
+    """Sizes that are claimed are never allocated."""
+    huge = (1 << 63) - 1
+    lies = [
+        (24_999_999).to_bytes(8, "little") + b"{}",
+        (huge).to_bytes(8, "little") + b"{}",
+        file_of({"a": tensor(shape=[huge] * 50, offsets=[0, huge])}),
+        file_of({"a": tensor(shape=[huge], offsets=[0, huge], dtype="U8")}),
+    ]
+    tracemalloc.start()
+    try:
+        for lie in lies:
+            with pytest.raises(CheckpointInvalid):
+                parse(lie)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()

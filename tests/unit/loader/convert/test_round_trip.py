@@ -52,9 +52,10 @@ def a_tensor(draw: st.DrawFn, names: list[str]) -> torch.Tensor:
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     tensor = flat.view(shape)
     order = draw(st.permutations(range(len(shape))))
-    if draw(st.booleans()) and can_copy(dtype):
+    viewed, gaps = draw(st.tuples(st.booleans(), st.booleans()))
+    if viewed and can_copy(dtype):
         tensor = tensor.permute(order)
-        if shape and draw(st.booleans()):
+        if shape and gaps:
             tensor = tensor[::2]
     return tensor
 

@@ -100,7 +100,8 @@ class Engines:
         self.directory = directory
         self.reports: dict[str, list[EngineReport]] = {}
         self._reported = asyncio.Condition()
-        self._spawned: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.patience_s = WITHIN_S
 
     async def start(self) -> None:
         await self.mesh.listen(subjects.engine_report(self.node), EngineReport, self._hear).start()
@@ -134,7 +135,7 @@ class Engines:
                 stderr=log,
                 env={**os.environ, **start.environment},
             )
-        self._spawned.append(process)
+        self.processes.append(process)
         return process
 
     async def reported(self, instance_id: str, wanted: Callable[[EngineReport], bool]) -> EngineReport:
@@ -142,7 +143,7 @@ class Engines:
             return next((r for r in self.reports.get(instance_id, ()) if wanted(r)), None)
 
         try:
-            async with asyncio.timeout(WITHIN_S), self._reported:
+            async with asyncio.timeout(self.patience_s), self._reported:
                 await self._reported.wait_for(find)
         except TimeoutError as e:
             log = self.directory / f"{instance_id}.log"
@@ -194,7 +195,7 @@ class Engines:
         return stream
 
     def close(self) -> None:
-        for process in self._spawned:
+        for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait()

@@ -1,0 +1,93 @@
+"""Real vLLM and a real llama.cpp server behind hosts, one of each for all tests here: they take half a minute to start."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.hosted import Hosts, hosted_card
+from tests.support.real_engines import python_of
+from tests.support.servers import NatsServer
+from thaw.demo.models import make_demo_model
+
+MAKE_GGUF = Path(__file__).with_name("make_gguf.py")
+
+
+@dataclass(frozen=True)
+class RealEngine:
+    """A host that has been spawned; `instance` of `node`."""
+
+    engine: str
+    node: str
+    instance: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its heads have 32 elements: the demo model "test" has smaller ones than vLLM computes with on cpu."""
+    return make_demo_model(tmp_path_factory.mktemp("real") / "5m", "5m")
+
+
+@pytest.fixture(scope="session")
+def gguf_file(model_directory: Path) -> Path:
+    out = model_directory.parent / "5m.gguf"
+    subprocess.run([python_of("llamacpp"), str(MAKE_GGUF), str(model_directory), str(out)], check=True)
+    return out
+
+
+def environment() -> dict[str, str]:
+    """Where hosts find the engines."""
+    return {f"THAW_{e.upper()}_PYTHON": python_of(e) for e in ("vllm", "llamacpp")}
+
+
+def spawned(engine: str, source: Path, url: str, directory: Path) -> Iterator[RealEngine]:
+    card = hosted_card(source, engine, context=1024)
+    hosts = Hosts(None, f"real-{engine}", url, directory)  # type: ignore[arg-type]  # only spawns
+    start = hosts.host(card, **{f"THAW_{engine.upper()}_PYTHON": python_of(engine)})
+    process = hosts.processes[-1]
+    yield RealEngine(engine, start.node, start.instance_id, process, Path(start.log_path))
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def vllm(nats_server: NatsServer, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    yield from spawned("vllm", model_directory, nats_server.url, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def llamacpp(nats_server: NatsServer, gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    yield from spawned("llamacpp", gguf_file, nats_server.url, tmp_path_factory.mktemp("llamacpp"))
+
+
+@pytest.fixture(params=["vllm", "llamacpp"])
+def real(request: pytest.FixtureRequest) -> RealEngine:
+    found: RealEngine = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    await mesh.start()
+    yield mesh
+    await mesh.stop()
+
+
+async def listening(mesh: Mesh, url: str, real: RealEngine) -> Hosts:
+    """A node's side for one test, once the engine is ready."""
+    hosts = Hosts(mesh, real.node, url, real.log.parent)
+    hosts.patience_s = 150.0
+    await hosts.start()
+    report = await hosts.settled(real.instance)
+    assert report.state == "ready", report.error
+    return hosts

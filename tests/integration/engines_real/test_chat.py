@@ -1,0 +1,139 @@
+"""Requests to real engines through their hosts: whole, streamed, cancelled, constrained, refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.engine import EngineProbed, ProbeEngine
+from shared.contracts.inference import CancelInfer, InferData
+from shared.messaging import Mesh
+from tests.integration.engines_real.conftest import RealEngine, listening
+from tests.support.hosted import Hosts
+from tests.support.servers import NatsServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+HELLO = [{"role": "user", "content": "Where does the ice go?"}]
+LONG = 900
+
+
+async def test_whole_and_streamed_answers_agree(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+    hosts = await listening(mesh, nats_server.url, real)
+    asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 24, "temperature": 0}
+    whole = await hosts.whole(real.instance, "chat", **asked)
+    streamed = await hosts.whole(real.instance, "chat", **asked, stream=True)
+    text = whole.json["choices"][0]["message"]["content"]
+    assert whole.json["model"] == "demo"
+    assert text
+    assert streamed.text() == text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 24
+    assert whole.usage.prompt_tokens == whole.json["usage"]["prompt_tokens"] > 0
+
+
+async def test_the_probe_says_the_same_each_time(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+    await listening(mesh, nats_server.url, real)
+    for _ in range(3):
+        assert (await mesh.request(subjects.engine_control(real.instance), ProbeEngine(), EngineProbed)).same
+
+
+async def test_log_probabilities_and_text_completions(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+    hosts = await listening(mesh, nats_server.url, real)
+    answer = await hosts.whole(real.instance, "completion", prompt="The", max_tokens=5, temperature=0, logprobs=2)
+    assert answer.status == 200, answer.body
+    logprobs = answer.json["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 5
+    assert all(p <= 0 for p in logprobs["token_logprobs"])
+
+
+async def test_json_mode_reaches_the_engine(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+    """A model with random weights says JSON only if it is made to."""
+    hosts = await listening(mesh, nats_server.url, real)
+    schema = {"type": "object", "properties": {"a": {"enum": ["ice"]}}, "required": ["a"], "additionalProperties": False}
+    wanted: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    if real.engine == "llamacpp":
+        wanted = {"type": "json_object", "schema": schema}
+    answer = await hosts.whole(
+        real.instance, "chat", messages=HELLO, max_tokens=200, temperature=0, response_format=wanted, stop=["}"]
+    )
+    assert answer.status == 200, answer.body
+    assert json.loads(answer.json["choices"][0]["message"]["content"] + "}") == {"a": "ice"}
+
+
+async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+    hosts = await listening(mesh, nats_server.url, real)
+    (pid, *_) = sorted(_pids(hosts, real), key=_cpu, reverse=True)
+    idle = _cpu(pid)
+    whole = await hosts.whole(real.instance, "chat", messages=HELLO, max_tokens=LONG, temperature=0, **ENDLESS)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == LONG
+    cost = _cpu(pid) - idle
+    stream = await hosts.ask(real.instance, "chat", messages=HELLO, max_tokens=LONG, temperature=0, stream=True, **ENDLESS)
+    await stream.until(lambda r: sum(isinstance(x, InferData) for x in r) >= 3)
+    cancel = CancelInfer(request_id=stream.request_id)
+    await mesh.nc.publish(subjects.engine_control(real.instance), cancel.model_dump_json().encode())
+    at_cancel = _cpu(pid)
+    # The next one is answered after it: an engine that had gone on would have computed all of it by then.
+    short = await hosts.whole(real.instance, "chat", messages=HELLO, max_tokens=2, temperature=0)
+    assert short.status == 200
+    if real.engine == "vllm":
+        await hosts.eventually(lambda: _running(hosts, real), lambda n: n == 0)
+        assert await _generated(hosts, real) < 2 * LONG
+    assert _cpu(pid) - at_cancel < 0.5 * cost
+
+
+ENDLESS = {"ignore_eos": True, "logit_bias": {"2": -100}}
+
+
+def _pids(hosts: Hosts, real: RealEngine) -> tuple[int, ...]:
+    hosted = hosts.reports[real.instance][-1].hosted
+    assert hosted is not None
+    return hosted.pids
+
+
+def _cpu(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+async def _running(hosts: Hosts, real: RealEngine) -> float:
+    return await _metric(hosts, real, "vllm:num_requests_running")
+
+
+async def _generated(hosts: Hosts, real: RealEngine) -> float:
+    return await _metric(hosts, real, "vllm:generation_tokens_total")
+
+
+async def _metric(hosts: Hosts, real: RealEngine, name: str) -> float:
+    text = (await hosts.other(real.instance, "/metrics", "GET")).body.decode()
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+async def test_vllms_refusal_keeps_its_status_and_words(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
+    hosts = await listening(mesh, nats_server.url, vllm)
+    answer = await hosts.whole(vllm.instance, "chat", messages=HELLO, max_tokens=100_000, stream=True)
+    assert answer.status == 400
+    assert answer.json["error"]["type"] == "BadRequestError"
+    assert "max_tokens" in answer.json["error"]["message"]
+
+
+async def test_vllm_tells_token_ids_and_goes_on_from_them(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
+    hosts = await listening(mesh, nats_server.url, vllm)
+    asked: dict[str, Any] = {"temperature": 0, "return_token_ids": True}
+    whole = (await hosts.whole(vllm.instance, "completion", prompt="The ice", max_tokens=12, **asked)).json["choices"][0]
+    begun = [*whole["prompt_token_ids"], *whole["token_ids"][:5]]
+    rest = (await hosts.whole(vllm.instance, "completion", prompt=begun, max_tokens=7, **asked)).json["choices"][0]
+    assert rest["token_ids"] == whole["token_ids"][5:]
+
+
+async def test_other_routes_of_vllm(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
+    hosts = await listening(mesh, nats_server.url, vllm)
+    answer = await hosts.other(vllm.instance, "/v1/messages", "POST", max_tokens=4, messages=HELLO)
+    assert answer.status == 200, answer.body
+    assert answer.json["type"] == "message"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0

@@ -1,0 +1,95 @@
+"""Real engines that die, or never generate: noticed, explained, cleaned up after, started again. Runs after the tests that share an engine."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.node import InstanceState, StartInstance
+from shared.messaging import Mesh
+from shared.sizing import need_of
+from tests.integration.engines_real.conftest import RealEngine, listening
+from tests.integration.nodeagent.harness import gone, running_node
+from tests.support.hosted import Hosts, hosted_card
+from tests.support.real_engines import python_of
+from tests.support.servers import NatsServer
+from thaw.demo.models import make_demo_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+async def test_healthy_and_unable_to_generate(mesh: Mesh, nats_server: NatsServer, tmp_path: Path) -> None:
+    """vLLM starts with this model, opens its port and is healthy; its attention on cpu cannot compute heads of 16 elements."""
+    source = make_demo_model(tmp_path / "test", "test")
+    hosts = Hosts(mesh, "real-mute", nats_server.url, tmp_path)
+    hosts.patience_s = 150.0
+    await hosts.start()
+    start = hosts.host(hosted_card(source, "vllm"), THAW_VLLM_PYTHON=python_of("vllm"))
+    try:
+        report = await hosts.settled(start.instance_id)
+        assert report.state == "failed"
+        assert report.error is not None
+        assert "gave no token" in report.error.message
+        await hosts.left_nothing(start.instance_id)
+    finally:
+        hosts.close()
+
+
+async def test_vllm_whose_core_is_killed(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
+    hosts = await listening(mesh, nats_server.url, vllm)
+    hosted = hosts.reports[vllm.instance][-1].hosted
+    assert hosted is not None
+    assert len(hosted.pids) >= 3
+    largest = max(hosted.pids, key=lambda p: psutil.Process(p).memory_info().rss)
+    psutil.Process(largest).kill()
+    failed = await hosts.reported(vllm.instance, lambda r: r.state == "failed")
+    assert failed.error is not None
+    await hosts.left_nothing(vllm.instance)
+
+
+async def test_llamacpp_is_killed_and_started_again(nats_server: NatsServer, gguf_file: Path, tmp_path: Path) -> None:
+    settings = {"THAW_DEVICES": "cpu:0=2GiB", "THAW_LLAMACPP_PYTHON": python_of("llamacpp")}
+    card = hosted_card(gguf_file, "llamacpp", context=1024)
+    need = need_of(card)
+    async with running_node(nats_server.url, tmp_path, **settings) as node:
+
+        async def start(instance: str, token: int) -> None:
+            command = StartInstance(
+                token=(1 << 32) + token,
+                plan_id="p",
+                instance_id=instance,
+                card=card,
+                device_ids=("cpu:0",),
+                reserve_bytes=need.total,
+                kv_bytes=need.kv,
+            )
+            await node.mesh.request(subjects.node_command(node.name), command, Done)
+
+        await start("llama1", 1)
+        status = await node.reaches("llama1", InstanceState.READY, InstanceState.FAILED, within=60)
+        assert status.error is None
+        assert len(status.pids) == 2
+        host, engine = status.pids
+        assert (await node.until(lambda s: s.instances[0].memory.private > 60 << 20)).instances[0].state is InstanceState.READY
+        # An agent that dies and comes back finds it serving.
+        node.kill_agent()
+        await node.start_agent()
+        assert node.instance("llama1").state is InstanceState.READY
+        psutil.Process(engine).send_signal(signal.SIGKILL)
+        failed = await node.reaches("llama1", InstanceState.FAILED)
+        assert failed.error is not None
+        assert "killed by signal 9" in failed.error.message
+        await node.until(lambda s: s.devices[0].reserved_bytes == 0)
+        assert await gone(host)
+        await start("llama2", 3)
+        assert (await node.reaches("llama2", InstanceState.READY, InstanceState.FAILED, within=60)).error is None
+        await node.stop("llama2", token=(1 << 32) + 4)
+        stopped = await node.reaches("llama2", InstanceState.STOPPED, InstanceState.FAILED)
+        assert stopped.error is None
+        assert stopped.freed_bytes
+        assert stopped.freed_bytes > 60 << 20

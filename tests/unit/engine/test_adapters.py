@@ -47,7 +47,7 @@ class FakeShelf:
         if self.error is not None:
             raise self.error
         self.events.append(f"load {card.name}")
-        return Adapter(card, {})
+        return Adapter(card.name, {})
 
     async def drop(self, adapter: Adapter, number: int) -> None:
         self.events.append(f"drop {adapter.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -26,3 +27,19 @@ class LoaderSettings(NodeSettings):
         ge=0,
         description="Of THAW_DRAM_BYTES: memory populated at the start, so that no load waits for the kernel's zeroing.",
     )
+    cache_dir: Path | None = Field(
+        default=None,
+        description="Where copies of remote models are kept, shared by this machine's loaders; by default THAW_HOME/cache.",
+    )
+    cache_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Bytes that they may take; the least recently used go first. 0: keep none. By default half of what is free on that disk "
+        "(and of what the cache has) at the start.",
+    )
+    peer_host: str = Field(
+        default="127.0.0.1",
+        description="Address where this loader serves its models' files to the loaders of other nodes, and which it tells them; empty: "
+        "not at all.",
+    )
+    peer_port: int = Field(default=0, ge=0, le=65535, description="Port for that; 0: any free one.")

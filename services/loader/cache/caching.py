@@ -151,6 +151,7 @@ class CachingTier:
                 continue
             if time.monotonic() - waited_since > self._patience_s:
                 log.warning("another process fetches this model and gets nowhere: reading past it", extra={"source": self.source})
+                self._following = False
                 return False
             if self._stop.wait(_POLL_S) or (cancelled is not None and cancelled.is_set()):
                 raise Cancelled

@@ -52,7 +52,7 @@ class Verifier:
             if known is None or len(known) < len(data):
                 digest.pending[offset] = data
             digest.given = True
-            if not digest.busy and _next(digest) is not None:
+            if not digest.busy:
                 digest.busy = True
                 self._pool.submit(self._advance, digest)
 

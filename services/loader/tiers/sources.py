@@ -125,8 +125,8 @@ class Sources:
         Close it when the load's memory is given away, or the load is called off.
         """
         if not is_remote(source):
-            tier: Tier = DirectoryTier.of(source)
-            self._directories.setdefault(revision, (DirectoryTier.of(source).directory, None))
+            tier = DirectoryTier.of(source)
+            self._directories.setdefault(revision, (tier.directory, None))
             return tier
         hold = self.cache.hold(revision, pinned=pinned)
         if hold is not None:
@@ -191,6 +191,15 @@ class Sources:
                 if link.startswith("peer:"):
                     self._peers.distrust(link.removeprefix("peer:"), tier.revision)
 
+    def directories(self) -> list[tuple[str, str, int]]:
+        """(revision, directory, bytes) of the directories that have been inspected or loaded and are still there."""
+        found = []
+        for revision in list(self._directories):
+            own = self._own(revision)
+            if own is not None:
+                found.append((revision, str(own[0]), sum(f.size for f in own[1].files)))
+        return found
+
     # -- for peers ---------------------------------------------------------------------------------------------------------------
 
     def _remember(self, tier: Tier) -> None:
@@ -211,17 +220,20 @@ class Sources:
         yield self._own(revision)
 
     def _own(self, revision: str) -> tuple[Path, EntryRecord] | None:
+        """A directory of this host, as long as it is what it was."""
         known = self._directories.get(revision)
         if known is None:
             return None
         directory, record = known
-        if record is None:
-            with contextlib.suppress(ThawError):
-                tier = DirectoryTier(directory)
-                heads = tuple(FileHead(name=f.name, size=f.size, version=f.version) for f in tier.files())
+        try:
+            tier = DirectoryTier(directory)
+            heads = tuple(FileHead(name=f.name, size=f.size, version=f.version) for f in tier.files())
+            if record is None and tier.revision == revision:
                 record = EntryRecord(revision=revision, source=str(directory), files=heads)
                 self._directories[revision] = directory, record
-        return (directory, record) if record is not None else None
+        except ThawError:
+            return None
+        return (directory, record) if record is not None and record.files == heads else None
 
 
 def _names(tier: Tier) -> frozenset[str]:

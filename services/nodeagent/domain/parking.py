@@ -58,16 +58,18 @@ def why_not(state: NodeState, instance: Instance) -> str:
             f"its snapshot of {_mib(outlook.snapshot_bytes)} is over this node's budget of {_mib(state.snapshot_budget)} "
             "(THAW_SNAPSHOT_BYTES)"
         )
-    if parking.base_bytes and leaks(parking, parking.need_bytes):
-        return f"its engine leaks: it used {_mib(parking.base_bytes)} after its start and {_mib(parking.need_bytes)} at last"
+    if leaks(parking):
+        return f"its engine leaks: it used {_mib(parking.base_bytes)} after its start and {_mib(parking.used_bytes)} at last"
     expected = parking.resume_s if parking.resume_s is not None else outlook.resume_s
     if parking.started is not None and expected >= parking.started.took_s:
         return f"it comes back no sooner ({expected:.2f} s) than it starts cold ({parking.started.took_s:.2f} s)"
     return ""
 
 
-def leaks(parking: Parking, used: int) -> bool:
-    return used > LEAK_FACTOR * parking.base_bytes and used > parking.base_bytes + LEAK_FLOOR
+def leaks(parking: Parking) -> bool:
+    """Told after the first resumption only: until then an engine may grow into what it needs."""
+    base, used = parking.base_bytes, parking.used_bytes
+    return parking.resumes > 1 and base > 0 and used > LEAK_FACTOR * base and used > base + LEAK_FLOOR
 
 
 # Suspending.
@@ -188,6 +190,7 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
         left_bytes=event.left_bytes,
         snapshot_bytes=event.snapshot_bytes,
         need_bytes=need,
+        used_bytes=event.used_bytes,
         suspended=Lap(at=turn.now, took_s=turn.now - p.begun_at),
         outlook=p.outlook.model_copy(update={"snapshot_bytes": event.snapshot_bytes, "left_bytes": event.left_bytes}),
         wake_asked=False,
@@ -366,7 +369,10 @@ def on_assessed(turn: Turn, event: Assessed) -> None:
     if p.resumes and outlook.way == p.outlook.way:
         outlook = outlook.model_copy(update={"left_bytes": p.left_bytes or outlook.left_bytes})
     first = p.base_bytes == 0
-    update(turn, instance, outlook=outlook, base_bytes=p.base_bytes or event.used_bytes)
+    used = {"used_bytes": event.used_bytes} if event.used_bytes else {}
+    # What it has grown to by its first resumption is what it needs; what comes after that is leaked.
+    base = max(p.base_bytes, event.used_bytes) if p.resumes <= 1 else p.base_bytes
+    update(turn, instance, outlook=outlook, base_bytes=base, **used)
     _book_measured(turn, turn.state.instances[event.instance_id], event.used_bytes)
     instance = turn.state.instances[event.instance_id]
     if first and instance.command.park and instance.state is InstanceState.READY and not why_not(turn.state, instance):  # 1
@@ -380,11 +386,12 @@ def on_measured(turn: Turn, event: Measured) -> None:
 
 
 def _book_measured(turn: Turn, instance: Instance, used: int) -> None:
-    """A booking is never below what is in use: bytes that a leaking engine took are not given to others."""
+    """Bytes that an engine took far beyond its booking are booked to it too: they are not there for others."""
     booked = turn.state.ledger.bookings.get(instance.instance_id)
-    if booked is not None and used > booked.bytes_each * len(booked.device_ids):
+    total = booked.bytes_each * len(booked.device_ids) if booked is not None else 0
+    if booked is not None and used > LEAK_FACTOR * total and used > total + LEAK_FLOOR:
         turn.books(turn.state.ledger.rebook(instance.instance_id, booked.device_ids, used))
-        update(turn, instance, need_bytes=used)
+        update(turn, instance, need_bytes=used, used_bytes=used)
 
 
 def update(turn: Turn, instance: Instance, **changes: Any) -> Instance:

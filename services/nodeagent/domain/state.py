@@ -38,8 +38,8 @@ class Lap(Frozen):
 class Outlook(Frozen):
     """What a suspension of an instance would do, as far as its node can say now. `way` None: it is not possible, for `reason`.
 
-    `device_bytes` would come free, `left_bytes` stay in use, `snapshot_bytes` be charged to the snapshot budget, and the way back take
-    `resume_s`. What is `charged` was found out from outside; the measured values of an earlier round take its place once there are any.
+    `left_bytes` would stay in use, `snapshot_bytes` be charged to the snapshot budget, and the way back take `resume_s`. As expected from
+    outside, until a first round has measured it.
     """
 
     way: SuspendWay | None = None
@@ -50,7 +50,8 @@ class Outlook(Frozen):
 
 
 class Parking(Frozen):
-    """What is known of an instance's suspensions. `base_bytes`: what it used after its first start, against which a leak is told.
+    """What is known of an instance's suspensions. `used_bytes`: of its device, when last looked at; `base_bytes`: after its start, which a
+    leak is told by.
 
     `holding`: it takes no new request, and is to be frozen once idle. `freezing`: it is being frozen, or was; recorded before it is.
     """
@@ -64,6 +65,7 @@ class Parking(Frozen):
     left_bytes: int = 0
     snapshot_bytes: int = 0
     need_bytes: int = 0
+    used_bytes: int = 0
     base_bytes: int = 0
     resumes: int = 0
     begun_at: float = 0.0

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from enum import IntEnum
+from importlib import import_module
 from typing import Any, Protocol
 
 from services.nodeagent.domain.state import Outlook
@@ -98,7 +99,7 @@ def open_driver(nvml: Any | None) -> tuple[CheckpointDriver | None, str]:
     if nvml is None:
         return None, "there is no NVIDIA driver (NVML) on this node"
     try:
-        from cuda.bindings import driver
+        driver = import_module("cuda.bindings.driver")
     except ImportError:
         return None, "the package cuda-bindings is not installed (pip install 'thaw-mesh[cuda]')"
     if not hasattr(driver, "cuCheckpointProcessLock"):

@@ -20,6 +20,7 @@ _FREEZE_WITHIN_S = 5.0
 _FIRST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.02
 _PREFIX = "thaw-"
+_TRIAL = ".trial-"
 
 
 class Freezer(Protocol):
@@ -93,15 +94,19 @@ class Groups:
 
     def add(self, instance_id: str, pid: int) -> None:
         """Put a process, with all its threads, into the group. Children that it has already stay where they are."""
-        if self._root is None or (procs := self.create(instance_id)) is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
+        for last in (False, True):
+            if (procs := self.create(instance_id)) is None:
+                return
             try:
                 procs.write_text(str(pid))
+                return
             except ProcessLookupError:
-                raise
+                return
             except OSError as e:
-                log.warning("a process could not be put into its control group", extra={"pid": pid, "error": str(e)})
+                # Another agent that starts just now removes empty groups: made again, once.
+                if last or not isinstance(e, FileNotFoundError):
+                    log.warning("a process could not be put into its control group", extra={"pid": pid, "error": str(e)})
+                    return
 
     def gather(self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Bring `host`'s descendants and `others` into the group (and itself if it is the engine); all pids of the engine."""
@@ -193,7 +198,7 @@ def open_groups(node: str, version: int | None = None) -> Groups:
     for freezer, root in hierarchies():
         if version not in (None, freezer.version):
             continue
-        trial = root / f"{_PREFIX}{node}.trial-{os.getpid()}"
+        trial = root / f"{_PREFIX}{node}{_TRIAL}{os.getpid()}"
         try:
             trial.mkdir()
         except OSError as e:
@@ -201,6 +206,7 @@ def open_groups(node: str, version: int | None = None) -> Groups:
             continue
         try:
             freezer.prepare(trial)
+            _sweep(root)
             return Groups(node, root, freezer)
         except OSError as e:
             reasons.append(f"cgroup v{freezer.version} at {root} cannot freeze: {e.strerror}")
@@ -208,6 +214,15 @@ def open_groups(node: str, version: int | None = None) -> Groups:
             with contextlib.suppress(OSError):
                 trial.rmdir()
     return Groups(node, None, None, "; ".join(reasons) or "no cgroup freezer is mounted")
+
+
+def _sweep(root: Path) -> None:
+    """Remove empty groups of nodes that are gone; one with a process in it cannot be removed."""
+    for directory in root.glob(f"{_PREFIX}*"):
+        if _TRIAL in directory.name:
+            continue  # another agent's, that starts at this moment
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def hierarchies() -> Iterator[tuple[Freezer, Path]]:

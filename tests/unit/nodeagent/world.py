@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from services.nodeagent.domain import events as e
 from services.nodeagent.domain.events import Effect, Event
 from services.nodeagent.domain.machine import decide
 from services.nodeagent.domain.memory import Ledger
-from services.nodeagent.domain.state import Instance, NodeState, Policy
+from services.nodeagent.domain.state import Instance, NodeState, Outlook, Policy
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport, EngineState
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
-from shared.contracts.node import StartInstance, StopInstance
+from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance
 
 EPOCH = 1 << 32
 ERROR = ErrorBody(code="engine_failed", message="it died")
@@ -45,11 +48,25 @@ def report(instance_id: str = "i", state: EngineState = "ready", pid: int = 7, p
     return EngineReport(instance_id=instance_id, pid=pid, state=state, progress=progress)
 
 
+def suspend(
+    instance_id: str = "i", *, token: int = EPOCH, only_if_idle: bool = False, drain_timeout_ms: int = 1000
+) -> SuspendInstance:
+    return SuspendInstance(token=token, instance_id=instance_id, only_if_idle=only_if_idle, drain_timeout_ms=drain_timeout_ms)
+
+
+def resume(instance_id: str = "i", *, token: int = EPOCH, **more: int) -> ResumeInstance:
+    return ResumeInstance(token=token, plan_id="p2", instance_id=instance_id, **more)
+
+
+POSSIBLE = Outlook(way="cpu", left_bytes=10, snapshot_bytes=50, resume_s=0.1)
+
+
 class World:
     """A node with devices of 100 bytes, its effects as they come."""
 
-    def __init__(self, *devices: str, policy: Policy | None = None) -> None:
-        self.state = NodeState(Ledger(dict.fromkeys(devices or ("cpu:0",), 100)), policy or Policy())
+    def __init__(self, *devices: str, policy: Policy | None = None, snapshots: int = 120) -> None:
+        ledger = Ledger(dict.fromkeys(devices or ("cpu:0",), 100))
+        self.state = NodeState(ledger, policy or Policy(), snapshot_budget=snapshots)
         self.now = 1000.0
         self.effects: list[Effect] = []
 
@@ -61,3 +78,20 @@ class World:
 
     def __getitem__(self, instance_id: str) -> Instance:
         return self.state.instances[instance_id]
+
+    # Stories that many tests begin with.
+
+    def ready(self, instance_id: str = "i", pid: int = 7, took: float = 5.0, **more: Any) -> Instance:
+        """An instance that took `took` seconds to start and can be suspended."""
+        self.hear(e.StartCommand(start(instance_id, **more), 1))
+        self.hear(e.EngineForked(instance_id, pid, 1))
+        self.hear(e.EngineReported(report(instance_id, "ready", pid)), after=took)
+        self.hear(e.Assessed(instance_id, POSSIBLE, 60))
+        return self[instance_id]
+
+    def suspended(self, instance_id: str = "i", pid: int = 7, left: int = 10, snapshot: int = 50, **more: Any) -> Instance:
+        self.ready(instance_id, pid, **more)
+        self.hear(e.SuspendCommand(suspend(instance_id), 2))
+        self.hear(e.HoldAnswered(instance_id, False))
+        self.hear(e.Suspended(instance_id, freed_bytes=50, left_bytes=left, used_bytes=60, snapshot_bytes=snapshot))
+        return self[instance_id]

@@ -52,9 +52,11 @@ class HostedAnswer:
 class Hosts(Engines):
     """The nodeagent's and the gateway's side of the hosted engines of one node."""
 
-    def host(self, card: ModelCard, *, cgroup_procs: str | None = None, **environment: Any) -> EngineStart:
+    def host(self, card: ModelCard, *, device: str = "cpu:0", cgroup_procs: str | None = None, **environment: Any) -> EngineStart:
         """Start a host as the nodeagent does."""
-        start = self.spec(card, kv_bytes=64 * MIB, **environment).model_copy(update={"cgroup_procs": cgroup_procs})
+        start = self.spec(card, kv_bytes=64 * MIB, **environment).model_copy(
+            update={"cgroup_procs": cgroup_procs, "device": device}
+        )
         self.spawn(start, "services.enginehost")
         return start
 

@@ -86,7 +86,7 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     assert _cpu(pid) - at_cancel < 0.5 * cost
 
 
-ENDLESS = {"ignore_eos": True, "logit_bias": {"2": -100}}
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "logit_bias": {"2": -100}}
 
 
 def _pids(hosts: Hosts, real: RealEngine) -> tuple[int, ...]:

@@ -1,0 +1,154 @@
+"""One suite for every driver, held against a server that takes the options and has the endpoints which the engine's documentation publishes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
+from shared.contracts.models import ModelCard
+from shared.errors import UnsupportedParameter
+from tests.support.hosted import MIB, Hosts, hosted_card
+
+SETTINGS = {
+    "vllm": "THAW_VLLM_PYTHON",
+    "sglang": "THAW_SGLANG_PYTHON",
+    "llamacpp": "THAW_LLAMACPP_SERVER",
+    "tensorrt-llm": "THAW_TRTLLM_SERVE",
+    "ollama": "THAW_OLLAMA_PROGRAM",
+}
+ENGINES = sorted(SETTINGS)
+
+
+def program(tmp_path: Path, like: str) -> str:
+    """An executable that stands for the engine's own."""
+    found = tmp_path / "engine"
+    found.write_text(f'#!/bin/sh\ncd {Path.cwd()}\nexec {sys.executable} -m tests.support.fake_openai --like {like} "$@"\n')
+    found.chmod(0o755)
+    return str(found)
+
+
+def card_of(tmp_path: Path, engine: str, **more: Any) -> ModelCard:
+    if engine == "ollama":
+        return hosted_card("engine://qwen3:0.6b", engine, memory=MIB, **more)
+    source = tmp_path / "model.gguf" if engine == "llamacpp" else tmp_path
+    source.touch()
+    return hosted_card(source, engine, **more)
+
+
+class Driven:
+    """A ready engine of one kind."""
+
+    def __init__(self, hosts: Hosts, instance: str) -> None:
+        self.hosts = hosts
+        self.instance = instance
+        self.control = subjects.engine_control(instance)
+
+    async def stats(self) -> Any:
+        return (await self.hosts.other(self.instance, "/stats", "GET")).json
+
+    async def calls(self) -> list[str]:
+        return [path for _, path, _ in (await self.stats())["calls"]]
+
+
+async def drive(hosts: Hosts, tmp_path: Path, engine: str, *, device: str = "cpu:0", **more: Any) -> Driven:
+    start = hosts.host(card_of(tmp_path, engine, **more), device=device, **{SETTINGS[engine]: program(tmp_path, engine)})
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    return Driven(hosts, start.instance_id)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_starts_answers_and_streams_under_the_models_own_name(hosts: Hosts, tmp_path: Path, engine: str) -> None:
+    driven = await drive(hosts, tmp_path, engine)
+    whole = await hosts.whole(driven.instance, "chat", messages=[], max_tokens=3)
+    assert whole.json["choices"][0]["message"]["content"] == "t0 t1 t2 "
+    streamed = await hosts.whole(driven.instance, "completion", prompt="x", max_tokens=6, stream=True)
+    assert streamed.text() == "t0 t1 t2 t3 t4 t5 "
+    assert streamed.usage is not None
+    assert streamed.usage.completion_tokens == 6
+    embedded = await hosts.whole(driven.instance, "embedding", input="x")
+    assert embedded.json["data"][0]["embedding"] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_sleeps_and_wakes_by_its_own_means_where_it_has_them(hosts: Hosts, tmp_path: Path, engine: str) -> None:
+    driven = await drive(hosts, tmp_path, engine, device="cuda:1")
+    hosted = hosts.reports[driven.instance][-1].hosted
+    assert hosted is not None
+    expected = {"vllm": (1, 2), "sglang": (1, 2), "ollama": (2,)}.get(engine, ())
+    assert hosted.sleep_levels == expected
+    for level in (1, 2):
+        if level not in expected:
+            with pytest.raises(UnsupportedParameter):
+                await hosts.mesh.request(driven.control, SleepEngine(level=level), EngineAsleep)
+            assert (await hosts.whole(driven.instance, "chat", messages=[])).status == 200
+            continue
+        await hosts.mesh.request(driven.control, SleepEngine(level=level), EngineAsleep)
+        assert (await hosts.whole(driven.instance, "chat", messages=[])).error is not None
+        probed = await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)
+        assert probed.same
+        assert (await hosts.whole(driven.instance, "chat", messages=[])).status == 200
+    assert (await driven.stats())["env"]["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+async def test_vllms_second_sleep_level_reads_the_weights_again_before_the_cache_comes_back(hosts: Hosts, tmp_path: Path) -> None:
+    driven = await drive(hosts, tmp_path, "vllm", device="cuda:0")
+    await hosts.mesh.request(driven.control, SleepEngine(level=2), EngineAsleep)
+    await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)
+    found = [c for c in await driven.calls() if c.startswith(("/sleep", "/wake", "/coll"))]
+    assert found == ["/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"]
+
+
+async def test_vllms_command_line(hosts: Hosts, tmp_path: Path) -> None:
+    args = {"tool_call_parser": "hermes", "enable_prefix_caching": False, "kv_cache_bytes": 99 * MIB}
+    driven = await drive(hosts, tmp_path, "vllm", engine_args=args, dtype="bfloat16", trust_remote_code=True)
+    stats = await driven.stats()
+    argv = " ".join(stats["argv"])
+    for expected in (
+        "-m vllm.entrypoints.openai.api_server",
+        f"--model {tmp_path}",
+        "--served-model-name demo",
+        "--max-model-len 256 --max-num-seqs 4 --dtype bfloat16",
+        "--trust-remote-code",
+        f"--kv-cache-memory-bytes {64 * MIB}",
+        "--enforce-eager",
+        "--tool-call-parser hermes --no-enable-prefix-caching",
+    ):
+        assert expected in argv
+    env = stats["env"]
+    assert env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert env["VLLM_API_KEY"] not in argv
+
+
+async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_path: Path) -> None:
+    driven = await drive(hosts, tmp_path, "ollama")
+    assert (await driven.calls())[:3] == ["/api/show", "/api/pull", "/api/generate"]
+    told = [(r.phase, r.progress) for r in hosts.reports[driven.instance] if r.phase is not None and r.phase.value == "fetch"]
+    assert told
+
+
+async def test_a_model_that_ollama_cannot_pull_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    card = hosted_card("engine://nowhere", "ollama", memory=MIB)
+    start = hosts.host(card, THAW_OLLAMA_PROGRAM=program(tmp_path, "ollama"))
+    report = await hosts.settled(start.instance_id)
+    assert report.error is not None
+    assert "nowhere" in report.error.message
+    assert "file does not exist" in report.error.message
+
+
+async def test_a_gguf_file_is_given_to_ollama_under_its_digest(hosts: Hosts, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + bytes(100))
+    start = hosts.host(hosted_card(file, "ollama"), THAW_OLLAMA_PROGRAM=program(tmp_path, "ollama"))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    driven = Driven(hosts, start.instance_id)
+    calls = await driven.calls()
+    assert [c.split("/")[2] for c in calls[:5]] == ["show", "blobs", "blobs", "create", "generate"]
+    assert (await hosts.whole(driven.instance, "chat", messages=[])).json["model"].startswith("thaw-")

@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test lint bench clean install
+.PHONY: help up down test lint bench clean install engines
 
 help: ## Show this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt "$(TORCH)"
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[node,local,dev]'
 	@touch $(STAMP)
+
+engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into the cache directory (ten minutes on two cores)
+	@$(BIN)/python -m tests.support.real_engines
 
 clean: ## Remove .venv and caches (the mesh's state under ~/.thaw stays)
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

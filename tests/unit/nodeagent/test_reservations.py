@@ -1,0 +1,168 @@
+"""Reservations: by priority and age, all or nothing over a device set, small ones past large ones, and not for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.nodeagent.domain import events as e
+from services.nodeagent.domain.memory import Ledger
+from services.nodeagent.domain.reservations import PASSES, Reservation, grant
+from services.nodeagent.domain.state import Process
+from shared.contracts.node import InstanceState
+from tests.unit.nodeagent.world import ERROR, World, start, stop
+
+
+def r(name: str, nbytes: int, *devices: str, priority: int = 0, since: float = 0.0) -> Reservation:
+    return Reservation(name, devices or ("d0",), nbytes, priority, since, until=100.0)
+
+
+def books(**held: int) -> Ledger:
+    """Devices of 100 bytes with so many held."""
+    ledger = Ledger({"d0": 100, "d1": 100})
+    for device, nbytes in held.items():
+        ledger = ledger.rebook(f"held-{device}", (device,), nbytes)
+    return ledger
+
+
+def test_priority_goes_before_age() -> None:
+    chosen, _ = grant((r("old", 50), r("important", 50, priority=1, since=5.0)), books())
+    assert chosen is not None
+    assert chosen.instance_id == "important"
+
+
+def test_a_set_is_granted_whole_or_not_at_all() -> None:
+    chosen, left = grant((r("pair", 120, "d0", "d1"),), books(d1=50))
+    assert chosen is None
+    assert len(left) == 1
+    chosen, _ = grant((r("pair", 120, "d0", "d1"),), books(d1=40))
+    assert chosen is not None
+
+
+def test_a_small_one_passes_a_large_one_but_not_for_ever() -> None:
+    queue: tuple[Reservation, ...] = (r("large", 90),)
+    for n in range(PASSES):
+        chosen, queue = grant((*queue, r(f"small-{n}", 10, since=n + 1.0)), books(d0=50))
+        assert chosen is not None
+        assert chosen.instance_id == f"small-{n}"
+    chosen, queue = grant((*queue, r("small-more", 10, since=50.0)), books(d0=50))
+    assert chosen is None, "the large one has been passed often enough"
+    chosen, _ = grant((*queue, r("elsewhere", 10, "d1", since=51.0)), books(d0=50))
+    assert chosen is not None
+    assert chosen.instance_id == "elsewhere", "only its own devices are kept for it"
+    chosen, _ = grant(queue, books())
+    assert chosen is not None
+    assert chosen.instance_id == "large"
+
+
+def test_an_important_one_passes_a_humble_one_but_not_for_ever() -> None:
+    queue: tuple[Reservation, ...] = (r("humble", 50),)
+    for n in range(PASSES):
+        chosen, queue = grant((*queue, r(f"great-{n}", 50, priority=9, since=n + 1.0)), books())
+        assert chosen is not None
+        assert chosen.instance_id == f"great-{n}"
+    chosen, _ = grant((*queue, r("great-more", 50, priority=9, since=50.0)), books())
+    assert chosen is not None
+    assert chosen.instance_id == "humble"
+
+
+waiting = st.lists(
+    st.tuples(st.integers(1, 100), st.sampled_from([("d0",), ("d1",), ("d0", "d1")]), st.integers(-2, 2), st.floats(0, 50)),
+    max_size=8,
+)
+
+
+@given(waiting, st.integers(0, 100), st.integers(0, 100))
+def test_whatever_is_granted_fits_together(found: list[tuple[int, tuple[str, ...], int, float]], d0: int, d1: int) -> None:
+    queue = tuple(r(f"i{n}", b, *d, priority=p, since=s) for n, (b, d, p, s) in enumerate(found))
+    ledger = books(d0=d0, d1=d1)
+    while True:
+        chosen, rest = grant(queue, ledger)
+        if chosen is None:
+            break
+        assert len(rest) == len(queue) - 1
+        queue, ledger = rest, ledger.book(chosen.instance_id, chosen.device_ids, chosen.nbytes)
+        assert all(ledger.reserved(d) <= 100 for d in ("d0", "d1"))
+
+
+# On a node.
+
+
+def queued(w: World, name: str, reserve: int, wait_ms: int = 10_000, priority: int = 0) -> None:
+    command = start(name, reserve=reserve).model_copy(update={"wait_ms": wait_ms, "priority": priority})
+    w.hear(e.StartCommand(command, 50))
+
+
+def leaves(w: World, name: str, pid: int) -> tuple[e.Effect, ...]:
+    w.hear(e.StopCommand(stop(name), 60))
+    w.hear(e.EngineExited(name, pid, 0, ERROR))
+    w.hear(e.WeightsReleased(name, 1))
+    return w.hear(e.MemoryProved(name, 1))
+
+
+def test_a_start_that_may_wait_is_forked_when_there_is_room() -> None:
+    w = World()
+    w.ready("a", pid=1, reserve=60)
+    queued(w, "b", 60)
+    assert w["b"].process is Process.QUEUED
+    assert w["b"].state is InstanceState.PREPARING
+    assert e.Fork("b") not in w.effects
+    assert e.Fork("b") in leaves(w, "a", 1)
+
+
+def test_two_that_do_not_fit_together_never_both_start() -> None:
+    w = World()
+    w.ready("a", pid=1, reserve=60)
+    queued(w, "b", 60)
+    queued(w, "c", 60, priority=5)
+    effects = leaves(w, "a", 1)
+    assert e.Fork("c") in effects
+    assert e.Fork("b") not in effects
+    assert w.state.ledger.reserved("cpu:0") == 60
+
+
+def test_a_reservation_is_given_up_when_its_time_is_over() -> None:
+    w = World()
+    w.ready("a", pid=1, reserve=60)
+    queued(w, "b", 60, wait_ms=1000)
+    w.hear(e.Tick(), 1.0)
+    error = w["b"].error
+    assert error is not None
+    assert error.code == "insufficient_memory"
+    assert error.should_retry
+    assert w.state.queue == ()
+    w.hear(e.WeightsReleased("b", 0))
+    w.hear(e.MemoryProved("b", 0))
+    assert w["b"].state is InstanceState.FAILED
+
+
+def test_one_that_waits_is_called_off_at_once() -> None:
+    w = World()
+    w.ready("a", pid=1, reserve=60)
+    queued(w, "b", 60)
+    w.hear(e.StopCommand(stop("b"), 61))
+    w.hear(e.WeightsReleased("b", 0))
+    w.hear(e.MemoryProved("b", 0))
+    assert w["b"].state is InstanceState.STOPPED
+    assert w.state.queue == ()
+
+
+def test_those_that_do_not_wait_do_not_pass_for_ever_either() -> None:
+    w = World()
+    w.ready("a", pid=100, reserve=60)
+    queued(w, "large", 90)
+    for n in range(PASSES):
+        w.hear(e.StartCommand(start(f"s{n}", reserve=1), 70))
+        assert f"s{n}" in w.state.instances
+    w.hear(e.StartCommand(start("more", reserve=1), 71))
+    assert "more" not in w.state.instances
+
+
+def test_a_suspended_instance_grows_into_its_reservation() -> None:
+    w = World()
+    w.suspended("a", pid=1, left=40, reserve=60)
+    queue = (replace(r("a", 60, "cpu:0")),)
+    chosen, _ = grant(queue, w.state.ledger.rebook("b", ("cpu:0",), 40))
+    assert chosen is not None, "what it has left is part of what it needs"

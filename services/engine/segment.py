@@ -10,24 +10,12 @@ import torch
 from pydantic import ValidationError
 
 from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, Extent, SegmentHeader, SegmentIndex, SegmentTensor
+from shared.dtypes import TORCH_NAMES, packed_shape
 from shared.errors import CheckpointInvalid
 from shared.mapping import map_extents
 
 SHARED_MEMORY = Path("/dev/shm")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
 
 
 class Segment:
@@ -73,14 +61,14 @@ class Segment:
         return self._start <= tensor.data_ptr() < self._start + len(self._map)
 
     def _tensor(self, t: SegmentTensor) -> torch.Tensor:
-        dtype = _DTYPES.get(t.dtype)
-        if dtype is None:
-            raise CheckpointInvalid(f"tensor {t.name} has the unknown type {t.dtype}")
-        count = math.prod(t.shape)
+        dtype, shape = _DTYPES.get(t.dtype), packed_shape(t.dtype, t.shape)
+        if dtype is None or shape is None:
+            raise CheckpointInvalid(f"tensor {t.name} of shape {list(t.shape)} has the type {t.dtype}, which torch does not have")
+        count = math.prod(shape)
         if count * dtype.itemsize != t.nbytes or t.offset < 0 or t.offset + t.nbytes > len(self._map):
             raise CheckpointInvalid(
                 f"tensor {t.name} of shape {list(t.shape)} and type {t.dtype} does not fit its {t.nbytes} bytes"
             )
         if count == 0:
-            return torch.empty(t.shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=t.offset).view(t.shape)
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=t.offset).view(shape)

@@ -115,14 +115,20 @@ class PrivateLoad:
 
 
 def load_private(
-    path: Path | str, options: ReadOptions = DEFAULTS, *, check: Callable[[Checkpoint], None] | None = None
+    path: Path | str,
+    options: ReadOptions = DEFAULTS,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    check: Callable[[Checkpoint], None] | None = None,
 ) -> PrivateLoad:
-    """Load a model directory or a safetensors file into memory without a name. `check` may object (raise) before memory is taken.
+    """Load a model directory or a safetensors file into memory without a name; of a model divided by `thaw convert`, the part of `rank`.
+    `check` may object (raise) before memory is taken.
 
     Raises `CheckpointInvalid` or `InsufficientMemory`, and then keeps no memory.
     """
     started = time.monotonic()
-    checkpoint = open_path(Path(path).expanduser())
+    checkpoint = open_path(Path(path).expanduser(), rank, ranks)
     if check is not None:
         check(checkpoint)
     layout = lay_out(checkpoint, "")

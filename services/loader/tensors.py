@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def load_tensors(path: Path | str, options: ReadOptions = DEFAULTS) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory or a safetensors file, by name, on the CPU.
+def load_tensors(path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """All tensors of a model directory or a safetensors file, by name, on the CPU; of a model that `thaw convert --tensor-parallel` has
+    divided for `ranks`, the part of `rank`.
 
     They are writable views of one block of memory, which is given back when the last of them is gone; clone what should outlive the others
     alone. A process forked later shares that memory. Raises `CheckpointInvalid` (the message names the file and the remedy) or
     `InsufficientMemory`.
     """
-    loaded = load_private(path, options, check=_check_dtypes)
+    loaded = load_private(path, options, rank=rank, ranks=ranks, check=_check_dtypes)
     return {
         entry.name: _tensor(entry, loaded.memory, place.offset)
         for place in loaded.layout.places

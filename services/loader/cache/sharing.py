@@ -22,11 +22,14 @@ log = logging.getLogger(__name__)
 class Shared:
     """For `LoaderStatus`."""
 
-    cached: tuple[CachedModel, ...]
-    ssd_bytes: int
-    ssd_budget_bytes: int
-    peer_url: str | None
-    peer_token: str | None
+    cached: tuple[CachedModel, ...] = ()
+    ssd_bytes: int = 0
+    ssd_budget_bytes: int = 0
+    peer_url: str | None = None
+    peer_token: str | None = None
+
+
+NOTHING_SHARED = Shared()
 
 
 class Sharing:

@@ -1,0 +1,297 @@
+"""The SSD cache behind a remote source: kept, resumed, shared, checked, evicted; and done without where the disk will not have it."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.loader.cache.caching import CachingTier
+from services.loader.cache.locks import FileLock
+from services.loader.cache.partial import PartialModel
+from services.loader.cache.store import SsdCache
+from services.loader.tiers.http import HttpTier
+from services.loader.tiers.port import Tier
+from services.loader.tiers.retry import Backoff
+from shared.errors import CheckpointInvalid, Unavailable
+from tests.integration.loader.tiers_server import TierServer
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+
+QUICK = Backoff(attempts=3, first_s=0.001, most_s=0.01)
+SHARD = "model-00001-of-00002.safetensors"
+STEP = 300_000
+GIB = 1024**3
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TierServer]:
+    directory = tmp_path / "www" / "m"
+    write_checkpoint(directory, tensors(megabytes=4), shards=2)
+    write_sums(directory)
+    before = len(os.listdir("/proc/self/fd"))
+    server = TierServer(tmp_path / "www")
+    yield server
+    server.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(("probe", "cache", "verify"))]
+
+
+def write_sums(directory: Path) -> None:
+    files = sorted(p for p in directory.iterdir() if p.name != "SHA256SUMS")
+    (directory / "SHA256SUMS").write_text("".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in files))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> SsdCache:
+    return SsdCache(tmp_path / "cache", GIB)
+
+
+def opened(server: TierServer, cache: SsdCache, *, pinned: bool = False) -> CachingTier:
+    return CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, pinned=pinned)
+
+
+def load(tier: Tier, names: tuple[str, ...] = (SHARD, "model-00002-of-00002.safetensors")) -> dict[str, bytes]:
+    """What a load does: all pieces, into memory that stays until `close`."""
+    found = {}
+    for file in tier.files():
+        if file.name in names:
+            data = bytearray(file.size)
+            for at in range(0, file.size, STEP):
+                tier.read(file, at, memoryview(data)[at : at + STEP])
+            found[file.name] = bytes(data)
+    return found
+
+
+def settle(tier: Tier) -> None:
+    tier.finish()
+    assert tier.settled().wait(20)
+    tier.close()
+
+
+def test_what_is_loaded_is_kept_whole(server: TierServer, cache: SsdCache) -> None:
+    tier = opened(server, cache)
+    load(tier, (SHARD,))  # the rest comes behind the load's back
+    settle(tier)
+    directory = cache.lookup(tier.revision)
+    assert directory is not None
+    for file in tier.files():
+        assert (directory / file.name).read_bytes() == (server.directory / "m" / file.name).read_bytes()
+    status = cache.status()
+    assert status.models == ((tier.revision, tier.source, status.nbytes),)
+    assert not list((cache.root / "partial").iterdir())
+    hold = cache.hold(tier.revision)
+    assert hold is not None
+    assert all(f.sha256 for f in hold.record.files)
+    assert not cache.remove(tier.revision), "it is held"
+    hold.release()
+    assert cache.remove(tier.revision)
+    assert cache.status().models == ()
+
+
+def test_a_load_that_ends_midway_is_gone_on_with(server: TierServer, cache: SsdCache) -> None:
+    tier = opened(server, cache)
+    file = next(f for f in tier.files() if f.name == SHARD)
+    data = bytearray(2 * STEP)
+    tier.read(file, 0, memoryview(data))
+    tier._drained()
+    tier.close()
+    assert cache.lookup(tier.revision) is None
+    server.sent.clear()
+    tier = opened(server, cache)
+    found = load(tier)
+    settle(tier)
+    assert found[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    assert server.sent[f"/m/{SHARD}"] <= file.size - 2 * STEP + 200_000, "headers aside, only the rest"
+    assert cache.lookup(tier.revision) is not None
+
+
+def test_pieces_that_the_disk_lost_are_fetched_again(server: TierServer, cache: SsdCache) -> None:
+    """A machine that loses power may have the journal's line and not the bytes."""
+    tier = opened(server, cache)
+    load(tier, (SHARD,))
+    tier._drained()
+    tier.close()
+    path = cache.partial(tier.revision) / SHARD
+    with path.open("r+b") as file:
+        file.seek(STEP + 5)
+        file.write(b"\0" * 1000)
+    with (cache.partial(tier.revision) / "journal").open("ab") as journal:
+        journal.write(b"[1, 2")  # and half a line
+    tier = opened(server, cache)
+    assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    settle(tier)
+    assert cache.lookup(tier.revision) is not None
+
+
+def test_a_wrong_checksum_is_an_error_and_the_file_goes(server: TierServer, cache: SsdCache) -> None:
+    server.faults.damage = lambda data, start: data[:-1] + bytes([data[-1] ^ 1])
+    tier = opened(server, cache)
+    load(tier)
+    with pytest.raises(CheckpointInvalid, match=rf"m/{SHARD} has the sha256 .* damaged") as caught:
+        tier.finish()
+    assert caught.value.should_retry
+    tier.close()
+    assert cache.lookup(tier.revision) is None
+    assert not (cache.partial(tier.revision) / SHARD).exists()
+    server.faults.damage = None
+    tier = opened(server, cache)
+    load(tier)
+    settle(tier)
+    assert cache.lookup(tier.revision) is not None
+
+
+def test_a_changed_source_is_another_revision(server: TierServer, cache: SsdCache) -> None:
+    one = opened(server, cache)
+    server.faults.version = "2"
+    two = opened(server, cache)
+    assert one.revision != two.revision
+    one.close()
+    two.close()
+
+
+def test_the_least_recently_used_makes_room(server: TierServer, tmp_path: Path) -> None:
+    size = sum(p.stat().st_size for p in (server.directory / "m").iterdir())
+    cache = SsdCache(tmp_path / "small", int(2.5 * size))
+    revisions = []
+    for version in ("1", "2", "3", "4"):
+        server.faults.version = version
+        tier = opened(server, cache, pinned=version == "1")
+        load(tier)
+        settle(tier)
+        revisions.append(tier.revision)
+    assert [cache.lookup(r) is not None for r in revisions] == [True, False, False, True], "the pinned one and the last"
+    assert cache.status().nbytes <= cache.budget
+    hold = cache.hold(revisions[3])
+    server.faults.version = "5"
+    tier = opened(server, cache)
+    assert not tier.caches, "one is pinned, the other one is read"
+    load(tier)
+    settle(tier)
+    assert hold is not None
+    hold.release()
+
+
+def test_a_budget_of_nothing(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = SsdCache(tmp_path / "none", 0)
+    with caplog.at_level(logging.WARNING):
+        tier = opened(server, cache)
+    assert "no room in the SSD cache" in caplog.text
+    assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    settle(tier)
+    assert cache.status().models == ()
+
+
+def test_a_disk_that_fills_up_midway(
+    server: TierServer, cache: SsdCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, room = PartialModel.write, [2]
+
+    def full(self: PartialModel, *args: object) -> None:
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, *args)  # type: ignore[arg-type]  # passed on as it came
+
+    monkeypatch.setattr(PartialModel, "write", full)
+    tier = opened(server, cache)
+    with caplog.at_level(logging.WARNING):
+        assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+        settle(tier)
+    assert any("No space left" in getattr(r, "error", "") for r in caplog.records)
+    assert cache.lookup(tier.revision) is None
+    assert not cache.partial(tier.revision).exists(), "what was written does not keep the disk full"
+
+
+def test_a_cache_that_may_not_be_written(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no directory")
+    cache = SsdCache(tmp_path / "file" / "cache", GIB)
+    with caplog.at_level(logging.WARNING):
+        tier = opened(server, cache)
+    assert "cannot be written" in caplog.text
+    load(tier)
+    settle(tier)
+    assert cache.hold(tier.revision) is None
+
+
+def test_the_source_fails_midway_and_nothing_is_left_open(server: TierServer, cache: SsdCache) -> None:
+    tier = opened(server, cache)
+    server.faults.status = 500
+    with pytest.raises(Unavailable, match="500"):
+        load(tier)
+    tier.close()
+    lock = cache.fill_lock(tier.revision)
+    assert lock is not None
+    lock.release()
+
+
+def test_a_second_load_follows_the_first(server: TierServer, cache: SsdCache) -> None:
+    first, second = opened(server, cache), opened(server, cache)
+    assert (first.caches, second.caches) == (True, False)
+    server.sent.clear()
+    found: dict[str, bytes] = {}
+    thread = threading.Thread(target=lambda: found.update(load(second)))
+    thread.start()
+    load(first)
+    thread.join(20)
+    assert found[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    size = (server.directory / "m" / SHARD).stat().st_size
+    assert server.sent[f"/m/{SHARD}"] <= size + 200_000, "it came over the network once"
+    settle(first)
+    settle(second)
+    assert cache.lookup(first.revision) is not None
+
+
+def test_a_follower_takes_over(server: TierServer, cache: SsdCache) -> None:
+    first, second = opened(server, cache), opened(server, cache)
+    file = next(f for f in first.files() if f.name == SHARD)
+    data = bytearray(STEP)
+    first.read(file, 0, memoryview(data))
+    first._drained()
+    found: dict[str, bytes] = {}
+    thread = threading.Thread(target=lambda: found.update(load(second)))
+    thread.start()
+    first.close()  # gives up
+    thread.join(20)
+    assert found[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    assert second.caches
+    settle(second)
+    assert cache.lookup(second.revision) is not None
+
+
+def test_a_follower_that_waits_in_vain_reads_past_it(server: TierServer, cache: SsdCache) -> None:
+    first = opened(server, cache)
+    second = CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, patience_s=0.1)
+    assert load(second, (SHARD,))[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    first.close()
+    settle(second)
+
+
+def test_a_load_of_what_is_whole_by_now(server: TierServer, cache: SsdCache) -> None:
+    tier = opened(server, cache)
+    load(tier)
+    settle(tier)
+    server.sent.clear()
+    late = opened(server, cache)
+    assert late.caches is False
+    load(late)
+    assert server.sent.get(f"/m/{SHARD}", 0) < 200_000
+    settle(late)
+
+
+def test_locks_end_with_their_holder(tmp_path: Path) -> None:
+    one = FileLock.take(tmp_path / "lock")
+    assert one is not None
+    assert FileLock.take(tmp_path / "lock") is None
+    assert FileLock.take(tmp_path / "lock", shared=True) is None
+    one.release()
+    one.release()
+    shared = [FileLock.take(tmp_path / "lock", shared=True) for _ in range(2)]
+    for lock in shared:
+        assert lock is not None
+        lock.release()

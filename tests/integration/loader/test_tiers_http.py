@@ -1,0 +1,307 @@
+"""`http://` sources against a server that misbehaves: every fault is survived, or is a typed error; nothing is left open."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.loader.tiers.connection import Patience
+from services.loader.tiers.http import HttpTier
+from services.loader.tiers.http_client import HttpClient
+from services.loader.tiers.port import Cancelled, TierFile
+from services.loader.tiers.ranges import RangeReader
+from services.loader.tiers.retry import Backoff
+from shared.errors import CheckpointInvalid, InvalidModel, ThawError, Unavailable
+from tests.integration.loader.tiers_server import TierServer
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+
+SHARD = "model-00001-of-00002.safetensors"
+QUICK = Backoff(attempts=4, first_s=0.001, most_s=0.01)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TierServer]:
+    write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=4), shards=2)
+    (tmp_path / "www" / "m" / "README.md").write_text("not wanted")
+    before = os.listdir("/proc/self/fd")
+    server = TierServer(tmp_path / "www")
+    yield server
+    server.close()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    assert not [t for t in threading.enumerate() if t.name.startswith(("probe", "cache", "verify"))]
+
+
+@pytest.fixture
+def tier(server: TierServer) -> Iterator[HttpTier]:
+    tier = HttpTier(f"{server.url}/m/", QUICK)
+    tier.files()
+    yield tier
+    tier.close()
+
+
+def file_of(tier: HttpTier, name: str = SHARD) -> TierFile:
+    return next(f for f in tier.files() if f.name == name)
+
+
+def read(tier: HttpTier, name: str = SHARD, offset: int = 0, cancelled: threading.Event | None = None) -> bytes:
+    file = file_of(tier, name)
+    data = bytearray(file.size - offset)
+    tier.read(file, offset, memoryview(data), cancelled)
+    return bytes(data)
+
+
+def content(server: TierServer, name: str = SHARD) -> bytes:
+    return (server.directory / "m" / name).read_bytes()
+
+
+def test_the_files_of_a_model_are_found_by_their_names(server: TierServer, tier: HttpTier) -> None:
+    names = [f.name for f in tier.files()]
+    assert names == sorted(p.name for p in (server.directory / "m").iterdir() if p.name != "README.md")
+    assert all(f.size == len(content(server, f.name)) and f.version for f in tier.files())
+    assert sum(server.sent.values()) < 1_000_000, "headers only"
+    assert tier.link == f"remote:127.0.0.1:{server.port}"
+
+
+def test_a_list_of_checksums_names_the_files(server: TierServer) -> None:
+    directory = server.directory / "m"
+    (directory / "own.py").write_text("pass")
+    sums = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in directory.iterdir()}
+    (directory / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+    tier = HttpTier(f"{server.url}/m", QUICK)
+    assert {f.name: f.sha256 for f in tier.files()} == {n: d for n, d in sums.items() if n != "README.md"}
+    tier.close()
+
+
+@pytest.mark.parametrize("name", ["../secret.json", "/etc/passwd.json", ".ssh/id.json", "a\\b.json"])
+def test_a_list_that_leads_elsewhere(server: TierServer, name: str) -> None:
+    (server.directory / "m" / "SHA256SUMS").write_text(f"{'0' * 64}  {name}\n")
+    tier = HttpTier(f"{server.url}/m", QUICK)
+    with pytest.raises(CheckpointInvalid, match="only plain names"):
+        tier.files()
+    tier.close()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 100_001])
+def test_ranges(server: TierServer, tier: HttpTier, offset: int) -> None:
+    assert read(tier, offset=offset) == content(server)[offset:]
+
+
+def test_a_cut_connection_is_resumed_where_it_was_cut(server: TierServer, tier: HttpTier) -> None:
+    server.requests.clear()
+    server.faults.cut_after = [300_000, 500_000, 1]
+    assert read(tier) == content(server)
+    starts = [r.headers["Range"] for r in server.asked(SHARD)]
+    assert [s.split("-")[0] for s in starts] == ["bytes=0", "bytes=300000", "bytes=800000", "bytes=800001"]
+
+
+def test_errors_that_pass(server: TierServer, tier: HttpTier) -> None:
+    server.faults.statuses = [500, 503, 429]
+    server.faults.retry_after = "0.01"
+    assert read(tier) == content(server)
+
+
+def test_errors_that_stay(server: TierServer, tier: HttpTier) -> None:
+    server.requests.clear()
+    server.faults.status = 500
+    with pytest.raises(Unavailable, match=rf"m/{SHARD} could not be read in 4 attempts \(the server answered 500\)") as caught:
+        read(tier)
+    assert caught.value.should_retry
+    assert len(server.asked(SHARD)) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "said"),
+    [(404, CheckpointInvalid, "is not there"), (403, InvalidModel, "credentials"), (401, InvalidModel, "credentials"), (418, InvalidModel, "418")],
+)
+def test_refusals_are_not_repeated(server: TierServer, tier: HttpTier, status: int, error: type[ThawError], said: str) -> None:
+    server.requests.clear()
+    server.faults.status = status
+    with pytest.raises(error, match=said):
+        read(tier)
+    assert len(server.asked(SHARD)) == 1
+
+
+def test_a_changed_file_is_noticed(server: TierServer, tier: HttpTier) -> None:
+    server.faults.version = "2"
+    with pytest.raises(CheckpointInvalid, match="has changed since it was listed"):
+        read(tier)
+
+
+def test_a_shrunken_file_is_noticed(server: TierServer, tier: HttpTier) -> None:
+    (server.directory / "m" / SHARD).write_bytes(content(server)[:1000])
+    with pytest.raises(CheckpointInvalid, match="has changed"):
+        read(tier, offset=2000)
+
+
+def test_a_file_that_changes_between_two_parts_is_never_mixed(server: TierServer, tier: HttpTier) -> None:
+    server.faults.cut_after = [300_000]
+    original = server.faults.damage
+    assert original is None
+
+    def changes(data: bytes, start: int) -> bytes:
+        server.faults.version = "2"
+        return data
+
+    server.faults.damage = changes
+    with pytest.raises(CheckpointInvalid, match="has changed"):
+        read(tier)
+
+
+def test_a_wrong_range_is_refused(server: TierServer, tier: HttpTier) -> None:
+    server.faults.wrong_range = True
+    with pytest.raises(Unavailable, match="instead of bytes from"):
+        read(tier, offset=200_000)
+
+
+def test_compressed_answers_are_refused(server: TierServer, tier: HttpTier) -> None:
+    server.faults.compressed = True
+    with pytest.raises(InvalidModel, match="compressed"):
+        read(tier, offset=200_000)
+
+
+def test_a_server_without_ranges_is_read_once_by_all_threads(server: TierServer) -> None:
+    server.faults.no_ranges = True
+    tier = HttpTier(f"{server.url}/m", QUICK)
+    file = file_of(tier)
+    server.sent.clear()
+    data, step = bytearray(file.size), 100_000
+    offsets = iter(range(0, file.size, step))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                offset = next(offsets, None)
+            if offset is None:
+                return
+            tier.read(file, offset, memoryview(data)[offset : offset + step])
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert bytes(data) == content(server)
+    assert server.sent[f"/m/{SHARD}"] < 2.5 * file.size
+    tier.close()
+
+
+def test_without_ranges_a_cut_begins_anew(server: TierServer, tier: HttpTier) -> None:
+    server.faults.no_ranges = True
+    server.faults.cut_after = [200_000, 600_000]
+    assert read(tier, offset=400_000) == content(server)[400_000:]
+
+
+def test_a_stalled_read_is_called_off_at_once(server: TierServer, tier: HttpTier) -> None:
+    server.faults.stall_after = 128 * 1024
+    cancelled = threading.Event()
+
+    def call_off() -> None:
+        assert server.stalled.wait(20)
+        cancelled.set()
+
+    thread = threading.Thread(target=call_off)
+    thread.start()
+    with pytest.raises(Cancelled):
+        read(tier, offset=0, cancelled=cancelled)
+    thread.join()
+
+
+def test_a_stalled_connection_is_given_up(server: TierServer, tier: HttpTier) -> None:
+    client = HttpClient(patience=Patience(stall_s=0.2))
+    reader = RangeReader(client, QUICK)
+    server.faults.stall_after = 0
+    remote = tier._remote(SHARD)
+    with pytest.raises(Unavailable, match=r"no bytes for 0\.2 s"):
+        reader.read(remote, 0, memoryview(bytearray(1000)))
+    client.close()
+
+
+def test_redirects_are_followed_and_credentials_stay_at_home(server: TierServer, tmp_path: Path) -> None:
+    elsewhere = TierServer(server.directory)
+    server.faults.redirect = elsewhere.url
+    tier = HttpTier(f"http://user:secret@127.0.0.1:{server.port}/m", QUICK)
+    assert read(tier) == content(server)
+    assert all("Authorization" in r.headers for r in server.asked(SHARD))
+    assert not any("Authorization" in r.headers for r in elsewhere.requests)
+    assert "secret" not in tier.source
+    count = len(server.asked(SHARD))
+    read(tier, offset=500_000)
+    assert len(server.asked(SHARD)) == count, "where a redirect led is remembered"
+    elsewhere.close()
+    tier.close()
+
+
+def test_redirects_without_end(server: TierServer, tier: HttpTier) -> None:
+    server.faults.redirect = server.url
+    with pytest.raises(Unavailable, match="redirects"):
+        read(tier)
+
+
+def test_credentials_of_netrc(server: TierServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password pass\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    tier = HttpTier(f"{server.url}/m", QUICK)
+    tier.files()
+    assert server.requests[0].headers["Authorization"] == "Basic bWU6cGFzcw=="
+    tier.close()
+
+
+def test_a_proxy_of_the_environment(server: TierServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://u:p@127.0.0.1:{server.port}")
+    monkeypatch.setenv("no_proxy", "")
+    tier = HttpTier("http://models.invalid/m", QUICK)
+    assert read(tier) == content(server)
+    asked = server.requests[0]
+    assert (asked.headers["Host"], asked.headers["Proxy-Authorization"]) == ("models.invalid", "Basic dTpw")
+    monkeypatch.setenv("no_proxy", "models.invalid")
+    with pytest.raises(Unavailable, match="proxy"):
+        HttpTier("http://models.invalid/m", Backoff(attempts=1)).files()
+    tier.close()
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(Unavailable, match="check the server"):
+        HttpTier("http://127.0.0.1:1/m", QUICK).files()
+
+
+def test_tls_is_checked(server: TierServer) -> None:
+    with pytest.raises(Unavailable, match="SSL|EOF|record"):
+        HttpTier(f"https://127.0.0.1:{server.port}/m", Backoff(attempts=1)).files()
+
+
+def test_a_model_that_is_not_there(server: TierServer) -> None:
+    tier = HttpTier(f"{server.url}/none", QUICK)
+    with pytest.raises(CheckpointInvalid, match="has no weights"):
+        tier.files()
+    server.faults.suffix, server.faults.status = "", 403
+    with pytest.raises(InvalidModel, match="refuses access"):
+        HttpTier(f"{server.url}/m", QUICK).files()
+    tier.close()
+
+
+def test_a_missing_shard(server: TierServer) -> None:
+    (server.directory / "m" / SHARD).unlink()
+    tier = HttpTier(f"{server.url}/m", QUICK)
+    with pytest.raises(CheckpointInvalid, match=rf"{SHARD} is named by the model's index but missing"):
+        tier.files()
+    tier.close()
+
+
+@pytest.mark.parametrize("source", ["http://", "https:///x", "http://host:port/x"])
+def test_urls_that_are_none(source: str) -> None:
+    with pytest.raises(InvalidModel, match="https://host/path"):
+        HttpTier(source)
+
+
+def test_line_breaks_do_not_reach_the_server() -> None:
+    client = HttpClient()
+    with pytest.raises((ValueError, OSError, http.client.InvalidURL)):
+        client.get("http://127.0.0.1:1/x", {"A": "b\r\nC: d"})
+    client.close()

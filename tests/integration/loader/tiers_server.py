@@ -1,0 +1,156 @@
+"""An HTTP server over a directory that misbehaves as it is told."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass
+class Faults:
+    """Each counts requests of files ending in `suffix` only. Numbers are used up; flags stay."""
+
+    suffix: str = ".safetensors"
+    statuses: list[int] = field(default_factory=list)
+    retry_after: str | None = None
+    cut_after: list[int] = field(default_factory=list)
+    stall_after: int | None = None
+    wrong_range: bool = False
+    no_ranges: bool = False
+    compressed: bool = False
+    status: int | None = None
+    version: str = "1"
+    no_validators: bool = False
+    damage: Callable[[bytes, int], bytes] | None = None
+    piece_delay_s: float = 0.0
+    redirect: str | None = None
+    no_length: bool = False
+
+
+@dataclass
+class Seen:
+    method: str
+    path: str
+    headers: dict[str, str]
+
+
+class TierServer:
+    """Serves `directory` with ranges and ETags, and with `faults`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.faults = directory, Faults()
+        self.requests: list[Seen] = []
+        self.sent: dict[str, int] = {}
+        self.let_go = threading.Event()
+        self.stalled = threading.Event()
+        server = self
+
+        class Handler(_Handler):
+            pass
+
+        Handler.server_of = server
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = False  # closing waits for them
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    def asked(self, name: str) -> list[Seen]:
+        return [r for r in self.requests if r.path.endswith(name)]
+
+    def close(self) -> None:
+        self.let_go.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_of: TierServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silence."""
+
+    def do_GET(self) -> None:
+        server, path = self.server_of, unquote(urlsplit(self.path).path)
+        server.requests.append(Seen(self.command, path, dict(self.headers.items())))
+        file, faults = server.directory / path.lstrip("/"), server.faults
+        if not path.endswith(faults.suffix):
+            faults = Faults()
+        if faults.redirect is not None:
+            return self._empty(302, {"Location": faults.redirect + self.path})
+        if faults.statuses:
+            return self._empty(faults.statuses.pop(0), {"Retry-After": faults.retry_after} if faults.retry_after else {})
+        if faults.status is not None:
+            return self._empty(faults.status, {})
+        if not file.is_file():
+            return self._empty(404, {})
+        return self._file(path, file.read_bytes(), faults)
+
+    def _file(self, path: str, data: bytes, faults: Faults) -> None:
+        total, start, status = len(data), 0, 200
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        etag = f'"{total}-{faults.version}"'
+        unchanged = self.headers.get("If-Range", etag) == etag
+        if asked and not faults.no_ranges and unchanged:
+            start, status = int(asked[1]), 206
+            if start >= total:
+                return self._empty(416, {})
+            data = data[start : int(asked[2]) + 1 if asked[2] else None]
+        if faults.damage is not None:
+            data = faults.damage(data, start)
+        if faults.compressed:
+            data = gzip.compress(data, 1)
+        self.send_response(status)
+        if status == 206:
+            told = start + 4096 if faults.wrong_range else start
+            self.send_header("Content-Range", f"bytes {told}-{told + len(data) - 1}/{total}")
+        if not faults.no_validators:
+            self.send_header("ETag", etag)
+        if faults.compressed:
+            self.send_header("Content-Encoding", "gzip")
+        if faults.no_length:
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        else:
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self._send(path, data, faults)
+        return None
+
+    def _send(self, path: str, data: bytes, faults: Faults) -> None:
+        cut = faults.cut_after.pop(0) if faults.cut_after else None
+        step = 64 * 1024
+        try:
+            for at in range(0, len(data), step):
+                if faults.stall_after is not None and at >= faults.stall_after:
+                    self.server_of.stalled.set()
+                    self.server_of.let_go.wait(30)
+                piece = data[at : at + step]
+                if cut is not None and at + len(piece) > cut:
+                    self.wfile.write(piece[: cut - at])
+                    self.close_connection = True
+                    return
+                if faults.piece_delay_s:
+                    time.sleep(faults.piece_delay_s)
+                self.wfile.write(piece)
+                self.server_of.sent[path] = self.server_of.sent.get(path, 0) + len(piece)
+        except OSError:
+            self.close_connection = True
+
+    def _empty(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()

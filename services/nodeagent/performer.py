@@ -33,6 +33,7 @@ R = TypeVar("R", bound=Message)
 log = logging.getLogger(__name__)
 _EXIT_STATUS_WITHIN_S = 0.25
 _KEPT_LOGS = 64
+_CLEAN_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,14 @@ class Performer:
         instance = self._loop.state.instances[instance_id]
         while True:
             try:
+                # Also after an earlier agent's death: what its engine left behind is this one's to end.
+                await self._keeper.ended(instance_id)
+                await self._launcher.clean_up(instance_id, instance.command.card)
                 freed = await self._meter.prove_gone(instance)
+            except ThawError as fault:
+                log.error("what an engine left behind is not gone yet", extra={"instance": instance_id, "error": fault.message})
+                await asyncio.sleep(_CLEAN_AGAIN_S)
+                continue
             except TimeoutError as late:
                 log.error("memory of an ended engine is not free yet", extra={"instance": instance_id, "error": str(late)})
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -45,6 +46,22 @@ def descendants(pid: int) -> set[int]:
             found.add(current)
             todo += children.get(current, ())
     return found
+
+
+async def process_end(pid: int) -> None:
+    """Wait until the process is gone, whosever child it is."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def end_all(pids: Callable[[], Iterable[int]], within_s: float = 5.0) -> bool:

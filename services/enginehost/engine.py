@@ -110,7 +110,7 @@ class Engine:
         env = {**_device_environment(launch), **self.driver.environment(), **_expanded(spec.env)}
         if container is not None:
             arguments = tuple(map(launch.fill, container.args)) if container.args is not None else self.driver.arguments()
-            self._running = await start_container(launch, container, arguments, env, start, self._settings)
+            self._running = await start_container(launch, container, arguments, env, start, self._settings, self._fetching)
         else:
             argv = tuple(map(launch.fill, spec.command)) or self.driver.command().argv
             address = Address(_LOOPBACK, launch.port)
@@ -152,6 +152,10 @@ class Engine:
                 self._reporter.advance(_UP * (1 - 2 ** (-self._signs / _HALFWAY_SIGNS)), Phase.INIT)
                 before = activity
             await asyncio.sleep(_LOOK_S)
+
+    def _fetching(self, phase: Phase, share: float) -> None:
+        """An image on its way: a download is no load, and takes little of the progress that is shown."""
+        self._reporter.advance(0.05 * share, phase)
 
     def _reporter_progress(self, phase: Phase, share: float) -> None:
         self._reporter.advance(_UP + 0.06 * share, phase)

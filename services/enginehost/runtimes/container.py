@@ -1,15 +1,113 @@
-"""An engine as a container of the node's Docker or Podman."""
+"""An engine as a container of the node's Docker or Podman: the same life as a process's, and known by its labels to whoever cleans up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
 
 from services.enginehost.drivers.port import Launch
-from services.enginehost.runtimes.port import Running
+from services.enginehost.http1 import Address, HttpError
+from services.enginehost.runtimes.docker import Docker, NoSuchImage
+from services.enginehost.runtimes.port import Activity, Ended
 from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.models import ContainerOptions
-from shared.errors import EngineFailed
+from shared.contracts.phases import Phase
+from shared.errors import EngineFailed, ThawError
+from shared.processes import INSTANCE_VARIABLE, descendants, process_end
+
+log = logging.getLogger(__name__)
+LABEL_INSTANCE = "thaw.instance"
+LABEL_NODE = "thaw.node"
+_GPU_CAPABILITIES = [["gpu"]]
+_LOG_WITHIN_S = 1.0
+Told = Callable[[Phase, float], None]
+
+
+class EngineContainer:
+    """A container that has been started."""
+
+    def __init__(self, docker: Docker, container: str, pid: int, address: Address, log_path: Path) -> None:
+        self._docker = docker
+        self.container = container
+        self._pid = pid
+        self._log_path = log_path
+        self._said = 0
+        self.address = address
+        self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._following = asyncio.create_task(self._follow(), name="container log")
+        self._waiting = asyncio.create_task(self._wait(), name="container end")
+
+    def pids(self) -> tuple[int, ...]:
+        """As this machine numbers them; none where the engine runs elsewhere (a virtual machine's)."""
+        if self._ended.done() or not psutil.pid_exists(self._pid):
+            return ()
+        return tuple(sorted(descendants(self._pid)))
+
+    def activity(self) -> Activity:
+        cpu, read = 0.0, 0
+        for pid in self.pids():
+            with contextlib.suppress(psutil.Error, OSError):
+                process = psutil.Process(pid)
+                times = process.cpu_times()
+                cpu += times.user + times.system
+                read += process.io_counters().read_chars
+        return Activity(cpu, read, self._said)
+
+    def owns_port(self) -> bool | None:
+        """The engine published it: nobody else can have it."""
+        return True
+
+    async def wait(self) -> Ended:
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, signal_name: str, grace_s: float) -> Ended:
+        with contextlib.suppress(EngineFailed):
+            await self._docker.kill(self.container, signal_name)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        try:
+            await self._docker.remove(self.container)
+        except EngineFailed as e:
+            log.warning("a container could not be removed", extra={"container": self.container, "error": e.message})
+        for task in (self._waiting, self._following):
+            task.cancel()
+        await asyncio.gather(self._waiting, self._following, return_exceptions=True)
+        if not self._ended.done():
+            self._ended.set_result(Ended(None))
+        return self._ended.result()
+
+    async def _wait(self) -> None:
+        """Docker's own word; if it goes away, the process's end is taken for the container's."""
+        oom: bool | None = None
+        try:
+            returncode: int | None = await self._docker.wait(self.container)
+            oom = bool((await self._docker.inspect(self.container))["State"].get("OOMKilled"))
+        except ThawError as e:
+            log.warning("the container engine does not tell of a container", extra={"error": e.message})
+            returncode = None
+            await process_end(self._pid)
+        with contextlib.suppress(TimeoutError):
+            # Its last words come over a connection of their own.
+            await asyncio.wait_for(asyncio.shield(self._following), _LOG_WITHIN_S)
+        if not self._ended.done():
+            # A shell's way to tell a signal: 128 and its number.
+            self._ended.set_result(Ended(128 - returncode if returncode and returncode > 128 else returncode, oom))
+
+    async def _follow(self) -> None:
+        with contextlib.suppress(HttpError), self._log_path.open("ab", buffering=0) as file:
+            async for words in self._docker.logs(self.container):
+                self._said += len(words)
+                file.write(words)
 
 
 async def start_container(
@@ -19,5 +117,75 @@ async def start_container(
     env: Mapping[str, str],
     start: EngineStart,
     settings: HostSettings,
-) -> Running:
-    raise EngineFailed("containers come next")
+    told: Told,
+) -> EngineContainer:
+    """Raises `EngineFailed`. An image that is not there is pulled, if that is allowed: a download, told as such."""
+    docker = Docker(settings.container_socket)
+    await remove_containers(docker, start.instance_id)
+    body = _body(launch, options, arguments, env, start)
+    name = f"thaw-{start.node}-{start.instance_id}-{time.monotonic_ns():x}"
+    try:
+        container = await docker.create(name, body)
+    except NoSuchImage as e:
+        if options.pull == "never":
+            raise EngineFailed(f"image {options.image} is not there, and pull is never: {e.message}") from e
+        layers: dict[str, float] = {}
+        async for message in docker.pull(options.image):
+            detail = message.get("progressDetail") or {}
+            if detail.get("total"):
+                layers[str(message.get("id"))] = detail.get("current", 0) / detail["total"]
+                told(Phase.FETCH, sum(layers.values()) / len(layers))
+        container = await docker.create(name, body)
+    try:
+        await docker.start(container)
+        found = await docker.inspect(container)
+        (published, *_) = found["NetworkSettings"]["Ports"][f"{options.port}/tcp"]
+        address = Address("127.0.0.1", int(published["HostPort"]))
+        return EngineContainer(docker, container, int(found["State"]["Pid"]), address, Path(start.log_path))
+    except (EngineFailed, KeyError, TypeError, ValueError) as e:
+        await docker.remove(container)
+        raise EngineFailed(f"the container did not start: {e}") from e
+
+
+def _body(
+    launch: Launch, options: ContainerOptions, arguments: tuple[str, ...], env: Mapping[str, str], start: EngineStart
+) -> dict[str, Any]:
+    port = f"{options.port}/tcp"
+    mounts = [m if m.count(":") == 2 else f"{m}:ro" for m in options.mounts]
+    source = start.card.info.source
+    if source.startswith("/"):
+        mounts.append(f"{source}:{source}:ro")
+    host: dict[str, Any] = {
+        "Binds": mounts,
+        "PortBindings": {port: [{"HostIp": "127.0.0.1", "HostPort": ""}]},
+        "ShmSize": options.shm_bytes,
+        "Init": True,
+    }
+    if options.runtime is not None:
+        host["Runtime"] = options.runtime
+    if launch.on_cuda:
+        host["DeviceRequests"] = [{"DeviceIDs": [launch.device.removeprefix("cuda:")], "Capabilities": _GPU_CAPABILITIES}]
+        # Inside there is only that one device, and it is the first.
+        env = {**env, "CUDA_VISIBLE_DEVICES": "0"}
+    body: dict[str, Any] = {
+        "Image": options.image,
+        "Cmd": list(arguments),
+        "Env": [f"{k}={v}" for k, v in {**env, INSTANCE_VARIABLE: start.instance_id}.items()],
+        "ExposedPorts": {port: {}},
+        "Labels": {LABEL_INSTANCE: start.instance_id, LABEL_NODE: start.node, "thaw.host_pid": str(os.getpid())},
+        "StopSignal": start.card.spec.stop_signal,
+        "HostConfig": host,
+    }
+    if options.entrypoint:
+        body["Entrypoint"] = list(options.entrypoint)
+    if options.user is not None:
+        body["User"] = options.user
+    return body
+
+
+async def remove_containers(docker: Docker, instance_id: str) -> list[str]:
+    """Remove what an earlier host of the instance has left; their ids."""
+    found = await docker.labelled(f"{LABEL_INSTANCE}={instance_id}")
+    for container in found:
+        await docker.remove(container)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.nodeagent.engines.launcher import Launcher
 from shared.contracts.engine import EngineStart
+from shared.contracts.models import ModelCard
 
 
 class LauncherByEngine:
@@ -25,6 +26,9 @@ class LauncherByEngine:
     async def exit_status(self, pid: int, within_s: float) -> int | None:
         found = await self._hosts.exit_status(pid, within_s)
         return found if found is not None else await self._builtin.exit_status(pid, within_s)
+
+    async def clean_up(self, instance_id: str, card: ModelCard) -> None:
+        await (self._builtin if card.spec.engine == "builtin" else self._hosts).clean_up(instance_id, card)
 
     async def close(self) -> None:
         await self._builtin.close()

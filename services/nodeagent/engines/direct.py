@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 from shared.contracts.engine import EngineStart
+from shared.contracts.models import ModelCard
 from shared.errors import EngineFailed
+
+_CLEAN_WITHIN_S = 30.0
 
 
 class DirectLauncher:
@@ -59,6 +62,22 @@ class DirectLauncher:
         status = await asyncio.to_thread(child.wait, within_s)
         del self._children[pid]
         return status
+
+    async def clean_up(self, instance_id: str, card: ModelCard) -> None:
+        """A host that was killed leaves its engine's container running; a fresh one of the same module removes it."""
+        if card.spec.container is None:
+            return
+        reaper = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", self._module, "--reap", instance_id, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(_CLEAN_WITHIN_S):
+                _, words = await reaper.communicate()
+        except TimeoutError as e:
+            reaper.kill()
+            raise EngineFailed(f"containers of {instance_id} were not removed within {_CLEAN_WITHIN_S:g} s") from e
+        if reaper.returncode:
+            raise EngineFailed(f"containers of {instance_id} could not be removed: {words.decode(errors='replace').strip()}")
 
     async def close(self) -> None:
         """Its engines are the agent's to end."""

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from services.nodeagent.settings import NodeagentSettings
 from shared.contracts.engine import EngineStart
+from shared.contracts.models import ModelCard
 
 
 class Launcher(Protocol):
@@ -23,6 +24,10 @@ class Launcher(Protocol):
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:
         """The exit status of a process that has ended (-N: by signal N); None if it cannot be known within that time."""
+        ...
+
+    async def clean_up(self, instance_id: str, card: ModelCard) -> None:
+        """Remove what a process that is gone has left outside of this machine's processes. Raises `ThawError`."""
         ...
 
     async def close(self) -> None:

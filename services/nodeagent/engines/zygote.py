@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from services.nodeagent.engines.process import find_writer
 from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure
+from shared.contracts.models import ModelCard
 from shared.enginelog import log_tail
 from shared.errors import EngineFailed, from_body
 
@@ -119,6 +120,9 @@ class ZygoteLauncher:
             async with asyncio.timeout(within_s):
                 return await asyncio.shield(self._status(pid))
         return None
+
+    async def clean_up(self, instance_id: str, card: ModelCard) -> None:
+        """Builtin engines are processes and nothing else."""
 
     async def close(self) -> None:
         """SIGTERM to the zygote, whoever started it; SIGKILL after two seconds."""

@@ -1,0 +1,127 @@
+"""The part of the Docker Engine API (1.41; Podman serves it too) that an engine's life needs, over the engine's Unix socket.
+
+Reference: docs.docker.com/reference/api/engine, operations ContainerCreate, Start, Logs, Wait, Inspect, Kill, Delete, List, Top and ImageCreate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from services.enginehost.drivers.port import json_request
+from services.enginehost.http1 import Address, Client, HttpError, HttpRequest
+from shared.errors import EngineFailed
+
+_VERSION = "/v1.41"
+_FRAME_HEAD = 8
+
+
+class NoSuchImage(EngineFailed):
+    """The image is not there."""
+
+
+class Docker:
+    """Every call raises `EngineFailed` with the API's own words."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._client = Client(Address(path=str(socket)))
+
+    async def create(self, name: str, options: Mapping[str, Any]) -> str:
+        """The id of a container made of `options` (the body of ContainerCreate)."""
+        status, body = await self._ask(json_request(f"{_VERSION}/containers/create?name={quote(name)}", options))
+        if status == 404:
+            raise NoSuchImage(_message(body))
+        return str(_checked(status, body, 201)["Id"])
+
+    async def pull(self, image: str) -> AsyncIterator[dict[str, Any]]:
+        """Fetch an image; what the API tells of it meanwhile."""
+        query = urlencode({"fromImage": image} if ":" in image.rpartition("/")[2] else {"fromImage": image, "tag": "latest"})
+        try:
+            response = await self._client.send(HttpRequest("POST", f"{_VERSION}/images/create?{query}"))
+            try:
+                if response.status != 200:
+                    raise EngineFailed(_message(await response.whole()))
+                rest = b""
+                while piece := await response.read():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in filter(None, map(bytes.strip, lines)):
+                        told = json.loads(line)
+                        if "error" in told:
+                            raise EngineFailed(f"image {image} cannot be pulled: {told['error']}")
+                        yield told
+            finally:
+                response.close()
+        except HttpError as e:
+            raise self._away(e) from e
+
+    async def start(self, container: str) -> None:
+        _checked(*await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/start")), 204)
+
+    async def inspect(self, container: str) -> dict[str, Any]:
+        found: dict[str, Any] = _checked(*await self._ask(HttpRequest("GET", f"{_VERSION}/containers/{container}/json")), 200)
+        return found
+
+    async def wait(self, container: str) -> int:
+        """Until it has ended; its exit status."""
+        answer = await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/wait"))
+        return int(_checked(*answer, 200)["StatusCode"])
+
+    async def kill(self, container: str, signal_name: str) -> bool:
+        """False if it does not run."""
+        status, body = await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/kill?signal={signal_name}"))
+        if status in (404, 409):
+            return False
+        _checked(status, body, 204)
+        return True
+
+    async def remove(self, container: str) -> None:
+        """Killed if it runs; harmless if it is not there."""
+        status, body = await self._ask(HttpRequest("DELETE", f"{_VERSION}/containers/{container}?force=1&v=1"))
+        if status not in (404, 409):
+            _checked(status, body, 204)
+
+    async def labelled(self, *labels: str) -> list[str]:
+        """Ids of all containers, running or not, that carry every one of `labels`."""
+        filters = quote(json.dumps({"label": list(labels)}))
+        found: Any = _checked(*await self._ask(HttpRequest("GET", f"{_VERSION}/containers/json?all=1&filters={filters}")), 200)
+        return [str(c["Id"]) for c in found]
+
+    async def logs(self, container: str) -> AsyncIterator[bytes]:
+        """What it says from its start to its end, both streams in order."""
+        query = "follow=1&stdout=1&stderr=1"
+        response = await self._client.send(HttpRequest("GET", f"{_VERSION}/containers/{container}/logs?{query}"))
+        rest = b""
+        try:
+            while piece := await response.read():
+                rest += piece
+                while len(rest) >= _FRAME_HEAD and len(rest) >= (end := _FRAME_HEAD + int.from_bytes(rest[4:8], "big")):
+                    yield rest[_FRAME_HEAD:end]
+                    rest = rest[end:]
+        finally:
+            response.close()
+
+    async def _ask(self, request: HttpRequest) -> tuple[int, bytes]:
+        try:
+            return await self._client.ask(request)
+        except HttpError as e:
+            raise self._away(e) from e
+
+    def _away(self, error: HttpError) -> EngineFailed:
+        return EngineFailed(f"the container engine at {self._socket} does not answer: {error}; THAW_CONTAINER_SOCKET names it")
+
+
+def _checked(status: int, body: bytes, expected: int) -> Any:
+    if status not in (expected, 304):
+        raise EngineFailed(f"the container engine answered {status}: {_message(body)}")
+    return json.loads(body) if body.strip() else {}
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:300].decode(errors="replace")

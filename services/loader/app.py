@@ -15,16 +15,19 @@ from collections.abc import Callable
 from pydantic import TypeAdapter
 
 from services.loader.adapters.records import Records
-from services.loader.adapters.runs import Runs
-from services.loader.adapters.shm import default_dram_bytes, physical_memory
+from services.loader.adapters.runs import Runs, Threads
+from services.loader.adapters.shm import SHM, default_dram_bytes, physical_memory
+from services.loader.cache.sharing import Sharing
 from services.loader.domain.chunks import CHUNK_BYTES, Chunks
 from services.loader.domain.events import Event
 from services.loader.handlers import Loader
+from services.loader.local_socket import LocalReaders, listening
 from services.loader.pool.giving_back import GivingBack
 from services.loader.pool.memory import PoolMemory
 from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
-from shared.contracts.loader import LOADER_COMMAND, ReadModelFile
+from shared.contracts.loader import LOADER_COMMAND, LoaderStatus, ReadModelFile
+from shared.contracts.loader_socket import loader_socket
 from shared.contracts.node import STATUS_INTERVAL_S, NodeStatus
 from shared.contracts.segment import segment_prefix
 from shared.errors import Conflict
@@ -51,40 +54,49 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     """The pool stays behind if this process is killed, or if instances hold weights in it: a loader that ends in good order with nothing
     held takes the memory with it."""
     pool = PoolMemory(records.pool_name, pool_bytes(), keep=True)
+    sharing = Sharing(settings)
     held = True
     try:
-        loader = await _adopting(settings, records, pool)
-        status = await _serve_pool(settings, stop, loader)
+        loader = await _adopting(settings, records, pool, sharing)
+        readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}")
+        async with listening(loader_socket(settings.node_state), readers):
+            status = await _serve_mesh(settings, stop, loader, sharing)
         held = loader.is_held
         return status
     finally:
+        await asyncio.to_thread(sharing.close)
         pool.close(unlink=not held)
 
 
-async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory) -> Loader:
+async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory, sharing: Sharing) -> Loader:
     """A loader that knows what an earlier one left."""
 
     def workers(emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
-        return Runs(pool, settings.loader_threads, emit, settings.loader_order), GivingBack(pool, emit)
+        threads = Threads(settings.loader_threads, settings.loader_remote_threads)
+        runs = Runs(pool, sharing.sources, emit, threads, settings.loader_order)
+        sharing.measure_by(runs.speed_of)
+        return runs, GivingBack(pool, emit)
 
     budget = default_dram_bytes() if settings.dram_bytes is None else settings.dram_bytes
-    loader = Loader(settings.node, uuid.uuid4().hex, records, workers, Chunks(pool.count, budget))
+    loader = Loader(settings.node, uuid.uuid4().hex, records, sharing.sources, workers, Chunks(pool.count, budget))
     found, mapped = await asyncio.to_thread(records.recover, pool)
     loader.adopt(found, mapped, settings.dram_ready_bytes // CHUNK_BYTES)
     return loader
 
 
-async def _serve_pool(settings: LoaderSettings, stop: asyncio.Event, loader: Loader) -> int:
+async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loader, sharing: Sharing) -> int:
     mesh = Mesh(settings, f"loader-{settings.node}")
     commands = mesh.respond(subjects.loader_command(settings.node), LOADER_COMMAND, loader.handle, concurrent=True)
     files = mesh.respond(subjects.loader_files(settings.node), TypeAdapter(ReadModelFile), loader.read_file, concurrent=True)
     mesh.listen(subjects.node_status(settings.node), NodeStatus, loader.hear_node)
+    if settings.peers:
+        mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, sharing.peers.hear)
     if not await _connected(mesh, stop):
         await loader.stop()
         return 0
     subject = subjects.loader_status(settings.node)
     async with asyncio.TaskGroup() as tasks:
-        broadcast = tasks.create_task(_broadcast(mesh, loader, subject), name="broadcast")
+        broadcast = tasks.create_task(_broadcast(mesh, loader, sharing, subject), name="broadcast")
         await _first(stop, mesh.lost)
         broadcast.cancel()
     await loader.stop()
@@ -92,7 +104,7 @@ async def _serve_pool(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
     await files.stop()
     if mesh.lost.is_set():
         return 1
-    await mesh.publish(subject, loader.status())
+    await mesh.publish(subject, loader.status(await asyncio.to_thread(sharing.status)))
     await mesh.stop()
     return 0
 
@@ -116,9 +128,9 @@ async def _connected(mesh: Mesh, stop: asyncio.Event) -> bool:
             task.cancel()
 
 
-async def _broadcast(mesh: Mesh, loader: Loader, subject: str) -> None:
+async def _broadcast(mesh: Mesh, loader: Loader, sharing: Sharing, subject: str) -> None:
     while True:
-        await mesh.publish(subject, loader.status())
+        await mesh.publish(subject, loader.status(await asyncio.to_thread(sharing.status)))
         await asyncio.sleep(_BETWEEN_STATUSES_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(loader.changed.wait(), STATUS_INTERVAL_S - _BETWEEN_STATUSES_S)

@@ -31,6 +31,7 @@ from shared.contracts.loader_socket import (
 from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader, SegmentIndex, SegmentTensor
 from shared.errors import CheckpointInvalid, Unreachable, from_body
 from shared.mapping import map_extents
+from shared.unix_sockets import short_address
 
 
 def attach(
@@ -121,7 +122,8 @@ class _Connection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout)
         try:
-            self._socket.connect(str(path))
+            with short_address(Path(path)) as address:
+                self._socket.connect(address)
         except OSError as e:
             self._socket.close()
             raise Unreachable(f"no loader listens at {path}: {e}; start this node's loader") from e

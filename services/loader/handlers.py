@@ -6,13 +6,15 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from services.loader.adapters.cards import bare_card, card_for
 from services.loader.adapters.inspection import described
 from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.runs import Runs
 from services.loader.adapters.small_files import read_part
+from services.loader.cache.sharing import Shared
 from services.loader.domain.chunks import Chunks
 from services.loader.domain.decide import decide
 from services.loader.domain.events import (
@@ -42,6 +44,7 @@ from services.loader.domain.events import (
 from services.loader.domain.state import Entry, Stage, State
 from services.loader.pool.giving_back import GivingBack
 from services.loader.pool.region import extents
+from services.loader.tiers.sources import Sources
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import (
     AttachWeights,
@@ -58,8 +61,9 @@ from shared.contracts.loader import (
     WeightsAttached,
     WeightsReleased,
 )
+from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeStatus
-from shared.errors import from_body
+from shared.errors import NotFound, ShuttingDown, from_body
 
 log = logging.getLogger(__name__)
 _INSPECTIONS_AT_ONCE = 8
@@ -73,12 +77,13 @@ class Loader:
         node: str,
         boot_id: str,
         records: Records,
+        sources: Sources,
         workers: Callable[[Callable[[Event], None]], tuple[Runs, GivingBack]],
         chunks: Chunks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._node, self._boot_id, self._records = node, boot_id, records
+        self._node, self._boot_id, self._records, self._sources = node, boot_id, records, sources
         self._state, self._clock = State(chunks=chunks), clock
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._numbers = itertools.count(1)
@@ -131,11 +136,11 @@ class Loader:
         await asyncio.to_thread(self._giving_back.close)
 
     async def _inspect(self, command: InspectModel) -> Inspected:
-        return Inspected(info=await self._loop.run_in_executor(self._inspections, described, command.spec))
+        return Inspected(info=await self._loop.run_in_executor(self._inspections, described, command.spec, self._sources))
 
     async def read_file(self, request: ReadModelFile) -> ModelFilePart:
         """A part of a small file, for a gateway that counts tokens. Raises `NotFound` if it is not on this host."""
-        return await self._loop.run_in_executor(self._inspections, read_part, request)
+        return await self._loop.run_in_executor(self._inspections, read_part, self._sources, request)
 
     async def _ask(self, event: Callable[[int], Event]) -> Message:
         number = next(self._numbers)
@@ -148,6 +153,41 @@ class Loader:
             del self._replies[number]
             if reply.cancelled():
                 self.dispatch(Abandoned(number))
+
+    # -- readers without NATS ----------------------------------------------------------------------------------------------------
+
+    async def hold(self, holder: str, card: ModelCard, *, background: bool) -> WeightsAttached:
+        """Weights held by a connection; returns when their index is there."""
+        found = await self._ask(lambda n: Attach(n, holder, card, "index", None, local=True, background=background))
+        assert isinstance(found, WeightsAttached)
+        return found
+
+    def let_go(self, holder: str) -> None:
+        """The connection has ended."""
+        self.dispatch(Release(next(self._numbers), holder))
+
+    async def watermarks(self, weights_id: str) -> AsyncIterator[int]:
+        """How far the load is, at once and on every change, up to its end. Raises the load's error."""
+        run = self._state.entries[weights_id].run
+        while True:
+            moved, entry = self._moved, self._state.entries.get(weights_id)
+            if entry is None or entry.run != run or entry.stage is Stage.LEAVING:
+                raise ShuttingDown("the load was called off; attach again")
+            if entry.error is not None:
+                raise from_body(entry.error)
+            yield entry.loaded_bytes
+            if entry.stage is Stage.COMPLETE:
+                return
+            await moved.wait()
+
+    async def card_of(self, *, weights_id: str | None, source: str | None) -> ModelCard:
+        """A card to attach with. Raises `NotFound` for weights that nobody has asked this node for, and what reading the source raises."""
+        if source is not None:
+            return await self._loop.run_in_executor(self._inspections, bare_card, self._sources, source)
+        entry = self._state.entries.get(weights_id or "")
+        if entry is None:
+            raise NotFound(f"this node has no weights {weights_id}; attach with their source")
+        return card_for(entry.source, entry.weights_id, entry.total_bytes)
 
     def _from_thread(self, event: Event) -> None:
         self._loop.call_soon_threadsafe(self.dispatch, event)
@@ -179,8 +219,7 @@ class Loader:
             case Forget():
                 self._records.remove(effect.weights_id)
             case Vacate():
-                self._runs.forget(effect.run)
-                self._giving_back.start(effect)
+                self._giving_back.start(effect, self._runs.forget(effect.run))
             case Remember():
                 entry = self._state.entries[effect.weights_id]
                 if entry.stage is Stage.CACHED:
@@ -228,22 +267,28 @@ class Loader:
             phases=timeline.spans() if timeline else (),
         )
 
-    def status(self) -> LoaderStatus:
+    def status(self, shared: Shared) -> LoaderStatus:
+        """`shared`: what is on this host's disk for other nodes too."""
         self.changed.clear()
         entries, chunks = self._state.entries.values(), self._state.chunks
+        cached = tuple(
+            CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)
+            for e in entries
+            if e.stage is Stage.CACHED
+        )
         return LoaderStatus(
             node=self._node,
             boot_id=self._boot_id,
             segments=tuple(self._segment(e) for e in entries if e.stage is not Stage.CACHED),
             bytes_per_second=self._runs.bytes_per_second,
             links=self._runs.links(),
-            cached=tuple(
-                CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)
-                for e in entries
-                if e.stage is Stage.CACHED
-            ),
+            cached=(*cached, *shared.cached),
             dram_bytes=chunks.cached_bytes + chunks.spare_bytes,
             dram_budget_bytes=chunks.budget,
+            ssd_bytes=shared.ssd_bytes,
+            ssd_budget_bytes=shared.ssd_budget_bytes,
+            peer_url=shared.peer_url,
+            peer_token=shared.peer_token,
         )
 
     def _segment(self, e: Entry) -> SegmentStatus:

@@ -13,7 +13,10 @@ from shared.settings import NodeSettings
 class LoaderSettings(NodeSettings):
     """The hub is configured by huggingface_hub's own variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE."""
 
-    loader_threads: int = Field(default=4, ge=1, le=64, description="Threads that read one model's weight files.")
+    loader_threads: int = Field(default=4, ge=1, le=64, description="Threads that read from each disk.")
+    loader_remote_threads: int = Field(
+        default=8, ge=1, le=64, description="Threads, and so connections, that read from each remote host."
+    )
     loader_order: Literal["fair", "in-order"] = Field(
         default="fair", description="How loads share a disk or a remote host: a chunk each in turn, or one after the other."
     )
@@ -39,7 +42,7 @@ class LoaderSettings(NodeSettings):
     )
     peer_host: str = Field(
         default="127.0.0.1",
-        description="Address where this loader serves its models' files to the loaders of other nodes, and which it tells them; empty: "
-        "not at all.",
+        description="Address where other nodes' loaders read this one's models; 0.0.0.0: all, told by this host's name. Empty: nowhere.",
     )
     peer_port: int = Field(default=0, ge=0, le=65535, description="Port for that; 0: any free one.")
+    peers: bool = Field(default=True, description="Whether models are read from other nodes' loaders that have them.")

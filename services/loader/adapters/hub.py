@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.loader.adapters.reader import Cancelled
+from services.loader.tiers.port import Cancelled
 from services.loader.format.checkpoint import (
     INDEX,
     Checkpoint,

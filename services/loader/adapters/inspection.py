@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from services.loader.adapters.source import source_of
 from services.loader.format.foreign import describe_foreign
+from services.loader.tiers.sources import Sources
 from shared.contracts.models import ModelInfo, ModelSpec
 
 
-def described(spec: ModelSpec) -> ModelInfo:
+def described(spec: ModelSpec, sources: Sources) -> ModelInfo:
     """Blocks; no weights are read. Raises `InvalidModel` and its kin, or `Unavailable`. What an engine loads by itself may be in a layout
     that no segment is made of."""
     info = describe_foreign(spec) if spec.loads_itself else None
-    return info or source_of(spec.source).inspect(trust_remote_code=spec.trust_remote_code)
+    return info or sources.inspect(spec.source, trust_remote_code=spec.trust_remote_code)

@@ -29,10 +29,6 @@ _COPY_BYTES = 1024 * 1024
 _told_of_buffered = threading.Event()
 
 
-class Cancelled(Exception):
-    """The load was called off; nothing of it is wanted."""
-
-
 @dataclass(frozen=True)
 class ReadOptions:
     """How to read. What is not the default is there to be measured (bench/loader.py). `chunk_bytes`, of one read, counts whole pages."""
@@ -53,6 +49,7 @@ class ReadStats:
     direct: int = 0
     cached: int = 0
     buffered: int = 0
+    remote: int = 0
     allocate_seconds: float = 0.0
     disk_seconds: float = 0.0
     copy_seconds: float = 0.0

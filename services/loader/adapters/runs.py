@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,18 +10,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.loader.adapters.reader import Cancelled, FilesReader, ReadOptions, ReadStats
+from services.loader.adapters.reader import FilesReader, ReadOptions, ReadStats
 from services.loader.adapters.shm import free_bytes, no_room
-from services.loader.adapters.source import source_of
 from services.loader.domain.events import Completed, Ended, Event, Failed, Fetched, Indexed, Laid, Progressed, StartRun
 from services.loader.domain.links import Order
-from services.loader.format.checkpoint import open_checkpoint
+from services.loader.format.checkpoint import Checkpoint
 from services.loader.format.segment import Layout, lay_out
-from services.loader.pipeline.fill import Filling
+from services.loader.pipeline.fill import Filling, PieceReader
 from services.loader.pipeline.link import Link
 from services.loader.pipeline.pieces import cut
+from services.loader.pipeline.remote import TierReader
 from services.loader.pool.memory import PoolMemory
 from services.loader.pool.region import Region
+from services.loader.tiers.port import Cancelled, Tier
+from services.loader.tiers.sources import Sources
 from shared.contracts.loader import LinkStatus
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
@@ -36,9 +37,17 @@ _AT_ONCE = 16
 _SPEEDS_KEPT = 8
 
 
+@dataclass(frozen=True)
+class Threads:
+    """That read from each disk, and from each remote host."""
+
+    disk: int = 4
+    remote: int = 8
+
+
 @dataclass
 class Run:
-    """A load run. `cancelled` ends it within a piece's time; `wake`: fetched, granted or cancelled."""
+    """A load run. `cancelled` ends it within a piece's time; `wake`: opened, granted or cancelled."""
 
     order: StartRun
     timeline: Timeline = field(default_factory=lambda: Timeline("loader"))
@@ -46,8 +55,9 @@ class Run:
     wake: threading.Event = field(default_factory=threading.Event)
     granted: Future[tuple[int, ...]] = field(default_factory=Future)
     filling: Filling | None = None
+    tier: Tier | None = None
+    region: Region | None = None
     background: bool = False
-    fetched: int = 0
     loaded: int = 0
     reported: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -56,10 +66,14 @@ class Run:
 class Runs:
     """`emit` is called from the threads; the shell brings its events to the loop."""
 
-    def __init__(self, pool: PoolMemory, threads: int, emit: Callable[[Event], None], order: Order = "fair") -> None:
-        self._pool, self._threads, self._emit, self._order = pool, threads, emit, order
+    def __init__(
+        self, pool: PoolMemory, sources: Sources, emit: Callable[[Event], None], threads: Threads, order: Order = "fair"
+    ) -> None:
+        self._pool, self._sources, self._emit = pool, sources, emit
+        self._thread_counts, self._order = threads, order
         self._runs: dict[int, Run] = {}
         self._links: dict[str, Link] = {}
+        self._links_lock = threading.Lock()
         self._speeds: list[tuple[int, float]] = []
         self._loads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="load")
 
@@ -68,6 +82,11 @@ class Runs:
         """Over the latest loads together."""
         seconds = sum(s for _, s in self._speeds)
         return sum(b for b, _ in self._speeds) / seconds if seconds > 0 else None
+
+    def speed_of(self, link: str) -> float | None:
+        """Bytes per second that a link was measured at."""
+        found = self._links.get(link)
+        return found.status().bytes_per_second if found else None
 
     def links(self) -> tuple[LinkStatus, ...]:
         return tuple(link.status() for link in list(self._links.values()))
@@ -101,9 +120,11 @@ class Runs:
                 found.granted.set_result(chunks)
             found.wake.set()
 
-    def forget(self, run: int) -> None:
-        """The run's weights are gone."""
-        self._runs.pop(run, None)
+    def forget(self, run: int) -> Callable[[], None]:
+        """The run's load is no part of what comes. Before its memory is given to others, what is returned must be called: it ends the copy
+        to the SSD cache that may still be written from there, and may take a moment."""
+        found = self._runs.pop(run, None)
+        return lambda: _close(found) if found is not None else None
 
     def close(self) -> None:
         """Call off what runs, and wait for it."""
@@ -112,6 +133,8 @@ class Runs:
         self._loads.shutdown(cancel_futures=True)
         for link in self._links.values():
             link.close()
+        for found in list(self._runs.values()):
+            _close(found)
 
     def _guarded(self, run: Run) -> None:
         order = run.order
@@ -129,7 +152,7 @@ class Runs:
             return
         finally:
             record_phases(run.timeline.spans(), context_of(order.traceparent))
-        run.filling = None
+        self._settle(run)
         self._speeds = [*self._speeds, (total, seconds)][-_SPEEDS_KEPT:]
         log.info(
             "loaded",
@@ -142,8 +165,24 @@ class Runs:
         )
         self._emit(Completed(order.weights_id, order.run))
 
+    def _settle(self, run: Run) -> None:
+        """Close the tier when its copy to the disk is done, and unmap again what was read for that."""
+        run.filling, tier = None, run.tier
+        if tier is None or tier.settled().is_set():
+            _close(run)
+            return
+
+        def wait() -> None:
+            tier.settled().wait()
+            _close(run)
+            if run.region is not None and run.order.run in self._runs:
+                run.region.zap_all()
+
+        threading.Thread(target=wait, name="settle", daemon=True).start()
+
     def _over(self, run: Run, event: Ended | Failed) -> None:
         self._runs.pop(run.order.run, None)
+        _close(run)
         self._emit(event)
 
     def _failed(self, run: Run, error: ThawError) -> None:
@@ -154,20 +193,20 @@ class Runs:
         """Bytes loaded, and the seconds that reading them took."""
         order, card = run.order, run.order.card
         began = time.monotonic()
-        directory = self._fetch(run)
-        if run.fetched:
-            run.timeline.add(Phase.FETCH, began, time.monotonic(), bytes=run.fetched)
-        run.timeline.begin(Phase.LOAD)
+        tier, directory, checkpoint = self._opened(run)
+        run.tier = tier
+        phase = Phase.FETCH if tier.directory is None else Phase.LOAD
         stats, seconds = ReadStats(), 0.0
         try:
-            layout = lay_out(open_checkpoint(directory), order.weights_id)
+            layout = lay_out(checkpoint, order.weights_id)
             _check_size(card, layout)
-            region = Region(self._pool, self._chunks(run, layout.total_bytes), layout.total_bytes)
+            region = run.region = Region(self._pool, self._chunks(run, layout.total_bytes), layout.total_bytes)
             reading = time.monotonic()
             self._fill(run, layout, region, directory, stats)
+            tier.finish(run.cancelled)
             seconds = time.monotonic() - reading
         finally:
-            run.timeline.end(Phase.LOAD, **_detail(run, stats, seconds))
+            run.timeline.add(phase, began, time.monotonic(), **_detail(run, stats, seconds))
         return layout.total_bytes, seconds
 
     def _chunks(self, run: Run, nbytes: int) -> tuple[int, ...]:
@@ -190,42 +229,56 @@ class Runs:
             run.loaded = watermark
             if self._due(run):
                 self._emit(Progressed(order.weights_id, order.run, watermark))
+                if run.tier is not None and run.tier.directory is None:
+                    self._emit(Fetched(order.weights_id, order.run, watermark))
 
         pieces = cut(layout)
         run.filling = Filling(layout, region, pieces, background=run.background, cancelled=run.cancelled, on_loaded=on_loaded)
         run.filling.write_head()
         self._emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
         on_loaded(run.filling.loaded)
-        reader = FilesReader(layout.places, pieces, region, ReadOptions(threads=self._threads))
-        reader.stats = stats
-        run.filling.run(reader, self._link(disk_of(directory), self._threads))
+        tier = run.tier
+        assert tier is not None
+        reader: PieceReader
+        if tier.directory is None:
+            reader, threads = TierReader(tier, layout.places, region, run.cancelled), self._thread_counts.remote
+        else:
+            threads = self._thread_counts.disk
+            reader = FilesReader(layout.places, pieces, region, ReadOptions(threads=threads))
+        try:
+            run.filling.run(reader, self._link(tier.link, threads))
+        finally:
+            stats.add(reader.stats)
 
     def _link(self, name: str, threads: int) -> Link:
-        with _links_lock:
+        with self._links_lock:
             if name not in self._links:
                 self._links[name] = Link(name, threads, self._order)
             return self._links[name]
 
-    def _fetch(self, run: Run) -> Path:
-        """The directory with the model's files. A download that hangs is left to itself when the run is called off."""
-        source, trust = source_of(run.order.card.info.source), run.order.card.spec.trust_remote_code
-        found: Future[Path] = Future()
-
-        def on_fetched(total: int) -> None:
-            run.fetched = total
-            if self._due(run):
-                self._emit(Fetched(run.order.weights_id, run.order.run, total))
+    def _opened(self, run: Run) -> tuple[Tier, Path, Checkpoint]:
+        """The nearest place that has the model, and its checked headers. A host that hangs is left to itself when the run is called off."""
+        card = run.order.card
+        found: Future[tuple[Tier, Path, Checkpoint]] = Future()
 
         def work() -> None:
+            tier: Tier | None = None
             try:
-                found.set_result(source.fetch(on_fetched, run.cancelled, trust_remote_code=trust))
+                tier = self._sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
+                found.set_result((tier, *self._sources.checkpoint(tier, trust_remote_code=card.spec.trust_remote_code)))
             except BaseException as e:
                 found.set_exception(e)
+                if tier is not None:
+                    tier.close()
             run.wake.set()
+            if run.cancelled.is_set() and tier is not None:
+                tier.close()
 
-        threading.Thread(target=work, name="fetch", daemon=True).start()
+        threading.Thread(target=work, name="open", daemon=True).start()
         run.wake.wait()
         if run.cancelled.is_set():
+            if found.done() and found.exception() is None:
+                found.result()[0].close()
             raise Cancelled
         return found.result()
 
@@ -243,18 +296,9 @@ class _Denied(Exception):
     """The loop has no chunks for the run."""
 
 
-_links_lock = threading.Lock()
-
-
-def disk_of(directory: Path) -> str:
-    """The link of the disk that `directory` lies on, by the kernel's name of the whole device."""
-    device = directory.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        node = Path(f"/sys/dev/block/{number}").resolve(strict=True)
-    except OSError:  # no block device of its own: tmpfs, overlay, a network's
-        return f"ssd:{number}"
-    return f"ssd:{node.parent.name if (node / 'partition').exists() else node.name}"
+def _close(run: Run) -> None:
+    if run.tier is not None:
+        run.tier.close()
 
 
 def _check_size(card: ModelCard, layout: Layout) -> None:
@@ -269,7 +313,7 @@ def _check_size(card: ModelCard, layout: Layout) -> None:
 def _detail(run: Run, stats: ReadStats, seconds: float) -> dict[str, str | int | float]:
     if not seconds:
         return {"loaded_bytes": run.loaded}
-    total = stats.direct + stats.cached + stats.buffered
+    total = stats.direct + stats.cached + stats.buffered + stats.remote
     return {
         "bytes": run.loaded,
         "gb_per_s": round(total / max(seconds, 1e-9) / 1e9, 3),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 
-from services.loader.adapters.source import source_of
+from services.loader.tiers.sources import Sources
 from shared.contracts.loader import ModelFilePart, ReadModelFile
 from shared.errors import NotFound
 
 
-def read_part(request: ReadModelFile) -> ModelFilePart:
+def read_part(sources: Sources, request: ReadModelFile) -> ModelFilePart:
     """Raises `NotFound` if the file is not on this host, `InvalidModel` if `source` is none. Blocks."""
-    path = source_of(request.source).small_file(request.name)
+    path = sources.small_file(request.source, request.name)
     absent = NotFound(f"{request.name} of {request.source} is not on this node")
     if path is None:
         raise absent

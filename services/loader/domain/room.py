@@ -111,7 +111,8 @@ def spare_room(state: State) -> int:
 def trim(state: State) -> Decision:
     """Bring what the budget is charged with within the budget."""
     effects: list[Effect] = []
-    over = state.chunks.charged - state.chunks.budget
+    # What is still on its way to spare is looked at when it is there: no weights leave for it.
+    over = state.chunks.cached_bytes + state.chunks.spare_bytes - state.chunks.budget
     drop: list[int] = []
     for chunk, nbytes in sorted(state.chunks.spare.items(), reverse=True):
         if over <= 0:

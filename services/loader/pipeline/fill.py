@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from services.loader.adapters.reader import ReadStats
 from services.loader.format.segment import Layout
 from services.loader.pipeline.link import Link, Transfer
 from services.loader.pipeline.pieces import Piece, Watermark
@@ -13,7 +14,9 @@ from services.loader.pool.region import Region
 
 
 class PieceReader(Protocol):
-    """Brings pieces into the region, from several threads."""
+    """Brings pieces into the region, from several threads. `stats`: what it has read so far."""
+
+    stats: ReadStats
 
     def read(self, piece: Piece) -> None: ...
     def close(self) -> None: ...

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.loader.adapters.reader import Cancelled
 from services.loader.domain import links
 from services.loader.pipeline.pieces import Piece
+from services.loader.tiers.port import Cancelled
 from shared.contracts.loader import LinkStatus
 
 log = logging.getLogger(__name__)

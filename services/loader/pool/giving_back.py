@@ -32,8 +32,9 @@ class GivingBack:
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._watch: threading.Thread | None = None
 
-    def start(self, order: Vacate) -> None:
-        self._threads.submit(self._give_back, order)
+    def start(self, order: Vacate, before: Callable[[], None] = lambda: None) -> None:
+        """`before` is called first, in the thread: it ends what this process itself may still do with the memory."""
+        self._threads.submit(self._give_back, order, before)
 
     def close(self) -> None:
         """Wait for what is under way. Chunks that are still mapped are found again at the next start."""
@@ -42,8 +43,9 @@ class GivingBack:
         if self._watch is not None:
             self._watch.join()
 
-    def _give_back(self, order: Vacate) -> None:
+    def _give_back(self, order: Vacate, before: Callable[[], None]) -> None:
         try:
+            before()
             if self._unmapped(order):
                 self._done(order)
                 return

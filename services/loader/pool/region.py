@@ -55,6 +55,10 @@ class Region:
         """The `index`-th chunk is complete: only its readers are to map it."""
         self.pool.zap(self.chunks[index], min(CHUNK_BYTES, self.nbytes - index * CHUNK_BYTES))
 
+    def zap_all(self) -> None:
+        for index in range(len(self.chunks)):
+            self.zap(index)
+
     def _at(self, offset: int) -> int:
         return self.chunks[offset // CHUNK_BYTES] * CHUNK_BYTES + offset % CHUNK_BYTES
 

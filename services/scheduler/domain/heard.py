@@ -34,8 +34,9 @@ class LoaderPresence:
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Revisions whose weights lie whole in the node's memory. A loader names weights by their revision."""
-        return tuple(s.weights_id for s in self.status.segments if s.error is None and s.loaded_bytes >= s.total_bytes > 0)
+        """Revisions whose weights lie whole in the node's memory, held or cached. A loader names weights by their revision."""
+        held = (s.weights_id for s in self.status.segments if s.error is None and s.loaded_bytes >= s.total_bytes > 0)
+        return (*held, *(c.weights_id for c in self.status.cached if c.tier == "dram"))
 
     @property
     def key(self) -> str:

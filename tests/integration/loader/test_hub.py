@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.adapters.reader import Cancelled
+from services.loader.tiers.port import Cancelled
 from services.loader.adapters.source import source_of
 from shared.contracts.models import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, StaleToken, ThawError, Unavailable

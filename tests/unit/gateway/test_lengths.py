@@ -13,6 +13,8 @@ from services.gateway.adapters.chat_template import ChatTemplate, Unrenderable
 from services.gateway.adapters.lengths import Counter, Lengths
 from services.gateway.adapters.model_files import NAMES, ModelFiles
 from services.loader.adapters.small_files import read_part
+from services.loader.cache.store import SsdCache
+from services.loader.tiers.sources import Sources
 from shared.contracts.loader import ModelFilePart, ReadModelFile
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest
 from shared.errors import ContextLengthExceeded, NotFound, Unreachable
@@ -45,6 +47,9 @@ CONVERSATIONS: list[dict[str, Any]] = [
         ]
     },
 ]
+
+SOURCES = Sources(SsdCache(Path("/nonexistent"), 0), ())
+"""A loader's, that keeps nothing."""
 
 
 @pytest.fixture
@@ -107,7 +112,7 @@ class FarMesh:
         self.asked += 1
         if subject.endswith("LjA.files"):
             raise Unreachable
-        part = read_part(request.model_copy(update={"source": str(self.files)}))
+        part = read_part(SOURCES, request.model_copy(update={"source": str(self.files)}))
         assert len(base64.b64decode(part.data)) <= request.limit < self.max_body
         return part
 
@@ -137,4 +142,4 @@ def test_only_named_files_are_given_away(model: Path) -> None:
     with pytest.raises(ValueError, match="name"):
         ReadModelFile.model_validate({"source": str(model), "name": "../config.json"})
     with pytest.raises(NotFound):
-        read_part(ReadModelFile(source=str(model), name="special_tokens_map.json"))
+        read_part(SOURCES, ReadModelFile(source=str(model), name="special_tokens_map.json"))

@@ -10,6 +10,7 @@ from services.loader.domain.events import (
     Abandoned,
     Accepted,
     Adopt,
+    Adopted,
     Attach,
     Attached,
     CancelRun,
@@ -37,7 +38,7 @@ from services.loader.domain.events import (
     Vacate,
     Vacated,
 )
-from services.loader.domain.state import State
+from services.loader.domain.state import Stage, State
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
 
@@ -274,3 +275,112 @@ def test_more_than_there_is_is_denied_and_nobody_leaves_for_it() -> None:
     p.do(Failed("w1", 1, ERROR))
     p.do(Attach(2, "b", card(), "index"))
     assert p.do(Laid("w1", 2, 2 * CHUNK_BYTES, CHUNK_BYTES)) == (Deny(2),)
+
+
+def test_adapters_go_with_the_instance_that_loaded_them() -> None:
+    p = loaded("a")
+    p.do(Attach(5, "a+lora", card("w2"), "complete"))
+    granted(p, "w2", 2)
+    p.do(Completed("w2", 2))
+    p.now = 100.0
+    for p.now in (100.0, 200.0):
+        assert p.do(NodeHeard(frozenset({"a"}))) == ()
+    effects = p.do(Release(6, "a"))
+    assert [e.run for e in effects if isinstance(e, Vacate)] == [2, 1]
+    [refused] = p.do(Attach(7, "a+other", card("w3"), "index"))
+    assert isinstance(refused, Refused)
+
+
+def dram(*sizes: int, budget: int, pinned: tuple[int, ...] = ()) -> Played:
+    """Weights w1, w2, … of so many chunks, loaded and let go in that order."""
+    p = Played(State(chunks=Chunks(64, budget * CHUNK_BYTES)))
+    for n, size in enumerate(sizes, 1):
+        p.now = float(n)
+        revision = f"w{n}"
+        p.do(Attach(n, f"i{n}", card(revision, pin=n in pinned), "complete"))
+        granted(p, revision, p.state.runs, size * CHUNK_BYTES)
+        p.do(Completed(revision, p.state.runs))
+        p.do(Release(100 + n, f"i{n}"))
+    return p
+
+
+def cached(p: Played) -> set[str]:
+    return {e.weights_id for e in p.state.entries.values() if e.stage is Stage.CACHED}
+
+
+def test_what_is_let_go_stays_cached_and_is_there_at_once() -> None:
+    p = dram(2, budget=4)
+    assert cached(p) == {"w1"}
+    assert p.effects[-2:] == [Remember("w1"), Freed(101, 0, 2 * CHUNK_BYTES)]
+    assert p.do(Attach(5, "b", card("w1"), "complete")) == (Remember("w1"), Attached(5, "w1"))
+    assert p.state.chunks.charged == 0
+
+
+def test_the_least_recently_used_leave_for_what_comes() -> None:
+    p = dram(2, 2, budget=4)
+    p.do(Attach(10, "x", card("w1"), "index"))
+    p.now = 10.0
+    p.do(Release(11, "x"))
+    p.do(Attach(12, "i3", card("w3"), "complete"))
+    granted(p, "w3", p.state.runs, 2 * CHUNK_BYTES)
+    p.do(Completed("w3", p.state.runs))
+    p.do(Release(13, "i3"))
+    assert cached(p) == {"w1", "w3"}
+
+
+def test_pinned_weights_stay_and_what_has_no_room_beside_them_is_not_cached() -> None:
+    p = dram(3, 2, 1, budget=4, pinned=(1,))
+    assert cached(p) == {"w1", "w3"}
+
+
+def test_a_load_that_needs_room_takes_it_from_the_cache_when_it_is_proved_free() -> None:
+    p = dram(2, 2, budget=4)
+    p.do(Attach(10, "x", card("w3"), "index"))
+    run = p.state.runs
+    [forget, vacate] = p.do(Laid("w3", run, 3 * CHUNK_BYTES, CHUNK_BYTES))
+    assert forget == Forget("w1")
+    assert isinstance(vacate, Vacate)
+    assert (vacate.run, vacate.chunks, vacate.keep) == (1, (0, 1), 2)
+    # Its chunks stay warm for the load, which gets them only now.
+    assert p.do(Vacated(1, CHUNK_BYTES)) == (Grant(run, (0, 1, 4)),)
+    assert cached(p) == {"w2"}
+
+
+def test_a_load_waits_for_what_leaves_already() -> None:
+    p = dram(2, budget=0)
+    assert p.state.chunks.leaving_bytes == 2 * CHUNK_BYTES
+    p.do(Attach(10, "x", card("w2"), "index"))
+    run = p.state.runs
+    assert p.do(Laid("w2", run, 2 * CHUNK_BYTES, 0)) == ()
+    assert p.do(Vacated(1, 2 * CHUNK_BYTES)) == (Grant(run, (0, 1)),)
+
+
+def test_two_loads_do_not_count_on_the_same_memory() -> None:
+    p = Played()
+    for n in (1, 2):
+        p.do(Attach(n, f"i{n}", card(f"w{n}"), "index"))
+    room = 3 * CHUNK_BYTES
+    assert p.do(Laid("w1", 1, 2 * CHUNK_BYTES, room)) == (Grant(1, (0, 1)),)
+    assert p.do(Laid("w2", 2, 2 * CHUNK_BYTES, room)) == (Deny(2),)
+
+
+def test_a_smaller_budget_after_a_restart_is_kept() -> None:
+    p = Played(State(chunks=Chunks(64, CHUNK_BYTES)))
+    p.do(Adopt("w1", "m", (0, 1), "/m", 2 * CHUNK_BYTES, ()))
+    p.do(Adopt("w2", "m", (2,), "/m", CHUNK_BYTES, ("a",)))
+    forget, vacate, quarantine = sorted(p.do(Adopted(mapped=(9,))), key=lambda e: (isinstance(e, Vacate), getattr(e, "run", 0)))
+    assert forget == Forget("w1")
+    assert isinstance(vacate, Vacate)
+    assert vacate.chunks == (0, 1)
+    assert isinstance(quarantine, Vacate)
+    assert quarantine.chunks == (9,)
+
+
+def test_memory_made_ready_at_the_start_is_what_the_first_load_gets() -> None:
+    p = Played(State(chunks=Chunks(64, 3 * CHUNK_BYTES)))
+    [vacate] = p.do(Adopted(spare=5))
+    assert isinstance(vacate, Vacate)
+    assert (vacate.chunks, vacate.nbytes, vacate.keep) == ((0, 1, 2), 0, 3)
+    p.do(Vacated(vacate.run, 1 << 40))
+    p.do(Attach(1, "a", card(), "index"))
+    assert p.do(Laid("w1", 2, 2 * CHUNK_BYTES, 0)) == (Grant(2, (0, 1)),)

@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from services.loader.adapters.records import Records
-from services.loader.adapters.runs import Runs
+from services.loader.adapters.runs import Runs, Threads
+from services.loader.cache.sharing import Shared
+from services.loader.cache.store import SsdCache
 from services.loader.domain.chunks import CHUNK_BYTES, Chunks
 from services.loader.domain.events import Event
 from services.loader.handlers import Loader
 from services.loader.pool.giving_back import GivingBack
 from services.loader.pool.memory import PoolMemory
 from services.loader.pool.region import extents
-from shared.contracts.loader import AttachWeights, Inspected, InspectModel, WeightsAttached
+from services.loader.tiers.sources import Sources
+from shared.contracts.loader import AttachWeights, Inspected, InspectModel, LoaderStatus, WeightsAttached
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.segment import segment_prefix
@@ -38,14 +41,15 @@ class Bench:
         self.clock = Clock()
         self.records = Records(home / "loader", segment_prefix(home, "n"))
         (home / "loader" / "weights").mkdir(parents=True)
+        self.sources = Sources(SsdCache(home / "cache", 0), (home / "small",))
         self.pool = PoolMemory(self.records.pool_name, 8 * CHUNK_BYTES)
         self.loader = self.another("boot")
 
     def another(self, boot: str, budget: int = 0) -> Loader:
-        return Loader("n", boot, self.records, self.workers, Chunks(self.pool.count, budget), self.clock)
+        return Loader("n", boot, self.records, self.sources, self.workers, Chunks(self.pool.count, budget), self.clock)
 
     def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
-        return Runs(self.pool, 2, emit), GivingBack(self.pool, emit)
+        return Runs(self.pool, self.sources, emit, Threads(2, 2)), GivingBack(self.pool, emit)
 
     async def card(self, directory: Path) -> ModelCard:
         spec = ModelSpec(name="m", source=str(directory))
@@ -74,9 +78,12 @@ class Bench:
         )
         await self.loader.hear_node(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=listed))
 
+    def status(self, loader: Loader | None = None) -> LoaderStatus:
+        return (loader or self.loader).status(Shared((), 0, 0, None, None))
+
     async def until_segments(self, count: int) -> None:
         async with asyncio.timeout(10):
-            while len(self.loader.status().segments) != count:
+            while len(self.status().segments) != count:
                 await self.loader.changed.wait()
 
 
@@ -97,7 +104,7 @@ async def test_weights_of_instances_the_node_lost_are_removed(bench: Bench, tmp_
     await bench.node_knows(card, a=InstanceState.READY, b=InstanceState.STOPPED)
     bench.clock.now += 5
     await bench.node_knows(card, a=InstanceState.READY, b=InstanceState.STOPPED)
-    assert bench.loader.status().segments[0].holders == ("a",)
+    assert bench.status().segments[0].holders == ("a",)
     await bench.node_knows(card)
     bench.clock.now += 5
     await bench.node_knows(card)
@@ -116,7 +123,7 @@ async def test_holders_are_written_down(bench: Bench, tmp_path: Path) -> None:
     assert extents(record.chunks, record.total_bytes) == found.extents
     next_life = bench.another("boot2")
     next_life.adopt([record], mapped)
-    assert next_life.status().segments[0].holders == ("a", "b")
+    assert bench.status(next_life).segments[0].holders == ("a", "b")
     await next_life.stop()
     assert bench.pool.allocated() == found.total_bytes
 

@@ -1,0 +1,37 @@
+"""Cards for weights that somebody wants who knows no more of them than where they are."""
+
+from __future__ import annotations
+
+from services.loader.format.segment import lay_out
+from services.loader.tiers.open import open_source
+from services.loader.tiers.sources import Sources
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+
+
+def bare_card(sources: Sources, source: str) -> ModelCard:
+    """What a load needs to know of `source`; whether an engine of ours could serve it is not asked. Blocks.
+
+    Raises `InvalidModel` and its kin, or `Unavailable` if the source cannot be reached.
+    """
+    tier = open_source(source)
+    try:
+        _, checkpoint = sources.checkpoint(tier, trust_remote_code=False)
+        return card_for(tier.source, tier.revision, lay_out(checkpoint, "").total_bytes)
+    finally:
+        tier.close()
+
+
+def card_for(source: str, revision: str, total_bytes: int) -> ModelCard:
+    info = ModelInfo(
+        source=source,
+        revision=revision,
+        architecture="",
+        model_type="",
+        task="generate",
+        weights_bytes=total_bytes,
+        parameters=0,
+        dtype="",
+        context_length=1,
+        kv_bytes_per_token=0,
+    )
+    return ModelCard(spec=ModelSpec(name=f"weights-{revision}"[:200], source=source), info=info, created=0)

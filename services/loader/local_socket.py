@@ -1,0 +1,133 @@
+"""Readers without NATS: the Unix socket of shared/contracts/loader_socket.py. A hold is the connection, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from services.loader.handlers import Loader
+from shared.contracts.base import Message
+from shared.contracts.loader_socket import (
+    MAX_LINE_BYTES,
+    SocketAttach,
+    SocketAttached,
+    SocketComplete,
+    SocketError,
+    SocketWatermark,
+)
+from shared.errors import InvalidRequest, ThawError
+from shared.unix_sockets import short_address
+
+log = logging.getLogger(__name__)
+
+
+class LocalReaders:
+    """Serves the connections of one socket. `prefix` keeps the holders' names apart from those of another life of the loader."""
+
+    def __init__(self, loader: Loader, shared_memory: Path, prefix: str) -> None:
+        self._loader, self._shared_memory, self._prefix = loader, shared_memory, prefix
+        self._numbers = itertools.count(1)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        holder = f"{self._prefix}-{next(self._numbers)}"
+        try:
+            await self._answer(holder, reader, writer)
+        except ThawError as e:
+            await _send(writer, SocketError(error=e.body()))
+        except (ConnectionError, TimeoutError):  # it has gone, which ends the hold
+            pass
+        finally:
+            self._loader.let_go(holder)
+            writer.close()
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await writer.wait_closed()
+
+    async def _answer(self, holder: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            line = await reader.readuntil(b"\n")
+            ask = SocketAttach.model_validate_json(line)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            return
+        except ValidationError as e:
+            raise InvalidRequest(f"not an attach: {e.errors()[0]['msg']}") from e
+        # Until the connection ends nothing more is expected of it.
+        gone = asyncio.create_task(reader.read(1), name=f"{holder}-gone")
+        work = asyncio.create_task(self._tell(holder, ask, writer), name=holder)
+        try:
+            await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                await gone
+        finally:
+            for task in (gone, work):
+                task.cancel()
+            await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _tell(self, holder: str, ask: SocketAttach, writer: asyncio.StreamWriter) -> None:
+        card = await self._loader.card_of(weights_id=ask.weights_id, source=ask.source)
+        attached = await self._loader.hold(holder, card, background=ask.background)
+        told = attached.loaded_bytes
+        await _send(
+            writer,
+            SocketAttached(
+                weights_id=attached.weights_id,
+                path=str(self._shared_memory / attached.segment),
+                extents=attached.extents,
+                directory=attached.directory,
+                total_bytes=attached.total_bytes,
+                loaded_bytes=told,
+            ),
+        )
+        async for loaded in self._loader.watermarks(attached.weights_id):
+            if loaded > told:
+                told = loaded
+                await _send(writer, SocketWatermark(loaded_bytes=loaded))
+        await _send(writer, SocketComplete(loaded_bytes=attached.total_bytes))
+
+
+async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
+    with contextlib.suppress(ConnectionError):
+        writer.write(message.model_dump_json().encode() + b"\n")
+        await writer.drain()
+
+
+@asynccontextmanager
+async def listening(path: Path, readers: LocalReaders) -> AsyncIterator[None]:
+    """Serve on `path`; only this user may connect. An earlier loader's socket is replaced."""
+    connections: set[asyncio.Task[None]] = set()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(readers.serve(reader, writer), name="local-reader")
+        connections.add(task)
+        task.add_done_callback(connections.discard)
+
+    path.unlink(missing_ok=True)
+    server = await asyncio.start_unix_server(connected, sock=_bound(path), limit=MAX_LINE_BYTES)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in tuple(connections):
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+        path.unlink(missing_ok=True)
+
+
+def _bound(path: Path) -> socket.socket:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with short_address(path) as address:
+            bound.bind(address)
+        path.chmod(0o600)
+    except BaseException:
+        bound.close()
+        raise
+    return bound

@@ -81,7 +81,8 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             d.drop(Waiter, waiter)
         case AddModelsAsked() | RemoveModelAsked() | WakeAsked() | SleepAsked() | ChangeNodeAsked():
             administer(d, event)
-    settle(d, everything=isinstance(event, Recovered | Tick) or now - state.recovered_at <= policy.recovery_window)
+    recovering = now - state.recovered_at <= policy.recovery_window
+    settle(d, everything=recovering or isinstance(event, Recovered | Tick), only_due=not recovering and isinstance(event, Tick))
     if isinstance(event, DemandHeard):
         answer_demand(d, event)
     return Decision(d.net(), tuple(d.effects), tuple(d.plans))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.effects import Effect
-from services.scheduler.domain.entities import Entity, key_of
+from services.scheduler.domain.entities import Entity, Instance, key_of
 from services.scheduler.domain.heard import Counter, Seen
 from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.ranks import Bookings, View
+from services.scheduler.domain.ranks import Bookings, Dues, View
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, put, table
 from shared.contracts.plans import PlanRecord
 
 TOKENS_PER_EPOCH = 2**32
+MAX_KEY = "\U0010ffff"
 
 
 @dataclass
@@ -66,6 +68,19 @@ class Draft:
             changed |= {key: self.state.bookings.get(key) for key in below.written}
             below = below.below
         return View(below if isinstance(below, Bookings) else Bookings(below.items()), changed)
+
+    def due(self) -> list[Instance]:
+        """Instances for which the time that has passed may change something, those due the longest first."""
+        changed: set[str] = set()
+        below: Mapping[str, float] = self.state.dues
+        while isinstance(below, Overlay):
+            changed.update(below.written)
+            below = below.below
+        order = below.order if isinstance(below, Dues) else sorted((due, key) for key, due in below.items())
+        end = bisect_right(order, (self.now, MAX_KEY))
+        found = [(due, key) for due, key in order[:end] if key not in changed]
+        found += [(due, key) for key in changed if (due := self.state.dues.get(key)) is not None and due <= self.now]
+        return [self.state.instances[key] for _, key in sorted(found)]
 
     def before(self, kind: type[Entity], key: str) -> Entity | None:
         """An entity as it was before this decision."""

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from services.scheduler.domain.booking import book, device_key, rounded_speed
 from services.scheduler.domain.entities import Entity, Instance, Model, Node
 from services.scheduler.domain.heard import Estimate, LoaderPresence, Presence, Seen
+from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
 
 if TYPE_CHECKING:
     from services.scheduler.domain.state import ClusterState
 
+_AT_ONCE = float("-inf")
 Groups = MutableMapping[str, tuple[str, ...]]
 
 
@@ -25,6 +27,7 @@ def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
             i = state.instances.get(instance_id)
             if i is not None and _counts(old) != _counts(new):  # type: ignore[arg-type]
                 _rebook(state, i.node, i.device_ids)
+                _remind(state, i)
         case Presence(node=node):
             if _offers(old) != _offers(new):  # type: ignore[arg-type]
                 _rebook_node(state, node)
@@ -46,7 +49,34 @@ def _counts(seen: Seen | None) -> tuple[object, ...]:
         return ()
     status = seen.status
     kept = status.memory.reserved if status.state.parked else None
-    return (status.state.holds_memory, seen.idle_since, kept, status.suspension.possible, status.suspension.left_bytes)
+    return (status.state, seen.idle_since, kept, status.suspension.possible, status.suspension.left_bytes)
+
+
+def _remind(state: ClusterState, i: Instance) -> None:
+    """Keep when the instance is due (retire.py, observe.py): never too late; too early only costs a look."""
+    due = _due(state, i)
+    if due is None:
+        state.dues.pop(i.instance_id, None)
+    elif state.dues.get(i.instance_id) != due:
+        state.dues[i.instance_id] = due
+
+
+def _due(state: ClusterState, i: Instance) -> float | None:
+    if i.leaving != "no":
+        return None
+    seen, model, node = state.seen.get(i.instance_id), state.models.get(i.model), state.nodes.get(i.node)
+    current = model is not None and i.generation == model.card.generation
+    drained = node is None or node.drain_since is not None
+    if not current or drained or seen is None or seen.status.state.starting or model is None:
+        return _AT_ONCE
+    if i.state.parked:
+        return None
+    if i.state is not InstanceState.READY:
+        return _AT_ONCE
+    spec = model.card.spec
+    if seen.idle_since is None or spec.pin or spec.keep_alive < 0:
+        return None
+    return max(seen.idle_since, i.ready_at or seen.idle_since) + spec.keep_alive
 
 
 def _offers(presence: Presence | None) -> tuple[object, ...]:
@@ -77,6 +107,10 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
         _regroup(state.by_device, _devices(old), _devices(new), key)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
+    if new is None:
+        state.dues.pop(present.instance_id, None)
+    else:
+        _remind(state, new)
     if new is not None and (old is None or old.device_ids != new.device_ids or old.node != new.node):
         _rebook(state, new.node, new.device_ids)
 
@@ -91,6 +125,9 @@ def _node(state: ClusterState, name: str, old: Node | None, new: Node | None) ->
     for device in gone:
         state.bookings.pop(device_key(name, device), None)
     _rebook_node(state, name)
+    if old is None or new is None or old.drain_since != new.drain_since:
+        for i in state.on_node(name):
+            _remind(state, i)
 
 
 def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence | None) -> None:
@@ -117,6 +154,8 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
     if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
             _rebook(state, i.node, i.device_ids)
+    for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
+        _remind(state, i)
 
 
 def _rebook_node(state: ClusterState, name: str) -> None:

@@ -169,7 +169,7 @@ def lost(d: Draft, i: Instance, why: str) -> None:
 
 def end_stalled_starts(d: Draft) -> None:
     """Stop starts that have not got on for longer than their nodeagent should have let them."""
-    for i in list(d.state.instances.values()):
+    for i in d.due():
         seen = d.state.seen.get(i.instance_id)
         model = d.state.models.get(i.model)
         if i.leaving != "no" or seen is None or model is None or not seen.status.state.starting:

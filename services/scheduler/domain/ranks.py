@@ -102,6 +102,32 @@ def _move(order: list[Any], old: Any, new: Any) -> None:
         insort(order, new)
 
 
+class Dues(dict[str, float]):
+    """A table of times that keeps their order. Change it by item assignment, `del` and `pop` only."""
+
+    def __init__(self, dues: Iterable[tuple[str, float]] = ()) -> None:
+        super().__init__()
+        self.order: list[tuple[float, str]] = []
+        for key, due in dues:
+            self[key] = due
+
+    def __setitem__(self, key: str, due: float) -> None:
+        old = self.get(key)
+        _move(self.order, None if old is None else (old, key), (due, key))
+        super().__setitem__(key, due)
+
+    def __delitem__(self, key: str) -> None:
+        _move(self.order, (self[key], key), None)
+        super().__delitem__(key)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        found = self.get(key)
+        if found is None:
+            return default
+        del self[key]
+        return found
+
+
 class View:
     """Bookings as a decision sees them: a table of orders, and what the decision has changed itself, which is in none of them."""
 

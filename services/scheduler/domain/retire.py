@@ -14,11 +14,12 @@ from shared.contracts.node import InstanceState
 def retire(d: Draft, instances: Iterable[Instance]) -> None:
     """Have those of `instances` leave whose time has come."""
     for i in instances:
-        if i.leaving == "no" and (order := _must_leave(d, i)) is not None:
+        if i.leaving == "no" and (order := must_leave(d, i)) is not None:
             leave(d, i, *order)
 
 
-def _must_leave(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
+def must_leave(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
+    """How the instance, which has not been asked to, is to leave now, and why; None: it stays."""
     model = d.state.models.get(i.model)
     if model is None:
         return "drain", "its model was removed"

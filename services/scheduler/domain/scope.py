@@ -15,13 +15,14 @@ _BY_MODEL = (Model, ModelDemand, Unmet, Pressure, Trouble)
 
 
 class Everything:
-    """The whole state."""
+    """The whole state; of the instances only those that are due, if all that has happened is that time has passed."""
 
-    def __init__(self, d: Draft) -> None:
+    def __init__(self, d: Draft, *, only_due: bool = False) -> None:
         self._d = d
+        self._only_due = only_due
 
     def instances(self) -> list[Instance]:
-        return list(self._d.state.instances.values())
+        return self._d.due() if self._only_due else list(self._d.state.instances.values())
 
     def claimed(self) -> list[tuple[str, str]]:
         return sorted(self._d.state.claimed.values())

@@ -24,9 +24,9 @@ from shared.contracts.admin import ModelAsleep
 from shared.contracts.node import InstanceState
 
 
-def settle(d: Draft, *, everything: bool) -> None:
-    """`everything`: look at the whole state, whatever was touched."""
-    scope = Everything(d) if everything else Touched(d)
+def settle(d: Draft, *, everything: bool, only_due: bool = False) -> None:
+    """`everything`: look at the whole state, whatever was touched; `only_due`: of its instances, at those that are due."""
+    scope = Everything(d, only_due=only_due) if everything else Touched(d)
     answer(d)  # 1
     retire(d, scope.instances())  # 2
     send_claims(d, scope.claimed())  # 3

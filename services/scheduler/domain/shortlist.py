@@ -26,6 +26,7 @@ from services.scheduler.domain.ranks import SpeedClass
 
 SHORTLIST = 8
 """So many devices are considered at a time; if there are no more, simply all of them."""
+_NONE: Iterator[tuple[float, Booking]] = iter(())
 Ranked = tuple[bool, float, float, Booking]
 """It has just failed there; milliseconds until it is ready; bytes free, or since when one is idle; the device (by its key)."""
 
@@ -70,12 +71,14 @@ class _Search:
 
     def fitting(self, need: int) -> Iterator[Booking]:
         def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
-            return self._open((free, key) for free, key in _from(known.free, need))
+            return self._open(_from(known.free, need)) if known.free[-1][0] >= need else _NONE
 
         return self._best(of_class, lambda b: b.free if b.free >= need else None)
 
     def fitting_soon(self, need: int) -> Iterator[Booking]:
         def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
+            if not known.leaving:
+                return _NONE
             found = [b for key in known.leaving if (b := self._view.get(key)) is not None and b.coming >= need]
             return self._open(sorted((b.free, b.key) for b in found))
 
@@ -98,7 +101,7 @@ class _Search:
     def _may_fit(self, fits: Callable[[Booking], bool], any_fits: Callable[[SpeedClass], bool]) -> Iterator[Booking]:
         def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
             if not any_fits(known):
-                return iter(())
+                return _NONE
             return ((since, b) for since, b in self._open(known.idle_since) if fits(b))
 
         return self._best(of_class, lambda b: b.idle_since if fits(b) else None)
@@ -122,7 +125,9 @@ class _Search:
     def _of_classes(self, of_class: Callable[[SpeedClass], Iterator[tuple[float, Booking]]]) -> Iterator[Ranked]:
         """Class by class, the soonest first; a class is not looked at before those sooner are used up."""
         for ms, classes in groupby(self._classes, key=itemgetter(0)):
-            yield from merge(*[_ranked(ms, of_class(known)) for _, known in classes])
+            runs = [run for _, known in classes if (run := of_class(known)) is not _NONE]
+            if runs:
+                yield from merge(*[_ranked(ms, run) for run in runs])
 
     def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
         for key, b in self._apart.items():

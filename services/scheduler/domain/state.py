@@ -24,7 +24,7 @@ from services.scheduler.domain.heard import (
 )
 from services.scheduler.domain.indexes import index
 from services.scheduler.domain.overlay import Overlay
-from services.scheduler.domain.ranks import Bookings
+from services.scheduler.domain.ranks import Bookings, Dues
 from shared.contracts.plans import PlanRecord
 
 V = TypeVar("V")
@@ -91,6 +91,8 @@ class ClusterState:
     measured_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By model: nodes with an estimate of their own."""
     bookings: Table[Booking] = field(default_factory=Bookings)
+    dues: Table[float] = field(default_factory=Dues)
+    """By instance: from when on the mere passing of time may change something for it; those without one are left alone by the timer."""
     claimed: Table[tuple[str, str]] = field(default_factory=dict)
     """Devices that instances wait for, as (node, device)."""
 
@@ -98,6 +100,7 @@ class ClusterState:
         """A copy that can be changed without changing this one (entities are frozen and shared)."""
         copied = ClusterState(self.epoch, self.recovered_at, *map(dict, _mappings(self)))
         copied.bookings = Bookings(self.bookings.items())
+        copied.dues = Dues(self.dues.items())
         return copied
 
     def overlay(self) -> ClusterState:

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.domain.booking import booking
+from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
 from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import Recovered
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.retire import must_leave
 from services.scheduler.domain.state import ClusterState, Put, apply
 from shared.contracts.node import InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed
@@ -166,7 +168,14 @@ class Cluster(RuleBasedStateMachine):
         for index in ("by_model", "by_node", "by_device", "resident_on", "measured_on"):
             had, have = getattr(anew, index), getattr(kept, index)
             assert {k: set(v) for k, v in had.items()} == {k: set(v) for k, v in have.items()}, index
-        assert (anew.aliases, anew.kept_up) == (kept.aliases, kept.kept_up)
+        assert (anew.aliases, anew.kept_up, anew.dues) == (kept.aliases, kept.kept_up, kept.dues)
+
+    @invariant()
+    def whoever_time_makes_leave_is_due_by_then(self) -> None:
+        for later in (0.0, 5.0, 1000.0):
+            d = Draft(self.w.state, self.w.now + later, self.w.policy)
+            leaving = {i.instance_id for i in self.w.state.instances.values() if i.leaving == "no" and must_leave(d, i)}
+            assert leaving <= {i.instance_id for i in d.due()}
 
     @invariant()
     def nobody_is_thrown_out_unasked(self) -> None:

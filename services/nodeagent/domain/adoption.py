@@ -8,7 +8,7 @@ from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, InsufficientMemory
 
 
 def on_adopted(turn: Turn, event: Adopted) -> None:
@@ -21,9 +21,14 @@ def on_adopted(turn: Turn, event: Adopted) -> None:
         turn.emit(Publish())
         return
     command = instance.command
+    if instance.process is Process.QUEUED:  # its place in the queue went with the earlier agent, and it holds nothing
+        waited = InsufficientMemory("the nodeagent was restarted while it waited for room", should_retry=True)
+        ending.process_gone(turn, turn.put(instance), waited.body())
+        return
     still = instance.state.parked and event.alive and (event.frozen or instance.state is InstanceState.ASLEEP)
     booked = instance.parking.left_bytes if still else max(command.reserve_bytes, instance.parking.need_bytes)
-    turn.books(turn.state.ledger.rebook(instance.instance_id, command.device_ids, booked))
+    if instance.booked:
+        turn.books(turn.state.ledger.rebook(instance.instance_id, command.device_ids, booked))
     # What was under way died with the earlier agent; it is proved and released anew.
     instance = turn.put(instance.model_copy(update={"release_at": None, "progress_at": turn.now}))
     if not event.alive:  # 2

@@ -25,7 +25,7 @@ def settle(turn: Turn) -> None:
         turn.books(turn.state.ledger.book(granted.instance_id, granted.device_ids, granted.nbytes))
         instance = turn.state.instances[granted.instance_id]
         if instance.process is Process.QUEUED:
-            turn.change(instance, process=Process.FORKING, progress_at=turn.now, phase=None)
+            turn.change(instance, process=Process.FORKING, booked=True, progress_at=turn.now, phase=None)
             turn.emit(Fork(instance.instance_id))
         else:
             parking.begin_resume(turn, instance)

@@ -63,7 +63,7 @@ def on_start(turn: Turn, event: StartCommand) -> None:
     refusal = turn.reserve(reservation)
     if refusal is not None and command.wait_ms and isinstance(refusal, InsufficientMemory) and refusal.should_retry:  # 4
         turn.enqueue(reservation)
-        turn.change(new.model_copy(update={"process": Process.QUEUED, "phase": Phase.RESERVE}))
+        turn.change(new.model_copy(update={"process": Process.QUEUED, "booked": False, "phase": Phase.RESERVE}))
         turn.reply(event.reply)
         return
     if refusal is not None:

@@ -105,6 +105,7 @@ class Instance(Frozen):
     engine_pids: tuple[int, ...] = ()
     sleep_levels: tuple[int, ...] = ()
     parking: Parking = Parking()
+    booked: bool = True
 
     @property
     def instance_id(self) -> str:

@@ -12,7 +12,7 @@ from services.nodeagent.domain import events as e
 from services.nodeagent.domain.state import Instance, NodeState, Process
 from shared.contracts.node import InstanceState
 from shared.errors import InstanceBusy
-from tests.unit.nodeagent.world import EPOCH, ERROR, World, report, start, stop
+from tests.unit.nodeagent.world import EPOCH, ERROR, POSSIBLE, World, report, resume, start, stop, suspend
 
 IDS = st.sampled_from([f"i{n}" for n in range(5)])
 DEVICES = ("d0", "d1")
@@ -35,6 +35,9 @@ class NodeMachine(RuleBasedStateMachine):
         self.killed: set[str] = set()
         self.held: set[str] = set()
         self.reserve: dict[str, tuple[tuple[str, ...], int]] = {}
+        self.suspending: set[str] = set()
+        self.resuming: set[str] = set()
+        self.frozen: set[str] = set()
         self.token = EPOCH
 
     def hear(self, event: e.Event, after: float = 0.0) -> None:
@@ -48,6 +51,14 @@ class NodeMachine(RuleBasedStateMachine):
                     self.held.add(effect.instance_id)
                 case e.Signal(signal="kill"):
                     self.killed.add(effect.instance_id)
+                case e.Suspend():
+                    assert effect.instance_id in self.alive
+                    assert effect.instance_id not in self.suspending | self.resuming | self.frozen, "suspended twice"
+                    self.suspending.add(effect.instance_id)
+                case e.Resume():
+                    assert effect.instance_id in self.alive
+                    assert effect.instance_id not in self.suspending | self.resuming, "resumed while it is being suspended"
+                    self.resuming.add(effect.instance_id)
                 case e.Reply():
                     assert effect.reply in self.asked
                     assert effect.reply not in self.answered, "answered twice"
@@ -57,6 +68,13 @@ class NodeMachine(RuleBasedStateMachine):
                 case _:
                     pass
         self.check_given_back(before)
+        self.check_shrunk(before, event)
+
+    def check_shrunk(self, before: NodeState, event: e.Event) -> None:
+        for instance_id, was in before.ledger.bookings.items():
+            now = self.world.state.ledger.bookings.get(instance_id)
+            if now is not None and now.bytes_each < was.bytes_each:
+                assert isinstance(event, e.Suspended | e.Resumed | e.EngineExited), "bytes given away that nobody proved free"
 
     def check_given_back(self, before: NodeState) -> None:
         for gone in set(before.ledger.bookings) - set(self.world.state.ledger.bookings):
@@ -69,17 +87,63 @@ class NodeMachine(RuleBasedStateMachine):
         self.asked.add(reply)
         return reply
 
-    @rule(instance_id=IDS, devices=SETS, reserve=st.integers(1, 150), newer=st.integers(-1, 1))
-    def start(self, instance_id: str, devices: tuple[str, ...], reserve: int, newer: int) -> None:
+    @rule(
+        instance_id=IDS,
+        devices=SETS,
+        reserve=st.integers(1, 150),
+        newer=st.integers(-1, 1),
+        wait_ms=st.sampled_from([0, 0, 20_000]),
+    )
+    def start(self, instance_id: str, devices: tuple[str, ...], reserve: int, newer: int, wait_ms: int) -> None:
         self.token += max(0, newer)
-        self.hear(
-            e.StartCommand(start(instance_id, token=self.token + min(0, newer), reserve=reserve, devices=devices), self.ask())
-        )
+        command = start(instance_id, token=self.token + min(0, newer), reserve=reserve, devices=devices)
+        self.hear(e.StartCommand(command.model_copy(update={"wait_ms": wait_ms, "park": wait_ms > 0}), self.ask()))
 
     @rule(instance_id=IDS, only_if_idle=st.booleans(), drain=st.sampled_from([0, 1000, 60_000]))
     def stop(self, instance_id: str, only_if_idle: bool, drain: int) -> None:
         command = stop(instance_id, token=self.token, only_if_idle=only_if_idle, drain_timeout_ms=drain)
         self.hear(e.StopCommand(command, self.ask()))
+
+    @rule(instance_id=IDS, only_if_idle=st.booleans(), drain=st.sampled_from([0, 1000, 60_000]))
+    def suspend(self, instance_id: str, only_if_idle: bool, drain: int) -> None:
+        command = suspend(instance_id, token=self.token, only_if_idle=only_if_idle, drain_timeout_ms=drain)
+        self.hear(e.SuspendCommand(command, self.ask()))
+
+    @rule(instance_id=IDS, wait_ms=st.sampled_from([0, 20_000]), priority=st.integers(0, 1))
+    def resume(self, instance_id: str, wait_ms: int, priority: int) -> None:
+        command = resume(instance_id, token=self.token, wait_ms=wait_ms, priority=priority)
+        self.hear(e.ResumeCommand(command, self.ask()))
+
+    @rule(instance_id=IDS, snapshot=st.integers(0, 130), possible=st.booleans())
+    def assessed(self, instance_id: str, snapshot: int, possible: bool) -> None:
+        outlook = POSSIBLE.model_copy(update={"snapshot_bytes": snapshot, "resume_s": 0.0, "way": "cpu" if possible else None})
+        self.hear(e.Assessed(instance_id, outlook, 1))
+
+    @rule(instance_id=IDS, only_if_idle=st.booleans(), error=st.sampled_from([None, None, InstanceBusy().body(), ERROR]))
+    def hold_answered(self, instance_id: str, only_if_idle: bool, error: None) -> None:
+        self.hear(e.HoldAnswered(instance_id, only_if_idle, error))
+
+    @precondition(lambda self: bool(self.suspending))
+    @rule(data=st.data(), left=st.integers(0, 30), snapshot=st.integers(0, 130), works=st.booleans())
+    def is_suspended(self, data: st.DataObject, left: int, snapshot: int, works: bool) -> None:
+        instance_id = data.draw(st.sampled_from(sorted(self.suspending)))
+        self.suspending.discard(instance_id)
+        if not works:
+            self.hear(e.SuspendFailed(instance_id, ERROR))
+            return
+        if instance_id in self.alive:
+            self.frozen.add(instance_id)
+        booked = self.world.state.ledger.bookings.get(instance_id)
+        left = min(left, booked.bytes_each) if booked is not None else left
+        self.hear(e.Suspended(instance_id, 1, left, left + 1, snapshot))
+
+    @precondition(lambda self: bool(self.resuming))
+    @rule(data=st.data(), works=st.booleans())
+    def is_resumed(self, data: st.DataObject, works: bool) -> None:
+        instance_id = data.draw(st.sampled_from(sorted(self.resuming)))
+        self.resuming.discard(instance_id)
+        self.frozen.discard(instance_id)
+        self.hear(e.Resumed(instance_id, 1) if works else e.ResumeFailed(instance_id, ERROR))
 
     @precondition(lambda self: bool(self.forking))
     @rule(data=st.data(), fails=st.booleans())
@@ -108,6 +172,9 @@ class NodeMachine(RuleBasedStateMachine):
         self.exit(instance_id, returncode)
 
     def exit(self, instance_id: str, returncode: int | None) -> None:
+        self.frozen.discard(instance_id)
+        self.suspending.discard(instance_id)
+        self.resuming.discard(instance_id)
         self.hear(e.EngineExited(instance_id, self.alive.pop(instance_id), returncode, ERROR))
         self.killed.discard(instance_id)
 
@@ -145,19 +212,38 @@ class NodeMachine(RuleBasedStateMachine):
         old = self.world
         records = [Instance.model_validate_json(i.model_dump_json()) for i in old.state.instances.values()]
         self.asked -= self.asked - self.answered
+        self.frozen |= self.suspending  # it may have come so far
+        self.suspending, self.resuming = set(), set()
         self.world = World(*DEVICES)
         self.world.now = old.now
-        self.world.state = NodeState(self.world.state.ledger, self.world.state.policy, newest_epoch=old.state.newest_epoch)
+        self.world.state = NodeState(
+            self.world.state.ledger,
+            self.world.state.policy,
+            newest_epoch=old.state.newest_epoch,
+            snapshot_budget=old.state.snapshot_budget,
+        )
         for record in records:
             if record.instance_id in self.forking:
                 self.forking.discard(record.instance_id)  # the launcher found no process for it
             pid = self.alive.get(record.instance_id)
-            self.hear(e.Adopted(record.model_copy(update={"pid": pid}), pid is not None, ERROR))
+            self.hear(e.Adopted(record.model_copy(update={"pid": pid}), pid is not None, ERROR, record.instance_id in self.frozen))
 
     @invariant()
     def never_over_budget(self) -> None:
         for device in DEVICES:
             assert self.world.state.ledger.reserved(device) <= 100
+
+    @invariant()
+    def snapshots_within_their_budget(self) -> None:
+        assert self.world.state.snapshots_kept("") <= self.world.state.snapshot_budget
+
+    @invariant()
+    def what_serves_is_not_frozen(self) -> None:
+        for instance in self.world.state.instances.values():
+            if instance.state is InstanceState.READY:
+                assert instance.instance_id not in self.frozen
+            if instance.state.parked and instance.process is Process.ALIVE:
+                assert instance.instance_id in self.frozen
 
     @invariant()
     def what_lives_is_booked(self) -> None:
@@ -190,8 +276,10 @@ class NodeMachine(RuleBasedStateMachine):
         assert self.world.state.ledger.bookings == {}
         for instance_id in {i for i, _ in self.world.state.idle_asks.items()}:
             self.hear(e.DrainAnswered(instance_id, True, ERROR))
+        for instance_id in {i for i, _ in self.world.state.hold_asks.items()}:
+            self.hear(e.HoldAnswered(instance_id, True, ERROR))
         assert self.answered >= self.asked, "a command was never answered"
 
 
 TestNode = NodeMachine.TestCase
-TestNode.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNode.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

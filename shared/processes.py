@@ -55,10 +55,10 @@ async def process_end(pid: int) -> None:
     except ProcessLookupError:
         return
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
     try:
-        await ended
+        await ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)

@@ -21,7 +21,7 @@ from services.gateway.exchange import Exchange
 from services.gateway.http.collect import Whole
 from services.gateway.http.dialects import Dialect
 from services.gateway.http.errors import json_response
-from services.gateway.http.sse import EventStream, comment
+from services.gateway.http.sse import DONE, EventStream, comment
 from services.gateway.recording import server_timing
 from services.gateway.relay import Relay
 from services.gateway.settings import GatewaySettings
@@ -77,7 +77,8 @@ def relayed_headers(relay: Relay) -> dict[str, str]:
 
 
 class Answer:
-    """Writes one exchange. `events`: the client asked for a stream of them, so comments may be sent while it waits."""
+    """Writes one exchange. `events`: the client asked for a stream of them, so comments may be sent while it waits. Headers that went out
+    with one (`_early`) announce events, and know no timing: that is said at the end (`_timing_late`)."""
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Answer:
         self._events = events
         self._comments = bytearray()
         self._begun = False
+        self._early = False
         self._timing_late = False
         self._wrote_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -115,7 +117,7 @@ class Answer:
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = self._exchange
         while not exchange.gone:
-            ended, last = exchange.ended, b""
+            ended = exchange.ended
             if ended and exchange.error is not None:
                 await exchange.settled()
                 if not self._begun and not (exchange.replayed and self._pending):
@@ -123,13 +125,13 @@ class Answer:
                 if not self._takes_events:
                     log.warning("an answer that is no stream of events broke off", extra={"error": exchange.error.message})
                     return
-                last = self._failure(exchange.error)
+                data = self._failure(exchange.error)
             elif ended and not self._begun and not self._streams:
                 await self._whole()(scope, receive, send)
                 return
-            elif ended:
-                last = self._ending()
-            data = self._take() + last if exchange.error is None else last
+            else:
+                data = self._take()
+                data += self._ending() if ended else b""
             if data or ended:
                 await self._send(data, send, more=not ended)
             if ended:
@@ -145,12 +147,12 @@ class Answer:
         relay = self._exchange.relay
         if relay is None:
             return isinstance(self._sink, EventStream)
-        return relay.streams and (relay.is_events or not self._begun)
+        return relay.streams and (relay.is_events or not self._early)
 
     @property
     def _takes_events(self) -> bool:
         relay = self._exchange.relay
-        return self._timing_late or relay is None or relay.is_events
+        return self._early or relay is None or relay.is_events
 
     @property
     def _pending(self) -> bool:
@@ -166,7 +168,7 @@ class Answer:
         if not self._streams:
             self._comments.clear()
             return comments
-        data = relay.take()
+        data = self._with_timing(relay.take())
         if not relay.between_events:
             return data
         self._comments.clear()
@@ -182,11 +184,19 @@ class Answer:
     def _ending(self) -> bytes:
         """What an answer in HTTP's form still needs where comments went out before it."""
         relay = self._exchange.relay
-        if relay is None or not self._timing_late:
+        if relay is None or not self._early:
             return b""
         if not self._streams:
             return self._dialect.event(_misfit(relay), 0)
-        return b""
+        return self._late() if self._timing_late else b""
+
+    def _with_timing(self, data: bytes) -> bytes:
+        """Say what the headers could not before the end that OpenAI's clients stop at."""
+        end = data.rfind(DONE) if self._timing_late else -1
+        if end < 0 or data[max(0, end - 1) : end] not in (b"", b"\n"):
+            return data
+        self._timing_late = False
+        return data[:end] + self._late() + data[end:]
 
     def _whole(self) -> Response:
         exchange, relay = self._exchange, self._exchange.relay
@@ -206,7 +216,7 @@ class Answer:
             return
         self._begun = True
         exchange, relay = self._exchange, self._exchange.relay
-        self._timing_late = exchange.first_at is None and relay is None
+        self._early = self._timing_late = exchange.first_at is None and relay is None
         status, headers = 200, {"content-type": EVENT_STREAM}
         if relay is not None:
             status, headers = relay.head.status, relayed_headers(relay)

@@ -102,17 +102,23 @@ async def test_binary_answers_keep_their_type_and_break_off_as_such(http: httpx.
     whole, read = True, asyncio.Event()
 
     async def speech(run: Run) -> None:
-        await run.respond("audio/mpeg", sound[:1000], sound[1000:])
+        await run.respond("audio/mpeg", sound[:1000])
+        await read.wait()
+        await run.data(sound[1000:])
         if whole:
             await run.close()
         else:
-            await read.wait()
             await run.fail(EngineFailed("gone"))
 
     await node.engine("own", speech)
-    answer = await http.post("/v1/audio/speech", json=body(voice="x"))
-    assert (answer.headers["content-type"], answer.content) == ("audio/mpeg", sound)
+    async with http.stream("POST", "/v1/audio/speech", json=body(voice="x")) as answer:
+        assert answer.headers["content-type"] == "audio/mpeg"
+        parts = answer.aiter_raw()
+        assert await anext(parts) == sound[:1000]
+        read.set()
+        assert b"".join([part async for part in parts]) == sound[1000:]
     whole = False
+    read.clear()
     async with http.stream("POST", "/v1/audio/speech", json=body(voice="x")) as broken:
         parts = broken.aiter_raw()
         await anext(parts)
@@ -209,7 +215,7 @@ async def test_what_comes_after_a_comment_is_an_event(node: FakeNode, serve: Ser
 
             async def late(run: Run) -> None:
                 if status == 200:
-                    await run.respond(EVENTS, b"event: ping\ndata: {}\n\n")
+                    await run.respond(EVENTS, b"event: ping\ndata: {}\n\ndata: [DONE]\n\n")
                 else:
                     await run.respond("application/json", b'{"busy": 1}', status=status)
                 await run.close()
@@ -217,7 +223,9 @@ async def test_what_comes_after_a_comment_is_an_event(node: FakeNode, serve: Ser
             await node.engine("own", late)
             rest = "\n".join([line async for line in lines])
     if status == 200:
-        assert rest.endswith("event: ping\ndata: {}\n")
+        said = [line for line in rest.splitlines() if line and not line.startswith(": waking")]
+        assert said[:2] + said[3:] == ["event: ping", "data: {}", "data: [DONE]"]
+        assert said[2].startswith(": timing queue;dur=")
     else:
         assert json.loads(rest.rsplit("data: ", 1)[1])["error"]["message"].endswith('503: {"busy": 1}')
 

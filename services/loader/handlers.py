@@ -283,7 +283,7 @@ class Loader:
             bytes_per_second=self._runs.bytes_per_second,
             links=self._runs.links(),
             cached=(*cached, *shared.cached),
-            dram_bytes=chunks.cached_bytes + chunks.spare_bytes,
+            dram_bytes=chunks.cached_bytes + chunks.spare_bytes + chunks.leaving_bytes,
             dram_budget_bytes=chunks.budget,
             ssd_bytes=shared.ssd_bytes,
             ssd_budget_bytes=shared.ssd_budget_bytes,

@@ -104,15 +104,21 @@ def test_4_one_load_for_many_waiters(w: World) -> None:
     assert len(w.starts("a")) == 1
 
 
-def test_4_the_soonest_device_is_taken(w: World) -> None:
+@pytest.mark.parametrize("held", [True, False])
+def test_4_the_soonest_device_is_taken(w: World, held: bool) -> None:
+    """Where the weights are in memory already: held by an instance, or cached by the loader."""
     from services.scheduler.domain.events import LoaderStatusHeard
-    from shared.contracts.loader import LoaderStatus, SegmentStatus
+    from shared.contracts.loader import CachedModel, LoaderStatus, SegmentStatus
 
     w.node("n1")
     w.node("n2")
     w.model("a")
     segment = SegmentStatus(weights_id="rev-/m/a", model="a", segment="s", total_bytes=1, loaded_bytes=1, holders=())
-    w.send(LoaderStatusHeard(w.now, LoaderStatus(node="n2", boot_id="b", segments=(segment,))))
+    cached = CachedModel(weights_id="rev-/m/a", tier="dram", nbytes=1)
+    elsewhere = CachedModel(weights_id="rev-/m/a", tier="ssd", nbytes=1)
+    where = {"segments": (segment,)} if held else {"cached": (cached,)}
+    w.send(LoaderStatusHeard(w.now, LoaderStatus(node="n1", boot_id="b", cached=(elsewhere,))))
+    w.send(LoaderStatusHeard(w.now, LoaderStatus.model_validate({"node": "n2", "boot_id": "b", **where})))
     w.demand("a")
     assert w.starts("a")[0].node == "n2"
     assert [c.node for c in w.state.last_plan_of("a").candidates] == ["n1", "n2"]  # type: ignore[union-attr]

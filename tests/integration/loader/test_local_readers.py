@@ -1,0 +1,144 @@
+"""The loader's Unix socket as a foreign engine's plug-in uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.loader.client import Weights, attach
+from shared.contracts.loader_socket import loader_socket
+from shared.errors import CheckpointInvalid, InvalidModel, NotFound, Unreachable
+from shared.unix_sockets import short_address
+from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.integration.loader.test_service import GIB, client_card_of_sparse, status_where
+from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
+
+
+def path_of(loader: LoaderProcess) -> Path:
+    return loader_socket(loader.home / "nodes" / loader.node)
+
+
+def assert_arrived(weights: Weights, expected: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]) -> None:
+    found = {}
+    for tensor, data in weights.tensors():
+        found[tensor.name] = np.frombuffer(bytes(data), expected[tensor.name].dtype).reshape(tensor.shape)
+        data.release()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+async def test_weights_by_source_and_by_id(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    expected = write_checkpoint(tmp_path / "m", tensors(megabytes=40), shards=2)
+    with await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20) as weights:
+        await asyncio.to_thread(assert_arrived, weights, expected)
+        assert weights.directory == tmp_path / "m"
+        card = await client.card(tmp_path / "m")
+        assert card.info.revision == weights.weights_id  # the same weights as an engine of ours would have
+        found = await client.attach("i1", card)
+        assert found.total_bytes == loader.memory() == weights.total_bytes
+        with await asyncio.to_thread(attach, path_of(loader), weights_id=weights.weights_id, timeout=20) as second:
+            await asyncio.to_thread(second.wait)
+            assert second.complete
+    assert await client.release("i1") == weights.total_bytes
+    assert loader.memory() == 0
+
+
+async def test_the_hold_ends_with_the_connection(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
+    await asyncio.to_thread(weights.wait)
+    gone = asyncio.create_task(status_where(client, loader.node, lambda s: not s.segments))
+    weights.close()
+    await gone
+    assert loader.memory() == 0
+
+
+async def test_a_reader_that_leaves_calls_its_load_off(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_sparse_checkpoint(tmp_path / "m", 2 * GIB)
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
+    assert not weights.complete
+    gone = asyncio.create_task(status_where(client, loader.node, lambda s: not s.segments))
+    weights.close()
+    await gone
+    assert loader.memory() == 0
+
+
+async def test_watermarks_come_while_bytes_arrive(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_sparse_checkpoint(tmp_path / "m", GIB)
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
+    seen = {weights.loaded_bytes}
+    while not weights.complete:
+        await asyncio.to_thread(weights.wait_until, weights.loaded_bytes + 1)
+        seen.add(weights.loaded_bytes)
+    assert len(seen) > 3
+    weights.close()
+
+
+async def test_refusals_are_typed(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    def ask(**what: str) -> None:
+        attach(path_of(loader), timeout=20, **what)  # type: ignore[arg-type]  # either of two strings
+
+    with pytest.raises(CheckpointInvalid, match="does not exist"):
+        await asyncio.to_thread(ask, source="/nowhere")
+    with pytest.raises(InvalidModel, match="absolute"):
+        await asyncio.to_thread(ask, source="here")
+    with pytest.raises(NotFound, match="attach with their source"):
+        await asyncio.to_thread(ask, weights_id="0" * 32)
+    write_checkpoint(tmp_path / "m")
+    card = await client.card(tmp_path / "m")
+    await client.attach("i1", card)
+    for line in (b"{}\n", b"garbage\n", b'{"kind": "attach", "source": "a", "weights_id": "b"}\n'):
+        assert b'"invalid_request' in await asyncio.to_thread(raw, path_of(loader), line)
+    assert await asyncio.to_thread(raw, path_of(loader), b"half a line") == b""
+    assert loader.memory() > 0  # nobody else's weights were touched
+
+
+def raw(path: Path, line: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20)
+        with short_address(path) as address:
+            connection.connect(address)
+        connection.sendall(line)
+        connection.shutdown(socket.SHUT_WR)
+        with connection.makefile("rb") as answer:
+            return answer.read()
+
+
+async def test_a_loader_that_stops_says_so(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_sparse_checkpoint(tmp_path / "m", 3 * GIB)
+    await client_card_of_sparse(client, tmp_path / "m")
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
+    loader.end(signal.SIGKILL)
+    with pytest.raises(Unreachable, match="ask again"):
+        await asyncio.to_thread(weights.wait)
+    weights.close()
+    with pytest.raises(Unreachable, match="no loader listens"):
+        await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"))
+
+
+def test_what_is_sent_is_what_the_contract_says(loader: LoaderProcess, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    deadline = time.monotonic() + 20
+    while not path_of(loader).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20)
+        with short_address(path_of(loader)) as address:
+            connection.connect(address)
+        connection.sendall(json.dumps({"kind": "attach", "source": str(tmp_path / "m")}).encode() + b"\n")
+        lines = connection.makefile("rb")
+        kinds = [json.loads(lines.readline())["kind"]]
+        while kinds[-1] != "complete":
+            kinds.append(json.loads(lines.readline())["kind"])
+        assert kinds[0] == "attached"
+        assert set(kinds[1:-1]) <= {"watermark"}
+        lines.close()

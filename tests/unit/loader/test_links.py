@@ -1,0 +1,191 @@
+"""Links: whose chunk is next, how fast they are, and threads that keep to it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.loader.domain import links
+from services.loader.domain.links import Line, Load, Speed
+from services.loader.pipeline.link import Link, Transfer
+from services.loader.pipeline.pieces import Piece
+from services.loader.tiers.port import Cancelled
+
+
+def order(line: Line) -> list[int]:
+    """Whose chunks are read, one at a time, until nothing is left."""
+    taken = []
+    while (load := links.following(line)) is not None:
+        taken.append(load)
+        line = links.done(links.begun(line, load, 10), load, 10)
+    assert line.queued_bytes == 0
+    return taken
+
+
+def line(how: links.Order, *chunks: int, background: frozenset[int] = frozenset()) -> Line:
+    found = Line(how)
+    for number, count in enumerate(chunks):
+        found = links.join(found, Load(number, count, count * 10, number in background))
+    return found
+
+
+def test_fair_loads_take_turns_and_ordered_ones_wait() -> None:
+    assert order(line("fair", 3, 1, 2)) == [0, 1, 2, 0, 2, 0]
+    assert order(line("in-order", 3, 1, 2)) == [0, 0, 0, 1, 2, 2]
+
+
+def test_requests_go_before_background_loads_until_they_are_hurried() -> None:
+    assert order(line("fair", 2, 2, background=frozenset({0}))) == [1, 1, 0, 0]
+    hurried = links.hurry(line("fair", 2, 2, background=frozenset({0})), 0)
+    assert order(hurried) == [0, 1, 0, 1]
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.sampled_from(["fair", "in-order"]),
+    st.sets(st.integers(0, 5)),
+    st.data(),
+)
+def test_every_chunk_is_read_once_and_nobody_of_a_class_is_ahead_by_more_than_a_turn(
+    chunks: list[int], how: links.Order, background: set[int], data: st.DataObject
+) -> None:
+    found = line(how, *chunks, background=frozenset(background))
+    gone = data.draw(st.sets(st.sampled_from(range(len(chunks)))))
+    for load in gone:
+        found = links.leave(found, load)
+    taken = order(found)
+    for number, count in enumerate(chunks):
+        assert taken.count(number) == (0 if number in gone else count)
+    asked = [n for n in taken if n not in background]
+    assert taken[: len(asked)] == asked
+    if how == "fair":
+        for n, m in ((n, m) for n in asked for m in asked):
+            both = min(chunks[n], chunks[m])
+            first = [x for x in asked if x in (n, m)][: 2 * both]
+            assert all(abs(first[:i].count(n) - first[:i].count(m)) <= 1 for i in range(len(first) + 1) if n != m)
+
+
+def test_speed_is_the_median_window_and_idle_time_does_not_count() -> None:
+    speed, now = Speed(), 100.0
+    for rate in (1000, 1000, 10, 1000, 90_000):
+        speed = links.busy(speed, now)
+        now += 0.1
+        speed = links.arrived(speed, int(rate * 0.1), now)
+        speed = links.idle(speed, now)
+        now += 50
+    assert speed.bytes_per_second == pytest.approx(1000)
+
+
+def test_a_short_load_is_measured_too() -> None:
+    speed = links.idle(links.arrived(links.busy(Speed(), 1.0), 500, 1.01), 1.01)
+    assert speed.bytes_per_second == pytest.approx(50_000)
+    assert links.idle(links.arrived(links.busy(speed, 2.0), 1, 2.001), 2.001).windows == speed.windows
+
+
+def pieces(count: int) -> list[Piece]:
+    return [Piece(i, 0, i * 10, 10, i * 10) for i in range(count)]
+
+
+class Gate:
+    """Reads that wait until they are let through, and say what they read."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self._let = threading.Semaphore(0)
+        self._came = threading.Semaphore(0)
+
+    def reader(self, name: str) -> object:
+        def read(piece: Piece) -> None:
+            self.begun.append((name, piece.index))
+            self._came.release()
+            assert self._let.acquire(timeout=20)
+
+        return read
+
+    def let(self, count: int = 1) -> None:
+        self._let.release(count)
+
+    def await_begun(self) -> None:
+        assert self._came.acquire(timeout=20)
+
+
+def transfer(gate: Gate, name: str, count: int, **options: object) -> Transfer:
+    return Transfer(pieces(count), gate.reader(name), **options)  # type: ignore[arg-type]  # passed through
+
+
+def test_a_link_serves_loads_as_the_line_says_and_tells_of_it() -> None:
+    gate, link = Gate(), Link("ssd:x", 1)
+    background = link.submit(transfer(gate, "background", 3, background=True))
+    gate.await_begun()
+    a, b = link.submit(transfer(gate, "a", 2)), link.submit(transfer(gate, "b", 2))
+    status = link.status()
+    assert (status.link, status.loads, status.queued_bytes) == ("ssd:x", 3, 70)
+    gate.let(5)
+    a.result()
+    b.result()
+    link.hurry(background)
+    gate.let(2)
+    background.result()
+    names = [name for name, _ in gate.begun]
+    assert names == ["background", "a", "b", "a", "b", "background", "background"]
+    status = link.status()
+    assert (status.loads, status.queued_bytes, status.finish_ms) == (0, 0, None)
+    assert status.bytes_per_second
+    link.close()
+
+
+def test_a_load_called_off_ends_at_its_next_piece_and_others_go_on() -> None:
+    gate, link, cancelled = Gate(), Link("x", 1), threading.Event()
+    gone, stays = link.submit(transfer(gate, "gone", 9, cancelled=cancelled)), link.submit(transfer(gate, "stays", 2))
+    gate.await_begun()
+    cancelled.set()
+    gate.let(9)
+    with pytest.raises(Cancelled):
+        gone.result()
+    stays.result()
+    assert [name for name, _ in gate.begun].count("gone") == 1
+    link.close()
+
+
+def test_the_first_error_ends_a_load_when_no_thread_reads_for_it_any_more() -> None:
+    gate, link = Gate(), Link("x", 2)
+    reading = threading.Event()
+
+    def read(piece: Piece) -> None:
+        if piece.index == 0:
+            reading.set()
+            gate.await_begun()
+        else:
+            assert reading.wait(20)
+            raise OSError("broken")
+
+    failing = link.submit(Transfer(pieces(5), read))
+    assert not failing._over.wait(0.2)  # its first piece is being read still
+    gate._came.release()
+    with pytest.raises(OSError, match="broken"):
+        failing.result()
+    assert link.status().queued_bytes == 0
+    link.close()
+
+
+def test_a_link_that_closes_ends_its_loads_and_its_threads() -> None:
+    gate, link = Gate(), Link("closing", 2)
+    load = link.submit(transfer(gate, "a", 50))
+    gate.await_begun()
+    closer = threading.Thread(target=link.close)
+    closer.start()
+    gate.let(50)
+    with pytest.raises(Cancelled):
+        load.result()
+    closer.join(20)
+    assert not [t for t in threading.enumerate() if t.name.startswith("closing-")]
+
+
+def test_nothing_to_read_is_done_at_once(tmp_path: Path) -> None:
+    link = Link("x", 1)
+    link.submit(Transfer([], lambda _: None)).result()
+    link.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -67,13 +68,18 @@ async def test_an_engine_that_died_meanwhile_is_found_failed(node: Node) -> None
 
 async def test_another_process_with_its_pid_is_left_alone(node: Node) -> None:
     instance_id = await node.start()
-    pid = (await node.reaches(instance_id, READY)).pids[0]
+    await node.reaches(instance_id, READY)
     node.kill_agent()
-    node.edit_record(instance_id, process_start=1)
-    await node.start_agent()
-    await node.reaches(instance_id, FAILED)
-    await node.until(lambda s: s.devices[0].reserved_bytes == 0)
-    assert psutil.pid_exists(pid)
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        node.edit_record(instance_id, pid=stranger.pid, process_start=1)
+        await node.start_agent()
+        await node.reaches(instance_id, FAILED)
+        await node.until(lambda s: s.devices[0].reserved_bytes == 0)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 async def test_an_adopted_engine_that_dies_is_noticed(node: Node) -> None:

@@ -1,0 +1,114 @@
+"""Models from afar through a loader process: into the pool as they come, kept on the disk behind it, and from there the next time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.loader.client import attach
+from shared.contracts.loader import LoaderStatus
+from shared.contracts.phases import Phase
+from shared.errors import CheckpointInvalid, StaleToken
+from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.integration.loader.test_cache import write_sums
+from tests.integration.loader.test_local_readers import path_of
+from tests.integration.loader.test_service import status_where
+from tests.integration.loader.tiers_server import TierServer
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.segments import assert_same
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[TierServer]:
+    server = TierServer(tmp_path / "www")
+    yield server
+    await asyncio.to_thread(server.close)
+
+
+def kept(status: LoaderStatus) -> bool:
+    return any(c.tier == "ssd" for c in status.cached)
+
+
+async def test_a_model_comes_once_and_is_on_the_disk_afterwards(
+    loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
+) -> None:
+    weights = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=40), shards=2)
+    card = await client.card(f"{server.url}/m")
+    server.requests.clear()
+    found = await client.attach("i1", card)
+    assert_same(found, weights)
+    assert (Path(found.directory) / "config.json").exists()
+    [fetch] = [p for p in found.phases if p.phase is Phase.FETCH]
+    assert fetch.detail["bytes"] == found.total_bytes
+    assert [p for p in found.phases if p.phase is Phase.LOAD] == []
+    status = await status_where(client, loader.node, kept)
+    remote = f"remote:127.0.0.1:{server.port}"
+    assert any(link.link == remote and link.bytes_per_second for link in status.links)
+    await client.release("i1")
+    assert loader.memory() == 0
+    server.requests.clear()
+    again = await client.attach("i2", card)
+    assert_same(again, weights)
+    assert [r for r in server.requests if r.path.endswith(".safetensors")] == []
+    assert [p.phase for p in again.phases] == [Phase.LOAD]
+    await client.release("i2")
+
+
+async def test_tensors_are_there_before_the_last_byte(
+    loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
+) -> None:
+    expected = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=60), shards=2)
+    server.faults.suffix, server.faults.stall_after = "00002-of-00002.safetensors", 1_000_000
+    weights = await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20)
+
+    def read() -> dict[str, bool]:
+        """Which tensors were there while the source still kept bytes back."""
+        early = {}
+        for tensor, data in weights.tensors():
+            found = np.frombuffer(data, expected[tensor.name].dtype).reshape(tensor.shape)
+            np.testing.assert_array_equal(found, expected[tensor.name])
+            early[tensor.name] = not server.let_go.is_set()
+            if sum(early.values()) == 3:
+                assert not weights.complete
+                server.let_go.set()
+        return early
+
+    early = await asyncio.to_thread(read)
+    assert early.keys() == expected.keys()
+    assert sum(early.values()) == 3
+    weights.close()
+
+
+async def test_the_last_release_calls_a_download_off(
+    loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=40))
+    card = await client.card(f"{server.url}/m")
+    server.faults.stall_after = 1_000_000
+    await client.attach("i1", card, "index")
+    waiting = asyncio.create_task(client.attach("i1", card))
+    await asyncio.to_thread(server.stalled.wait, 20)
+    await client.release("i1")
+    with pytest.raises(StaleToken):
+        await waiting
+    assert loader.memory() == 0
+    server.let_go.set()
+
+
+async def test_bytes_that_are_not_the_source_s_are_refused_and_not_kept(
+    loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
+) -> None:
+    directory = tmp_path / "www" / "m"
+    write_checkpoint(directory, tensors(megabytes=20))
+    write_sums(directory)
+    card = await client.card(f"{server.url}/m")
+    server.faults.damage = lambda data, offset: data[:-1] + b"x" if offset > 1_000_000 else data
+    with pytest.raises(CheckpointInvalid):
+        await client.attach("i1", card)
+    await client.release("i1")
+    await status_where(client, loader.node, lambda s: s.dram_bytes == 0 and not s.segments)
+    assert loader.memory() == 0

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+from rich.console import Console
 from rich.markup import escape
 
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.config.units import format_size
+from thaw.launcher import swap
 from thaw.launcher.checks import Finding, examine
 from thaw.launcher.home import Home
 
@@ -12,17 +18,35 @@ _MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[bold red]✗[
 
 
 @verb
-def doctor(as_json: Json = False) -> Document:
-    """Check ports, disk, memory, shared memory, GPUs, NATS, PostgreSQL, versions, and what dead meshes left behind.
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Set up swap, which suspending engines on cpu needs (as root).")] = False,
+    as_json: Json = False,
+) -> Document:
+    """Check ports, disk, memory, swap, shared memory, GPUs, NATS, PostgreSQL, versions, and what dead meshes left behind.
 
     Example: [bold]thaw doctor[/]
     """
     out = screen(as_json)
+    home = Home.from_environment()
+    fixed = _set_up_swap(home, out) if fix else None
     findings: list[Finding] = []
     with out.status("looking"):
-        for finding in examine(Home.from_environment()):
+        for finding in examine(home):
             findings.append(finding)
             out.print(f"{_MARKS[finding.level]} [bold]{finding.subject}[/]  {escape(finding.text)}")
             if finding.remedy:
                 out.print(f"    {escape(finding.remedy)}")
-    return {"ok": all(f.level != "fail" for f in findings), "findings": [vars(f) for f in findings]}
+    return {"ok": all(f.level != "fail" for f in findings), "findings": [vars(f) for f in findings], "fixed": fixed}
+
+
+def _set_up_swap(home: Home, out: Console) -> list[str]:
+    """What was done, in words."""
+    if swap.swap().total >= swap.LEAST:
+        out.print("Nothing to fix: there is swap already.")
+        return []
+    path, size = swap.swap_file(home.root), swap.wanted_bytes(home.existing)
+    with out.status(f"making a swap file of {format_size(size)}"):
+        swap.set_up(path, size)
+    done = f"{format_size(size)} of swap in {path}, until the next boot (`swapoff {path}` takes it away)"
+    out.print(f"[green]✓[/] {escape(done)}")
+    return [done]

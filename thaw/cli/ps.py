@@ -19,6 +19,8 @@ from thaw.config.units import format_duration, format_size
 _COLOURS = {
     InstanceState.READY: "green",
     InstanceState.DRAINING: "yellow",
+    InstanceState.SUSPENDED: "blue",
+    InstanceState.ASLEEP: "blue",
     InstanceState.FAILED: "red",
     InstanceState.STOPPED: "dim",
 }
@@ -36,6 +38,7 @@ def ps(as_json: Json = False) -> Document:
     show_models(out, cluster)
     show_devices(out, cluster)
     document = cluster.model_dump(mode="json")
+    document["instances"] = [facts_of(node, i) for node in cluster.nodes for i in node.instances]
     for view, shown in zip(cluster.models, document["models"], strict=True):
         base = view.card.spec.base
         if base is None:
@@ -46,11 +49,11 @@ def ps(as_json: Json = False) -> Document:
 
 
 def _instances(cluster: ClusterView) -> dict[str, list[tuple[NodeView, InstanceStatus]]]:
-    """Instances that are on a device or on their way to one, by model."""
+    """Instances that are on a device, on their way to one or suspended, by model."""
     found: dict[str, list[tuple[NodeView, InstanceStatus]]] = defaultdict(list)
     for node in cluster.nodes:
         for instance in node.instances:
-            if node.alive and instance.state.holds_memory:
+            if node.alive and (instance.state.holds_memory or instance.state.parked):
                 found[instance.model].append((node, instance))
     return found
 
@@ -58,12 +61,44 @@ def _instances(cluster: ClusterView) -> dict[str, list[tuple[NodeView, InstanceS
 def state_of(view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]) -> str:
     """A model's state in one word: that of its best instance; without any, cold, waiting (for room) or failed."""
     if instances:
-        order = [InstanceState.READY, InstanceState.DRAINING, InstanceState.LOADING, InstanceState.PREPARING]
+        order = [
+            InstanceState.READY,
+            InstanceState.DRAINING,
+            InstanceState.RESUMING,
+            InstanceState.LOADING,
+            InstanceState.PREPARING,
+            InstanceState.ASLEEP,
+            InstanceState.SUSPENDED,
+        ]
         states = [i.state for _, i in instances]
         return next((s.value for s in order if s in states), states[0].value)
     if view.waiting:
         return "waiting"
     return "failed" if view.error else COLD
+
+
+def facts_of(node: NodeView, i: InstanceStatus) -> dict[str, object]:
+    """One instance, with what its last suspension freed, and its last start, suspension and resumption: when, and how long each took."""
+    return {
+        "instance_id": i.instance_id,
+        "model": i.model,
+        "engine": i.engine,
+        "state": i.state.value,
+        "node": node.node,
+        "devices": list(i.device_ids),
+        "pids": list(i.pids),
+        "memory_bytes": i.memory.private + i.memory.weights if not i.state.parked else i.memory.private,
+        "reserved_bytes": i.memory.reserved,
+        "way": i.suspension.way,
+        "freed_by_last_suspend_bytes": i.suspension.freed_bytes,
+        "snapshot_bytes": i.suspension.snapshot_bytes,
+        "can_suspend": i.suspension.possible,
+        "cannot_suspend": i.suspension.reason,
+        "fell_back": i.suspension.fell_back.message if i.suspension.fell_back else None,
+        "last_start": i.started.model_dump() if i.started else None,
+        "last_suspend": i.suspended.model_dump() if i.suspended else None,
+        "last_resume": i.resumed.model_dump() if i.resumed else None,
+    }
 
 
 def show_models(out: Console, cluster: ClusterView) -> None:
@@ -122,6 +157,8 @@ def _instance_cells(node: NodeView, instance: InstanceStatus, waiting: str) -> t
     state = instance.state.value
     if instance.state.starting:
         state += f" {instance.phase.value if instance.phase else ''} {instance.progress:.0%}"
+    if instance.state.parked and instance.suspension.snapshot_bytes:
+        state += f" {format_size(instance.suspension.snapshot_bytes)}"
     load = instance.load
     idle = format_duration(load.idle_ms / 1e3) if instance.state is InstanceState.READY and not load.active else ""
     return (

@@ -28,7 +28,8 @@ def wake(model: Model, as_json: Json = False) -> Document:
 
 @verb
 def sleep(model: Model, as_json: Json = False) -> Document:
-    """Have a model leave its devices; running requests finish first. The next request wakes it.
+    """Have a model leave its devices; running requests finish first. It is suspended where that is possible, else stopped; the next
+    request wakes it.
 
     Example: [bold]thaw sleep demo-60m[/]
     """

@@ -15,7 +15,7 @@ import psutil
 
 from thaw.config.units import format_size
 from thaw.errors import CommandError
-from thaw.launcher import servers, unprivileged
+from thaw.launcher import servers, swap, unprivileged
 from thaw.launcher.control import check_port
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.leftovers import SHM, find_leftovers
@@ -41,6 +41,7 @@ def examine(home: Home) -> Iterator[Finding]:
     yield from _state(home)
     yield from _memory()
     yield from _shared_memory()
+    yield _suspending(home)
     yield from _gpus()
     endpoints = read_json(home.endpoints_file) if running_status(home) else None
     nats_url = os.environ.get("THAW_NATS_URL") or (endpoints or {}).get("nats_url")
@@ -94,6 +95,36 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding("shared memory", "warn" if free > GIB // 4 else "fail", f"{format_size(free)} free under {SHM}", remedy)
     else:
         yield Finding("shared memory", "ok", f"{format_size(free)} free under {SHM}")
+
+
+def _suspending(home: Home) -> Finding:
+    """Whether instances on cpu can be suspended rather than stopped: without it they start cold each time, which is no fault."""
+    have = swap.swap()
+    if have.total < swap.LEAST:
+        text = (
+            f"{format_size(have.total)} of swap: engines on cpu are stopped, not suspended"
+            if have.total
+            else "no swap: engines on cpu are stopped, not suspended"
+        )
+        return Finding("suspend", "warn", text, swap.remedy(home.root, home.existing))
+    missing = swap.missing_capabilities()
+    if missing:
+        text = f"{' and '.join(missing)} missing: engines on cpu are stopped, not suspended"
+        return Finding(
+            "suspend",
+            "warn",
+            text,
+            f"Run the nodeagent as root, or with them (container: {' '.join(f'--cap-add {c}' for c in missing)}).",
+        )
+    kind = swap.freezer()
+    if kind is None:
+        return Finding(
+            "suspend",
+            "warn",
+            "no control groups that may be made here: engines on cpu are stopped, not suspended",
+            "Run the nodeagent as root, or delegate a control group to it (systemd: Delegate=yes).",
+        )
+    return Finding("suspend", "ok", f"by {kind} and {format_size(have.free)} of free swap")
 
 
 def _gpus() -> Iterator[Finding]:

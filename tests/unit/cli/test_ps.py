@@ -9,8 +9,8 @@ from rich.console import Console
 
 from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
-from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus
-from thaw.cli.ps import show_devices, show_models, state_of
+from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, Suspension, Timing
+from thaw.cli.ps import facts_of, show_devices, show_models, state_of
 
 INFO = ModelInfo(
     source="/m", revision="r", architecture="A", model_type="a", task="generate", weights_bytes=1, parameters=1, dtype="float32",
@@ -42,6 +42,9 @@ def instance(state: InstanceState) -> InstanceStatus:
         ((InstanceState.LOADING, InstanceState.READY), 0, "older", "ready"),
         ((InstanceState.DRAINING,), 0, None, "draining"),
         ((InstanceState.PREPARING, InstanceState.LOADING), 0, None, "loading"),
+        ((InstanceState.SUSPENDED,), 0, None, "suspended"),
+        ((InstanceState.SUSPENDED, InstanceState.LOADING), 0, None, "loading"),
+        ((InstanceState.RESUMING, InstanceState.SUSPENDED), 0, None, "resuming"),
     ],
 )
 def test_the_state_of_a_model(states: tuple[InstanceState, ...], waiting: int, error: str | None, word: str) -> None:
@@ -68,3 +71,22 @@ def test_tables_hold_instances_that_hold_memory_and_errors_in_full() -> None:
     assert "n cordoned" in text
     assert "gone lost" in text
     assert "512 MiB" in text
+
+
+def test_a_suspended_instance_is_shown_with_what_it_freed() -> None:
+    parked = instance(InstanceState.SUSPENDED).model_copy(
+        update={
+            "suspension": Suspension(way="cpu", freed_bytes=2**30, snapshot_bytes=2**28, resumes=2),
+            "started": Timing(at=1.0, took_ms=20_000.0),
+            "suspended": Timing(at=2.0, took_ms=70.0),
+        }
+    )
+    node = NodeView(node="n", alive=True, instances=(parked,))
+    file = io.StringIO()
+    show_models(Console(file=file, width=160), ClusterView(scheduler="s", epoch=1, models=(VIEW,), nodes=(node,)))
+    assert "suspended 256 MiB" in file.getvalue()
+    facts = facts_of(node, parked)
+    assert facts["freed_by_last_suspend_bytes"] == 2**30
+    assert facts["engine"] == "builtin"
+    assert facts["last_start"] == {"at": 1.0, "took_ms": 20_000.0}
+    assert facts["last_resume"] is None

@@ -1,0 +1,76 @@
+"""Swap for suspending: how much, by which commands, and what is said when it cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thaw.errors import CommandError
+from thaw.launcher import checks, swap
+from thaw.launcher.checks import Finding
+from thaw.launcher.home import Home
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The programs that make swap, as scripts that write down what they were asked."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    for name in ("fallocate", "chmod", "mkswap", "swapon"):
+        script = directory / name
+        script.write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/asked\n[ "{name}" = fallocate ] && : > "$3"\nexit 0\n')
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+    return directory
+
+
+def test_a_swap_file_is_made_in_four_steps(tmp_path: Path, programs: Path) -> None:
+    path = tmp_path / "home" / "swap" / "swapfile"
+    swap.set_up(path, 2 * swap.GIB)
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        f"fallocate -l {2 * swap.GIB} {path}",
+        f"chmod 600 {path}",
+        f"mkswap {path}",
+        f"swapon {path}",
+    ]
+
+
+def test_a_swap_file_that_cannot_be_used_is_removed_and_the_commands_are_told(tmp_path: Path, programs: Path) -> None:
+    (programs / "swapon").write_text("#!/bin/sh\necho 'swapon: Operation not permitted' >&2\nexit 255\n")
+    path = tmp_path / "swapfile"
+    with pytest.raises(CommandError, match="Operation not permitted") as told:
+        swap.set_up(path, swap.GIB)
+    assert not path.exists()
+    assert "mkswap" in told.value.remedy
+
+
+def test_without_the_programs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CommandError, match="could not be run"):
+        swap.set_up(tmp_path / "swapfile", swap.GIB)
+
+
+def test_a_full_disk_is_not_filled_further(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="no room"):
+        swap.set_up(tmp_path / "swapfile", 0)
+
+
+def finding(home: Path) -> Finding:
+    return checks._suspending(Home(home))
+
+
+def test_doctor_says_what_suspending_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "swap", lambda: swap.Swap(0, 0))
+    without = finding(tmp_path)
+    assert without.level == "warn"
+    assert "no swap" in without.text
+    assert "swapfile" in without.remedy
+    monkeypatch.setattr(swap, "swap", lambda: swap.Swap(4 * swap.GIB, 3 * swap.GIB))
+    monkeypatch.setattr(swap, "missing_capabilities", lambda: ["CAP_SYS_NICE"])
+    assert "--cap-add CAP_SYS_NICE" in finding(tmp_path).remedy
+    monkeypatch.setattr(swap, "missing_capabilities", list)
+    monkeypatch.setattr(swap, "freezer", lambda: None)
+    assert "control group" in finding(tmp_path).text
+    monkeypatch.setattr(swap, "freezer", lambda: "cgroup v2")
+    assert finding(tmp_path).level == "ok"

@@ -75,7 +75,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_called_off(mesh: Victim, clien
     mesh.make_cold("one")
     with held(mesh.pid(LOADER)):
         leavers = [RawClient(mesh.port, "one", stream=stream) for stream in (True, False)]
-        until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
+        mesh.await_starting("one")
         for leaver in leavers:
             leaver.leave()
         until(lambda: mesh.starting("one") is None, what="the start is called off")
@@ -91,7 +91,7 @@ def test_a_load_that_somebody_still_waits_for_goes_on(mesh: Victim, client: open
     with held(mesh.pid(LOADER)):
         leaver = RawClient(mesh.port, "one", stream=True)
         stays = Asked(mesh.url, "one", tokens=8)
-        until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
+        mesh.await_starting("one")
         leaver.leave()
     assert stays.outcome().kind == "answered"
     assert len(mesh.engine_logs() - before) == 1

@@ -29,10 +29,7 @@ def mesh() -> Iterator[Victim]:
 
 def stop_half_way(mesh: Victim, loader: Brake) -> int | None:
     """Let the loader work in moments until an engine maps a segment of which pages are missing; the engine's pid. None: it was too fast."""
-    until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
-    starting = mesh.starting("one")
-    assert starting is not None
-    engine = int(starting["pids"][0])
+    engine = int(mesh.await_starting("one")["pids"][0])
     while not mappings(engine):
         loader.step(0.001)
         until(lambda: bool(mappings(engine)) or at_rest(engine), what="the engine has followed")

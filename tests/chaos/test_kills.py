@@ -58,9 +58,7 @@ def test_loading(mesh: Victim, client: openai.OpenAI, service: str, stream: bool
     loader = mesh.pid(LOADER)
     with held(loader):
         asked = Asked(mesh.url, "one", stream=stream, tokens=20)
-        until(lambda: mesh.starting("one") is not None, what="an engine waits for its weights")
-        starting = mesh.starting("one")
-        assert starting is not None
+        starting = mesh.await_starting("one")
         if service == "engine":
             kill(starting["pids"][0])
         else:

@@ -55,6 +55,17 @@ class Victim(Thaw):
         found = [i for i in self.live() if i["model"] == model and InstanceState(i["state"]).starting and i["pids"]]
         return found[0] if found else None
 
+    def await_starting(self, model: str) -> dict[str, Any]:
+        """The instance of `model` that is being started, as soon as it has a process."""
+        seen: list[dict[str, Any]] = []
+
+        def there() -> bool:
+            seen.extend(filter(None, [self.starting(model)]))
+            return bool(seen)
+
+        until(there, what=f"an engine of {model} is being started")
+        return seen[0]
+
     def engine(self, model: str) -> int:
         (instance,) = self.instances(model)
         return int(instance["pids"][0])

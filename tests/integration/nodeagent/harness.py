@@ -37,6 +37,7 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.messaging import Mesh
 from shared.messaging.mesh import Responder
 from shared.settings import CommonSettings
+from shared.sizing import need_of
 
 MIB = 1024 * 1024
 WITHIN_S = 20.0
@@ -226,6 +227,21 @@ class Node:
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("THAW_NODE") == self.name:
                     process.kill()
+
+
+async def start_command(node: Node, instance_id: str, card: ModelCard, *, token: int = 1) -> None:
+    """Have the nodeagent start an instance of `card`, with the bytes that it needs."""
+    need = need_of(card)
+    command = StartInstance(
+        token=_EPOCH + token,
+        plan_id="p",
+        instance_id=instance_id,
+        card=card,
+        device_ids=("cpu:0",),
+        reserve_bytes=need.total,
+        kv_bytes=need.kv,
+    )
+    await node.mesh.request(subjects.node_command(node.name), command, Done)
 
 
 async def begin_request(node: Node, instance_id: str, **body: object) -> None:

@@ -62,7 +62,7 @@ async def test_tensors_are_there_before_the_last_byte(
     loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
 ) -> None:
     expected = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=60), shards=2)
-    server.faults.suffix, server.faults.stall_after = "00002-of-00002.safetensors", 1_000_000
+    server.faults.suffix, server.faults.stall_after = "00002-of-00002.safetensors", 200_000
     weights = await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20)
 
     def read() -> dict[str, bool]:
@@ -72,14 +72,15 @@ async def test_tensors_are_there_before_the_last_byte(
             found = np.frombuffer(data, expected[tensor.name].dtype).reshape(tensor.shape)
             np.testing.assert_array_equal(found, expected[tensor.name])
             early[tensor.name] = not server.let_go.is_set()
-            if sum(early.values()) == 3:
+            if tensor.nbytes > 1_000_000 and not server.let_go.is_set():
                 assert not weights.complete
                 server.let_go.set()
         return early
 
     early = await asyncio.to_thread(read)
     assert early.keys() == expected.keys()
-    assert sum(early.values()) == 3
+    assert True in early.values()
+    assert False in early.values()
     weights.close()
 
 

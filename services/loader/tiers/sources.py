@@ -67,9 +67,7 @@ class Sources:
 
     def _reachable(self, source: str) -> Tier:
         try:
-            tier = open_source(source)
-            tier.files() if is_remote(source) else None
-            return tier
+            return self._listed(open_source(source))
         except Unavailable:
             revision = self.cache.find(source)
             hold = self.cache.hold(revision) if revision is not None else None
@@ -77,6 +75,18 @@ class Sources:
                 raise
             log.warning("the source cannot be reached; the SSD cache has it", extra={"source": source, "as": hold.record.source})
             return HeldTier(hold)
+
+    def _listed(self, tier: Tier, revision: str | None = None) -> Tier:
+        """`tier` if what it is of can be listed, and is of `revision`; closed otherwise."""
+        try:
+            if tier.directory is None:
+                tier.files()
+            if revision is not None and tier.revision != revision:
+                raise CheckpointInvalid(f"{tier.source} has changed since it was registered; register it again (thaw models add)")
+            return tier
+        except BaseException:
+            tier.close()
+            raise
 
     # -- small files -------------------------------------------------------------------------------------------------------------
 
@@ -148,11 +158,15 @@ class Sources:
     def _far(self, source: str, revision: str) -> Tier:
         peers = self._peer_tiers(source, revision)
         try:
-            tier: Tier | None = self._unchanged(open_source(source), revision)
+            tier: Tier | None = self._listed(open_source(source), revision)
         except Unavailable:
             if not peers:
                 raise
             tier = None
+        except BaseException:
+            for peer in peers:
+                peer.close()
+            raise
         if tier is not None and tier.directory is not None:
             places: list[Tier] = [tier]
         elif tier is None:
@@ -165,12 +179,6 @@ class Sources:
         if len(places) == 1:
             return places[0]
         return FailoverTier(tier or places[0], places)
-
-    def _unchanged(self, tier: Tier, revision: str) -> Tier:
-        if tier.revision != revision:
-            tier.close()
-            raise CheckpointInvalid(f"{tier.source} has changed since it was registered; register it again (thaw models add)")
-        return tier
 
     def _peer_tiers(self, source: str, revision: str) -> list[PeerTier]:
         found: list[PeerTier] = []

@@ -14,13 +14,13 @@ import torch
 from services.engine import loading
 from services.engine.lora import Adapter
 from services.engine.runner import Row
-from services.loader.adapters.source import source_of
 from shared.contracts.loader import WeightsAttached
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import CheckpointInvalid
 from tests.integration.engine.test_families import BF16_NEAR_TIE, PROMPTS, LoadedModel, save
 from tests.support.adapters import merge, write_adapter
 from tests.support.segments import WrittenSegment
+from tests.support.sources import inspected
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]},
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def adapter_card(directory: Path, name: str = "a", base: str = "demo") -> ModelCard:
-    info = source_of(str(directory)).inspect(trust_remote_code=False)
+    info = inspected(directory)
     return ModelCard(spec=ModelSpec(name=name, source=str(directory), base=base), info=info, created=0)
 
 

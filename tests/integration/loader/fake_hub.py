@@ -25,6 +25,7 @@ class FakeHub:
         self.ranges = True
         self.requests: list[tuple[str, str]] = []
         self.sent: dict[str, int] = {}
+        self.damage = False
         self.hold_after: int | None = None
         self.holding = threading.Event()
         self.let_go = threading.Event()
@@ -53,6 +54,12 @@ class FakeHub:
 
 def oid(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _sibling(name: str, path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    large = {"lfs": {"sha256": oid(path), "size": size, "pointerSize": 134}} if name.endswith(".safetensors") else {}
+    return {"rfilename": name, "size": size, "blobId": oid(path)[:40], **large}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -101,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, revision: str | None) -> None:
         if revision not in (None, "main", COMMIT):
             return self._fail(404, "RevisionNotFound")
-        siblings = [{"rfilename": n, "size": p.stat().st_size, "blobId": oid(p)[:40]} for n, p in self.hub.files().items()]
+        siblings = [_sibling(n, p) for n, p in self.hub.files().items()]
         return self._json({"id": self.hub.repo, "modelId": self.hub.repo, "sha": COMMIT, "siblings": siblings, "tags": []})
 
     def _tree(self) -> None:
@@ -118,6 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
         if asked and self.hub.ranges and body:
             start, status = int(asked[1]), 206
             data = data[start : int(asked[2]) + 1 if asked[2] else None]
+        if self.hub.damage and name.endswith(".safetensors") and start + len(data) == total:
+            data = data[:-1] + bytes([data[-1] ^ 1])
         self.send_response(status)
         self.send_header("ETag", f'"{oid(path)}"')
         self.send_header("X-Repo-Commit", COMMIT)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.loader.tiers.port import Cancelled
-from services.loader.adapters.source import source_of
+from services.loader.tiers.sources import Sources
 from shared.contracts.models import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, StaleToken, ThawError, Unavailable
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.fake_hub import COMMIT, FakeHub
 from tests.support.servers import NatsServer
+from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
 
@@ -43,84 +42,123 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     server.close()
 
 
-def inspect(source: str = SOURCE) -> ModelInfo:
-    return source_of(source).inspect(trust_remote_code=False)
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    return sources_at(tmp_path / "home")
 
 
-def fetch(source: str = PINNED, told: list[int] | None = None, cancelled: threading.Event | None = None) -> Path:
-    return source_of(source).fetch(
-        (told if told is not None else []).append, cancelled or threading.Event(), trust_remote_code=False
-    )
+def inspect(sources: Sources, source: str = SOURCE) -> ModelInfo:
+    return sources.inspect(source, trust_remote_code=False)
+
+
+def fetch(sources: Sources, revision: str, source: str = PINNED, *, trust: bool = False) -> Path:
+    """Have all of it in the cache; the directory of its small files."""
+    tier = sources.open(source, revision)
+    try:
+        directory = sources.small_files(tier, trust_remote_code=trust)
+        if tier.directory is None:
+            for file in tier.files():
+                if file.name.endswith(".safetensors"):
+                    tier.read(file, 0, memoryview(bytearray(file.size)))
+            tier.finish()
+            assert tier.settled().wait(20)
+        return directory
+    finally:
+        tier.close()
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_inspecting_takes_headers_only(hub: FakeHub, ranges: bool) -> None:
+def test_inspecting_takes_headers_only(hub: FakeHub, sources: Sources, ranges: bool) -> None:
     hub.ranges = ranges
-    found = inspect()
+    found = inspect(sources)
     assert found.source == PINNED
     assert found.files == 2
     assert found.has_chat_template
     assert all(sent < 10_000_000 for name, sent in hub.sent.items() if name.endswith(".safetensors")), hub.sent
     assert not {"README.md", "consolidated.safetensors", "code.py"} & hub.sent.keys()
-    assert inspect(f"{SOURCE}@main") == found
+    assert inspect(sources, f"{SOURCE}@main") == found
 
 
-def test_a_directory_of_the_same_files_takes_as_many_bytes(hub: FakeHub) -> None:
+def test_a_directory_of_the_same_files_takes_as_many_bytes(hub: FakeHub, sources: Sources) -> None:
     copy = hub.directory.parent / "copy"
     write_checkpoint(copy, tensors(megabytes=30), shards=2)
-    assert inspect(str(copy)).weights_bytes == inspect().weights_bytes
+    assert inspect(sources, str(copy)).weights_bytes == inspect(sources).weights_bytes
 
 
-def test_fetching_brings_the_wanted_files_once(hub: FakeHub) -> None:
-    told: list[int] = []
-    directory = fetch(told=told)
+def test_what_is_loaded_comes_once(hub: FakeHub, sources: Sources) -> None:
+    revision = inspect(sources).revision
+    directory = fetch(sources, revision)
     names = {p.name for p in directory.iterdir()}
-    assert {"config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"} <= names
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
     assert not {"README.md", "consolidated.safetensors", "code.py"} & names
-    assert told == sorted(told)
-    assert told[-1] >= 30_000_000 * 0.9
-    hub.sent.clear()
-    assert fetch() == directory
-    assert not hub.sent
-    assert inspect(str(directory)).files == 2
+    hub.requests.clear()
+    cached = fetch(sources, revision)
+    assert hub.requests == [], "not even the hub's API is asked"
+    assert inspect(sources, str(cached)).files == 2
 
 
-def test_own_code_comes_only_if_trusted(hub: FakeHub) -> None:
-    directory = source_of(PINNED).fetch(lambda _: None, threading.Event(), trust_remote_code=True)
-    assert (directory / "code.py").exists()
+def test_own_code_comes_only_if_trusted(hub: FakeHub, sources: Sources) -> None:
+    revision = inspect(sources).revision
+    tier = sources.open(PINNED, revision)
+    assert not (sources.small_files(tier, trust_remote_code=False) / "code.py").exists()
+    assert (sources.small_files(tier, trust_remote_code=True) / "code.py").exists()
+    tier.close()
 
 
-def test_without_a_network_the_cache_serves(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = inspect()
-    directory = fetch()
+def test_wrong_bytes_are_noticed_by_the_hubs_checksum(hub: FakeHub, sources: Sources) -> None:
+    revision = inspect(sources).revision
+    hub.damage = True
+    with pytest.raises(CheckpointInvalid, match=r"model-0000\d-of-00002\.safetensors has the sha256"):
+        fetch(sources, revision)
+    hub.damage = False
+    fetch(sources, revision)
+
+
+def test_without_a_network_the_cache_serves(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inspect(sources)
+    fetch(sources, found.revision)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        assert inspect() == found
-        assert fetch() == directory
+        assert inspect(sources) == found
+        fetch(sources, found.revision)
         with pytest.raises(Unavailable, match="HF_ENDPOINT"):
-            inspect("hf://org/other")
+            inspect(sources, "hf://org/other")
 
 
-def test_offline(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(Unavailable, match="HF_HUB_OFFLINE is set"):
-        inspect()
+        inspect(sources)
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    found = inspect()
-    fetch()
+    found = inspect(sources)
+    fetch(sources, found.revision)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requests.clear()
-    assert inspect() == found
-    assert fetch().name == COMMIT
+    assert inspect(sources) == found
+    fetch(sources, found.revision)
     assert hub.requests == []
 
 
-def test_offline_with_the_small_files_only(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    inspect()
+def test_offline_with_the_small_files_only(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    revision = inspect(sources).revision
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(Unavailable, match="not \\(whole\\)"):
-        fetch()
+        fetch(sources, revision)
+
+
+def test_the_hubs_own_cache_is_used(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import snapshot_download
+
+    found = inspect(sources)
+    directory = Path(snapshot_download("org/model", endpoint=hub.url))
+    hub.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert inspect(sources).weights_bytes == found.weights_bytes
+    tier = sources.open(PINNED, found.revision)
+    assert tier.directory == directory
+    tier.close()
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize(
@@ -134,56 +172,37 @@ def test_offline_with_the_small_files_only(hub: FakeHub, monkeypatch: pytest.Mon
         (503, "", Unavailable, "503"),
     ],
 )
-def test_refusals_are_typed(hub: FakeHub, status: int, code: str, error: type[ThawError], said: str) -> None:
+def test_refusals_are_typed(hub: FakeHub, sources: Sources, status: int, code: str, error: type[ThawError], said: str) -> None:
     hub.status, hub.error_code = status, code
     with pytest.raises(error, match=said):
-        inspect()
+        inspect(sources)
 
 
-def test_an_unknown_revision(hub: FakeHub) -> None:
+def test_an_unknown_revision(hub: FakeHub, sources: Sources) -> None:
     with pytest.raises(InvalidModel, match="no such revision"):
-        inspect(f"{SOURCE}@v9")
+        inspect(sources, f"{SOURCE}@v9")
 
 
-def test_the_token_opens_gated_models(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_opens_gated_models(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "hf_secret"
     with pytest.raises(InvalidModel, match="gated") as caught:
-        inspect()
+        inspect(sources)
     assert "hf_secret" not in caught.value.message
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert inspect().files == 2
+    assert inspect(sources).files == 2
 
 
-def test_a_missing_shard(hub: FakeHub) -> None:
+def test_a_missing_shard(hub: FakeHub, sources: Sources) -> None:
     (hub.directory / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointInvalid, match=r"model-00002-of-00002\.safetensors is named by .* but missing"):
-        inspect()
+        inspect(sources)
 
 
-def test_a_lying_remote_header(hub: FakeHub) -> None:
+def test_a_lying_remote_header(hub: FakeHub, sources: Sources) -> None:
     path = hub.directory / "model-00001-of-00002.safetensors"
     path.write_bytes((1 << 50).to_bytes(8, "little") + b"x" * 100)
     with pytest.raises(CheckpointInvalid, match="claims a header"):
-        inspect()
-
-
-def test_a_full_disk(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def full(*_: object, **__: object) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    with pytest.raises(Unavailable, match="HF_HOME"):
-        fetch()
-
-
-def test_a_download_is_called_off(hub: FakeHub) -> None:
-    cancelled = threading.Event()
-    with pytest.raises(Cancelled):
-        source_of(PINNED).fetch(lambda _: cancelled.set(), cancelled, trust_remote_code=False)
-    assert not list(hub.directory.parent.glob("hf/hub/*/snapshots/*/*.safetensors"))
-    assert fetch().name == COMMIT  # and goes on later
+        inspect(sources)
 
 
 async def test_from_the_hub_into_shared_memory(hub: FakeHub, nats_server: NatsServer, tmp_path: Path, client: Client) -> None:
@@ -196,16 +215,19 @@ async def test_from_the_hub_into_shared_memory(hub: FakeHub, nats_server: NatsSe
         await asker.until_served()
         card = await asker.card(SOURCE)
         hub.hold_after = 12 * 1024 * 1024
-        waiting = asyncio.create_task(asker.attach("i0", card, "index"))
+        indexed = await asker.attach("i0", card, "index")
+        assert indexed.total_bytes == card.info.weights_bytes
+        waiting = asyncio.create_task(asker.attach("i0", card))
         assert await asyncio.to_thread(hub.holding.wait, 20)
-        assert await asker.release("i0") == 0  # at once, though the download hangs
+        await asker.release("i0")  # at once, though the download hangs
         with pytest.raises(StaleToken):
             await waiting
         hub.hold_after = None
         hub.let_go.set()
         found = await asker.attach("i1", card)
-        assert_same(found.segment, tensors(megabytes=30))
-        assert [p.phase for p in found.phases] == ["fetch", "load"]
-        assert await asker.release("i1") == found.total_bytes
+        assert_same(found, tensors(megabytes=30))
+        assert [p.phase for p in found.phases] == ["fetch"]
+        assert (Path(found.directory) / "config.json").exists()
+        await asker.release("i1")
     finally:
         process.close()

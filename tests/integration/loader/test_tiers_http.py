@@ -117,7 +117,12 @@ def test_errors_that_stay(server: TierServer, tier: HttpTier) -> None:
 
 @pytest.mark.parametrize(
     ("status", "error", "said"),
-    [(404, CheckpointInvalid, "is not there"), (403, InvalidModel, "credentials"), (401, InvalidModel, "credentials"), (418, InvalidModel, "418")],
+    [
+        (404, CheckpointInvalid, "is not there"),
+        (403, InvalidModel, "credentials"),
+        (401, InvalidModel, "credentials"),
+        (418, InvalidModel, "418"),
+    ],
 )
 def test_refusals_are_not_repeated(server: TierServer, tier: HttpTier, status: int, error: type[ThawError], said: str) -> None:
     server.requests.clear()
@@ -234,8 +239,8 @@ def test_redirects_are_followed_and_credentials_stay_at_home(server: TierServer,
     count = len(server.asked(SHARD))
     read(tier, offset=500_000)
     assert len(server.asked(SHARD)) == count, "where a redirect led is remembered"
-    elsewhere.close()
     tier.close()
+    elsewhere.close()
 
 
 def test_redirects_without_end(server: TierServer, tier: HttpTier) -> None:

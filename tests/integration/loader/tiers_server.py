@@ -57,7 +57,7 @@ class TierServer:
             pass
 
         Handler.server_of = server
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = False  # closing waits for them
         self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
@@ -74,9 +74,15 @@ class TierServer:
         self._thread.join()
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Silence: what a client hung up on, or spoke TLS to."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     server_of: TierServer
     protocol_version = "HTTP/1.1"
+    timeout = 5  # of a connection that a client has left open
 
     def log_message(self, format: str, *args: Any) -> None:
         """Silence."""

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.loader.adapters.source import source_of
 from services.loader.domain.decide import LOST_AFTER_S, MISSING_FOR_S
 from services.loader.domain.events import Attach, NodeHeard, Refused, Release
 from shared.contracts.loader import adapter_holder, instance_of
 from shared.contracts.models import AdapterInfo, LinearShape, ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError
+from tests.support.sources import inspected
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.test_decide import card, loaded
 
@@ -40,7 +40,7 @@ def write(directory: Path, tensors: Mapping[str, tuple[int, ...]] | None = None,
 
 
 def inspect(directory: Path) -> ModelInfo:
-    return source_of(str(directory)).inspect(trust_remote_code=False)
+    return inspected(directory)
 
 
 def test_what_is_said_of_an_adapter(tmp_path: Path) -> None:

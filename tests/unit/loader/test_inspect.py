@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.loader.adapters.source import source_of
+from services.loader.tiers.open import open_source
 from shared.contracts.models import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError, UnsupportedArchitecture
+from tests.support.sources import inspected
 from tests.unit.loader.checkpoints import CONFIG, write_checkpoint
 
 
 def inspect(directory: Path, *, trust: bool = False) -> ModelInfo:
-    return source_of(str(directory)).inspect(trust_remote_code=trust)
+    return inspected(directory, trust=trust)
 
 
 def described(tmp_path: Path, config: dict[str, Any]) -> ModelInfo:
@@ -159,6 +160,6 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         inspect(tmp_path / "file")
     with pytest.raises(CheckpointInvalid, match="does not exist"):
         inspect(tmp_path / "none")
-    for source in ("models/llama", "hf://onlyname", "hf://a/b@", "hf://../x", "https://x/y"):
+    for source in ("models/llama", "hf://onlyname", "hf://a/b@", "hf://../x"):
         with pytest.raises(InvalidModel, match="hf://org/name"):
-            source_of(source)
+            open_source(source)

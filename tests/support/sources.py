@@ -1,0 +1,22 @@
+"""Sources of the loader without a loader."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from services.loader.cache.store import SsdCache
+from services.loader.tiers.peers import Peers
+from services.loader.tiers.sources import Sources
+from shared.contracts.models import ModelInfo
+
+
+def sources_at(home: Path, *, budget: int = 1 << 30, peers: Peers | None = None) -> Sources:
+    """With a cache in `home`."""
+    return Sources(SsdCache(home / "cache", budget), [home / "cache" / "small"], peers)
+
+
+def inspected(source: Path | str, *, trust: bool = False) -> ModelInfo:
+    """What a loader says of `source`; nothing is kept."""
+    with tempfile.TemporaryDirectory() as home:
+        return sources_at(Path(home), budget=0).inspect(str(source), trust_remote_code=trust)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -70,16 +69,16 @@ async def test_another_process_with_its_pid_is_left_alone(node: Node) -> None:
     instance_id = await node.start()
     await node.reaches(instance_id, READY)
     node.kill_agent()
-    stranger = subprocess.Popen(["sleep", "60"])
+    stranger = await asyncio.create_subprocess_exec("sleep", "60")
     try:
         node.edit_record(instance_id, pid=stranger.pid, process_start=1)
         await node.start_agent()
         await node.reaches(instance_id, FAILED)
         await node.until(lambda s: s.devices[0].reserved_bytes == 0)
-        assert stranger.poll() is None
+        assert stranger.returncode is None
     finally:
         stranger.kill()
-        stranger.wait()
+        await stranger.wait()
 
 
 async def test_an_adopted_engine_that_dies_is_noticed(node: Node) -> None:

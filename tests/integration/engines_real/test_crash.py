@@ -8,13 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.contracts import subjects
-from shared.contracts.base import Done
-from shared.contracts.node import InstanceState, StartInstance
+from shared.contracts.node import InstanceState
 from shared.messaging import Mesh
-from shared.sizing import need_of
 from tests.integration.engines_real.conftest import RealEngine, listening
-from tests.integration.nodeagent.harness import gone, running_node
+from tests.integration.nodeagent.harness import gone, running_node, start_command
 from tests.support.hosted import Hosts, hosted_card
 from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
@@ -55,22 +52,8 @@ async def test_vllm_whose_core_is_killed(mesh: Mesh, nats_server: NatsServer, vl
 async def test_llamacpp_is_killed_and_started_again(nats_server: NatsServer, gguf_file: Path, tmp_path: Path) -> None:
     settings = {"THAW_DEVICES": "cpu:0=2GiB", "THAW_LLAMACPP_PYTHON": python_of("llamacpp")}
     card = hosted_card(gguf_file, "llamacpp", context=1024)
-    need = need_of(card)
     async with running_node(nats_server.url, tmp_path, **settings) as node:
-
-        async def start(instance: str, token: int) -> None:
-            command = StartInstance(
-                token=(1 << 32) + token,
-                plan_id="p",
-                instance_id=instance,
-                card=card,
-                device_ids=("cpu:0",),
-                reserve_bytes=need.total,
-                kv_bytes=need.kv,
-            )
-            await node.mesh.request(subjects.node_command(node.name), command, Done)
-
-        await start("llama1", 1)
+        await start_command(node, "llama1", card)
         status = await node.reaches("llama1", InstanceState.READY, InstanceState.FAILED, within=60)
         assert status.error is None
         assert len(status.pids) == 2
@@ -86,7 +69,7 @@ async def test_llamacpp_is_killed_and_started_again(nats_server: NatsServer, ggu
         assert "killed by signal 9" in failed.error.message
         await node.until(lambda s: s.devices[0].reserved_bytes == 0)
         assert await gone(host)
-        await start("llama2", 3)
+        await start_command(node, "llama2", card, token=3)
         assert (await node.reaches("llama2", InstanceState.READY, InstanceState.FAILED, within=60)).error is None
         await node.stop("llama2", token=(1 << 32) + 4)
         stopped = await node.reaches("llama2", InstanceState.STOPPED, InstanceState.FAILED)

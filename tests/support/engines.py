@@ -164,6 +164,7 @@ class Engines:
         route: str = "",
         method: str = "POST",
         query: str = "",
+        adapter: ModelCard | None = None,
         **body: Any,
     ) -> Stream:
         stream = Stream(f"r{next(_numbers)}")
@@ -184,6 +185,7 @@ class Engines:
             route=route,
             method=method,
             query=query,
+            adapter=adapter,
             body={"model": "demo", **body},
         )
         await self.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=subject)

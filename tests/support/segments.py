@@ -120,6 +120,8 @@ class FakeLoader:
         self._complete = asyncio.Event()
         self._segments: dict[str, WrittenSegment] = {}
         self.asked: list[str] = []
+        self.holders: list[str] = []
+        self.released: asyncio.Queue[str] = asyncio.Queue()
         if not hold:
             self._complete.set()
 
@@ -134,13 +136,15 @@ class FakeLoader:
         match command:
             case AttachWeights():
                 return await self._attach(command)
-            case ReleaseWeights():
+            case ReleaseWeights(instance_id=holder):
+                self.released.put_nowait(holder)
                 return WeightsReleased(freed_bytes=0)
             case _:
                 return Done()
 
     async def _attach(self, command: AttachWeights) -> WeightsAttached:
         self.asked.append(command.until)
+        self.holders.append(command.instance_id)
         directory = command.card.spec.source
         segment = self._segments.get(directory)
         if segment is None:

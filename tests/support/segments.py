@@ -129,6 +129,9 @@ class FakeLoader:
         await self._mesh.respond(subjects.loader_command(self._node), LOADER_COMMAND, self._answer, concurrent=True).start()
         await self._mesh.nc.flush()
 
+    def hold_data(self) -> None:
+        self._complete.clear()
+
     def release_data(self) -> None:
         self._complete.set()
 

@@ -102,7 +102,7 @@ class Serving:
     def abandon(self, error: ThawError) -> None:
         """End everything that is still running with an error, at once."""
         for stream in list(self._streams.values()):
-            self._fail(stream, error)
+            self._fail(stream, error, engine_lost=True)
 
     def cancel(self, request_id: str) -> None:
         """Stop without a last message; the engine sees its connection closed. Harmless if there is no such request."""
@@ -143,7 +143,7 @@ class Serving:
         except TimeoutError:
             self._fail(stream, DeadlineExceeded("the answer was not complete within the request's deadline"))
         except HttpError as e:
-            self._fail(stream, EngineFailed(f"the engine did not answer to the end: {e}"))
+            self._fail(stream, EngineFailed(f"the engine did not answer to the end: {e}"), engine_lost=True)
         except ThawError as e:
             self._fail(stream, e)
         except Exception as e:  # a process boundary: the request must have an answer
@@ -189,9 +189,9 @@ class Serving:
 
     # Answers out
 
-    def _fail(self, stream: _Stream, error: ThawError) -> None:
+    def _fail(self, stream: _Stream, error: ThawError, *, engine_lost: bool = False) -> None:
         if self._streams.get(stream.request_id) is stream:
-            self._send(stream, InferFailed(seq=stream.seq, error=error.body()))
+            self._send(stream, InferFailed(seq=stream.seq, error=error.body(), engine_lost=engine_lost))
             self._end(stream)
 
     def _end(self, stream: _Stream) -> None:

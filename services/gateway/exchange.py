@@ -107,6 +107,7 @@ class Exchange:
         self.key: Key | None = None
         self.replayed = False
         self.refusal: ThawError | None = None
+        self.lost: ThawError | None = None
         self.first_at: float | None = None
         self.ended_at: float | None = None
         self.usage = Usage(prompt_tokens=0)
@@ -137,7 +138,7 @@ class Exchange:
     def restart(self) -> None:
         """Expect an answer from its first message on."""
         self._seq = 0
-        self.refusal = None
+        self.refusal = self.lost = None
         self.relay = None
         self.first_at = self.first_at if self.told else None
         self.sink.reset()
@@ -187,7 +188,7 @@ class Exchange:
         elif kind == "response":
             self._respond(InferResponse.model_validate(message), now)
         elif kind == "failed":
-            self._failed(from_body(ErrorBody.model_validate(message["error"])), now)
+            self._failed(from_body(ErrorBody.model_validate(message["error"])), now, lost=message.get("engine_lost") is True)
         else:
             self._finished(message, now)
 
@@ -242,10 +243,14 @@ class Exchange:
         self._end(now)
         self._dispatcher.on_finished(self.ticket, now)
 
-    def _failed(self, error: ThawError, now: float) -> None:
+    def _failed(self, error: ThawError, now: float, *, lost: bool) -> None:
         if isinstance(error, InstanceDraining):
             self.refusal = error
             self._dispatcher.on_refused(self.ticket, error, now)
+            return
+        if lost:
+            self.lost = error
+            self._dispatcher.on_engine_lost(self.ticket, error, now)
             return
         self._dispatcher.on_finished(self.ticket, now)
         self.fail(error)

@@ -126,6 +126,8 @@ class Keyed:
             await self._listen(entry)
         if self._exchange.refusal is not None:
             dispatcher.on_refused(self._ticket, self._exchange.refusal, now)
+        elif self._exchange.lost is not None:
+            dispatcher.on_engine_lost(self._ticket, self._exchange.lost, now)
         elif not self._exchange.ended and not await self._store.stored(entry.reply):
             self._ends.append(await self._engines.ask_again(self._exchange, entry.reply))
 

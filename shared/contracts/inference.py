@@ -163,6 +163,10 @@ class InferFailed(Message):
     kind: Literal["failed"] = "failed"
     seq: int
     error: ErrorBody
+    engine_lost: bool = Field(
+        default=False,
+        description="The engine broke down under the request: another instance may answer what no client has seen of it.",
+    )
 
 
 Answered = InferFinished | EmbeddingsFinished | InferRaw | InferEnd

@@ -109,8 +109,8 @@ class Run:
     async def close(self) -> None:
         await self.say(InferEnd(seq=0, usage=Usage(prompt_tokens=7, completion_tokens=3)))
 
-    async def fail(self, error: ThawError) -> None:
-        await self.say(InferFailed(seq=0, error=error.body()))
+    async def fail(self, error: ThawError, *, engine_lost: bool = False) -> None:
+        await self.say(InferFailed(seq=0, error=error.body(), engine_lost=engine_lost))
 
 
 Behaviour = Callable[[Run], Awaitable[None]]

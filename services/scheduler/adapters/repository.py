@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from sqlalchemy import Table, delete, or_, select, text, update
@@ -145,15 +145,17 @@ async def _delete(connection: AsyncConnection, kind: type[Any], key: str) -> Non
 
 async def _upsert(connection: AsyncConnection, kind: type[Any], entities: dict[str, Entity]) -> None:
     table, column = _KEYS[kind]
+    # One statement for any number of rows, prepared once: rows in the statement's text would be compiled anew for every number of them, and
+    # end at PostgreSQL's 32,767 parameters.
     rows = [_row(e) for e in entities.values()]
-    statement = insert(table).values(rows)
+    statement = insert(table)
     others = {c.name: statement.excluded[c.name] for c in table.columns if c.name != column}
-    await connection.execute(statement.on_conflict_do_update(index_elements=[column], set_=others))
+    await connection.execute(statement.on_conflict_do_update(index_elements=[column], set_=others), rows)
     if kind is Node:
         await connection.execute(delete(tables.devices).where(tables.devices.c.node.in_(list(entities))))
         nodes = [e for e in entities.values() if isinstance(e, Node)]
         if lines := [{"node": n.name, **asdict(d)} for n in nodes for d in n.devices]:
-            await connection.execute(insert(tables.devices).values(lines))
+            await connection.execute(insert(tables.devices), lines)
 
 
 def _row(entity: Entity) -> dict[str, Any]:
@@ -166,13 +168,18 @@ def _row(entity: Entity) -> dict[str, Any]:
                 "resting": entity.resting,
             }
         case Node():
-            return {k: v for k, v in asdict(entity).items() if k != "devices"}
+            return {k: v for k, v in _fields(entity).items() if k != "devices"}
         case Instance():
-            return {**asdict(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
+            return {**_fields(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
         case PlanRecord():
             row = entity.model_dump(mode="json")
             return {**row, "predicted": entity.chosen.predicted if entity.chosen else {}}
     raise TypeError(f"{type(entity).__name__} is not kept in the database")
+
+
+def _fields(entity: Node | Instance) -> dict[str, Any]:
+    """As `dataclasses.asdict`, which copies every value: these are frozen, or made into JSON at once."""
+    return {f.name: getattr(entity, f.name) for f in fields(entity)}
 
 
 async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:

@@ -143,7 +143,7 @@ class ModelSpec(ModelOptions):
     name: str = Field(pattern=NAME_PATTERN)
     source: str = Field(
         min_length=1,
-        description="A directory in Hugging Face layout, hf://org/name[@revision], a .gguf file, or engine://NAME.",
+        description="A directory in Hugging Face layout, hf://org/name[@revision], https://, s3://, gs://, az://, a .gguf file, or engine://NAME.",
     )
     aliases: tuple[str, ...] = ()
     base: str | None = Field(default=None, pattern=NAME_PATTERN, description="The model that this LoRA adapter is for.")

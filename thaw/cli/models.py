@@ -28,7 +28,10 @@ Name = Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="
 @verb
 def add(
     name: Annotated[str | None, typer.Argument(help="What requests will call it.", metavar="NAME")] = None,
-    source: Annotated[str | None, typer.Argument(help="A directory in Hugging Face layout, or hf://org/name[@revision].")] = None,
+    source: Annotated[
+        str | None,
+        typer.Argument(help="A directory in Hugging Face layout, hf://org/name[@revision], https://…, s3://…, gs://…, az://…."),
+    ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Register the models of a thaw.yaml instead.")] = None,
     keep_alive: Annotated[
         str | None, typer.Option(help="How long it stays on its device when idle: 30s, 5m, -1 (until evicted).")
@@ -89,12 +92,13 @@ def _keep_alive(text: str | None) -> float | None:
 
 
 def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
-    if not source.startswith("hf://"):
+    if "://" not in source:
         directory = Path(source).expanduser().resolve()
         if not directory.is_dir():
             raise CommandError(
                 f"There is no directory {directory}.",
-                "SOURCE is a directory in Hugging Face layout (config.json, *.safetensors, tokenizer), or hf://org/name.",
+                "SOURCE is a directory in Hugging Face layout (config.json, *.safetensors, tokenizer), hf://org/name, https://…, s3://…, "
+                "gs://… or az://….",
                 code="invalid_model",
             )
         source = str(directory)

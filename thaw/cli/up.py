@@ -131,7 +131,9 @@ def _furnish(
     else:
         out.print(f"\n  endpoint  [bold]{plan.gateway_url}/v1[/]")
         if file is None or not file.models:
-            out.print("  next      thaw models add NAME SOURCE   (a directory in Hugging Face layout, or hf://org/name)")
+            out.print(
+                "  next      thaw models add NAME SOURCE   (a directory in Hugging Face layout, hf://org/name, https://…, s3://…)"
+            )
     return document
 
 

@@ -19,6 +19,7 @@ from thaw.errors import CommandError
 
 NODE_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
 HUB_PATTERN = r"hf://\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?"
+REMOTE_PATTERN = r"https?://[^/\s]+(/\S*)?|(s3|gs|az)://\w[\w.-]+(/[^\s?#]*)?"
 DEVICE_PATTERN = r"^(cpu:0|cuda:\d+)$"
 _DURATIONS: tuple[tuple[str, ...], ...] = (
     ("keep_alive",),
@@ -195,7 +196,12 @@ class _Check:
         if source.startswith(ENGINE_SOURCE):
             return source
         if "://" in source:
-            self._tree.fault((*path, "source"), f"given {source!r}; allowed: a directory, or hf://org/name[@revision]")
+            if not re.fullmatch(REMOTE_PATTERN, source):
+                self._tree.fault(
+                    (*path, "source"),
+                    f"given {source!r}; allowed: a directory, hf://org/name[@revision], https://host/path, s3://bucket/prefix, "
+                    "gs://bucket/prefix, or az://container/prefix",
+                )
             return source
         directory = (self._directory / Path(os.path.expandvars(source)).expanduser()).resolve()
         if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):

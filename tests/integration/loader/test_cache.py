@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +33,11 @@ def server(tmp_path: Path) -> Iterator[TierServer]:
     directory = tmp_path / "www" / "m"
     write_checkpoint(directory, tensors(megabytes=4), shards=2)
     write_sums(directory)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     server = TierServer(tmp_path / "www")
     yield server
     server.close()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
     assert not [t.name for t in threading.enumerate() if t.name.startswith(("probe", "cache", "verify"))]
 
 

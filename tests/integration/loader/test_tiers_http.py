@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +28,11 @@ QUICK = Backoff(attempts=4, first_s=0.001, most_s=0.01)
 def server(tmp_path: Path) -> Iterator[TierServer]:
     write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=4), shards=2)
     (tmp_path / "www" / "m" / "README.md").write_text("not wanted")
-    before = os.listdir("/proc/self/fd")
+    before = len(list(Path("/proc/self/fd").iterdir()))
     server = TierServer(tmp_path / "www")
     yield server
     server.close()
-    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
     assert not [t for t in threading.enumerate() if t.name.startswith(("probe", "cache", "verify"))]
 
 
@@ -277,7 +276,7 @@ def test_nobody_listens() -> None:
 
 
 def test_tls_is_checked(server: TierServer) -> None:
-    with pytest.raises(Unavailable, match="SSL|EOF|record"):
+    with pytest.raises(Unavailable, match=r"SSL|EOF|record"):
         HttpTier(f"https://127.0.0.1:{server.port}/m", Backoff(attempts=1)).files()
 
 

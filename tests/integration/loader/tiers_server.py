@@ -23,6 +23,7 @@ class Faults:
     retry_after: str | None = None
     cut_after: list[int] = field(default_factory=list)
     stall_after: int | None = None
+    stall_from: int | None = None
     wrong_range: bool = False
     no_ranges: bool = False
     compressed: bool = False
@@ -131,12 +132,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self._send(path, data, faults)
+        self._send(path, data, start, faults)
         return None
 
-    def _send(self, path: str, data: bytes, faults: Faults) -> None:
+    def _send(self, path: str, data: bytes, start: int, faults: Faults) -> None:
         cut = faults.cut_after.pop(0) if faults.cut_after else None
         step = 64 * 1024
+        if faults.stall_from is not None and start >= faults.stall_from:
+            self.server_of.stalled.set()
+            self.server_of.let_go.wait(30)
         try:
             for at in range(0, len(data), step):
                 if faults.stall_after is not None and at >= faults.stall_after:

@@ -1,0 +1,116 @@
+"""Loaders that share a cache and die: kill -9 in the middle, and one model asked for by two processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.integration.loader.test_cache import write_sums
+from tests.integration.loader.test_service import status_where
+from tests.integration.loader.tiers_server import TierServer
+from tests.support.servers import NatsServer
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.segments import assert_same
+
+NAME = "model.safetensors"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[TierServer]:
+    write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=60))
+    write_sums(tmp_path / "www" / "m")
+    server = TierServer(tmp_path / "www")
+    yield server
+    await asyncio.to_thread(server.close)
+
+
+@pytest.fixture
+async def second(loader: LoaderProcess, client: Client, nats_server: NatsServer) -> AsyncIterator[tuple[LoaderProcess, Client]]:
+    """Another node's loader on the same machine."""
+    process = LoaderProcess(nats_server.url, loader.home, "second-node")
+    process.log = loader.home / "second.log"
+    process.start()
+    other = Client(client.mesh, process.node)
+    await other.until_served()
+    yield process, other
+    process.close()
+
+
+def journaled(home: Path) -> int:
+    """Bytes that the journal says are on the disk."""
+    journals = list((home / "cache" / "partial").glob("*/journal"))
+    lines = [line for j in journals for line in j.read_bytes().splitlines() if line.startswith(b"[")]
+    return sum(int(line.split(b",")[2]) for line in lines)
+
+
+def asked_for(server: TierServer) -> int:
+    """Bytes of the weights in all requests."""
+    ranges = [r.headers["Range"].removeprefix("bytes=").split("-") for r in server.asked(NAME)]
+    return sum(int(end) - int(start) + 1 for start, end in ranges)
+
+
+async def until_journaled(home: Path, nbytes: int) -> None:
+    async with asyncio.timeout(20):
+        while journaled(home) < nbytes:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_killed_loader_s_pieces_are_not_fetched_again(
+    loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
+) -> None:
+    card = await client.card(f"{server.url}/m")
+    server.faults.stall_from = 20_000_000
+    await client.attach("i1", card, "index")
+    assert await asyncio.to_thread(server.stalled.wait, 20)
+    await until_journaled(loader.home, 10_000_000)
+    loader.end(signal.SIGKILL)
+    there = journaled(loader.home)
+    server.let_go.set()
+    server.requests.clear()
+    loader.start()
+    await client.until_served()
+    found = await client.attach("i2", card)
+    assert_same(found, tensors(megabytes=60))
+    size = (server.directory / "m" / NAME).stat().st_size
+    assert asked_for(server) <= size - there + 200_000
+    await status_where(client, loader.node, lambda s: any(c.tier == "ssd" for c in s.cached))
+    await client.release("i2")
+
+
+async def test_two_loaders_fetch_a_model_once(
+    loader: LoaderProcess, client: Client, second: tuple[LoaderProcess, Client], server: TierServer
+) -> None:
+    _, other = second
+    card = await client.card(f"{server.url}/m")
+    await other.card(f"{server.url}/m")
+    server.requests.clear()
+    one, two = await asyncio.gather(client.attach("a1", card), other.attach("b1", card))
+    assert_same(one, tensors(megabytes=60))
+    assert_same(two, tensors(megabytes=60))
+    size = (server.directory / "m" / NAME).stat().st_size
+    assert asked_for(server) < size + 500_000
+    await client.release("a1")
+    await other.release("b1")
+
+
+async def test_a_loader_that_is_killed_is_followed_by_the_one_that_waited(
+    loader: LoaderProcess, client: Client, second: tuple[LoaderProcess, Client], server: TierServer
+) -> None:
+    _, other = second
+    card = await client.card(f"{server.url}/m")
+    await other.card(f"{server.url}/m")
+    server.faults.stall_from = 20_000_000
+    await client.attach("a1", card, "index")
+    assert await asyncio.to_thread(server.stalled.wait, 20)
+    waiting = asyncio.create_task(other.attach("b1", card))
+    await status_where(other, "second-node", lambda s: any(e.holders for e in s.segments))
+    loader.end(signal.SIGKILL)
+    server.let_go.set()
+    found = await waiting
+    assert_same(found, tensors(megabytes=60))
+    await other.release("b1")

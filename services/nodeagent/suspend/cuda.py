@@ -146,6 +146,10 @@ class CudaWay:
         if not pids:
             raise CannotSuspend("none of the engine's processes holds a CUDA context that can be seen from here")
         used = self._gauge.used(target)
+        if used == 0:
+            raise CannotSuspend(
+                "the bytes of its processes cannot be read here (NVML knows them by other pids): nothing could be proved"
+            )
         host = footprint(target.pids).pss
         try:
             for pid in pids:

@@ -21,6 +21,7 @@ _FIRST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.02
 _PREFIX = "thaw-"
 _TRIAL = ".trial-"
+_SWEPT_AFTER_S = 600.0
 
 
 class Freezer(Protocol):
@@ -94,19 +95,14 @@ class Groups:
 
     def add(self, instance_id: str, pid: int) -> None:
         """Put a process, with all its threads, into the group. Children that it has already stay where they are."""
-        for last in (False, True):
-            if (procs := self.create(instance_id)) is None:
-                return
-            try:
-                procs.write_text(str(pid))
-                return
-            except ProcessLookupError:
-                return
-            except OSError as e:
-                # Another agent that starts just now removes empty groups: made again, once.
-                if last or not isinstance(e, FileNotFoundError):
-                    log.warning("a process could not be put into its control group", extra={"pid": pid, "error": str(e)})
-                    return
+        if (procs := self.create(instance_id)) is None:
+            return
+        try:
+            procs.write_text(str(pid))
+        except ProcessLookupError:
+            return
+        except OSError as e:
+            log.warning("a process could not be put into its control group", extra={"pid": pid, "error": str(e)})
 
     def gather(self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Bring `host`'s descendants and `others` into the group (and itself if it is the engine); all pids of the engine."""
@@ -217,12 +213,11 @@ def open_groups(node: str, version: int | None = None) -> Groups:
 
 
 def _sweep(root: Path) -> None:
-    """Remove empty groups of nodes that are gone; one with a process in it cannot be removed."""
+    """Remove empty groups of nodes that are gone: one with a process in it cannot be removed, and a new one may be about to get its first."""
     for directory in root.glob(f"{_PREFIX}*"):
-        if _TRIAL in directory.name:
-            continue  # another agent's, that starts at this moment
         with contextlib.suppress(OSError):
-            directory.rmdir()
+            if time.time() - directory.stat().st_mtime > _SWEPT_AFTER_S:
+                directory.rmdir()
 
 
 def hierarchies() -> Iterator[tuple[Freezer, Path]]:

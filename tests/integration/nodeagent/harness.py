@@ -187,6 +187,9 @@ class Node:
         command = StopInstance(token=token if token is not None else _EPOCH + next(self._tokens), instance_id=instance_id, **more)
         await self.mesh.request(subjects.node_command(self.name), command, Done)
 
+    def next_token(self) -> int:
+        return _EPOCH + next(self._tokens)
+
     async def suspend(self, instance_id: str, *, token: int | None = None, **more: Any) -> None:
         command = SuspendInstance(
             token=token if token is not None else _EPOCH + next(self._tokens), instance_id=instance_id, **more

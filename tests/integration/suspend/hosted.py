@@ -1,0 +1,102 @@
+"""Real engines under a real nodeagent: started, asked, looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.nodeagent.suspend.memory import footprint
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.inference import INFER_REPLY, InferData, InferEnd, InferFailed, InferRaw, InferRequest
+from shared.contracts.models import ModelCard
+from shared.contracts.node import InstanceState, InstanceStatus, StartInstance
+from tests.integration.nodeagent.harness import MIB, Node
+
+READY_WITHIN_S = 180.0
+
+
+async def start_hosted(
+    node: Node, card: ModelCard, *, mib: int, park: bool = False, within: float = READY_WITHIN_S
+) -> InstanceStatus:
+    """A ready instance that its node is willing to suspend (or one that is suspended, if it is to be parked)."""
+    command = StartInstance(
+        token=node.next_token(),
+        plan_id="p1",
+        instance_id=f"i{uuid.uuid4().hex[:8]}",
+        card=card,
+        device_ids=("cpu:0",),
+        reserve_bytes=mib * MIB,
+        kv_bytes=64 * MIB,
+        park=park,
+    )
+    await node.mesh.request(subjects.node_command(node.name), command, Done)
+    wanted = InstanceState.SUSPENDED if park else InstanceState.READY
+    await node.reaches(command.instance_id, wanted, InstanceState.FAILED, within=within)
+    status = node.instance(command.instance_id)
+    assert status.state is wanted, status.error
+    if not park:
+        await node.until(lambda s: any(i.instance_id == command.instance_id and i.suspension.possible for i in s.instances))
+    return node.instance(command.instance_id)
+
+
+async def generate(node: Node, instance_id: str, prompt: str = "once upon a time", tokens: int = 16) -> str:
+    """Greedy text, through the mesh."""
+    inbox = node.mesh.nc.new_inbox()
+    parts: list[bytes] = []
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def heard(message: Any) -> None:
+        reply = INFER_REPLY.validate_json(message.data)
+        if isinstance(reply, InferData | InferRaw):
+            parts.append(base64.b64decode(reply.data))
+        if isinstance(reply, InferEnd | InferRaw | InferFailed) and not ended.done():
+            ended.set_exception(AssertionError(reply)) if isinstance(reply, InferFailed) else ended.set_result(None)
+
+    subscription = await node.mesh.nc.subscribe(inbox, cb=heard)
+    request = InferRequest(
+        request_id=uuid.uuid4().hex,
+        instance_id=instance_id,
+        model="demo",
+        endpoint="completion",
+        body={"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True},
+        deadline_ms=60_000,
+    )
+    await node.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=inbox)
+    async with asyncio.timeout(60):
+        await ended
+    await subscription.unsubscribe()
+    text: str = json.loads(b"".join(parts))["choices"][0]["text"]
+    return text
+
+
+def engine_pids(node: Node, instance_id: str) -> tuple[int, ...]:
+    """Of the engine, without its host."""
+    return node.instance(instance_id).pids[1:]
+
+
+def pss(node: Node, instance_id: str) -> int:
+    return footprint(engine_pids(node, instance_id)).pss
+
+
+def descriptors(pids: tuple[int, ...]) -> int:
+    return sum(psutil.Process(pid).num_fds() for pid in pids)
+
+
+def environment(*engines: str) -> dict[str, str]:
+    from tests.support.real_engines import python_of
+
+    return {f"THAW_{e.upper()}_PYTHON": python_of(e) for e in engines} | {"PATH": os.environ["PATH"]}
+
+
+def demo_model(directory: Path) -> Path:
+    from thaw.demo.models import make_demo_model
+
+    return make_demo_model(directory / "5m", "5m")

@@ -1,0 +1,208 @@
+"""CUDA checkpoint with a driver made of dictionaries: the order of calls, what is undone, what is refused. The real one: tests/gpu."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.nodeagent.suspend import cuda
+from services.nodeagent.suspend.cuda import CudaBindings, CudaWay, State, open_driver
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Target
+from shared.errors import EngineFailed
+from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
+
+GIB = 1 << 30
+A, B, C = 7_000_001, 7_000_002, 7_000_003
+"""No process can have these pids."""
+NO_GROUPS = Groups("n", None, None, "none here")
+
+
+class Frozen(Groups):
+    """Writes down when it was frozen and thawed, among the driver's calls."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        super().__init__("n", None, None)
+        self._driver = driver
+        self.fails = False
+
+    @property
+    def available(self) -> bool:
+        return True
+
+    def freeze(self, instance_id: str) -> None:
+        self._driver.calls.append(("freeze", 0))
+        if self.fails:
+            raise EngineFailed("the engine's processes could not be frozen")
+
+    def thaw(self, instance_id: str) -> None:
+        self._driver.calls.append(("thaw", 0))
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver({A: 3 * GIB, B: GIB})
+
+
+def way(driver: FakeDriver, groups: Groups | None = None, *, sees_pids: bool = True) -> CudaWay:
+    return CudaWay(driver, "", groups or Frozen(driver), Gauge({"cuda:0": FakeGpu(driver, sees_pids=sees_pids)}))
+
+
+def target(*devices: str, **environment: str) -> Target:
+    return Target("i", "vllm", devices or ("cuda:0",), (A, B, C), hosted=True, environment=environment)
+
+
+async def test_all_are_locked_then_checkpointed_then_frozen(driver: FakeDriver) -> None:
+    taken = await way(driver).suspend(target())
+    assert [c for c, _ in driver.calls] == ["lock", "lock", "checkpoint", "checkpoint", "freeze"]
+    assert (taken.used_bytes, taken.left_bytes) == (4 * GIB, 0)
+    assert taken.snapshot_bytes == 4 * GIB
+
+
+async def test_all_are_thawed_then_restored_then_unlocked(driver: FakeDriver) -> None:
+    w = way(driver)
+    await w.suspend(target())
+    driver.calls.clear()
+    await w.resume(target())
+    assert [c for c, _ in driver.calls] == ["thaw", "restore", "restore", "unlock", "unlock"]
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_without_a_freezer_it_does_without(driver: FakeDriver) -> None:
+    await way(driver, NO_GROUPS).suspend(target())
+    assert [c for c, _ in driver.calls] == ["lock", "lock", "checkpoint", "checkpoint"]
+
+
+@pytest.mark.parametrize("fault", [("lock", B), ("checkpoint", B), ("freeze", 0)], ids=lambda f: f[0])
+async def test_what_fails_half_way_is_undone(driver: FakeDriver, fault: tuple[str, int]) -> None:
+    groups = Frozen(driver)
+    groups.fails = fault[0] == "freeze"
+    driver.fails.add(fault)
+    with pytest.raises(CannotSuspend, match=r"failed|could not be frozen"):
+        await way(driver, groups).suspend(target())
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_a_checkpoint_that_frees_nothing_is_undone(driver: FakeDriver) -> None:
+    driver.keeps = True
+    with pytest.raises(CannotSuspend, match="still in use"):
+        await way(driver).suspend(target())
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_half_a_suspension_of_a_dead_agent_is_undone(driver: FakeDriver) -> None:
+    driver.states = {A: State.CHECKPOINTED, B: State.LOCKED}
+    await way(driver).resume(target())
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_a_restore_that_fails_says_so(driver: FakeDriver) -> None:
+    w = way(driver)
+    await w.suspend(target())
+    driver.fails.add(("restore", A))
+    with pytest.raises(RestoreFailed, match=f"restore of pid {A}"):
+        await w.resume(target())
+    driver.states[A] = State.FAILED
+    with pytest.raises(RestoreFailed, match=f"gives up on pid {A}"):
+        await w.resume(target())
+
+
+async def test_in_a_pid_namespace_of_its_own_nothing_is_proved_and_nothing_done(driver: FakeDriver) -> None:
+    with pytest.raises(CannotSuspend, match="nothing could be proved"):
+        await way(driver, sees_pids=False).suspend(target())
+    assert driver.calls == []
+
+
+def test_several_devices_need_nccl_without_shared_memory(driver: FakeDriver) -> None:
+    refused = way(driver).outlook(target("cuda:0", "cuda:1"))
+    assert refused.way is None
+    assert "NCCL_P2P_DISABLE=1" in refused.reason
+    allowed = target("cuda:0", "cuda:1", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_NVLS_ENABLE="0")
+    assert way(driver).outlook(allowed).way == "cuda"
+
+
+def test_what_it_costs_is_learned(driver: FakeDriver) -> None:
+    w = way(driver)
+    first = w.outlook(target())
+    assert first.snapshot_bytes == 4 * GIB
+    w.learn(4 * GIB, 4.0)
+    assert w.outlook(target()).resume_s > first.resume_s
+
+
+# The binding.
+
+
+def test_without_a_driver_or_the_package_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no NVIDIA driver" in open_driver(None)[1]
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(cuda, "import_module", missing)
+    assert "cuda-bindings is not installed" in open_driver(SimpleNamespace())[1]
+
+
+class Api:
+    """`cuda.bindings.driver`, as its documentation describes it."""
+
+    class CUcheckpointLockArgs:
+        timeoutMs = 0
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self.code = 0
+
+    def cuInit(self, flags: int) -> tuple[int]:
+        return (0,)
+
+    def cuCheckpointProcessGetState(self, pid: int) -> tuple[int, int]:
+        return (0, 2) if pid == 1 else (1, 0)
+
+    def cuCheckpointProcessLock(self, pid: int, args: CUcheckpointLockArgs) -> tuple[int]:
+        self.asked.append(("lock", pid, args.timeoutMs))
+        return (self.code,)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cuCheckpointProcess"):
+            raise AttributeError(name)
+
+        def call(pid: int, args: None) -> tuple[int]:
+            self.asked.append((name, pid))
+            return (self.code,)
+
+        return call
+
+
+def bindings(api: Api, version: str = "580.12.3") -> CudaBindings:
+    return CudaBindings(api, SimpleNamespace(nvmlSystemGetDriverVersion=lambda: version))
+
+
+def test_the_binding_calls_the_driver_as_documented() -> None:
+    api = Api()
+    found = bindings(api)
+    assert found.version() == 580
+    assert found.state(1) is State.CHECKPOINTED
+    assert found.state(9) is None
+    found.lock(1, 500)
+    found.checkpoint(1)
+    found.restore(1)
+    found.unlock(1)
+    assert api.asked == [
+        ("lock", 1, 500),
+        ("cuCheckpointProcessCheckpoint", 1),
+        ("cuCheckpointProcessRestore", 1),
+        ("cuCheckpointProcessUnlock", 1),
+    ]
+    api.code = 801
+    with pytest.raises(EngineFailed, match="cuCheckpointProcessLock of pid 1 failed: 801"):
+        found.lock(1, 500)
+
+
+def test_an_old_driver_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "import_module", lambda _: Api())
+    driver, reason = open_driver(SimpleNamespace(nvmlSystemGetDriverVersion=lambda: "565.57"))
+    assert driver is None
+    assert "570 or later" in reason

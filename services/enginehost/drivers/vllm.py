@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+from services.enginehost.drivers.overlay import plugin_path
 from services.enginehost.drivers.port import Command, Driver, call, flags, json_request
 from services.enginehost.http1 import Client, HttpRequest
+from shared.contracts.loader_socket import loader_socket
+from shared.errors import EngineFailed, InvalidModel
 
 _SLEEP_PATH = "/sleep"
 _OURS = frozenset({"kv_cache_bytes"})
@@ -40,7 +45,15 @@ class Vllm(Driver):
             found.append("--enforce-eager")
         if launch.on_cuda and "enable_sleep_mode" not in given:
             found.append("--enable-sleep-mode")
+        if self._from_loader:
+            extra = {"socket": str(loader_socket(launch.settings.node_state)), "source": self.card.info.source}
+            given["model_loader_extra_config"] = {**extra, **dict(given.get("model_loader_extra_config") or {})}
         return (*found, *flags(given))
+
+    @property
+    def _from_loader(self) -> bool:
+        """Whether vLLM gets its weights from this node's loader, by our plug-in."""
+        return self.card.spec.engine_args.get("load_format") == "thaw"
 
     def environment(self) -> dict[str, str]:
         found = {
@@ -51,7 +64,20 @@ class Vllm(Driver):
         }
         if not self.launch.remote:
             found["HF_HUB_OFFLINE"] = "1"
+        if self._from_loader:
+            found["PYTHONPATH"] = self._plugin()
         return found
+
+    def _plugin(self) -> str:
+        if self.card.spec.container is not None:
+            raise InvalidModel(
+                f"{self.card.name}: load_format thaw is for vLLM as a process; in a container it cannot reach the loader"
+            )
+        try:
+            overlay = str(plugin_path(self.launch.settings.node_state / "agent" / "vllm-plugin"))
+        except OSError as e:
+            raise EngineFailed(f"vLLM's plug-in cannot be put at its place: {e}") from e
+        return os.pathsep.join(filter(None, (overlay, os.environ.get("PYTHONPATH"))))
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:

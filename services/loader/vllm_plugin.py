@@ -1,0 +1,101 @@
+"""vLLM's weights from Thaw's loader: `--load-format thaw` for an unmodified vLLM.
+
+Installed beside vLLM (`pip install --no-deps thaw-mesh`), or put on its PYTHONPATH by Thaw's vLLM driver, this registers itself through vLLM's
+plug-in entry point. With a node's loader, tensors are views of its shared memory and come as they arrive, behind the watermark; without
+one, the model's directory is read as `thaw load` does. vLLM copies each into its own parameters, as from any other source.
+
+`--model-loader-extra-config '{"socket": "/…/loader.sock", "source": "hf://org/name"}'` names the loader and the model's source as registered;
+the source is the model's directory by default.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.loader.client import attach
+from shared.contracts.segment import SegmentTensor
+from shared.dtypes import TORCH_NAMES, packed_shape
+from shared.errors import CheckpointInvalid
+
+if TYPE_CHECKING:
+    import torch
+
+LOAD_FORMAT = "thaw"
+_SILENT_S = 600.0
+
+
+def register() -> None:
+    """vLLM calls this in each of its processes, maybe more than once."""
+    from vllm.logger import init_logger  # type: ignore[import-not-found]  # there in vLLM's environment only
+    from vllm.model_executor.model_loader import (  # type: ignore[import-not-found]
+        _LOAD_FORMAT_TO_MODEL_LOADER,
+        register_model_loader,
+    )
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # type: ignore[import-not-found]
+
+    if LOAD_FORMAT in _LOAD_FORMAT_TO_MODEL_LOADER:
+        return
+    logger = init_logger("vllm.thaw")
+
+    class ThawModelLoader(DefaultModelLoader):  # type: ignore[misc]  # Any, here
+        """All but where tensors come from is the default loader's: which are wanted, and that none is missing."""
+
+        def __init__(self, load_config: Any) -> None:
+            given = dict(load_config.model_loader_extra_config or {})
+            self._socket: str | None = given.pop("socket", None)
+            self._source: str | None = given.pop("source", None)
+            plain = copy.copy(load_config)
+            plain.model_loader_extra_config = given
+            plain.load_format = "auto"
+            super().__init__(plain)
+
+        def download_model(self, model_config: Any) -> None:
+            """The loader fetches what is remote."""
+
+        def get_all_weights(self, model_config: Any, model: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
+            self.counter_before_loading_weights = began = time.perf_counter()
+            source, count, nbytes = self._source or model_config.model, 0, 0
+            for name, tensor in weights(source, self._socket):
+                count, nbytes = count + 1, nbytes + tensor.nbytes
+                yield name, tensor
+            for secondary in getattr(model, "secondary_weights", ()):
+                yield from self._get_weights_iterator(secondary)
+            seconds = time.perf_counter() - began
+            way = "its loader" if self._socket else "its files"
+            logger.info("Thaw gave %d tensors, %.1f MiB, from %s in %.3f seconds", count, nbytes / 2**20, way, seconds)
+
+    register_model_loader(LOAD_FORMAT)(ThawModelLoader)
+
+
+def weights(source: str, socket: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a model, as soon as it is whole. Raises `ThawError`.
+
+    A tensor is a view of memory that other processes have as well: it is valid until the next one is asked for.
+    """
+    if socket is None:
+        from services.loader.tensors import load_tensors
+
+        yield from load_tensors(Path(source)).items()
+        return
+    with attach(socket, source=source, timeout=_SILENT_S) as held:
+        for entry, data in held.tensors():
+            yield entry.name, _tensor(entry, data)
+
+
+def _tensor(entry: SegmentTensor, data: memoryview) -> torch.Tensor:
+    import torch
+
+    shape = packed_shape(entry.dtype, entry.shape)
+    if entry.dtype not in TORCH_NAMES or shape is None:
+        raise CheckpointInvalid(f"torch has no type for tensor {entry.name!r} of dtype {entry.dtype}")
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[entry.dtype])
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    if entry.offset % dtype.itemsize:  # old files do not pad their headers, and torch's kernels want aligned elements
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+    return torch.frombuffer(data, dtype=dtype).view(shape)

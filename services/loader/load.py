@@ -1,8 +1,9 @@
 """Load a checkpoint into shared memory, without any mesh: what the loader service runs, and benches and tests call.
 
-    python -m services.loader.load PATH [--threads N]
+    python -m services.loader.load SOURCE [--threads N] [--ready]
 
-times one load and prints it as one line of JSON; a refusal is `{"error": …}` and status 1.
+times one load and prints it as one line of JSON; a refusal is `{"error": …}` and status 1. SOURCE is a directory, a file, or the URL of a model
+(https://, s3://, gs://, az://, hf://), which is then read straight into memory and not kept on the disk.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import json
 import mmap
 import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,15 @@ from services.loader.adapters.shm import free_bytes, no_room
 from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.checkpoint import Checkpoint, open_checkpoint, open_path
 from services.loader.format.segment import Layout, lay_out
-from services.loader.pipeline.fill import Filling
+from services.loader.pipeline.fill import Filling, PieceReader
 from services.loader.pipeline.link import Link
 from services.loader.pipeline.pieces import cut
+from services.loader.pipeline.remote import TierReader
 from services.loader.pool.memory import PoolMemory
 from services.loader.pool.region import Region
+from services.loader.tiers.headers import bring_small_files, checkpoint_of
+from services.loader.tiers.open import is_remote, open_source
+from services.loader.tiers.port import Tier
 from shared.errors import ThawError
 
 
@@ -96,7 +103,7 @@ def _whole(pool: PoolMemory, total_bytes: int) -> Region:
     return Region(pool, range(-(-total_bytes // CHUNK_BYTES)), total_bytes)
 
 
-def _read(filling: Filling, reader: FilesReader, threads: int) -> ReadStats:
+def _read(filling: Filling, reader: PieceReader, threads: int) -> ReadStats:
     link = Link("read", threads)
     try:
         filling.run(reader, link)
@@ -114,6 +121,23 @@ class PrivateLoad:
     report: LoadReport
 
 
+@contextmanager
+def _opened(path: Path | str, rank: int, ranks: int) -> Iterator[tuple[Checkpoint, Tier | None]]:
+    """The headers of what `path` names; with a tier where its files are not on this host."""
+    if not is_remote(str(path)):
+        yield open_path(Path(path).expanduser(), rank, ranks), None
+        return
+    with ExitStack() as leaving:
+        tier = open_source(str(path))
+        leaving.callback(tier.close)
+        if tier.directory is not None:
+            yield open_path(tier.directory, rank, ranks), None
+            return
+        small = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="thaw-load-")))
+        bring_small_files(tier, small, trust_remote_code=False)
+        yield checkpoint_of(tier, small, rank, ranks), tier
+
+
 def load_private(
     path: Path | str,
     options: ReadOptions = DEFAULTS,
@@ -121,38 +145,61 @@ def load_private(
     rank: int = 0,
     ranks: int = 1,
     check: Callable[[Checkpoint], None] | None = None,
+    pool: PoolMemory | None = None,
+    on_loaded: Callable[[int], None] | None = None,
 ) -> PrivateLoad:
-    """Load a model directory or a safetensors file into memory without a name; of a model divided by `thaw convert`, the part of `rank`.
-    `check` may object (raise) before memory is taken.
+    """Load a model directory, a safetensors file or a model's URL into memory without a name; of a model divided by `thaw convert`, the part of
+    `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one.
 
-    Raises `CheckpointInvalid` or `InsufficientMemory`, and then keeps no memory.
+    Raises `CheckpointInvalid`, `InsufficientMemory` or `Unavailable`, and then keeps no memory.
     """
     started = time.monotonic()
-    checkpoint = open_path(Path(path).expanduser(), rank, ranks)
-    if check is not None:
-        check(checkpoint)
-    layout = lay_out(checkpoint, "")
-    pool = _own_pool(None, layout.total_bytes)
-    reading = time.monotonic()
     try:
-        region, pieces = _whole(pool, layout.total_bytes), cut(layout, options.chunk_bytes)
-        reader = FilesReader(layout.places, pieces, region, options)
-        stats = _read(Filling(layout, region, pieces, zap=False), reader, options.threads)
+        with _opened(path, rank, ranks) as (checkpoint, tier):
+            if check is not None:
+                check(checkpoint)
+            layout = lay_out(checkpoint, "")
+            pool = pool or _own_pool(None, layout.total_bytes)
+            reading = time.monotonic()
+            region, pieces = _whole(pool, layout.total_bytes), cut(layout, options.chunk_bytes)
+            reader: PieceReader = FilesReader(layout.places, pieces, region, options)
+            if tier is not None:
+                reader = TierReader(tier, layout.places, region)
+            filling = Filling(layout, region, pieces, zap=False, on_loaded=on_loaded)
+            stats = _read(filling, reader, options.threads)
+            if tier is not None:
+                tier.finish()
+            ended = time.monotonic()
+    except BaseException:
+        if pool is not None:
+            pool.close()
+        raise
+    return PrivateLoad(layout, pool.detach(), LoadReport("", layout.total_bytes, ended - started, ended - reading, stats))
+
+
+def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory:
+    """Memory for one load of `path`, populated beforehand, as a loader's pool has it. Raises what `load_private` raises."""
+    with _opened(path, rank, ranks) as (checkpoint, _):
+        total = lay_out(checkpoint, "").total_bytes
+    pool = _own_pool(None, total)
+    try:
+        for at in range(0, total, CHUNK_BYTES):
+            pool.populate(at, min(CHUNK_BYTES, total - at))
     except BaseException:
         pool.close()
         raise
-    memory = pool.detach()
-    ended = time.monotonic()
-    return PrivateLoad(layout, memory, LoadReport("", layout.total_bytes, ended - started, ended - reading, stats))
+    return pool
 
 
-def measure(path: Path | str, threads: int) -> dict[str, Any]:
+def measure(path: Path | str, threads: int, *, ready: bool = False) -> dict[str, Any]:
     """Load once and let go of the memory again: bytes, seconds (wall), CPU seconds, and bandwidths in GB/s (10^9 bytes).
 
-    `stages` follow each other; `steps` say what the reading threads did meanwhile, in seconds of all threads together.
+    `stages` follow each other; `steps` say what the reading threads did meanwhile, in seconds of all threads together. `ready`: the memory is
+    populated before the clock runs.
     """
+    pool = ready_pool(path) if ready else None
     before = time.process_time()
-    loaded = load_private(path, ReadOptions(threads=threads))
+    loaded = load_private(path, ReadOptions(threads=threads), pool=pool)
     cpu = time.process_time() - before
     report, stats = loaded.report, loaded.report.stats
     count = sum(place.file.size for place in loaded.layout.places)
@@ -174,10 +221,12 @@ def measure(path: Path | str, threads: int) -> dict[str, Any]:
             _step("page cache", stats.copy_seconds, stats.cached),
             _step("allocate", stats.allocate_seconds, stats.direct + stats.buffered),
             _step("disk", stats.disk_seconds, stats.direct + stats.buffered),
+            _step("remote", stats.remote_seconds, stats.remote),
         ],
         "direct_bytes": stats.direct,
         "cached_bytes": stats.cached,
         "buffered_bytes": stats.buffered,
+        "remote_bytes": stats.remote,
     }
 
 
@@ -191,11 +240,12 @@ def _gb_per_s(count: int, seconds: float) -> float | None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m services.loader.load", description="Time one load into memory.")
-    parser.add_argument("path", type=Path)
+    parser.add_argument("path", metavar="SOURCE")
     parser.add_argument("--threads", type=int, default=4, choices=range(1, 65), metavar="N")
+    parser.add_argument("--ready", action="store_true", help="populate the memory before the clock runs")
     options = parser.parse_args(arguments)
     try:
-        document, status = measure(options.path, options.threads), os.EX_OK
+        document, status = measure(options.path, options.threads, ready=options.ready), os.EX_OK
     except ThawError as e:
         document, status = {"error": e.body().model_dump()}, 1
     sys.stdout.write(json.dumps(document) + "\n")

@@ -24,20 +24,26 @@ class Tier(StrEnum):
 @verb
 def load(
     path: Annotated[
-        Path, typer.Argument(help="A model directory in Hugging Face layout, or one .safetensors file.", metavar="PATH")
+        str,
+        typer.Argument(
+            help="A model directory in Hugging Face layout, one .safetensors file, or a model's URL (https, s3, gs, az, hf).",
+            metavar="PATH",
+        ),
     ],
     tier: Annotated[Tier, typer.Option(help="Where the weights go: dram, the host's shared memory.")] = Tier.DRAM,
-    threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read: connections, of a URL.")] = 4,
+    ready: Annotated[bool, typer.Option("--ready", help="Populate the memory beforehand, as the loader's pool has it.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Show the bandwidth of each stage too.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Time one load of a checkpoint into memory; the memory is given back. Files in the page cache are copied from there.
+    """Time one load of a checkpoint into memory; the memory is given back. Files in the page cache are copied from there; what comes
+    from a URL is not kept on the disk.
 
     Example: [bold]thaw load ~/models/llama --tier dram --report[/]
     """
     out = screen(as_json)
     with out.status(f"loading {path}"):
-        document = _load(path.expanduser().absolute(), threads)
+        document = _load(path if "://" in path else str(Path(path).expanduser().absolute()), threads, ready)
     out.print(
         f"[green]✓[/] {format_size(document['bytes'])} in {format_duration(document['seconds'])}: "
         f"[bold]{_rate(document['gb_per_s'])}[/], {document['cpu_seconds']:.2f} CPU seconds"
@@ -47,9 +53,9 @@ def load(
     return document
 
 
-def _load(path: Path, threads: int) -> dict[str, Any]:
+def _load(path: str, threads: int, ready: bool) -> dict[str, Any]:
     """The loader's own report. A process of its own: the command line does not import services."""
-    command = [sys.executable, "-m", "services.loader.load", str(path), "--threads", str(threads)]
+    command = [sys.executable, "-m", "services.loader.load", path, "--threads", str(threads), *(["--ready"] if ready else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         document: dict[str, Any] = json.loads(done.stdout)

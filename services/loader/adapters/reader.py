@@ -53,6 +53,7 @@ class ReadStats:
     allocate_seconds: float = 0.0
     disk_seconds: float = 0.0
     copy_seconds: float = 0.0
+    remote_seconds: float = 0.0
 
     def add(self, other: ReadStats) -> None:
         for name, value in vars(other).items():

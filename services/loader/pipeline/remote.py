@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 from services.loader.adapters.reader import ReadStats
@@ -29,10 +30,11 @@ class TierReader:
 
     def read(self, piece: Piece) -> None:
         self._region.populate(piece.target, pages(piece.length))
-        into = self._region.view(piece.target, piece.length)
-        self._tier.read(self._files[piece.file], piece.offset, into, self._cancelled)
+        began = time.perf_counter()
+        with self._region.view(piece.target, piece.length) as into:
+            self._tier.read(self._files[piece.file], piece.offset, into, self._cancelled)
         with self._lock:
-            self.stats.remote += piece.length
+            self.stats.add(ReadStats(remote=piece.length, remote_seconds=time.perf_counter() - began))
 
     def close(self) -> None:
         """The tier is closed by whoever opened it: it may still write its copy."""

@@ -20,7 +20,6 @@ _MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-_SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
@@ -207,11 +206,15 @@ def _open(name: str | None, *, keep: bool) -> int:
 
 
 def huge_pages_allowed() -> bool:
-    """Whether the kernel gives huge pages to shared memory whose owner advises it."""
+    """Whether /dev/shm is mounted with huge=advise, within_size or always: the kernel's setting for shared memory without a mount of its own
+    does not hold for it."""
     try:
-        return any(f"[{word}]" in _SHMEM_HUGE.read_text() for word in ("always", "within_size", "advise"))
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return False
+    fields = [line.split() for line in mounts]
+    options = [f[-1].split(",") for f in fields if len(f) > 4 and f[4] == str(shm.SHM)]
+    return bool(options) and any(o.startswith("huge=") and o != "huge=never" for o in options[-1])
 
 
 def _runs(chunks: list[int]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.loader.adapters import shm
 from services.loader.adapters.shm import SHM
 from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.domain.events import Event, Left, Vacate, Vacated
 from services.loader.pool.giving_back import GivingBack
-from services.loader.pool.memory import PoolMemory
+from services.loader.pool.memory import PoolMemory, huge_pages_allowed
 from services.loader.pool.region import Region, extents
 from shared.contracts.segment import Extent
 from shared.mapping import map_extents
@@ -193,3 +195,24 @@ def test_a_region_s_views_stay_within_their_chunk(pool: PoolMemory) -> None:
         assert (bytes(low), bytes(high)) == (b"abc", b"def")
     with pool.view(1 * CHUNK_BYTES, 3) as raw:
         assert bytes(raw) == b"def"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("option", ["never", "advise"])
+def test_huge_pages_where_shared_memory_is_mounted_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size=64m,huge={option}", "tmpfs", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"may not mount here: {mounted.stderr.decode().strip()}")
+    monkeypatch.setattr(shm, "SHM", tmp_path)
+    try:
+        assert huge_pages_allowed() is (option == "advise")
+        pool = PoolMemory("pool", 2 * CHUNK_BYTES)
+        pool.prepare(1)
+        assert pool.allocated() == CHUNK_BYTES
+        assert pool.punch([1]) == CHUNK_BYTES
+        pool.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

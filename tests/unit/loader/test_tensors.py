@@ -18,6 +18,7 @@ from services.loader.adapters.shm import SHM
 from services.loader.load import main, measure
 from services.loader.tensors import load_tensors
 from shared.errors import CheckpointInvalid
+from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 
 _DTYPES = (
@@ -149,3 +150,30 @@ def test_a_timed_load_accounts_for_every_byte(tmp_path: Path) -> None:
 def test_the_command_tells_a_refusal_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nothing")]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "checkpoint_invalid"
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_url_is_loaded_straight_into_memory(tmp_path: Path, ready: bool) -> None:
+    weights = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=20), shards=2)
+    server = TierServer(tmp_path / "www")
+    try:
+        report = measure(f"{server.url}/m", threads=2, ready=ready)
+        found = load_tensors(f"{server.url}/m")
+    finally:
+        server.close()
+    assert (
+        report["bytes"] == report["remote_bytes"] == sum(p.stat().st_size for p in (tmp_path / "www" / "m").glob("*.safetensors"))
+    )
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(found[name].numpy(), value)
+
+
+def test_memory_made_ready_is_what_the_load_fills(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=20))
+    before = mappings()
+    assert measure(tmp_path, threads=2, ready=True)["cpu_seconds"] > 0
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointInvalid):
+        measure(tmp_path, threads=2, ready=True)
+    assert mappings() == before

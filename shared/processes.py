@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-INSTANCE_VARIABLE = "THAW_INSTANCE"
+MARK_VARIABLE = "THAW_INSTANCE"
 """In the environment of an engine's processes: who forgets its parent is still known by it."""
 _POLL_S = 0.01
 
@@ -21,13 +21,18 @@ def all_pids() -> Iterator[int]:
             yield int(entry.name)
 
 
-def marked(instance_id: str) -> set[int]:
-    """Processes that carry the instance's mark, zombies left out. Reads every process's environment: some milliseconds."""
-    mark = f"{INSTANCE_VARIABLE}={instance_id}".encode()
+def mark_of(scope: str, instance_id: str) -> str:
+    """`scope`: the node's (`NodeSettings.scope`)."""
+    return f"{scope}.{instance_id}"
+
+
+def marked(mark: str) -> set[int]:
+    """Processes that carry an instance's mark, zombies left out. Reads every process's environment: some milliseconds."""
+    wanted = f"{MARK_VARIABLE}={mark}".encode()
     found = set()
     for pid in all_pids():
         with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.add(pid)
     return found
 
@@ -77,9 +82,9 @@ def end_all(pids: Callable[[], Iterable[int]], within_s: float = 5.0) -> bool:
     return True
 
 
-def end_marked(instance_id: str) -> bool:
+def end_marked(mark: str) -> bool:
     """End whatever an instance's engine has left behind; False if something would not go."""
-    return end_all(lambda: marked(instance_id))
+    return end_all(lambda: marked(mark))
 
 
 def _alive(pid: int) -> bool:

@@ -6,6 +6,7 @@ A file `thaw_<setting>` in the directory that THAW_SECRETS_DIR names serves as w
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Literal
@@ -45,3 +46,8 @@ class NodeSettings(CommonSettings):
     def node_state(self) -> Path:
         """Where this node's processes keep what they need to find each other again after a crash."""
         return self.state / "nodes" / self.node
+
+    @property
+    def scope(self) -> str:
+        """Names this node among those of all meshes on the machine, which may call their nodes and instances the same."""
+        return f"{self.node}-{hashlib.sha256(str(self.node_state).encode()).hexdigest()[:8]}"

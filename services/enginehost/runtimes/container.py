@@ -22,7 +22,7 @@ from shared.contracts.engine import EngineStart
 from shared.contracts.models import ContainerOptions
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, ThawError
-from shared.processes import INSTANCE_VARIABLE, descendants, process_end
+from shared.processes import MARK_VARIABLE, descendants, mark_of, process_end
 
 log = logging.getLogger(__name__)
 LABEL_INSTANCE = "thaw.instance"

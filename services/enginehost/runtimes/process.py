@@ -19,7 +19,7 @@ from services.enginehost.drivers.port import Command
 from services.enginehost.http1 import Address
 from services.enginehost.runtimes.port import Activity, Ended
 from shared.errors import EngineFailed
-from shared.processes import INSTANCE_VARIABLE, descendants, end_all, marked
+from shared.processes import MARK_VARIABLE, descendants, end_all, marked
 
 _SPAWN = Path(spawn.__file__)
 _LEFTOVERS_WITHIN_S = 2.0
@@ -32,10 +32,10 @@ def free_port(host: str) -> int:
         return int(s.getsockname()[1])
 
 
-def clean_environment(instance_id: str, added: Mapping[str, str]) -> dict[str, str]:
+def clean_environment(mark: str, added: Mapping[str, str]) -> dict[str, str]:
     """What an engine inherits: everything but Thaw's own settings, which hold credentials of the mesh."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("THAW_", "OTEL_"))}
-    return {**kept, INSTANCE_VARIABLE: instance_id, **added}
+    return {**kept, MARK_VARIABLE: mark, **added}
 
 
 class EngineProcess:
@@ -68,7 +68,7 @@ class EngineProcess:
     def pids(self) -> tuple[int, ...]:
         if self._ended.done():
             return ()
-        return tuple(sorted(descendants(self._child.pid) | marked(self._instance_id)))
+        return tuple(sorted(descendants(self._child.pid) | marked(self._mark)))
 
     def activity(self) -> Activity:
         cpu, read = 0.0, 0
@@ -108,7 +108,7 @@ class EngineProcess:
         # Those that outlive it: workers that ignored the signal, or have left the session.
         known = set(pids)
         await asyncio.to_thread(
-            end_all, lambda: marked(self._instance_id) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S
+            end_all, lambda: marked(self._mark) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S
         )
         return await self.wait()
 

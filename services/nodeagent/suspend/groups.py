@@ -62,13 +62,13 @@ class FreezerV1:
 
 
 class Groups:
-    """The control groups of one node's engines, under the group of this process. `root` None: there are none, and `reason` says why.
+    """The control groups of one node's engines (`scope`: NodeSettings.scope), under the group of this process. `root` None: there are none, and `reason` says why.
 
     All of it blocks for milliseconds at most, but for `freeze`, which may take seconds while a process is in the kernel.
     """
 
-    def __init__(self, node: str, root: Path | None, freezer: Freezer | None, reason: str = "") -> None:
-        self._node = node
+    def __init__(self, scope: str, root: Path | None, freezer: Freezer | None, reason: str = "") -> None:
+        self.scope = scope
         self._root = root
         self._freezer = freezer
         self.reason = reason
@@ -174,13 +174,13 @@ class Groups:
         """Instances that have a group: of this agent, or left by an earlier one of this node."""
         if self._root is None:
             return
-        prefix = f"{_PREFIX}{self._node}."
+        prefix = f"{_PREFIX}{self.scope}."
         for directory in self._root.glob(f"{prefix}*"):
             yield directory.name.removeprefix(prefix)
 
     def _directory(self, instance_id: str) -> Path:
         assert self._root is not None
-        return self._root / f"{_PREFIX}{self._node}.{instance_id}"
+        return self._root / f"{_PREFIX}{self.scope}.{instance_id}"
 
     def _there(self, instance_id: str) -> tuple[Path, Freezer]:
         if self._root is None or self._freezer is None:
@@ -188,13 +188,13 @@ class Groups:
         return self._directory(instance_id), self._freezer
 
 
-def open_groups(node: str, version: int | None = None) -> Groups:
+def open_groups(scope: str, version: int | None = None) -> Groups:
     """The first hierarchy in which this process may make groups that freeze: v2, then v1 (or only `version`)."""
     reasons = []
     for freezer, root in hierarchies():
         if version not in (None, freezer.version):
             continue
-        trial = root / f"{_PREFIX}{node}{_TRIAL}{os.getpid()}"
+        trial = root / f"{_PREFIX}{scope}{_TRIAL}{os.getpid()}"
         try:
             trial.mkdir()
         except OSError as e:
@@ -203,13 +203,13 @@ def open_groups(node: str, version: int | None = None) -> Groups:
         try:
             freezer.prepare(trial)
             _sweep(root)
-            return Groups(node, root, freezer)
+            return Groups(scope, root, freezer)
         except OSError as e:
             reasons.append(f"cgroup v{freezer.version} at {root} cannot freeze: {e.strerror}")
         finally:
             with contextlib.suppress(OSError):
                 trial.rmdir()
-    return Groups(node, None, None, "; ".join(reasons) or "no cgroup freezer is mounted")
+    return Groups(scope, None, None, "; ".join(reasons) or "no cgroup freezer is mounted")
 
 
 def _sweep(root: Path) -> None:

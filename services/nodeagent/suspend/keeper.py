@@ -19,7 +19,7 @@ from shared.contracts.base import Message, Request
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.node import Capability, SuspendWay
 from shared.errors import DeadlineExceeded, EngineFailed, PermissionDenied, ThawError, Unreachable
-from shared.processes import end_marked, marked
+from shared.processes import end_marked, mark_of, marked
 
 R = TypeVar("R", bound=Message)
 Ask = Callable[[str, Request, type[R]], Awaitable[R]]
@@ -174,8 +174,9 @@ class Keeper:
             await asyncio.sleep(_POLL_S)
         self.groups.remove(instance_id)
         # Where there are no groups, a hosted engine's processes are known by their mark.
-        if not await asyncio.to_thread(end_marked, instance_id):
-            log.error("processes of an engine cannot be ended", extra={"instance": instance_id, "pids": marked(instance_id)})
+        mark = mark_of(self.groups.scope, instance_id)
+        if not await asyncio.to_thread(end_marked, mark):
+            log.error("processes of an engine cannot be ended", extra={"instance": instance_id, "pids": marked(mark)})
 
     async def reap_strays(self, known: frozenset[str]) -> None:
         """End engines that an earlier agent left behind and nobody knows any more."""

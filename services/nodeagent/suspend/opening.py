@@ -35,7 +35,7 @@ def snapshot_budget(settings: NodeagentSettings) -> int:
 
 
 def open_keeper(settings: NodeagentSettings, devices: Mapping[str, Device], mesh: Mesh) -> Keeper:
-    groups = open_groups(settings.node)
+    groups = open_groups(settings.scope)
     gauge = Gauge(devices)
     ways: dict[SuspendWay, Way] = {}
     if settings.suspend == "auto":

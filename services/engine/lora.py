@@ -1,8 +1,8 @@
 """LoRA in a forward pass that rows of several adapters share: each linear layer is computed once for all rows, then every adapter's
 low-rank product is added to its own rows.
 
-The product is computed in the type that the adapter was saved in and added as PEFT adds it, so that a row is what it would be with
-PEFT and that adapter alone. Adapters are tensors beside the model: the base's weights are never changed.
+The product is computed in the type that the adapter was saved in, as PEFT does it, and rounded once when it is added. Adapters are tensors
+beside the model: the base's weights are never changed.
 """
 
 from __future__ import annotations
@@ -161,11 +161,13 @@ def _adding(name: str, forward: Callable[[torch.Tensor], torch.Tensor]) -> Calla
 def _add(name: str, shares: Shares, x: torch.Tensor, output: torch.Tensor) -> None:
     """In place. The token axis is the last but one; the head of the model sees the rows' last tokens only."""
     whole = x.shape[-2] == shares.tokens
+    inputs = {x.dtype: x}
     for part in shares.parts:
         pair = part.adapter.pairs.get(name)
         if pair is None:
             continue
         first, last = (part.first, part.last) if whole else (part.first_row, part.last_row)
-        own = output.narrow(-2, first, last - first)
-        low = linear(x.narrow(-2, first, last - first).to(pair.a.dtype), pair.a)
-        own.copy_(own + linear(low, pair.b) * pair.scale)
+        if pair.a.dtype not in inputs:
+            inputs[pair.a.dtype] = x.to(pair.a.dtype)
+        low = linear(inputs[pair.a.dtype].narrow(-2, first, last - first), pair.a)
+        output.narrow(-2, first, last - first).add_(linear(low, pair.b), alpha=pair.scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.adapters import write_adapter
-from tests.support.launcher import Thaw
+from tests.support.launcher import Thaw, until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 ASKED: dict[str, Any] = {"messages": HELLO, "temperature": 0, "max_tokens": 12}
@@ -105,6 +108,25 @@ def test_what_does_not_fit_is_refused_at_registration(mesh: Thaw, admin: httpx.C
     assert refused(adapters["sql"], "poems")[:2] == (400, "invalid_request")
     assert refused(adapters["sql"], None)[:2] == (422, "invalid_model")
     assert refused(one, "one")[:2] == (422, "invalid_model")
+
+
+async def test_a_converted_adapter_answers_the_same_and_leaves_with_its_registration(
+    mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
+) -> None:
+    pickled = mesh.home / "adapters" / "pickled"
+    shutil.copytree(adapters["sql"], pickled)
+    torch.save(load_file(pickled / "adapter_model.safetensors"), pickled / "adapter_model.bin")
+    (pickled / "adapter_model.safetensors").unlink()
+    assert "thaw convert" in mesh.error("models", "add", "converted", str(pickled), "--base", "one")["message"]
+    mesh.json("convert", str(pickled), str(mesh.home / "adapters" / "converted"))
+    mesh.json("models", "add", "converted", str(mesh.home / "adapters" / "converted"), "--base", "one")
+    assert await text(clients, "converted") == await text(clients, "sql")
+    mesh.json("models", "rm", "converted")
+
+    def loaded() -> set[str]:
+        return {a["name"] for i in mesh.instances("one") for a in i["load"]["adapters"]}
+
+    await asyncio.to_thread(until, lambda: "converted" not in loaded() and "sql" in loaded(), what="the adapter is let go of")
 
 
 async def test_a_base_is_not_removed_from_under_its_adapters(

@@ -1,0 +1,311 @@
+"""LoRA adapters: what a batch of several costs beside the base alone, and how fast a large one is loaded.
+
+    OMP_WAIT_POLICY=passive python -m bench.lora [--size 60m] [--rows 8] [--threads 1] [--rounds N] [--bytes 1GB] [--directory DIR] [--json PATH]
+
+(passive, as engines run: on a busy machine, threads that spin make every case many times slower.)
+
+Batch: decode steps of ROWS sequences on a demo model, through the engine's own runner. The peer, where it can be imported, is PEFT on the same
+weights: its mixed batches (`adapter_names`), and one pass for each adapter after `set_adapter`. Each round takes every case once, in an
+order drawn anew; a round's figure is the fastest of its steps, the one that other work disturbed least. Adapters are float32, as PEFT saves them, of rank 16 on all linear layers of the blocks.
+
+Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors (bench/loader_case.py), from the disk and from the page cache, and
+from the node's memory, where another instance holds it (mapped and seen as tensors). GB are 10^9 bytes. Everything written is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from bench.loader import Case, run_case, set_cache
+from bench.loader_case import checksum
+from bench.report import machine, median, write
+from services.engine import attention
+from services.engine.attention import PACKED
+from services.engine.lora import Adapter, Pair
+from services.engine.runner import PackedRunner, Row
+from thaw.config.units import parse_size
+from thaw.demo.models import make_demo_model
+
+RANK = 16
+PROMPT = 64
+STEPS = 12
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LLAMA_8B = {
+    "self_attn.q_proj": (4096, 4096),
+    "self_attn.k_proj": (4096, 1024),
+    "self_attn.v_proj": (4096, 1024),
+    "self_attn.o_proj": (4096, 4096),
+    "mlp.gate_proj": (4096, 14336),
+    "mlp.up_proj": (4096, 14336),
+    "mlp.down_proj": (14336, 4096),
+}
+"""Inputs and outputs of each linear layer of a block."""
+_BLOCKS = 32
+Step = Callable[[], object]
+
+
+def adapter(model: Any, seed: int) -> dict[str, Pair]:
+    """Random pairs for every linear layer of the blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: Pair(
+            torch.randn(RANK, module.in_features, generator=generator) * 0.02,
+            torch.randn(module.out_features, RANK, generator=generator) * 0.02,
+            1.0,
+        )
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in TARGETS
+    }
+
+
+def spread_over(rows: int, adapters: int) -> list[int | None]:
+    """The adapter of each row, neighbours in turn; `adapters` 0: the base alone."""
+    return [i % adapters if adapters else None for i in range(rows)]
+
+
+class Ours:
+    """The engine's runner."""
+
+    def __init__(self, directory: Path, rows: int) -> None:
+        attention.register()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation=PACKED).eval()
+        self.pairs = [adapter(model, seed) for seed in range(rows)]
+        self._adapters = [Adapter(f"a{number}", pairs) for number, pairs in enumerate(self.pairs)]
+        self._runner = PackedRunner(model, torch.device("cpu"))
+        self._rows = rows
+
+    def step(self, adapters: int) -> Step:
+        chosen = [None if a is None else self._adapters[a] for a in spread_over(self._rows, adapters)]
+        states = [self._runner.new_state() for _ in chosen]
+        prompts = [Row(s, 0, list(range(1, PROMPT + 1)), a) for s, a in zip(states, chosen, strict=True)]
+        self._runner.forward(prompts)
+        rows = [Row(s, PROMPT, [5], a) for s, a in zip(states, chosen, strict=True)]
+        return lambda: self._runner.forward(rows)
+
+    def forget(self) -> None:
+        for made in self._adapters:
+            self._runner.forget(made)
+
+
+class Peft:
+    """PEFT's own two ways."""
+
+    def __init__(self, directory: Path, pairs: list[dict[str, Pair]]) -> None:
+        import peft  # an optional peer
+
+        base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+        config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+        self._model = peft.get_peft_model(base, config, adapter_name="a0").eval()
+        for number in range(1, len(pairs)):
+            self._model.add_adapter(f"a{number}", config)
+        modules = dict(self._model.named_modules())
+        with torch.no_grad():
+            for number, own in enumerate(pairs):
+                for name, pair in own.items():
+                    module = modules[f"base_model.model.{name}"]
+                    module.lora_A[f"a{number}"].weight.copy_(pair.a)
+                    module.lora_B[f"a{number}"].weight.copy_(pair.b)
+        self._rows = len(pairs)
+
+    def _pass(self, rows: int, **options: Any) -> Step:
+        cache = DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            ids = torch.arange(1, PROMPT + 1).repeat(rows, 1)
+            self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+
+        def step() -> object:
+            with torch.inference_mode():
+                logits = self._model(input_ids=torch.full((rows, 1), 5), past_key_values=cache, use_cache=True, **options).logits
+            cache.crop(-1)
+            return logits
+
+        return step
+
+    def mixed(self, adapters: int) -> Step:
+        names = ["__base__" if a is None else f"a{a}" for a in spread_over(self._rows, adapters)]
+        return self._pass(self._rows, adapter_names=names)
+
+    def switching(self, adapters: int) -> Step:
+        chosen = spread_over(self._rows, adapters)
+        passes = []
+        for number in range(adapters):
+            self._model.set_adapter(f"a{number}")
+            passes.append((f"a{number}", self._pass(chosen.count(number))))
+
+        def step() -> object:
+            for name, one in passes:
+                self._model.set_adapter(name)
+                one()
+            return None
+
+        return step
+
+
+def batch(size: str, rows: int, rounds: int, directory: Path) -> dict[str, list[float]]:
+    """Milliseconds of a decode step, by case."""
+    model = make_demo_model(directory / "model", size)
+    ours = Ours(model, rows)
+    counts = sorted({1, 2, rows})
+    makers: dict[str, Callable[[], Step]] = {f"thaw, {n} adapters": (lambda n=n: ours.step(n)) for n in counts}  # type: ignore[misc]  # n is bound
+    makers |= {"thaw, base alone": lambda: ours.step(0), "thaw, base alone, adapters loaded": lambda: ours.step(0)}
+    if importlib.util.find_spec("peft") is not None:
+        peer = Peft(model, ours.pairs)
+        makers |= {"peft, base alone": lambda: peer.mixed(0)}
+        makers |= {f"peft mixed, {n} adapters": (lambda n=n: peer.mixed(n)) for n in counts}  # type: ignore[misc]
+        makers |= {f"peft switching, {n} adapters": (lambda n=n: peer.switching(n)) for n in counts}  # type: ignore[misc]
+    else:
+        print("peft cannot be imported, so it is left out", file=sys.stderr)
+    samples: dict[str, list[float]] = defaultdict(list)
+    for number in range(rounds):
+        for name in random.Random(number).sample(sorted(makers), len(makers)):
+            if name == "thaw, base alone":
+                ours.forget()
+            elif name.startswith("thaw, base alone"):
+                ours.step(rows)
+            step = makers[name]()
+            step()
+            times = []
+            for _ in range(STEPS):
+                started = time.perf_counter()
+                step()
+                times.append((time.perf_counter() - started) * 1e3)
+            samples[name].append(min(times))
+        print(f"round {number + 1}/{rounds} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
+    return samples
+
+
+def write_adapter(directory: Path, total: int) -> Path:
+    """An adapter in bfloat16 of about `total` bytes: its rank is what that takes."""
+    per_rank = 2 * _BLOCKS * sum(i + o for i, o in _LLAMA_8B.values())
+    rank = max(1, round(total / per_rank))
+    header: dict[str, Any] = {}
+    at = 0
+    for name, shape in _tensors(rank):
+        end = at + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+        at = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    generator = np.random.default_rng(0)
+    directory.mkdir()
+    path = directory / "adapter_model.safetensors"
+    with path.open("wb") as out:
+        out.write(len(raw).to_bytes(8, "little") + raw)
+        for start in range(0, at, 1 << 26):
+            out.write(generator.bytes(min(1 << 26, at - start)))
+        os.fsync(out.fileno())
+    return path
+
+
+def _tensors(rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    for block in range(_BLOCKS):
+        for module, (inputs, outputs) in _LLAMA_8B.items():
+            name = f"base_model.model.model.layers.{block}.{module}"
+            yield f"{name}.lora_A.weight", (rank, inputs)
+            yield f"{name}.lora_B.weight", (outputs, rank)
+
+
+def loads(total: int, rounds: int, directory: Path) -> dict[str, list[float]]:
+    """Milliseconds to usable tensors, by case."""
+    file = write_adapter(directory / "adapter", total)
+    todo = [Case(f"{name}{', page cache' if warm else ''}", name, warm=warm) for name in LOADERS for warm in (False, True)]
+    samples: dict[str, list[float]] = defaultdict(list)
+    checksums = set()
+    for number in range(rounds):
+        random.Random(number).shuffle(todo)
+        for case in todo:
+            set_cache([file], warm=False)
+            if case.warm:
+                set_cache([file], warm=True)
+            got = run_case(case, [file], sys.executable)
+            checksums.add(got["checksum"])
+            samples[case.name].append(got["seconds"] * 1e3)
+        print(f"round {number + 1}/{rounds} of loads (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
+    samples["thaw, held on the node"] = _held(file, rounds, checksums)
+    if len(checksums) != 1:
+        raise RuntimeError("the cases read different bytes")
+    return samples
+
+
+LOADERS = ("thaw_segment", "safetensors")
+
+
+def _held(file: Path, rounds: int, checksums: set[float]) -> list[float]:
+    """What an instance waits for whose node holds the adapter already: the mapping, every tensor, and the checksum of the other cases."""
+    from services.engine.segment import SHARED_MEMORY, Segment
+    from services.loader.load import load_segment
+
+    name = f"thaw-bench-lora-{os.getpid()}"
+    load_segment(file.parent, name)
+    times = []
+    try:
+        for _ in range(rounds):
+            started = time.perf_counter()
+            checksums.add(checksum(Segment(name).tensors().values()))
+            times.append((time.perf_counter() - started) * 1e3)
+    finally:
+        (SHARED_MEMORY / name).unlink(missing_ok=True)
+    return times
+
+
+def show(title: str, samples: dict[str, list[float]]) -> None:
+    table = Table("case", "ms", title=title)
+    for name, times in sorted(samples.items(), key=lambda item: median(item[1])):
+        table.add_row(name, f"{median(times):.1f} ({min(times):.1f} to {max(times):.1f})")
+    Console(width=100).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="60m")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bytes", type=parse_size, default=parse_size("1GB"), help="of the adapter to load; 0: none")
+    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; the temporary directory by default")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--threads", type=int, default=1, help="of torch; one is least disturbed by other work")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(json.dumps(machine()), file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="thaw-bench-", dir=options.directory) as directory:
+        steps = batch(options.size, options.rows, options.rounds, Path(directory))
+        loaded = loads(options.bytes, options.rounds, Path(directory)) if options.bytes else {}
+    show(f"Decode step of {options.rows} sequences, {options.size}: median (least to most)", steps)
+    figures = {f"step_ms.{name}": median(times) for name, times in steps.items()}
+    base = median(steps["thaw, base alone"])
+    figures |= {f"over_base.{name}": median(times) / base for name, times in steps.items() if name.startswith("thaw")}
+    if loaded:
+        show("Load of an adapter: median (least to most)", loaded)
+        figures |= {f"load_ms.{name}": median(times) for name, times in loaded.items()}
+        for suffix in ("", ", page cache"):
+            figures[f"safetensors_over_thaw{suffix}"] = median(loaded[f"safetensors{suffix}"]) / median(
+                loaded[f"thaw_segment{suffix}"]
+            )
+        figures["safetensors_over_thaw, held on the node"] = median(loaded["safetensors, page cache"]) / median(
+            loaded["thaw, held on the node"]
+        )
+    for name, value in figures.items():
+        if "over" in name:
+            print(f"{name}: {value:.2f}")
+    write(options.json, {name.replace(", ", ".").replace(" ", "_"): value for name, value in figures.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -45,6 +45,8 @@ class Thaw:
             "THAW_HOME": str(self.home),
             "PYTHONPATH": str(ROOT),
             "THAW_ENGINE_THREADS": "1",
+            # What these tests are about starts cold; where there is swap, those about suspending say so.
+            "THAW_SUSPEND": "off",
             **environment,
         }
 

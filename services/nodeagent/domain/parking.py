@@ -180,7 +180,9 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
     p, command = instance.parking, instance.command
     turn.books(turn.state.ledger.rebook(instance.instance_id, command.device_ids, event.left_bytes))
     # The builtin engine's KV cache grows as it is used: measured when idle it would look too small.
-    need = max(event.used_bytes, command.reserve_bytes) if command.card.spec.engine == "builtin" else event.used_bytes
+    # What it used at most counts: after a resumption only what it has touched since is in use.
+    most = max(event.used_bytes, p.used_bytes, p.base_bytes)
+    need = max(most, command.reserve_bytes) if command.card.spec.engine == "builtin" else most
     state = InstanceState.ASLEEP if p.outlook.way == "sleep" else InstanceState.SUSPENDED
     instance = instance.model_copy(update={"state": state, "load": EngineLoad(completed=instance.load.completed), "phase": None})
     update(
@@ -190,7 +192,7 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
         left_bytes=event.left_bytes,
         snapshot_bytes=event.snapshot_bytes,
         need_bytes=need,
-        used_bytes=event.used_bytes,
+        used_bytes=most,
         suspended=Lap(at=turn.now, took_s=turn.now - p.begun_at),
         outlook=p.outlook.model_copy(update={"snapshot_bytes": event.snapshot_bytes, "left_bytes": event.left_bytes}),
         wake_asked=False,
@@ -369,7 +371,7 @@ def on_assessed(turn: Turn, event: Assessed) -> None:
     if p.resumes and outlook.way == p.outlook.way:
         outlook = outlook.model_copy(update={"left_bytes": p.left_bytes or outlook.left_bytes})
     first = p.base_bytes == 0
-    used = {"used_bytes": event.used_bytes} if event.used_bytes else {}
+    used = {"used_bytes": max(p.used_bytes, event.used_bytes)}
     # What it has grown to by its first resumption is what it needs; what comes after that is leaked.
     base = max(p.base_bytes, event.used_bytes) if p.resumes <= 1 else p.base_bytes
     update(turn, instance, outlook=outlook, base_bytes=base, **used)

@@ -19,11 +19,11 @@ from shared.contracts.node import SuspendWay
 from shared.errors import EngineFailed, PermissionDenied
 
 log = logging.getLogger(__name__)
-_LEAST_FREED = 0.1
+_MOST_LEFT = 0.9
 """An engine that keeps more than nine tenths of its memory is not worth keeping."""
 _PASSES = 3
-"""A page that was on its way elsewhere when it was advised (in a pagevec, under writeback) goes with the next pass."""
-_GOOD_ENOUGH = 0.02
+_FEW_LEFT = 0.1
+"""A page that was on its way elsewhere when it was advised (in a pagevec, under writeback) goes with the next pass, if many are left."""
 _SWAP_MARGIN = 1.05
 
 
@@ -70,15 +70,17 @@ class CpuWay:
             before = memory.footprint(target.pids)
             self._groups.freeze(target.instance_id)
             pids = tuple(sorted({*target.pids, *self._groups.pids(target.instance_id)}))
-            after = self._page_out(pids)
+            after = self._page_out(pids, before.pss + before.swap)
         except (PermissionDenied, EngineFailed, OSError) as e:
             self._groups.thaw(target.instance_id)
             raise CannotSuspend(e.message if isinstance(e, PermissionDenied | EngineFailed) else str(e)) from e
-        if before.pss - after.pss < _LEAST_FREED * before.pss:
+        # What was never touched since the last time is in swap still: it counts as moved.
+        whole = before.pss + before.swap
+        if after.pss > _MOST_LEFT * whole:
             self._groups.thaw(target.instance_id)
             raise CannotSuspend(
-                f"only {max(0, before.pss - after.pss) >> 20} of {before.pss >> 20} MiB came free: the rest is mapped by other "
-                "processes too, locked, or did not fit swap"
+                f"only {max(0, whole - after.pss) >> 20} of {whole >> 20} MiB came free: the rest is mapped by other processes too, "
+                "locked, or did not fit swap"
             )
         log.info(
             "paged out",
@@ -86,16 +88,16 @@ class CpuWay:
         )
         return Taken(before.pss, after.pss, after.swap)
 
-    def _page_out(self, pids: tuple[int, ...]) -> memory.Footprint:
-        found = memory.footprint(pids)
+    def _page_out(self, pids: tuple[int, ...], whole: int) -> memory.Footprint:
+        found = memory.Footprint()
         for _ in range(_PASSES):
             for pid in pids:
                 try:
                     memory.advise(pid, memory.mappings(pid), memory.MADV_PAGEOUT)
                 except (FileNotFoundError, ProcessLookupError):
                     continue
-            last, found = found, memory.footprint(pids)
-            if last.pss - found.pss < _GOOD_ENOUGH * last.pss:
+            found = memory.footprint(pids)
+            if found.pss <= _FEW_LEFT * whole:
                 break
         return found
 

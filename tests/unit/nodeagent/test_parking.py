@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.nodeagent.domain import events as e
+from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import Instance, NodeState, Outlook, Process
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
@@ -284,6 +287,7 @@ def test_a_cold_start_that_has_no_room_fails_and_says_so(w: World) -> None:
 
 def test_an_engine_that_leaks_is_stopped_instead(w: World) -> None:
     big = 1 << 30
+    w.state = replace(w.state, ledger=Ledger({"cpu:0": 8 * big}))
     w.suspended()
     for used in (big, big, 2 * big):
         w.hear(e.ResumeCommand(resume(), 3))

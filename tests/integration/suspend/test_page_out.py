@@ -1,0 +1,159 @@
+"""Control groups of both versions and page-out, on real processes: all of the tree is found, frozen, paged out and back, byte for byte."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.nodeagent.suspend import memory
+from services.nodeagent.suspend.cpu import CpuWay
+from services.nodeagent.suspend.groups import Groups, descendants
+from services.nodeagent.suspend.port import CannotSuspend, Target
+from shared.errors import EngineFailed, PermissionDenied
+
+MIB = 1 << 20
+BALLAST = Path(__file__).with_name("ballast.py")
+
+
+class Tree:
+    """A process with children, each with a ballast of its own."""
+
+    def __init__(self, mib: int, children: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(BALLAST), str(mib), str(children)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def digest(self) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.line()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def target(self, groups: Groups) -> Target:
+        pids = groups.gather("i", self.process.pid, include_host=True)
+        return Target("i", "vllm", ("cpu:0",), pids)
+
+
+@pytest.fixture
+def tree(groups: Groups) -> Iterator[Tree]:
+    found = Tree(60, 2)
+    yield found
+    groups.kill("i")
+    found.close()
+
+
+@pytest.fixture
+def way(able: None, swap: memory.Swap, groups: Groups) -> CpuWay:
+    return CpuWay(groups)
+
+
+async def test_a_whole_tree_is_paged_out_and_comes_back_byte_for_byte(way: CpuWay, groups: Groups, tree: Tree) -> None:
+    before = tree.digest()
+    target = tree.target(groups)
+    assert len(target.pids) == 3
+    taken = await way.suspend(target)
+    assert groups.frozen("i")
+    assert taken.freed_bytes >= 0.75 * taken.used_bytes
+    assert taken.left_bytes == pytest.approx(memory.footprint(target.pids).pss, rel=0.1)
+    assert taken.snapshot_bytes >= 150 * MIB
+    await way.resume(target)
+    assert not groups.frozen("i")
+    assert tree.digest() == before
+
+
+async def test_what_joined_after_the_last_look_is_frozen_too(way: CpuWay, groups: Groups, tree: Tree) -> None:
+    target = tree.target(groups)
+    late = Target("i", "vllm", ("cpu:0",), target.pids[:1])
+    await way.suspend(late)
+    states = {Path(f"/proc/{p}/wchan").exists() and groups.frozen("i") for p in target.pids}
+    assert states == {True}
+    await way.resume(late)
+
+
+def test_killing_works_on_what_is_frozen(groups: Groups, tree: Tree) -> None:
+    tree.target(groups)
+    groups.freeze("i")
+    groups.kill("i")
+    assert tree.process.wait(10) == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while groups.pids("i") and time.monotonic() < deadline:
+        os.sched_yield()
+    assert groups.pids("i") == ()
+    assert groups.remove("i")
+
+
+def test_descendants_are_found_to_the_last(tree: Tree) -> None:
+    assert len(descendants(tree.process.pid)) == 2
+
+
+def test_a_group_that_is_not_there_is_no_fault(groups: Groups) -> None:
+    groups.thaw("nobody")
+    groups.kill("nobody")
+    assert groups.pids("nobody") == ()
+    assert not groups.frozen("nobody")
+    assert groups.remove("nobody")
+    groups.add("gone", 7_000_001)  # ended meanwhile
+
+
+def test_without_groups_it_says_why() -> None:
+    none = Groups("n", None, None, "not here")
+    assert none.create("i") is None
+    with pytest.raises(EngineFailed, match="not here"):
+        none.freeze("i")
+    assert list(none.known()) == []
+
+
+async def test_an_engine_that_is_not_let_go_of_is_not_suspended(
+    way: CpuWay, groups: Groups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "advise", lambda *_: 0)
+    with pytest.raises(CannotSuspend, match="came free"):
+        await way.suspend(tree.target(groups))
+    assert not groups.frozen("i"), "it runs as before"
+    tree.digest()
+
+
+async def test_without_the_right_it_is_not_suspended(
+    way: CpuWay, groups: Groups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionDenied("process_madvise needs CAP_SYS_NICE")
+
+    monkeypatch.setattr(memory, "advise", refuse)
+    with pytest.raises(CannotSuspend, match="CAP_SYS_NICE"):
+        await way.suspend(tree.target(groups))
+    assert not groups.frozen("i")
+
+
+def test_without_swap_or_room_in_it_there_is_a_clear_refusal(
+    way: CpuWay, groups: Groups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tree.target(groups)
+    assert way.outlook(target).way == "cpu"
+    monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(1 << 30, 10 * MIB))
+    assert "of swap that are free" in way.outlook(target).reason
+    monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(0, 0))
+    assert "no swap" in way.outlook(target).reason
+    monkeypatch.setattr(memory, "has_capability", lambda _: False)
+    assert "CAP_SYS_NICE" in way.unavailable()

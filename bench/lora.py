@@ -6,7 +6,8 @@
 
 Batch: decode steps of ROWS sequences on a demo model, through the engine's own runner. The peer, where it can be imported, is PEFT on the same
 weights: its mixed batches (`adapter_names`), and one pass for each adapter after `set_adapter`. Each round takes every case once, in an
-order drawn anew; a round's figure is the fastest of its steps, the one that other work disturbed least. Adapters are float32, as PEFT saves them, of rank 16 on all linear layers of the blocks.
+order drawn anew; a round's figure is the fastest of its steps, the one that other work disturbed least. Adapters are float32, as PEFT saves
+them, of rank 16 on all linear layers of the blocks.
 
 Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors (bench/loader_case.py), from the disk and from the page cache, and
 from the node's memory, where another instance holds it (mapped and seen as tensors). GB are 10^9 bytes. Everything written is removed.
@@ -15,6 +16,7 @@ from the node's memory, where another instance holds it (mapped and seen as tens
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -108,8 +110,7 @@ class Peft:
     """PEFT's own two ways."""
 
     def __init__(self, directory: Path, pairs: list[dict[str, Pair]]) -> None:
-        import peft  # an optional peer
-
+        peft = importlib.import_module("peft")
         base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
         config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
         self._model = peft.get_peft_model(base, config, adapter_name="a0").eval()

@@ -23,7 +23,6 @@ from services.engine.settings import EngineSettings
 from services.engine.tokenization import Tokenization
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
-from shared.contracts.loader import WeightsAttached
 from shared.contracts.models import ModelCard
 from shared.errors import InsufficientMemory
 

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     Store = S3Store | GCSStore | AzureStore
 
 _SOURCE = re.compile(r"(?P<scheme>s3|gs|az)://(?P<bucket>[a-zA-Z0-9][\w.-]{1,254})(/(?P<prefix>[^?#]*))?")
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 _SIGNED_FOR_S = 3600
 _AT_ONCE = 8
 _PIECE_BYTES = 1024 * 1024
@@ -54,7 +59,7 @@ class ObjectStoreTier(RemoteTier):
         self._prefix = (found["prefix"] or "").strip("/")
         self._backoff = backoff or Backoff()
         self._store = _open(found["scheme"], found["bucket"], self._backoff)
-        self._signs = True
+        self._scheme, self._signs = found["scheme"], True
         client = HttpClient()
         bucket = f"{found['scheme']}://{found['bucket']}"
         place = f"{bucket}/{self._prefix}" if self._prefix else bucket
@@ -77,10 +82,15 @@ class ObjectStoreTier(RemoteTier):
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as pool:
             heads = dict(zip(wanted, pool.map(lambda name: self._head(remotes[name]), wanted), strict=True))
         self._first.update({name: data for name, data in heads.items() if data})
-        return [(TierFile(n, sizes[n], remotes[n].validator or "", md5=stored_md5(remotes[n].headers)), remotes[n]) for n in wanted]
+        return [
+            (TierFile(n, sizes[n], remotes[n].validator or "", md5=stored_md5(remotes[n].headers, self._scheme)), remotes[n])
+            for n in wanted
+        ]
 
     def _remote(self, name: str, path: str, size: int, e_tag: str | None) -> RemoteFile:
-        return RemoteFile(_Signed(self._store, path), f"{self.source}/{name}", size, e_tag, key=path)
+        # Azure's listing leaves out the quotes that its answers' headers have.
+        quoted = f'"{e_tag}"' if e_tag and not e_tag.startswith(('"', "W/")) else e_tag
+        return RemoteFile(_Signed(self._store, path), f"{self.source}/{name}", size, quoted, key=path)
 
     def _head(self, remote: RemoteFile) -> bytes:
         length = min(FIRST_BYTES, remote.size or 0)
@@ -164,20 +174,21 @@ def _open(scheme: str, bucket: str, backoff: Backoff) -> Store:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     retry: RetryConfig = {"max_retries": backoff.attempts - 1, "retry_timeout": timedelta(seconds=60)}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    endpoint = next((v for v in map(os.environ.get, _ENDPOINTS[scheme]) if v), "")
+    # Plain HTTP only where the operator names such an endpoint.
+    plain: ClientConfig = {"allow_http": True} if urlsplit(endpoint).scheme == "http" else {}
     try:
         if scheme == "s3":
-            plain: ClientConfig = {"allow_http": True} if urlsplit(endpoint).scheme == "http" else {}
             own: S3Config = {"endpoint": endpoint} if endpoint else {}
             return S3Store(bucket, config=own, client_options=plain, retry_config=retry)
         if scheme == "gs":
-            return GCSStore(bucket, retry_config=retry)
-        return AzureStore(bucket, retry_config=retry)
+            return GCSStore(bucket, client_options=plain, retry_config=retry)
+        return AzureStore(bucket, client_options=plain, retry_config=retry)
     except Exception as e:  # obstore's builders raise errors of several kinds for variables that cannot be meant
         raise InvalidModel(f"{scheme}://{bucket} cannot be opened: {_short(e)}; check the credentials' variables") from e
 
 
-def stored_md5(headers: HTTPMessage | None) -> str | None:
+def stored_md5(headers: HTTPMessage | None, scheme: str) -> str | None:
     """The MD5 of a whole object, in hexadecimal, where its store tells one in the headers of any answer.
 
     Google: x-goog-hash. Azure: x-ms-blob-content-md5. S3: the ETag of an object that was put in one part, unless a key encrypts it.
@@ -190,12 +201,11 @@ def stored_md5(headers: HTTPMessage | None) -> str | None:
                 return _hex(part.strip().removeprefix("md5="))
     if azure := headers.get("x-ms-blob-content-md5"):
         return _hex(azure)
-    from_s3 = headers.get("x-amz-request-id") is not None or headers.get("x-amz-version-id") is not None
     by_key = headers.get("x-amz-server-side-encryption", "AES256") != "AES256" or any(
         name.lower().startswith("x-amz-server-side-encryption-customer") for name in headers
     )
     found = _MD5.fullmatch(headers.get("ETag", ""))
-    return found[1] if found and from_s3 and not by_key else None
+    return found[1] if found and scheme == "s3" and not by_key else None
 
 
 def _hex(encoded: str) -> str | None:

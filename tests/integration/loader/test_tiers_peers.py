@@ -1,0 +1,218 @@
+"""Models from another node's loader: preferred, refused without the token, and left for the source when the peer fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from services.loader.cache.serve import PeerServer
+from services.loader.tiers.failover import FailoverTier
+from services.loader.tiers.http_client import HttpClient
+from services.loader.tiers.peers import Peers
+from services.loader.tiers.sources import Sources
+from shared.contracts.loader import CachedModel, LoaderStatus
+from shared.errors import CheckpointInvalid
+from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.integration.loader.test_cache import load, settle, write_sums
+from tests.integration.loader.test_service import status_where
+from tests.integration.loader.tiers_server import TierServer
+from tests.support.servers import NatsServer
+from tests.support.sources import sources_at
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.segments import assert_same
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TierServer]:
+    write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=4), shards=2)
+    write_sums(tmp_path / "www" / "m")
+    server = TierServer(tmp_path / "www")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def theirs(server: TierServer, tmp_path: Path) -> Iterator[tuple[Sources, PeerServer, str]]:
+    """Another node that has the model, its server, and the revision."""
+    sources = sources_at(tmp_path / "theirs")
+    info = sources.inspect(f"{server.url}/m", trust_remote_code=False)
+    tier = sources.open(info.source, info.revision)
+    load(tier)
+    settle(tier)
+    serving = PeerServer("127.0.0.1", 0, sources.whole)
+    yield sources, serving, info.revision
+    serving.close()
+    assert not [t for t in threading.enumerate() if t.name == "peers"]
+
+
+async def known(serving: PeerServer, revision: str, token: str | None = None) -> Peers:
+    peers = Peers("here")
+    cached = (CachedModel(weights_id=revision, tier="ssd", nbytes=1),)
+    status = LoaderStatus(node="there", boot_id="b", cached=cached, peer_url=serving.url, peer_token=token or serving.token)
+    await peers.hear(status)
+    return peers
+
+
+async def test_a_peer_goes_before_the_source(server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path) -> None:
+    _, serving, revision = theirs
+    ours = sources_at(tmp_path / "ours", peers=await known(serving, revision))
+    server.requests.clear()
+    tier = ours.open(f"{server.url}/m", revision)
+    assert tier.link == "peer:there"
+    assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    settle(tier)
+    assert not [r for r in server.asked(SHARD) if int(r.headers["Range"].split("-")[1]) > 100_000], "probes only"
+    assert ours.cache.lookup(revision) is not None
+
+
+async def test_a_source_that_is_down_and_a_peer_that_has_it(
+    server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, serving, revision = theirs
+    monkeypatch.setattr("services.loader.tiers.retry.Backoff.pause", lambda *_: None)
+    server.faults.suffix, server.faults.status = "", 503
+    ours = sources_at(tmp_path / "ours", peers=await known(serving, revision))
+    tier = ours.open(f"{server.url}/m", revision)
+    assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    settle(tier)
+
+
+async def test_a_peer_that_goes_midway_is_left_for_the_source(
+    server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path
+) -> None:
+    _, serving, revision = theirs
+    ours = sources_at(tmp_path / "ours", peers=await known(serving, revision))
+    tier = ours.open(f"{server.url}/m", revision)
+    file = next(f for f in tier.files() if f.name == SHARD)
+    data = bytearray(file.size)
+    tier.read(file, 0, memoryview(data)[:500_000])
+    serving.close()
+    tier.read(file, 500_000, memoryview(data)[500_000:])
+    assert bytes(data) == (server.directory / "m" / SHARD).read_bytes()
+    assert tier._inner.link.startswith("remote:")  # type: ignore[attr-defined]  # what is beneath the cache
+    tier.close()
+
+
+async def test_wrong_bytes_of_a_peer_are_not_asked_for_again(
+    server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path
+) -> None:
+    sources, serving, revision = theirs
+    directory = sources.cache.lookup(revision)
+    assert directory is not None
+    with (directory / SHARD).open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    ours = sources_at(tmp_path / "ours", peers=await known(serving, revision))
+    tier = ours.open(f"{server.url}/m", revision)
+    load(tier)
+    with pytest.raises(CheckpointInvalid, match="sha256"):
+        tier.finish()
+    tier.close()
+    tier = ours.open(f"{server.url}/m", revision)
+    assert tier.link.startswith("remote:")
+    load(tier)
+    settle(tier)
+
+
+def test_without_the_token_nothing_is_served(theirs: tuple[Sources, PeerServer, str]) -> None:
+    _, serving, revision = theirs
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"bearer {serving.token}"}):
+        client = HttpClient(headers)
+        for path in (f"/models/{revision}", f"/models/{revision}/config.json", "/"):
+            with client.get(serving.url + path) as answer:
+                assert answer.status == HTTPStatus.UNAUTHORIZED
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/", "/models", "/models/..", "/models/{r}/../../x", "/models/{r}/..%2f..%2fsecret", "/models/{r}/%2e%2e/secret", "/models/{r}//etc/passwd",
+        "/models/{r}/entry.json", "/models/{r}/", "/models/{r}/nothing", "/models/0123456789abcdef", "/models/{r}/config.json/x", "/models/{r}/\\..\\x",
+    ],
+)  # fmt: skip
+def test_nothing_but_listed_files_can_be_named(theirs: tuple[Sources, PeerServer, str], path: str) -> None:
+    _, serving, revision = theirs
+    client = HttpClient({"Authorization": f"Bearer {serving.token}"})
+    with client.get(serving.url + path.format(r=revision)) as answer:
+        assert answer.status == HTTPStatus.NOT_FOUND
+    client.close()
+
+
+def test_ranges_of_a_peer(theirs: tuple[Sources, PeerServer, str], server: TierServer) -> None:
+    _, serving, revision = theirs
+    content = (server.directory / "m" / SHARD).read_bytes()
+    client = HttpClient({"Authorization": f"Bearer {serving.token}"})
+    url = f"{serving.url}/models/{revision}/{SHARD}"
+    for asked, found in (("bytes=10-19", content[10:20]), (f"bytes={len(content) - 5}-", content[-5:]), ("bytes=0-0", content[:1])):
+        with client.get(url, {"Range": asked}) as answer:
+            assert (answer.status, answer.read(1 << 30)) == (HTTPStatus.PARTIAL_CONTENT, found)
+    with client.get(url, {"Range": f"bytes={len(content)}-"}) as answer:
+        assert answer.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    with client.get(url) as answer:
+        assert (answer.status, answer.read(1 << 30)) == (HTTPStatus.OK, content)
+    client.close()
+
+
+def test_a_directory_is_served_as_long_as_it_is_what_it_was(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    sources = sources_at(tmp_path / "home")
+    revision = sources.inspect(str(tmp_path / "m"), trust_remote_code=False).revision
+    with sources.whole(revision) as found:
+        assert found is not None
+        assert found[0] == tmp_path / "m"
+    write_checkpoint(tmp_path / "m", tensors(seed=1))
+    with sources.whole(revision) as found:
+        assert found is None
+
+
+async def test_between_two_nodes(
+    loader: LoaderProcess, client: Client, nats_server: NatsServer, server: TierServer, tmp_path: Path
+) -> None:
+    card = await client.card(f"{server.url}/m")
+    await client.attach("a1", card)
+    await status_where(client, loader.node, lambda s: any(c.tier == "ssd" for c in s.cached) and s.peer_url is not None)
+    other = LoaderProcess(nats_server.url, tmp_path / "other", "other-node")
+    other.home.mkdir()
+    other.start()
+    try:
+        asker = Client(client.mesh, other.node)
+        await asker.until_served()
+        # Both have heard each other when the second status has come.
+        for _ in range(2):
+            await status_where(asker, loader.node, lambda s: True)
+        server.requests.clear()
+        found = await asker.attach("b1", card)
+        await asyncio.to_thread(assert_same, found, tensors(megabytes=4))
+        assert not [r for r in server.asked(SHARD) if int(r.headers["Range"].split("-")[1]) > 100_000]
+        status = await status_where(asker, other.node, lambda s: any(link.link.startswith("peer:") for link in s.links))
+        assert all(not link.link.startswith("remote:") for link in status.links)
+        await asker.release("b1")
+    finally:
+        other.close()
+
+
+def test_all_places_fail(server: TierServer, tmp_path: Path) -> None:
+    from services.loader.tiers.directory import DirectoryTier
+
+    write_checkpoint(tmp_path / "a")
+    write_checkpoint(tmp_path / "b")
+    one, two = DirectoryTier(tmp_path / "a"), DirectoryTier(tmp_path / "b")
+    tier = FailoverTier(one, [one, two])
+    file = next(f for f in tier.files() if f.name.endswith(".safetensors"))
+    (tmp_path / "a" / file.name).unlink()
+    data = bytearray(file.size)
+    tier.read(file, 0, memoryview(data))
+    assert bytes(data) == (tmp_path / "b" / file.name).read_bytes()
+    (tmp_path / "b" / file.name).unlink()
+    with pytest.raises(CheckpointInvalid, match="cannot be read"):
+        tier.read(file, 0, memoryview(data))

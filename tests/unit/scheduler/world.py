@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from services.scheduler.domain.decide import Decision, decide
 from services.scheduler.domain.draft import TOKENS_PER_EPOCH
-from services.scheduler.domain.effects import Effect, ReplyTo, SendStart, SendStop
+from services.scheduler.domain.effects import Effect, ReplyTo, SendResume, SendStart, SendStop, SendSuspend
 from services.scheduler.domain.events import (
     AddModelsAsked,
     ChangeNodeAsked,
@@ -35,8 +35,9 @@ from shared.contracts.node import (
     InstanceStatus,
     NodeStatus,
     StartInstance,
+    Suspension,
 )
-from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
+from shared.errors import InstanceBusy, InsufficientMemory, NotFound, StaleToken
 from tests.support.fake_node import MIB, model_info
 
 E = TypeVar("E", bound=Effect)
@@ -51,6 +52,17 @@ class Running:
     idle_since: float = 0.0
     progress: float = 0.0
     error: ErrorBody | None = None
+    suspending: bool = False
+    stopped: bool = False
+    left: int = 0
+    suspension: Suspension = Suspension()
+
+    @property
+    def reserved(self) -> int:
+        """What is booked for it."""
+        if self.state.parked:
+            return self.left
+        return self.command.reserve_bytes if self.state.holds_memory else 0
 
 
 @dataclass
@@ -66,7 +78,7 @@ class Agent:
 
     @property
     def reserved(self) -> int:
-        return sum(r.command.reserve_bytes for r in self.instances.values() if r.state.holds_memory)
+        return sum(r.reserved for r in self.instances.values())
 
     def start(self, command: StartInstance) -> ErrorBody | None:
         if command.token < self.highest:
@@ -82,16 +94,40 @@ class Agent:
             return StaleToken().body()
         self.highest = command.token
         r = self.instances.get(command.instance_id)
+        if r is not None and r.state.parked:
+            r.stopped = True
         if r is None or not r.state.holds_memory:
             return None
         if command.only_if_idle and r.active:
             return InstanceBusy().body()
-        r.state = InstanceState.DRAINING
+        r.state, r.suspending = InstanceState.DRAINING, False
+        return None
+
+    def suspend(self, effect: SendSuspend) -> ErrorBody | None:
+        command = effect.command
+        self.highest = max(self.highest, command.token)
+        r = self.instances[command.instance_id]
+        if command.only_if_idle and r.active:
+            return InstanceBusy().body()
+        r.state, r.suspending = InstanceState.DRAINING, True
+        return None
+
+    def resume(self, effect: SendResume) -> ErrorBody | None:
+        self.highest = max(self.highest, effect.command.token)
+        r = self.instances.get(effect.command.instance_id)
+        if r is None or not r.state.parked:
+            return NotFound(f"{effect.command.instance_id} is not here").body()
+        more = r.suspension.need_bytes - r.left
+        if self.reserved + more > self.budget:
+            return InsufficientMemory("no room", should_retry=True).body()
+        r.state = InstanceState.RESUMING
         return None
 
     def finish_stops(self) -> None:
         for r in self.instances.values():
             if r.state is InstanceState.DRAINING and not r.active:
+                r.state = InstanceState.SUSPENDED if r.suspending else InstanceState.STOPPED
+            elif r.state.parked and r.stopped:
                 r.state = InstanceState.STOPPED
 
     def status(self, now: float) -> NodeStatus:
@@ -118,7 +154,8 @@ def _status(r: Running, now: float) -> InstanceStatus:
         device_ids=c.device_ids,
         state=r.state,
         progress=r.progress,
-        memory=InstanceMemory(reserved=c.reserve_bytes, kv=c.kv_bytes),
+        memory=InstanceMemory(reserved=r.reserved if r.state.parked else c.reserve_bytes, kv=c.kv_bytes),
+        suspension=r.suspension,
         freed_bytes=c.reserve_bytes if stopped else None,
         capacity=c.card.spec.max_concurrency,
         load=EngineLoad(active=r.active, completed=r.completed, idle_ms=0 if r.active else max(0, int((now - r.idle_since) * 1e3))),
@@ -154,7 +191,7 @@ class World:
         return decision
 
     def _deliver(self, effect: Effect) -> None:
-        if not isinstance(effect, SendStart | SendStop):
+        if not isinstance(effect, SendStart | SendStop | SendSuspend | SendResume):
             return
         token = effect.command.token
         assert token // TOKENS_PER_EPOCH == self.state.epoch
@@ -163,8 +200,12 @@ class World:
         agent = self.agents.get(effect.node)
         if agent is None:
             return
-        if isinstance(effect, SendStart):
-            error = agent.start(effect.command)
+        if isinstance(effect, SendSuspend):
+            if (refused := agent.suspend(effect)) is not None:
+                self.send(StopRefused(self.now, effect.command.instance_id, refused))
+            return
+        if isinstance(effect, SendStart | SendResume):
+            error = agent.start(effect.command) if isinstance(effect, SendStart) else agent.resume(effect)
             again: Event = (
                 StartRefused(self.now, effect.command.instance_id, error)
                 if error
@@ -238,7 +279,7 @@ class World:
         """Every start of these (or of all) succeeds now."""
         for agent in self.agents.values():
             for r in agent.instances.values():
-                if r.state is InstanceState.LOADING and (not models or r.command.card.name in models):
+                if r.state in (InstanceState.LOADING, InstanceState.RESUMING) and (not models or r.command.card.name in models):
                     r.state, r.idle_since = InstanceState.READY, self.now
         self.hear()
 
@@ -251,6 +292,19 @@ class World:
         running.completed = served
         self.hear()
         return running
+
+    def suspendable(self, running: Running, *, left: int = 0, resume_ms: float = 100.0) -> None:
+        """From now on its node says that it can be suspended, and would leave `left` bytes in use."""
+        running.left = left
+        running.suspension = Suspension(
+            possible=True, way="cpu", left_bytes=left, need_bytes=running.command.reserve_bytes, resume_ms=resume_ms, freed_bytes=7
+        )
+        self.hear()
+
+    def finish_stops(self) -> None:
+        for agent in self.agents.values():
+            agent.finish_stops()
+        self.hear()
 
     def fail(self, model: str, error: ErrorBody) -> None:
         for r in self.of(model):

@@ -1,0 +1,253 @@
+"""Suspended instead of stopped, resumed instead of started: by what the nodes say that it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.domain.booking import booking
+from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
+from shared.contracts.admin import ModelAsleep, ModelAwake
+from shared.contracts.node import InstanceState
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import Running, World
+
+READY, SUSPENDED, DRAINING = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.DRAINING
+# A model of 100 MiB of weights needs 324 MiB: two fit 700 MiB, three do not.
+TWO = 700 * MIB
+NEED = 324 * MIB
+
+
+@pytest.fixture
+def w() -> World:
+    return World()
+
+
+def asleep(w: World, model: str = "a", *, left: int = 0, resume_ms: float = 100.0, **options: object) -> Running:
+    """One suspended instance of a model."""
+    w.model(model, **options)
+    running = w.up(model)
+    w.suspendable(running, left=left, resume_ms=resume_ms)
+    w.sleep(model)
+    w.finish_stops()
+    assert running.state is SUSPENDED
+    return running
+
+
+def test_sleep_suspends_and_tells_what_came_free(w: World) -> None:
+    w.node()
+    w.model("a")
+    w.suspendable(w.up("a"))
+    waiter = w.sleep("a")
+    assert [e.command.only_if_idle for e in w.sent(SendSuspend)] == [False]
+    assert not w.sent(SendStop)
+    assert w.answer(waiter) is None
+    w.finish_stops()
+    answer = w.answer(waiter)
+    assert isinstance(answer, ModelAsleep)
+    assert answer.freed_bytes == 7
+
+
+def test_what_cannot_be_suspended_is_stopped(w: World) -> None:
+    w.node()
+    w.model("a")
+    w.up("a")
+    w.sleep("a")
+    assert w.sent(SendStop)
+    assert not w.sent(SendSuspend)
+
+
+def test_a_suspended_instance_holds_only_what_it_has_left(w: World) -> None:
+    w.node()
+    asleep(w, left=24 * MIB)
+    booked = booking(w.state, "n1", "cpu:0")
+    assert (booked.held, booked.claimed) == (24 * MIB, 0)
+
+
+def test_demand_resumes_it_rather_than_starting_another(w: World) -> None:
+    w.node()
+    running = asleep(w)
+    w.demand("a")
+    assert len(w.sent(SendResume)) == 1
+    assert len(w.starts("a")) == 1, "the first start, and no other"
+    assert running.state is InstanceState.RESUMING
+    plan = w.state.last_plan_of("a")
+    assert plan is not None
+    assert plan.way == "restore"
+    assert plan.chosen is not None
+    assert plan.chosen.predicted["restore"] == 100.0
+    w.get_ready("a")
+    plan = w.state.last_plan_of("a")
+    assert plan is not None
+    assert plan.outcome == "ready"
+    assert [i.state for i in w.state.of_model("a")] == [READY]
+
+
+def test_what_a_restore_measured_says_nothing_of_a_start(w: World) -> None:
+    w.node()
+    asleep(w)
+    before = dict(w.state.estimates)
+    w.demand("a")
+    w.get_ready("a")
+    assert dict(w.state.estimates) == before
+
+
+def test_wake_is_answered_when_it_is_back(w: World) -> None:
+    w.node()
+    asleep(w)
+    waiter = w.wake("a")
+    assert w.answer(waiter) is None
+    w.get_ready("a")
+    assert isinstance(w.answer(waiter), ModelAwake)
+
+
+def test_an_idle_instance_is_suspended_after_its_keep_alive(w: World) -> None:
+    w.node()
+    w.model("a", keep_alive=10)
+    running = w.up("a")
+    w.suspendable(running)
+    w.tick(11)
+    assert [e.command.only_if_idle for e in w.sent(SendSuspend)] == [True]
+    w.finish_stops()
+    for _ in range(3):
+        w.tick(11)
+    assert running.state is SUSPENDED, "and stays so"
+
+
+def test_two_models_take_turns_on_a_device_that_holds_one(w: World) -> None:
+    w.node(budget=400 * MIB)
+    first = asleep(w, "a", keep_alive=-1)
+    second = asleep(w, "b", keep_alive=-1)
+    for model, up, down in (("a", first, second), ("b", second, first), ("a", first, second)):
+        w.demand(model)
+        w.finish_stops()
+        w.get_ready(model)
+        w.demand(model, 0)
+        assert up.state is READY
+        assert down.state is SUSPENDED
+        up.completed += 1
+        w.tick(3)
+    assert len(w.starts("a")) == len(w.starts("b")) == 1
+    plan = w.state.last_plan_of("a")
+    assert plan is not None
+    assert plan.way == "evict_then_restore"
+
+
+def test_a_victim_that_would_leave_too_much_is_stopped(w: World) -> None:
+    w.node(budget=400 * MIB)
+    w.model("a")
+    w.model("b")
+    w.suspendable(w.up("a"), left=100 * MIB)
+    w.tick(3)
+    w.demand("b")
+    assert not w.sent(SendSuspend)
+    assert w.sent(SendStop)
+
+
+def test_what_a_suspended_one_has_left_can_be_had_too(w: World) -> None:
+    w.node(budget=400 * MIB)
+    asleep(w, "a", left=100 * MIB)
+    w.model("b")
+    w.demand("b")
+    stops = w.sent(SendStop)
+    assert len(stops) == 1, "it falls to stopped"
+    w.finish_stops()
+    w.get_ready("b")
+    assert w.of("b", READY)
+
+
+def test_no_room_to_come_back_waits_for_the_idle_to_leave(w: World) -> None:
+    w.node(budget=TWO)
+    running = asleep(w, "a")
+    w.model("b")
+    w.model("c")
+    w.up("b")
+    w.tick(3)
+    w.up("c")
+    w.tick(3)
+    w.demand("a")
+    assert running.state is SUSPENDED
+    assert w.stops("b"), "the longest idle leaves"
+    w.finish_stops()
+    assert running.state is InstanceState.RESUMING
+    w.get_ready("a")
+    assert running.state is READY
+
+
+def test_a_claim_to_come_back_that_nobody_wants_stays_suspended(w: World) -> None:
+    w.node(budget=400 * MIB)
+    running = asleep(w, "a")
+    w.model("b")
+    w.up("b")
+    w.tick(3)
+    w.demand("a")
+    w.demand("a", 0)
+    w.tick(5)
+    w.finish_stops()
+    assert running.state is SUSPENDED
+    assert [i.state for i in w.state.of_model("a")] == [SUSPENDED]
+    assert not w.sent(SendResume)
+
+
+def test_a_slow_restore_loses_against_a_quick_start_elsewhere(w: World) -> None:
+    w.node("n1")
+    asleep(w, "a", resume_ms=60_000.0)
+    w.node("n2")
+    w.demand("a")
+    assert not w.sent(SendResume)
+    assert len(w.starts("a")) == 2
+
+
+def test_one_that_is_gone_when_it_should_come_back_is_started_anew(w: World) -> None:
+    w.node()
+    running = asleep(w)
+    running.state = InstanceState.STOPPED
+    w.demand("a")
+    assert len(w.starts("a")) == 2
+
+
+def test_a_suspended_one_that_dies_is_not_the_models_fault(w: World) -> None:
+    w.node()
+    running = asleep(w)
+    running.state = InstanceState.FAILED
+    w.hear()
+    assert w.state.of_model("a") == []
+    assert w.state.models["a"].error is None
+    assert "a" not in w.state.trouble
+
+
+def test_a_changed_or_removed_model_leaves_nothing_suspended(w: World) -> None:
+    w.node()
+    running = asleep(w)
+    w.remove("a")
+    assert w.sent(SendStop)
+    w.finish_stops()
+    assert running.state is InstanceState.STOPPED
+    assert w.state.of_model("a") == []
+
+
+def test_a_new_leader_finds_what_is_suspended(w: World) -> None:
+    w.node()
+    running = asleep(w)
+    for i in list(w.state.instances):
+        del w.state.instances[i]
+    w.state.by_model.clear()
+    w.state.by_node.clear()
+    w.state.by_device.clear()
+    w.hear()
+    assert [i.state for i in w.state.of_model("a")] == [SUSPENDED]
+    w.demand("a")
+    assert running.state is InstanceState.RESUMING
+
+
+def test_replicas_min_brings_back_what_is_suspended(w: World) -> None:
+    w.node()
+    w.model("a", replicas={"min": 1, "max": 1})
+    w.get_ready("a")
+    running = w.of("a", READY)[0]
+    w.suspendable(running)
+    w.sleep("a")
+    w.finish_stops()
+    w.tick(3)
+    assert running.state is SUSPENDED, "told to sleep"
+    w.demand("a")
+    assert running.state is InstanceState.RESUMING

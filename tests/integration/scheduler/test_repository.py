@@ -7,7 +7,7 @@ from dataclasses import replace
 from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
-from services.scheduler.domain.entities import Device, Instance, Node
+from services.scheduler.domain.entities import Device, Entity, Instance, Node
 from services.scheduler.domain.state import Put
 
 COUNT = 2500
@@ -25,7 +25,8 @@ async def test_any_number_of_rows_in_one_transaction(database_url: str) -> None:
             for n in range(COUNT)
         ]
         async with leadership(plain_url(database_url)) as term:
-            await repository.commit(term.epoch, [Put(e) for e in (*nodes, *instances)])
+            first: list[Entity] = [*nodes, *instances]
+            await repository.commit(term.epoch, [Put(e) for e in first])
             later = [replace(i, leave_reason="again") for i in instances]
             await repository.commit(term.epoch, [Put(i) for i in later])
             state = await repository.load(term.epoch, now=10.0)

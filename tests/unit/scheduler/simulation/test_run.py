@@ -1,0 +1,111 @@
+"""The scheduler's own decisions on simulated devices: what can be reckoned by hand, and what must hold of any run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.simulation.config import GB, Batching, ClusterFile, Fixed, LinkSpeeds, ModelGroup
+from services.scheduler.simulation.machine import SimNode
+from services.scheduler.simulation.report import Outcome
+from services.scheduler.simulation.run import Simulation, names_of
+from services.scheduler.simulation.workload import Request, Synthetic, synthetic
+from shared.contracts.node import StartInstance
+
+CLUSTER = ClusterFile(
+    nodes=2,
+    devices=2,
+    device_gb=20,
+    dram_gb=100,
+    ssd_gb=100,
+    links=LinkSpeeds(remote=1, ssd=5, device=20),
+    engine_seconds=1,
+    init_seconds=0.5,
+    leave_seconds=0.3,
+    message_ms=0,
+)
+BIG = ModelGroup(name="big", copies=6, weights_gb=10, kv_gb=5, service=Fixed(seconds=2), slo_ttft=10)
+
+
+def run(requests: Sequence[Request], *, groups: Sequence[ModelGroup] = (BIG,), cluster: ClusterFile = CLUSTER) -> Outcome:
+    return Simulation(cluster, groups).run(requests)
+
+
+def ask(at: float, model: str = "big-0", prompt: int = 1, output: int = 1) -> Request:
+    return Request(at, model, prompt, output)
+
+
+def test_a_cold_start_takes_as_long_as_its_slowest_link_and_a_warm_request_none() -> None:
+    served = run([ask(0), ask(100)]).served
+    assert [round(s.queued, 6) for s in served] == [2.5, 0.0]  # 10 GB at 5 GB/s, then 0.5 s; the engine is there by then
+    assert served[0].ttft == pytest.approx(4.5)
+
+
+def test_what_left_comes_back_from_memory_and_what_no_disk_has_from_afar() -> None:
+    brief = BIG.model_copy(update={"keep_alive": 1.0})
+    outcome = run([ask(0), ask(60)], groups=[brief])
+    assert outcome.loads == {"ssd": 1, "dram": 1}
+    assert [round(s.queued, 6) for s in outcome.served] == [2.5, 1.5]  # the engine takes a second, the bus half of one
+    bare = CLUSTER.model_copy(update={"ssd_gb": 0, "dram_gb": 0})
+    assert [round(s.queued, 6) for s in run([ask(0)], cluster=bare).served] == [10.5]
+
+
+def test_loads_of_one_node_pass_its_disk_one_after_the_other() -> None:
+    one = CLUSTER.model_copy(update={"nodes": 1})
+    assert [round(s.queued, 6) for s in run([ask(0, "big-0"), ask(0, "big-1")], cluster=one).served] == [2.5, 4.5]
+
+
+def test_with_no_room_the_longest_idle_leaves() -> None:
+    models = [f"big-{n}" for n in range(5)]  # four devices, one each
+    outcome = run([ask(10.0 * n, m) for n, m in enumerate(models)])
+    assert outcome.stops == 1
+    assert outcome.served[4].queued == pytest.approx(2.8, abs=0.3)  # leaving, then as any other
+
+
+def test_a_batching_engine_prefills_and_decodes() -> None:
+    service = Batching(prefill_tokens_per_second=1000, tpot_ms=10, tpot_ms_more=5, concurrency=2)
+    group = ModelGroup(name="chat", weights_gb=1, kv_gb=1, service=service, slo_ttft=1.0)
+    served = run(
+        [ask(0, "chat", 100, 11), ask(50, "chat", 100, 11), ask(50, "chat", 100, 11), ask(50, "chat", 100, 1)], groups=[group]
+    ).served
+    assert [round(s.ttft - s.queued, 6) for s in served] == [0.11, 0.11, 0.115, 0.115]
+    assert served[3].queued == pytest.approx(0.21)  # until the first of the two was done
+    assert [s.in_time for s in served] == [False, True, True, True]
+
+
+def test_a_model_that_fits_nowhere_is_told() -> None:
+    huge = BIG.model_copy(update={"weights_gb": 30.0, "copies": 1})
+    outcome = run([ask(0, "big"), ask(1, "big")], groups=[huge])
+    assert (outcome.failed, outcome.lost, outcome.served) == (2, 0, [])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.05, 2.0),
+    st.sampled_from([0.5, 1.0, 8.0]),
+    st.sampled_from([-1.0, 2.0, 300.0]),
+    st.integers(1, 2),
+)
+def test_whatever_comes_nothing_is_lost_or_booked_twice(seed: int, rps: float, cv: float, keep_alive: float, replicas: int) -> None:
+    groups = [BIG.model_copy(update={"keep_alive": keep_alive, "replicas_max": replicas})]
+    requests = synthetic(Synthetic(rps, 120, cv), names_of(groups), seed)
+    before = SimNode.start
+    booked: list[int] = []
+
+    def watched(node: SimNode, command: StartInstance, now: float, capacity: int) -> object:
+        made = before(node, command, now, capacity)
+        booked.extend(node.reserved(d) for d in node.devices)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimNode, "start", watched)
+        first, again = run(requests, groups=groups), run(requests, groups=groups)
+    assert (first.lost, first.failed) == (0, 0)
+    assert len(first.served) == len(requests)
+    assert max(booked, default=0) <= CLUSTER.device_gb * GB
+    assert all(s.queued >= -1e-9 for s in first.served)
+    assert first == again

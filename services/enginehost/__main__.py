@@ -21,6 +21,7 @@ from services.enginehost.runtimes.docker import Docker
 from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart
 from shared.errors import ThawError
+from shared.processes import mark_of
 from shared.runtime import run_service
 
 
@@ -36,7 +37,7 @@ def main() -> int:
 
 async def reap(settings: HostSettings, instance_id: str) -> int:
     try:
-        await remove_containers(Docker(settings.container_socket), instance_id)
+        await remove_containers(Docker(settings.container_socket), mark_of(settings.scope, instance_id))
     except ThawError as e:
         sys.stderr.write(f"enginehost: {e.message}\n")
         return 1

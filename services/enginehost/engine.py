@@ -24,6 +24,7 @@ from shared.contracts.engine import EngineStart, HostedEngine
 from shared.contracts.phases import Phase
 from shared.enginelog import log_tail
 from shared.errors import EngineFailed
+from shared.processes import mark_of
 from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
 
@@ -115,7 +116,11 @@ class Engine:
             argv = tuple(map(launch.fill, spec.command)) or self.driver.command().argv
             address = Address(_LOOPBACK, launch.port)
             self._running = EngineProcess.start(
-                Command(argv, env), start.instance_id, address, Path(start.log_path), start.cgroup_procs
+                Command(argv, env),
+                mark_of(self._settings.scope, start.instance_id),
+                address,
+                Path(start.log_path),
+                start.cgroup_procs,
             )
         self.client = Client(self._running.address, self.driver.headers())
 

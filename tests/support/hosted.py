@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferData, InferEnd, InferFailed, InferResponse
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
-from shared.processes import marked
+from shared.processes import mark_of, marked
+from shared.settings import NodeSettings
 from tests.support.engines import Engines, Stream
 
 T = TypeVar("T")
@@ -79,11 +80,15 @@ class Hosts(Engines):
             await asyncio.sleep(0.02)
         return found
 
+    def marked(self, instance_id: str) -> set[int]:
+        """Processes of the instance's engine."""
+        return marked(mark_of(NodeSettings(node=self.node).scope, instance_id))
+
     async def left_nothing(self, instance_id: str) -> None:
         """Until none of the engine's processes is left."""
 
         async def left() -> set[int]:
-            return await asyncio.to_thread(marked, instance_id)
+            return await asyncio.to_thread(self.marked, instance_id)
 
         await self.eventually(left, lambda pids: not pids)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from shared.errors import EngineFailed, ThawError
 from shared.processes import MARK_VARIABLE, descendants, mark_of, process_end
 
 log = logging.getLogger(__name__)
+LABEL_MARK = "thaw.mark"
 LABEL_INSTANCE = "thaw.instance"
 LABEL_NODE = "thaw.node"
 _GPU_CAPABILITIES = [["gpu"]]
@@ -121,8 +121,9 @@ async def start_container(
 ) -> EngineContainer:
     """Raises `EngineFailed`. An image that is not there is pulled, if that is allowed: a download, told as such."""
     docker = Docker(settings.container_socket)
-    await remove_containers(docker, start.instance_id)
-    body = _body(launch, options, arguments, env, start)
+    mark = mark_of(settings.scope, start.instance_id)
+    await remove_containers(docker, mark)
+    body = _body(launch, options, arguments, {**env, MARK_VARIABLE: mark}, start, mark)
     name = f"thaw-{start.node}-{start.instance_id}-{time.monotonic_ns():x}"
     try:
         container = await docker.create(name, body)
@@ -148,7 +149,7 @@ async def start_container(
 
 
 def _body(
-    launch: Launch, options: ContainerOptions, arguments: tuple[str, ...], env: Mapping[str, str], start: EngineStart
+    launch: Launch, options: ContainerOptions, arguments: tuple[str, ...], env: Mapping[str, str], start: EngineStart, mark: str
 ) -> dict[str, Any]:
     port = f"{options.port}/tcp"
     mounts = [m if m.count(":") == 2 else f"{m}:ro" for m in options.mounts]
@@ -170,9 +171,9 @@ def _body(
     body: dict[str, Any] = {
         "Image": options.image,
         "Cmd": list(arguments),
-        "Env": [f"{k}={v}" for k, v in {**env, INSTANCE_VARIABLE: start.instance_id}.items()],
+        "Env": [f"{k}={v}" for k, v in env.items()],
         "ExposedPorts": {port: {}},
-        "Labels": {LABEL_INSTANCE: start.instance_id, LABEL_NODE: start.node, "thaw.host_pid": str(os.getpid())},
+        "Labels": {LABEL_MARK: mark, LABEL_INSTANCE: start.instance_id, LABEL_NODE: start.node},
         "StopSignal": start.card.spec.stop_signal,
         "HostConfig": host,
     }
@@ -183,9 +184,9 @@ def _body(
     return body
 
 
-async def remove_containers(docker: Docker, instance_id: str) -> list[str]:
+async def remove_containers(docker: Docker, mark: str) -> list[str]:
     """Remove what an earlier host of the instance has left; their ids."""
-    found = await docker.labelled(f"{LABEL_INSTANCE}={instance_id}")
+    found = await docker.labelled(f"{LABEL_MARK}={mark}")
     for container in found:
         await docker.remove(container)
     return found

@@ -43,9 +43,9 @@ class EngineProcess:
 
     container = None
 
-    def __init__(self, child: subprocess.Popen[bytes], instance_id: str, address: Address, log_path: Path) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], mark: str, address: Address, log_path: Path) -> None:
         self._child = child
-        self._instance_id = instance_id
+        self._mark = mark
         self._log_path = log_path
         self._oom_before = _oom_kills()
         self.address = address
@@ -54,16 +54,16 @@ class EngineProcess:
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
     @classmethod
-    def start(cls, command: Command, instance_id: str, address: Address, log_path: Path, cgroup_procs: str | None) -> EngineProcess:
+    def start(cls, command: Command, mark: str, address: Address, log_path: Path, cgroup_procs: str | None) -> EngineProcess:
         """Raises `EngineFailed`. The program itself is looked for by the child: a missing one ends with status 127 and a line in the log."""
         argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", "--", *command.argv]
         try:
             child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, env=clean_environment(instance_id, command.env), start_new_session=True
+                argv, stdin=subprocess.DEVNULL, env=clean_environment(mark, command.env), start_new_session=True
             )
         except (OSError, ValueError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
-        return cls(child, instance_id, address, log_path)
+        return cls(child, mark, address, log_path)
 
     def pids(self) -> tuple[int, ...]:
         if self._ended.done():
@@ -107,9 +107,7 @@ class EngineProcess:
                 await self.wait()
         # Those that outlive it: workers that ignored the signal, or have left the session.
         known = set(pids)
-        await asyncio.to_thread(
-            end_all, lambda: marked(self._mark) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S
-        )
+        await asyncio.to_thread(end_all, lambda: marked(self._mark) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S)
         return await self.wait()
 
     def _reap(self) -> None:

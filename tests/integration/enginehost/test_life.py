@@ -13,7 +13,6 @@ import psutil
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.phases import Phase
-from shared.processes import marked
 from tests.support.hosted import FAKE, MIB, Hosts, fake_card, hosted_card
 
 
@@ -23,7 +22,7 @@ async def test_ready_means_that_a_token_was_generated(hosts: Hosts) -> None:
     assert report.state == "ready"
     assert {Phase.LIBRARIES, Phase.INIT, Phase.PROFILE} <= {s.phase for s in report.phases}
     assert report.hosted is not None
-    assert set(report.hosted.pids) == marked(start.instance_id)
+    assert set(report.hosted.pids) == hosts.marked(start.instance_id)
     assert report.pid not in report.hosted.pids
 
 
@@ -64,7 +63,7 @@ async def test_whatever_it_forked_ends_with_it(hosts: Hosts) -> None:
     start = hosts.host(fake_card("--fork", "--ignore-term"), THAW_KILL_GRACE="1")
     report = await hosts.settled(start.instance_id)
     assert report.hosted is not None
-    assert len(marked(start.instance_id)) == 2
+    assert len(hosts.marked(start.instance_id)) == 2
     os.kill(report.pid, signal.SIGTERM)
     assert (await hosts.reported(start.instance_id, lambda r: r.state == "stopped")).error is None
     await hosts.left_nothing(start.instance_id)
@@ -124,7 +123,7 @@ async def test_a_port_that_someone_else_took_is_left_to_them(hosts: Hosts, tmp_p
     assert attempts == [1, 2]
     strangers = [p for p in psutil.process_iter(["cmdline"]) if "tests.support.fake_openai" in (p.info["cmdline"] or [])]
     for stranger in strangers:
-        if stranger.pid not in marked(start.instance_id):
+        if stranger.pid not in hosts.marked(start.instance_id):
             stranger.kill()
 
 

@@ -3,9 +3,13 @@
     python -m bench.loader [--bytes 3.5GB] [--rounds N] [--directory DIR] [--peers-python PYTHON] [--json PATH]
 
 Each round takes every case once, in an order drawn anew, each in a fresh process (bench/loader_case.py says what is timed): with the files
-out of the page cache (posix_fadvise) or, for the cases called so, in it. The limit is fio with O_DIRECT at the
-best of its settings in that round. GB are 10^9 bytes. fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment
-that has them and torch) can import them. Everything written is removed.
+out of the page cache (posix_fadvise) or, for the cases called so, in it. The limit is fio with O_DIRECT at the best of its settings in that
+round. GB are 10^9 bytes. fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment that has them and torch) can
+import them.
+
+"thaw" reads into a pool whose chunks have memory already, as in a loader that has served before or was told THAW_DRAM_READY_BYTES; "thaw, fresh
+memory" takes it from the kernel meanwhile, as the peers do. "step" 1 to 5 are the ablation, each with all those before it. Then
+bench/loader_service.py measures a loader process: the DRAM tier, and the same checkpoint from an HTTP server. Everything written is removed.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.loader_case import MODULES
+from bench.loader_service import dram, remote
 from bench.report import machine, median, write
 from thaw.config.units import parse_size
 
@@ -51,11 +56,16 @@ class Case:
 
 
 PEERS = ("safetensors", "torch_load", "torch_load_mmap", "fastsafetensors", "runai")
+REMOTE_WAYS = ("download", "thaw", "thaw_kept_on_disk", "download_then_load")
+READY = ("ready", 1)
 ABLATION = (
-    Case("thaw, no direct I/O", "thaw_segment", (("direct", 0),)),
-    Case("thaw, no pre-fault", "thaw_segment", (("populate", 0),)),
-    *(Case(f"thaw, {n} thread{'s' if n > 1 else ''}", "thaw_segment", (("threads", n),)) for n in (1, 2, 8)),
-    *(Case(f"thaw, {n} MB chunks", "thaw_segment", (("chunk_bytes", n * MB),)) for n in (4, 32)),
+    Case("step 1: tensor by tensor", "whole_files"),
+    Case("step 2: bulk", "thaw_pool", (("threads", 1), ("direct", 0))),
+    Case("step 3: direct I/O", "thaw_pool", (("threads", 1),)),
+    Case("step 4: threads", "thaw_pool"),
+    Case("step 5: pre-faulted pool", "thaw_pool", (READY,)),
+    *(Case(f"thaw, {n} threads", "thaw_pool", (READY, ("threads", n))) for n in (2, 8)),
+    Case("thaw, 4 MB reads", "thaw_pool", (READY, ("chunk_bytes", 4 * MB))),
 )
 
 
@@ -110,6 +120,7 @@ def write_checkpoint(directory: Path, total: int) -> list[Path]:
                 out.write(generator.bytes(min(64 * MB, at - start)))
             os.fsync(out.fileno())
     weight_map = {name: file for file, part in parts.items() for name, _ in part}
+    (directory / "config.json").write_text("{}")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return [directory / name for name in parts]
 
@@ -151,7 +162,12 @@ def run_case(case: Case, files: list[Path], python: str) -> dict[str, float]:
 
 
 def cases(peers_python: str) -> list[Case]:
-    found = [Case("thaw", "thaw_segment"), Case("thaw load_tensors", "thaw_tensors"), *ABLATION]
+    found = [
+        Case("thaw", "thaw_pool", (READY,)),
+        Case("thaw, fresh memory", "thaw_pool"),
+        Case("thaw load_tensors", "thaw_tensors"),
+        *ABLATION,
+    ]
     for peer in PEERS:
         if peer in MODULES:
             probe = [peers_python, "-m", "bench.loader_case", json.dumps({"loader": peer, "probe": True})]
@@ -210,6 +226,16 @@ def figures_of(samples: dict[str, Samples]) -> dict[str, float]:
     return figures
 
 
+def remote_figures(files: list[Path], rounds: int) -> dict[str, float]:
+    """Bandwidths, and seconds where the name says so, of a model that comes from an HTTP server on this host."""
+    total, found = sum(f.stat().st_size for f in files), {name: median(values) for name, values in remote(files, rounds).items()}
+    figures = {f"remote.{name}_gb_per_s": total / found[name] / 1e9 for name in REMOTE_WAYS}
+    figures["remote.thaw_over_download"] = found["download"] / found["thaw"]
+    figures["remote.thaw_first_tensor_s"] = found["thaw_first_tensor"]
+    figures["remote.thaw_cores"] = found["thaw_cpu"] / found["thaw"]
+    return figures
+
+
 def show(samples: dict[str, Samples]) -> None:
     table = Table("loader", "GB/s", "CPU s", "peak GB", title="Loads: median (least to most), CPU seconds and peak memory")
     for name, s in sorted(samples.items(), key=lambda item: ("page cache" in item[0], -median(item[1].gb_per_s))):
@@ -222,18 +248,26 @@ def show(samples: dict[str, Samples]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=parse_size, default=parse_size("3.5GB"), help="size of the checkpoint")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; the temporary directory by default")
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     print(json.dumps(machine()), file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="thaw-bench-", dir=options.directory) as directory:
-        files = write_checkpoint(Path(directory), options.bytes)
+        checkpoint = Path(directory) / "model"
+        checkpoint.mkdir()
+        files = write_checkpoint(checkpoint, options.bytes)
         run_case(Case("torch.save", "save_as_torch"), files, sys.executable)
         samples = measure(files, options.rounds, options.peers_python)
+        for path in files:
+            path.with_suffix(".bin").unlink()
+        print("the DRAM tier and an HTTP server, through a loader process", file=sys.stderr)
+        figures = figures_of(samples) | dram(files, options.rounds) | remote_figures(files, options.rounds)
     show(samples)
-    figures = figures_of(samples)
+    for name, value in figures.items():
+        if name.startswith(("dram_tier.", "remote.")):
+            print(f"{name}: {value:.3f}")
     for name, value in figures.items():
         if name.startswith("thaw_over_"):
             print(f"{name}: {value:.2f}")

@@ -23,19 +23,41 @@ Tensors = dict[str, torch.Tensor]
 _PAGE = 4096
 
 
-def thaw_segment(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
-    """What the mesh does: a named segment, mapped by the engine."""
+def thaw_pool(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
+    """What the mesh does: chunks of a pool, filled by a link's threads, mapped by the engine as one range. `ready`: the chunks have memory
+    before the clock runs, as in a pool that has been used; `pipeline` off: header by header, one file after the other, tensors at the end."""
     from services.engine.segment import Segment
-    from services.loader.adapters.reader import ReadOptions
+    from services.loader.adapters.reader import FilesReader, ReadOptions
     from services.loader.adapters.shm import SHM
-    from services.loader.load import load_segment
+    from services.loader.domain.chunks import CHUNK_BYTES, parts
+    from services.loader.format.checkpoint import open_checkpoint
+    from services.loader.format.segment import lay_out
+    from services.loader.pipeline.fill import Filling
+    from services.loader.pipeline.link import Link
+    from services.loader.pipeline.pieces import cut
+    from services.loader.pool.memory import PoolMemory
+    from services.loader.pool.region import Region
 
+    ready = options.pop("ready", 0)
     name = f"thaw-bench-{os.getpid()}"
+    count = len(parts(lay_out(open_checkpoint(files[0].parent), "").total_bytes))
+    pool = PoolMemory(name, count * CHUNK_BYTES)
+    for chunk in range(count) if ready else ():
+        pool.prepare(chunk)
+    chosen = ReadOptions(**options)
 
     def load() -> Tensors:
         try:
-            load_segment(files[0].parent, name, ReadOptions(**options))
-            return Segment(name).tensors()
+            layout = lay_out(open_checkpoint(files[0].parent), "bench")
+            region = Region(pool, range(count), layout.total_bytes)
+            pieces = cut(layout, chosen.chunk_bytes)
+            filling, link = Filling(layout, region, pieces), Link("bench", chosen.threads)
+            filling.write_head()
+            segment = Segment(name, region.extents)
+            tensors = segment.tensors()  # bound while their bytes arrive
+            filling.run(FilesReader(layout.places, pieces, region, chosen), link)
+            link.close()
+            return tensors
         finally:
             (SHM / name).unlink(missing_ok=True)
 
@@ -44,9 +66,35 @@ def thaw_segment(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, C
 
 def thaw_tensors(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
     from services.loader.adapters.reader import ReadOptions
+    from services.loader.load import ready_pool
     from services.loader.tensors import load_tensors
 
-    return _run(lambda: load_tensors(files[0].parent, ReadOptions(**options)))
+    pool = ready_pool(files[0].parent) if options.pop("ready", 0) else None
+    return _run(lambda: load_tensors(files[0].parent, ReadOptions(**options), pool=pool))
+
+
+def whole_files(files: list[Path], _: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
+    """Where the ablation starts: each tensor read by itself, buffered, by one thread, into memory of its own."""
+    import json as parser
+
+    def load() -> Tensors:
+        found = {}
+        for file in files:
+            with file.open("rb", buffering=0) as source:
+                size = int.from_bytes(source.read(8), "little")
+                header = parser.loads(source.read(size))
+                for name, entry in header.items():
+                    low, high = entry["data_offsets"]
+                    memory = torch.empty(high - low, dtype=torch.uint8)
+                    source.seek(8 + size + low)
+                    view = memoryview(memory.numpy().data)
+                    done = 0
+                    while done < len(view):
+                        done += source.readinto(view[done:]) or 0
+                    found[name] = memory.view(torch.bfloat16).view(entry["shape"])
+        return found
+
+    return _run(load)
 
 
 def safetensors(files: list[Path], _: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
@@ -104,7 +152,7 @@ def save_as_torch(files: list[Path], _: dict[str, Any]) -> tuple[Tensors, Callab
 
 LOADERS = {
     f.__name__: f
-    for f in (thaw_segment, thaw_tensors, safetensors, torch_load, torch_load_mmap, fastsafetensors, runai, save_as_torch)
+    for f in (thaw_pool, thaw_tensors, whole_files, safetensors, torch_load, torch_load_mmap, fastsafetensors, runai, save_as_torch)
 }
 MODULES = {"fastsafetensors": "fastsafetensors", "runai": "runai_model_streamer"}
 figures: dict[str, float] = {}
@@ -116,12 +164,11 @@ def _cpu_seconds() -> float:
 
 
 def _run(load: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-    resident, cpu, started = _resident_bytes(), _cpu_seconds(), time.perf_counter()
+    cpu, started = _cpu_seconds(), time.perf_counter()
     tensors = load()
     figures["checksum"] = checksum(tensors.values())
     figures["seconds"] = time.perf_counter() - started
     figures["cpu_seconds"] = _cpu_seconds() - cpu
-    figures["resident_before"] = resident
     return tensors, lambda: None
 
 
@@ -147,6 +194,7 @@ def main() -> None:
         importlib.import_module(MODULES[name])
     if case.get("probe"):
         return
+    figures["resident_before"] = _resident_bytes()
     tensors, close = LOADERS[name]([Path(f) for f in case["files"]], case.get("options", {}))
     for tensor in tensors.values():
         tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()

@@ -14,6 +14,7 @@ from services.loader.adapters.reader import DEFAULTS, ReadOptions
 from services.loader.format.checkpoint import Checkpoint
 from services.loader.format.safetensors import TensorEntry
 from services.loader.load import load_private
+from services.loader.pool.memory import PoolMemory
 from shared.dtypes import TORCH_NAMES, packed_shape
 from shared.errors import CheckpointInvalid
 
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def load_tensors(path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory or a safetensors file, by name, on the CPU; of a model that `thaw convert --tensor-parallel` has
-    divided for `ranks`, the part of `rank`.
+def load_tensors(
+    path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1, pool: PoolMemory | None = None
+) -> dict[str, torch.Tensor]:
+    """All tensors of a model directory, a safetensors file or a model's URL, by name, on the CPU; of a model that `thaw convert
+    --tensor-parallel` has divided for `ranks`, the part of `rank`.
 
     They are writable views of one block of memory, which is given back when the last of them is gone; clone what should outlive the others
     alone. A process forked later shares that memory. Raises `CheckpointInvalid` (the message names the file and the remedy) or
-    `InsufficientMemory`.
+    `InsufficientMemory`. `pool`: memory made beforehand (`services.loader.load.ready_pool`), used up by this load.
     """
-    loaded = load_private(path, options, rank=rank, ranks=ranks, check=_check_dtypes)
+    loaded = load_private(path, options, rank=rank, ranks=ranks, check=_check_dtypes, pool=pool)
     return {
         entry.name: _tensor(entry, loaded.memory, place.offset)
         for place in loaded.layout.places

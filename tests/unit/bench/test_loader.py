@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.loader import Case, Samples, figures_of, run_case, set_cache, write_checkpoint
+from bench.loader import REMOTE_WAYS, Case, Samples, figures_of, remote_figures, run_case, set_cache, write_checkpoint
+from bench.loader_service import dram
 from services.loader.format.checkpoint import open_checkpoint
 
 
@@ -25,13 +26,21 @@ def test_the_checkpoint_is_whole(files: list[Path]) -> None:
 def test_every_loader_reads_the_same_bytes(files: list[Path]) -> None:
     run_case(Case("torch.save", "save_as_torch"), files, sys.executable)
     checksums = set()
-    for loader in ("thaw_segment", "thaw_tensors", "safetensors", "torch_load", "torch_load_mmap"):
+    for loader in ("thaw_pool", "thaw_tensors", "whole_files", "safetensors", "torch_load", "torch_load_mmap"):
         set_cache(files, warm=loader == "thaw_tensors")
         got = run_case(Case(loader, loader), files, sys.executable)
         checksums.add(got["checksum"])
         assert got["seconds"] > 0
         assert got["peak_bytes"] > 0.9 * sum(f.stat().st_size for f in files)
     assert len(checksums) == 1
+
+
+def test_a_loader_process_is_measured_over_its_socket(files: list[Path]) -> None:
+    found = dram(files, 1)
+    assert 0 < found["dram_tier.bound_ms"] <= found["dram_tier.worst_bound_ms"]
+    figures = remote_figures(files, 1)
+    assert figures["remote.thaw_first_tensor_s"] > 0
+    assert all(figures[f"remote.{way}_gb_per_s"] > 0 for way in REMOTE_WAYS)
 
 
 def test_ratios_compare_medians_of_one_state_of_the_cache() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,18 +114,20 @@ def check_regular(path: Path) -> None:
         raise CheckpointInvalid(f"{path} cannot be read: it is not a regular file; copy the whole model directory")
 
 
-def read_small(path: Path) -> bytes:
+def read_small(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """A configuration file's content. Raises `CheckpointInvalid` if it is missing, unreadable or absurdly large."""
     check_regular(path)
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
+            # Python allocates all that may be read beforehand.
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(size) if size <= limit else b""
     except FileNotFoundError as e:
         raise CheckpointInvalid(f"{path} is missing; copy the whole model directory") from e
     except OSError as e:
         raise CheckpointInvalid(f"{path} cannot be read: {e.strerror}") from e
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointInvalid(f"{path} is over {MAX_JSON_BYTES} bytes; that is no configuration file")
+    if size > limit:
+        raise CheckpointInvalid(f"{path} is over {limit} bytes; that is no configuration file")
     return data
 
 
@@ -183,7 +186,7 @@ def open_path(path: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
 def _open_converted(directory: Path, rank: int, ranks: int) -> Checkpoint:
     path = directory / converted.INDEX_NAME
     check_inside(directory, path)
-    raw = read_small(path)
+    raw = read_small(path, converted.MAX_INDEX_BYTES)
     partition = converted.partition_of(converted.parse_index(raw, str(path)), raw, str(path), rank, ranks)
     return Checkpoint(directory, (_open_partition(directory / partition.file, partition),))
 

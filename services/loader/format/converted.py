@@ -6,6 +6,9 @@
 A tensor begins on a multiple of ALIGNMENT, a large one on a page; partitions are whole pages long. Tensors that are tied have the same
 range. The index's last member is a SHA-256 of all bytes before it, so that a flipped bit of the index is noticed when it is opened, and
 each tensor's own SHA-256 is in the index for whoever re-reads the bytes (`verify`).
+
+The index is one JSON document with each tensor on a line of its own. It is read line by line, and the first wrong line ends it: parsed whole,
+8 MiB of hostile JSON became 5 GB of objects and errors (measured with pydantic).
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from services.loader.format.safetensors import FileHeader, TensorEntry
 from shared.contracts.segment import PAGE
@@ -34,6 +37,11 @@ PAGE_ALIGNED_FROM = 16 * PAGE
 MAX_RANKS = 1024
 MAX_NAME = 4096
 MAX_DIMENSIONS = 64
+MAX_INDEX_BYTES = 256 * 1024 * 1024
+_LINE_BYTES = 256 * 1024
+"""Of one line: 1024 partitions take 80 kB, a tensor with the longest name and most dimensions 30."""
+_OPEN = b',"tensors":['
+_CLOSE = b"\n]"
 _TAIL = b',"sha256":"'
 _TAIL_BYTES = len(_TAIL) + 64 + len(b'"}\n')
 
@@ -42,7 +50,8 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    # pydantic notes every error of a list, and every unknown key where they are forbidden: of a hostile index, gigabytes of errors.
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class Partition(_Strict):
@@ -62,33 +71,40 @@ class Entry(_Strict):
     rank: Natural
     offset: Natural
     size: Natural
-    shape: Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
-    stride: Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
+    shape: Annotated[tuple[Natural, ...], FailFast(), Field(max_length=MAX_DIMENSIONS)]
+    stride: Annotated[tuple[Natural, ...], FailFast(), Field(max_length=MAX_DIMENSIONS)]
     dtype: str
     dim: Natural | None = None
     sha256: Digest
 
 
-class Index(_Strict):
-    """The whole index, as stored but for its own digest."""
+_Line = TypeVar("_Line", bound=_Strict)
+
+
+class Head(_Strict):
+    """The index's first line."""
 
     format: Literal["thaw-checkpoint"] = FORMAT
     version: Literal[1] = VERSION
     alignment: Literal[256] = ALIGNMENT
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
-    partitions: Annotated[tuple[Partition, ...], Field(max_length=MAX_RANKS)]
-    tensors: tuple[Entry, ...]
+    partitions: Annotated[tuple[Partition, ...], FailFast(), Field(max_length=MAX_RANKS)]
 
 
-class _Stored(Index):
-    sha256: Digest
-
-
-class _Head(BaseModel):
+class _Version(BaseModel):
     """As much as tells a newer version from a damaged file."""
 
     format: str
     version: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """What the whole index says; checked."""
+
+    ranks: int
+    partitions: tuple[Partition, ...]
+    tensors: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
@@ -111,35 +127,68 @@ def place_after(end: int, size: int) -> int:
 
 
 def write_index(partitions: Sequence[Partition], entries: Iterable[Entry]) -> bytes:
-    """The index as stored."""
-    index = Index(ranks=len(partitions), partitions=tuple(partitions), tensors=tuple(entries))
-    body = index.model_dump_json().encode().removesuffix(b"}")
-    return body + _TAIL + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+    """The index as stored. Raises `CheckpointInvalid` if it becomes too long to be read."""
+    head = Head(ranks=len(partitions), partitions=tuple(partitions)).model_dump_json().encode().removesuffix(b"}")
+    body = head + _OPEN + b"\n" + b",\n".join(e.model_dump_json().encode() for e in entries) + _CLOSE
+    data = body + _TAIL + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+    if len(data) > MAX_INDEX_BYTES:
+        raise CheckpointInvalid(
+            f"the model has too many tensors for {len(partitions)} ranks: their index would have {len(data)} bytes, at most {MAX_INDEX_BYTES} "
+            "are read; choose fewer ranks"
+        )
+    return data
 
 
 def parse_index(data: bytes, where: str) -> Index:
     """The index that `data`, the content of `where`, holds. Raises `CheckpointInvalid` for anything that does not hold exactly."""
+    end = data.find(b"\n", 0, _LINE_BYTES)
+    line = data[: max(0, end)]
+    if not line.endswith(_OPEN):
+        _refuse_version(data[:_LINE_BYTES], where)
+        _invalid(where, "is no valid index: its first line is not one's; convert the model again")
+    head = _parse_line(Head, line.removesuffix(_OPEN) + b"}", "first line", where)
     body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
-    try:
-        index = _Stored.model_validate_json(data)
-    except ValidationError as e:
-        if (version := _version(data)) not in (None, VERSION):
-            _invalid(where, f"has version {version}, and this Thaw reads version {VERSION}; convert the model again with it")
-        first = e.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "JSON"
-        raise CheckpointInvalid(f"{where} is no valid index: {place:.80}: {first['msg']:.120}; convert the model again") from e
-    if tail[: len(_TAIL)] != _TAIL or hashlib.sha256(body).hexdigest() != index.sha256:
+    if tail != _TAIL + hashlib.sha256(body).hexdigest().encode() + b'"}\n' or not body.endswith(_CLOSE):
         _invalid(where, "was changed or damaged after it was written (its checksum is wrong); convert the model again")
+    index = Index(head.ranks, head.partitions, tuple(_entries(data, end + 1, len(body) - len(_CLOSE), where)))
     _check(index, where)
     return index
 
 
-def _version(data: bytes) -> int | None:
+def _entries(data: bytes, start: int, stop: int, where: str) -> Iterator[Entry]:
+    """What the lines from `start` to `stop` say, one tensor each."""
+    number = 0
+    while start < stop:
+        end = data.find(b",\n", start, min(stop, start + _LINE_BYTES))
+        if end < 0:
+            end = stop
+        if end - start > _LINE_BYTES:
+            _invalid(
+                where, f"is no valid index: tensor {number} is described in more than {_LINE_BYTES} bytes; convert the model again"
+            )
+        yield _parse_line(Entry, data[start:end], f"tensor {number}", where)
+        start, number = end + 2, number + 1
+    if number and start == stop:
+        _invalid(where, f"is no valid index: a comma follows its last tensor, {number - 1}; convert the model again")
+
+
+def _parse_line(kind: type[_Line], line: bytes, what: str, where: str) -> _Line:
     try:
-        head = _Head.model_validate_json(data)
+        return kind.model_validate_json(line)
+    except ValidationError as e:
+        _refuse_version(line, where)
+        first = e.errors(include_url=False, include_input=False)[0]
+        place = ".".join([what, *map(str, first["loc"])])
+        raise CheckpointInvalid(f"{where} is no valid index: {place:.80}: {first['msg']:.120}; convert the model again") from e
+
+
+def _refuse_version(line: bytes, where: str) -> None:
+    try:
+        found = _Version.model_validate_json(line)
     except ValidationError:
-        return None
-    return head.version if head.format == FORMAT else None
+        return
+    if found.format == FORMAT and found.version != VERSION:
+        _invalid(where, f"has version {found.version}, and this Thaw reads version {VERSION}; convert the model again with it")
 
 
 def _invalid(where: str, what: str) -> NoReturn:

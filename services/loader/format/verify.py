@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.loader.format.checkpoint import Checkpoint, WeightFile, open_checkpoint, read_small
-from services.loader.format.converted import INDEX_NAME, parse_index
+from services.loader.format.converted import INDEX_NAME, MAX_INDEX_BYTES, parse_index
 from services.loader.format.safetensors import TensorEntry
 from shared.errors import CheckpointInvalid
 
@@ -38,7 +38,7 @@ def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None]
         raise CheckpointInvalid(
             f"{directory} is not converted: only converted checkpoints carry hashes; thaw convert {directory} DST"
         )
-    ranks = parse_index(read_small(path), str(path)).ranks
+    ranks = parse_index(read_small(path, MAX_INDEX_BYTES), str(path)).ranks
     found = Verified(ranks, 0, 0)
     for rank in range(ranks):
         one = verify_checkpoint(open_checkpoint(directory, rank, ranks), threads=threads, on_bytes=on_bytes)

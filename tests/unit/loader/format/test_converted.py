@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.loader.format.checkpoint import MAX_JSON_BYTES, open_checkpoint
+from services.loader.format.checkpoint import open_checkpoint
 from services.loader.format.converted import (
     ALIGNMENT,
     INDEX_NAME,
+    MAX_INDEX_BYTES,
     Entry,
     Index,
     Partition,
@@ -50,8 +51,14 @@ def index(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def sealed(content: dict[str, Any] | bytes) -> bytes:
-    """As it is stored, with a right checksum: what follows must be seen without its help."""
-    body = (content if isinstance(content, bytes) else json.dumps(content).encode()).removesuffix(b"}")
+    """As it is stored, with a right checksum: what follows must be seen without its help. Bytes are the lines of the tensors."""
+    head = index() if isinstance(content, bytes) else content
+    lines = content if isinstance(content, bytes) else b",\n".join(json.dumps(t).encode() for t in content["tensors"])
+    first = json.dumps({k: v for k, v in head.items() if k != "tensors"}).encode().removesuffix(b"}")
+    return signed(first + b',"tensors":[\n' + lines + b"\n]")
+
+
+def signed(body: bytes) -> bytes:
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
 
@@ -97,13 +104,17 @@ def partitions(**change: Any) -> dict[str, Any]:
         (b"[" * 1_000_000, "no valid index"),
         (b'{"tensors":' + b"[" * 1_000_000, "no valid index"),
         (b'{"a":' * 100_000, "no valid index"),
-        (sealed(b"[]"), "no valid index"),
-        (sealed({}), "no valid index"),
+        (sealed(b"[]"), "tensor 0: "),
+        (sealed(b"{},\n" * 100_000), r"tensor 0\.name: Field required"),
+        (sealed(b" " * (1 << 20)), "tensor 0 is described in more than"),
+        (sealed(json.dumps(entry()).encode() + b",\n"), "a comma follows"),
+        (signed(b'{"format":"thaw-checkpoint","version":1,"alignment":256,"tensors":[\n\n]'), r"first line\.ranks: Field required"),
+        (signed(b'{"format":"thaw-checkpoint","version":1,"tensors":[]'), "its first line"),
+        (b'{"format":"thaw-checkpoint","version":3}', "has version 3"),
         (sealed(index(version=2)), "has version 2, and this Thaw reads version 1"),
         (sealed(index(version=-1)), "has version -1"),
         (sealed(index(format="other")), "format"),
         (sealed(index(alignment=64)), "alignment"),
-        (sealed(index(more=1)), "more"),
         (sealed(index(ranks=0)), "ranks"),
         (sealed(index(ranks=True)), "ranks"),
         (sealed(index(ranks=10**30)), "ranks"),
@@ -114,37 +125,37 @@ def partitions(**change: Any) -> dict[str, Any]:
         (sealed(partitions(file="../secret")), "names the file '../secret'"),
         (sealed(partitions(file="/etc/passwd")), "names the file"),
         (sealed(partitions(file="config.json")), "names the file"),
-        (sealed(partitions(size=-1)), "partitions.0.size"),
-        (sealed(partitions(size=1 << 63)), "partitions.0.size"),
-        (sealed(partitions(size=4096.5)), "partitions.0.size"),
+        (sealed(partitions(size=-1)), r"first line\.partitions\.0\.size"),
+        (sealed(partitions(size=1 << 63)), r"first line\.partitions\.0\.size"),
+        (sealed(partitions(size=4096.5)), r"first line\.partitions\.0\.size"),
         (sealed(partitions(tensors=3)), "has 3 tensors and lists 2"),
         (sealed(index(entry(), partitions=index()["partitions"])), "has 2 tensors and lists 1"),
         (sealed(index(tensors=[], partitions=[{**index()["partitions"][0], "tensors": 0}])), "lists 0"),
-        (sealed(index(entry(name=""))), "tensors.0.name"),
-        (sealed(index(entry(name="a" * 5000))), "tensors.0.name"),
+        (sealed(index(entry(name=""))), r"tensor 0\.name"),
+        (sealed(index(entry(name="a" * 5000))), r"tensor 0\.name"),
         (sealed(index(entry(), entry(offset=256))), "twice"),
         (sealed(index(entry(rank=1))), "to rank 1 of 1"),
-        (sealed(index(entry(offset=-256))), "tensors.0.offset"),
+        (sealed(index(entry(offset=-256))), r"tensor 0\.offset"),
         (sealed(index(entry(offset=8))), "not on a multiple of 256"),
         (sealed(index(entry(offset=4096))), "beyond the end"),
         (sealed(index(entry(offset=BIG // 256 * 256))), "beyond the end"),
         (sealed(index(entry(shape=(2048,)))), "beyond the end"),
         (sealed(index(entry(shape=(BIG,) * 64, size=8, stride=(1,) * 64))), "does not take"),
-        (sealed(index(entry(shape=(1,) * 65))), "tensors.0.shape"),
-        (sealed(index(entry(shape=(-2,), size=8))), "tensors.0.shape.0"),
-        (sealed(index(entry(shape=(True, 2), stride=[2, 1]))), "tensors.0.shape.0"),
+        (sealed(index(entry(shape=(1,) * 65))), r"tensor 0\.shape"),
+        (sealed(index(entry(shape=(-2,), size=8))), r"tensor 0\.shape\.0"),
+        (sealed(index(entry(shape=(True, 2), stride=[2, 1]))), r"tensor 0\.shape\.0"),
         (sealed(index(entry(size=4))), "does not take"),
         (sealed(index(entry(dtype="F99"))), "unknown dtype 'F99'"),
         (sealed(index(entry(dtype="F4", shape=(3,), size=1))), "does not take"),
         (sealed(index(entry(stride=[2]))), "not row-major"),
         (sealed(index(entry(stride=[]))), "not row-major"),
         (sealed(index(entry(dim=1))), "dimension that it does not have"),
-        (sealed(index(entry(sha256="00"))), "tensors.0.sha256"),
+        (sealed(index(entry(sha256="00"))), r"tensor 0\.sha256"),
         (sealed(index(entry(), entry("b", 0, (3,)))), "overlapping"),
         (sealed(index(entry(shape=(128,)), entry("b", 256))), "overlapping"),
         (sealed(index(entry(), entry("b", 0, sha256="0" * 64))), "overlapping"),
         (sealed(index(entry(), entry("b", 0, dtype="I32"))), "overlapping"),
-        (json.dumps({**index(), "sha256": HASH}).encode() + b"\n", "checksum is wrong"),
+        (json.dumps({**index(), "sha256": HASH}).encode() + b"\n", "its first line"),
         (sealed(index()).replace(b'"offset": 256', b'"offset": 512'), "checksum is wrong"),
         (sealed(index()) + b" ", "checksum is wrong"),
     ],
@@ -202,6 +213,18 @@ def test_any_index_is_refused_or_sound(tensors: list[dict[str, Any]], size: int,
     content = index(tensors=tensors, partitions=[{"rank": 0, "file": NAME, "size": size, "tensors": count}])
     with contextlib.suppress(CheckpointInvalid):
         check(parse_index(sealed(content), "x"))
+
+
+@pytest.mark.parametrize("line", [b"{},\n", b"1,\n", b"[],\n", b'{"name":1},\n', b'"a":', b"[", b"\n"])
+def test_hostile_lines_take_little_memory(line: bytes) -> None:
+    data = sealed(line * (2_000_000 // len(line)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointInvalid):
+            parse_index(data, "x")
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.binary(max_size=300) | st.text(alphabet='{}[]:,"0123456789-.eE tensors', max_size=300).map(str.encode))
@@ -262,7 +285,7 @@ def pipe(path: Path) -> None:
         (lambda m: ((m / NAME).unlink(), (m / NAME).mkdir()), "not a regular file"),
         (lambda m: pipe(m / INDEX_NAME), "not a regular file"),
         (lambda m: pipe(m / NAME), "not a regular file"),
-        (lambda m: os.truncate(m / INDEX_NAME, MAX_JSON_BYTES + 1), "is over"),
+        (lambda m: os.truncate(m / INDEX_NAME, MAX_INDEX_BYTES + 1), "is over"),
         (lambda m: os.truncate(m / INDEX_NAME, 100), "no valid index"),
     ],
 )

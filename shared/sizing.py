@@ -30,8 +30,9 @@ class Need:
 def need_of(card: ModelCard) -> Need:
     """The reservation for one instance of `card`.
 
-    `engine_args.kv_cache_bytes` overrides the KV share; `engine_args.adapter_cache_bytes` are added to it, for adapters alone. A `dtype` other
-    than the checkpoint's needs a second, converted copy beside the shared one; an engine that reads the weights itself holds only the converted one. `memory` overrides the whole.
+    `engine_args.kv_cache_bytes` overrides the KV share; `engine_args.adapter_cache_bytes` are added to it, for adapters alone. A `dtype`
+    other than the checkpoint's needs a second, converted copy beside the shared one; an engine that reads the weights itself holds
+    only that. vLLM with Thaw's loader copies the shared weights while it starts. `memory` overrides the whole.
     """
     info, spec = card.info, card.spec
     weights, converted = info.weights_bytes, 0
@@ -39,6 +40,8 @@ def need_of(card: ModelCard) -> Need:
         converted = info.parameters * _ITEM_BYTES[spec.dtype]
         if spec.loads_itself:
             weights, converted = converted, 0
+    elif spec.engine != "builtin" and not spec.loads_itself:
+        converted = weights
     kv = 0
     if info.task == "generate":
         contexts = min(FULL_CONTEXTS, spec.max_concurrency)

@@ -62,7 +62,8 @@ class FreezerV1:
 
 
 class Groups:
-    """The control groups of one node's engines (`scope`: NodeSettings.scope), under the group of this process. `root` None: there are none, and `reason` says why.
+    """The control groups of one node's engines (`scope`: NodeSettings.scope), under the group of this process. `root` None: there are none,
+    and `reason` says why.
 
     All of it blocks for milliseconds at most, but for `freeze`, which may take seconds while a process is in the kernel.
     """

@@ -34,6 +34,7 @@ from shared.contracts.engine import (
     WakeEngine,
 )
 from shared.contracts.inference import CancelInfer
+from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, ThawError
 from shared.messaging import Mesh
@@ -132,6 +133,7 @@ class Host:
         if not self._serving.draining:
             self._reporter.enter("ready")
         log.info("ready", extra={"instance": self._start.instance_id, "model": self._start.card.name})
+        await self._let_weights_go()
         watching = asyncio.create_task(self._watch_health(), name="health")
         try:
             error = await self._engine.failure()
@@ -141,6 +143,16 @@ class Host:
         self._serving.abandon(error)
         await self._serving.flush()
         return error
+
+    async def _let_weights_go(self) -> None:
+        """What the loader prepared has been copied: two copies need not stay in memory. The nodeagent releases it again at the end."""
+        if self._start.card.spec.loads_itself:
+            return
+        request = ReleaseWeights(instance_id=self._start.instance_id)
+        try:
+            await self._mesh.request(subjects.loader_command(self._start.node), request, WeightsReleased)
+        except ThawError as e:
+            log.warning("the loader did not let go of the weights", extra={"error": e.message})
 
     async def _watch_health(self) -> None:
         """Ask for a token where no request proves the engine; the second silence in a row ends it."""

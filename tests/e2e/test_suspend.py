@@ -1,0 +1,63 @@
+"""`thaw sleep` suspends, a request or `thaw wake` resumes: the same process, the same tokens, its memory free meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from services.nodeagent.suspend.cpu import CpuWay
+from services.nodeagent.suspend.groups import open_groups
+from tests.support.launcher import Thaw
+from thaw.demo.models import make_demo_model
+
+
+@pytest.fixture
+def mesh() -> Iterator[Thaw]:
+    if why := CpuWay(open_groups("trial")).unavailable():
+        pytest.skip(f"cannot suspend by page-out here: {why}")
+    thaw = Thaw(THAW_SUSPEND="auto")
+    try:
+        model = make_demo_model(thaw.home / "models" / "m", "60m")
+        config = thaw.home / "thaw.yaml"
+        config.write_text(
+            f"mesh:\n  port: {thaw.port}\n  nodes:\n    node-0: {{cpu:0: 600MiB}}\n"
+            f"defaults: {{keep_alive: -1}}\nmodels:\n  - {{name: m, source: {model}}}\n"
+        )
+        thaw.json("up", "--detach", "--config", str(config))
+        yield thaw
+    finally:
+        thaw.close()
+
+
+def facts(mesh: Thaw) -> dict[str, Any]:
+    (found,) = (i for i in mesh.json("ps")["instances"] if i["state"] != "stopped")
+    return dict(found)
+
+
+def text(mesh: Thaw) -> str:
+    body = {"model": "m", "prompt": "once", "max_tokens": 12, "temperature": 0}
+    answer = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=60)
+    assert answer.is_success, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_a_model_sleeps_and_wakes_as_it_was(mesh: Thaw) -> None:
+    before = text(mesh)
+    ready = facts(mesh)
+    assert ready["can_suspend"], ready["cannot_suspend"]
+    slept = mesh.json("sleep", "m")
+    suspended = facts(mesh)
+    assert suspended["state"] == "suspended"
+    assert suspended["pids"] == ready["pids"]
+    assert suspended["freed_by_last_suspend_bytes"] == slept["freed_bytes"] > 64 << 20
+    assert suspended["reserved_bytes"] < ready["reserved_bytes"] / 2
+    assert mesh.json("ps")["models"][0]["state"] == "suspended"
+    assert text(mesh) == before, "a request brings it back"
+    awake = facts(mesh)
+    assert (awake["state"], awake["pids"]) == ("ready", ready["pids"])
+    assert awake["last_resume"]["took_ms"] > 0
+    plan = mesh.json("explain", "m")
+    assert plan["way"] == "restore"

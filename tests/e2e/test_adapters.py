@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import nats
 import openai
 import pytest
 import torch
+from nats.aio.msg import Msg
 from safetensors.torch import load_file
 
+from shared.contracts import subjects
+from shared.contracts.loader import LoaderStatus, instance_of
 from tests.support.adapters import write_adapter
 from tests.support.launcher import Thaw, until
 
@@ -108,6 +114,30 @@ def test_what_does_not_fit_is_refused_at_registration(mesh: Thaw, admin: httpx.C
     assert refused(adapters["sql"], "poems")[:2] == (400, "invalid_request")
     assert refused(adapters["sql"], None)[:2] == (422, "invalid_model")
     assert refused(one, "one")[:2] == (422, "invalid_model")
+
+
+async def test_an_engine_that_dies_lets_go_of_its_adapters(
+    mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
+) -> None:
+    before = await text(clients, "sql")
+    (there,) = mesh.instances("one")
+    held: asyncio.Queue[bool] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        segments = LoaderStatus.model_validate_json(message.data).segments
+        held.put_nowait(any(instance_of(h) == there["instance_id"] for s in segments for h in s.holders))
+
+    nc = await nats.connect(mesh.endpoints["nats_url"])
+    try:
+        await nc.subscribe(subjects.ALL_LOADER_STATUS, cb=hear)
+        async with asyncio.timeout(30):
+            assert await held.get()
+            os.kill(there["pids"][0], signal.SIGKILL)
+            while await held.get():
+                continue
+        assert await text(clients, "one:sql") == before
+    finally:
+        await nc.close()
 
 
 async def test_a_converted_adapter_answers_the_same_and_leaves_with_its_registration(

@@ -101,7 +101,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(
         "loaderStatus",
         f"{_P}.loader.{{node}}.status",
-        "scheduler, nodeagent",
+        "scheduler, nodeagent, engine, loader",
         "What a loader holds, on every change and every second.",
         (loader.LoaderStatus,),
     ),

@@ -33,8 +33,8 @@ class RangeSet:
         """The gaps (start, end) of a file of `size` bytes."""
         gaps, at = [], 0
         for start, end in zip(self._starts, self._ends, strict=True):
-            if at < start:
-                gaps.append((at, start))
+            if at < min(start, size):
+                gaps.append((at, min(start, size)))
             at = end
         if at < size:
             gaps.append((at, size))

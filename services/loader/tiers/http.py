@@ -83,7 +83,11 @@ class HttpTier(RemoteTier):
 
     def _sums(self) -> dict[str, str]:
         """The names and checksums in SHA256SUMS; none if there is no such file."""
-        data = self._reader.head(self._remote(SUMS), MAX_JSON_BYTES)
+        try:
+            data = self._reader.head(self._remote(SUMS), MAX_JSON_BYTES)
+        except InvalidModel as e:
+            self._refusals.append(e)
+            return {}
         if data is None:
             return {}
         lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]

@@ -34,7 +34,7 @@ class RemoteFile:
     """One file behind `url()`, which may be signed anew at each call. `where` names it in messages.
 
     `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the first answer says. `headers`: of the
-    first answer. `key`: for the store that the file is in.
+    first answer. `key`: for the store that the file is in. `whole_only`: the server has shown that it knows no ranges.
     """
 
     url: Callable[[], str]
@@ -45,6 +45,7 @@ class RemoteFile:
     stream: WholeFileStream | None = None
     headers: HTTPMessage | None = None
     key: str = ""
+    whole_only: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def address(self) -> str:
@@ -117,6 +118,7 @@ class RangeReader:
                 return b""
             self._accept(file, answer, 0)
             wanted = limit if file.size is None else min(limit, file.size)
+            file.whole_only = answer.status == HTTPStatus.OK and file.size is not None and file.size > limit
             data = answer.read(wanted)
         if file.size is not None and len(data) < wanted:
             raise Retry("the connection was cut")
@@ -126,12 +128,12 @@ class RangeReader:
 
     def _some(self, file: RemoteFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> int:
         """One attempt: as many bytes as come of it, at least one."""
-        if file.stream is not None:
-            return file.stream.read(offset, into, cancelled)
-        with self._get(file, offset, len(into), cancelled) as answer:
-            self._accept(file, answer, offset)
-            if answer.status == HTTPStatus.PARTIAL_CONTENT or offset == 0:
-                return _fill(into, answer)
+        if not file.whole_only:
+            with self._get(file, offset, len(into), cancelled) as answer:
+                self._accept(file, answer, offset)
+                if answer.status == HTTPStatus.PARTIAL_CONTENT or offset == 0:
+                    return _fill(into, answer)
+                file.whole_only = True
         # The server has no ranges: the file comes from one connection, in order.
         return file.in_order(lambda called_off: self._whole(file, called_off)).read(offset, into, cancelled)
 

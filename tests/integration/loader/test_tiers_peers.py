@@ -137,7 +137,8 @@ def test_without_the_token_nothing_is_served(theirs: tuple[Sources, PeerServer, 
     "path",
     [
         "/", "/models", "/models/..", "/models/{r}/../../x", "/models/{r}/..%2f..%2fsecret", "/models/{r}/%2e%2e/secret", "/models/{r}//etc/passwd",
-        "/models/{r}/entry.json", "/models/{r}/", "/models/{r}/nothing", "/models/0123456789abcdef", "/models/{r}/config.json/x", "/models/{r}/\\..\\x",
+        "/models/{r}/entry.json", "/models/{r}/", "/models/{r}/nothing", "/models/0123456789abcdef", "/models/{r}/config.json/x",
+        "/models/{r}/\\..\\x",
     ],
 )  # fmt: skip
 def test_nothing_but_listed_files_can_be_named(theirs: tuple[Sources, PeerServer, str], path: str) -> None:

@@ -1,0 +1,115 @@
+"""A real web server, with TLS: nginx."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from services.loader.tiers.http import HttpTier
+from services.loader.tiers.retry import Backoff
+from shared.errors import CheckpointInvalid, Unavailable
+from tests.support.sources import sources_at
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+
+pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed (apt-get install nginx-light)")
+ONCE = Backoff(attempts=1)
+PIECE = 5_000_000
+
+
+@dataclass
+class Nginx:
+    directory: Path
+    http: str
+    https: str
+    certificate: Path
+
+
+def free_ports(count: int) -> list[int]:
+    socks = [socket.socket() for _ in range(count)]
+    try:
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in socks]
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+@pytest.fixture(scope="module")
+def nginx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    home = tmp_path_factory.mktemp("nginx")
+    home.chmod(0o755)
+    write_checkpoint(home / "www" / "m", tensors(megabytes=30), shards=2)
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", home / "key", "-out", home / "certificate", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    plain, secure = free_ports(2)
+    paths = "".join(f"{kind}_temp_path {home}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    (home / "conf").write_text(
+        f"{'user root; ' if os.getuid() == 0 else ''}daemon off; worker_processes 1; pid {home}/pid; error_log {home}/error.log; "
+        f"events {{}} http {{ access_log off; sendfile on; {paths}"
+        f"server {{ listen 127.0.0.1:{plain}; listen 127.0.0.1:{secure} ssl; ssl_certificate {home}/certificate; "
+        f"ssl_certificate_key {home}/key; root {home}/www; location /moved/ {{ rewrite ^/moved/(.*)$ /m/$1 redirect; }} }} }}"
+    )
+    process = subprocess.Popen(["nginx", "-c", str(home / "conf"), "-p", str(home)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while not (home / "pid").exists() or not (home / "pid").read_text().strip():
+        assert process.poll() is None, (home / "error.log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield Nginx(home / "www" / "m", f"http://127.0.0.1:{plain}", f"https://localhost:{secure}", home / "certificate")
+    process.terminate()
+    process.wait(10)
+
+
+def assert_all_read(tier: HttpTier, directory: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        for file in tier.files():
+            data = bytearray(file.size)
+            offsets = range(0, file.size, PIECE)
+            list(threads.map(lambda at, f=file, d=data: tier.read(f, at, memoryview(d)[at : at + PIECE]), offsets))
+            assert bytes(data) == (directory / file.name).read_bytes()
+    tier.close()
+
+
+def test_ranges_by_four_connections(nginx: Nginx) -> None:
+    assert_all_read(HttpTier(f"{nginx.http}/m", ONCE), nginx.directory)
+
+
+def test_tls(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        HttpTier(f"{nginx.https}/m", ONCE).files()
+    monkeypatch.setenv("SSL_CERT_FILE", str(nginx.certificate))
+    assert_all_read(HttpTier(f"{nginx.https}/m", ONCE), nginx.directory)
+
+
+def test_redirects(nginx: Nginx) -> None:
+    assert_all_read(HttpTier(f"{nginx.http}/moved", ONCE), nginx.directory)
+
+
+def test_through_the_cache(nginx: Nginx, tmp_path: Path) -> None:
+    sources = sources_at(tmp_path)
+    info = sources.inspect(f"{nginx.http}/m", trust_remote_code=False)
+    tier = sources.open(info.source, info.revision)
+    for file in tier.files():
+        tier.read(file, 0, memoryview(bytearray(file.size)))
+    tier.finish()
+    assert tier.settled().wait(20)
+    tier.close()
+    assert sources.inspect(str(sources.cache.lookup(info.revision)), trust_remote_code=False).weights_bytes == info.weights_bytes
+    (nginx.directory / "tokenizer.json").write_text('{"changed": true}')
+    assert sources.open(info.source, info.revision).directory is not None, "the registered revision is here"
+    with pytest.raises(CheckpointInvalid, match="register it again"):
+        sources_at(tmp_path / "empty").open(info.source, info.revision)

@@ -17,6 +17,8 @@ from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
 
+PATIENCE_S = 240.0
+"""vLLM takes half a minute to start on an idle machine, and two on a busy one."""
 MAKE_GGUF = Path(__file__).with_name("make_gguf.py")
 
 
@@ -86,7 +88,7 @@ async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
 async def listening(mesh: Mesh, url: str, real: RealEngine) -> Hosts:
     """A node's side for one test, once the engine is ready."""
     hosts = Hosts(mesh, real.node, url, real.log.parent)
-    hosts.patience_s = 150.0
+    hosts.patience_s = PATIENCE_S
     await hosts.start()
     report = await hosts.settled(real.instance)
     assert report.state == "ready", report.error

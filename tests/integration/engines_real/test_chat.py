@@ -12,11 +12,11 @@ from shared.contracts import subjects
 from shared.contracts.engine import EngineProbed, ProbeEngine
 from shared.contracts.inference import CancelInfer, InferData
 from shared.messaging import Mesh
-from tests.integration.engines_real.conftest import RealEngine, listening
+from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
 from tests.support.hosted import Hosts
 from tests.support.servers import NatsServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 HELLO = [{"role": "user", "content": "Where does the ice go?"}]
 LONG = 900
 

@@ -10,21 +10,21 @@ import pytest
 
 from shared.contracts.node import InstanceState
 from shared.messaging import Mesh
-from tests.integration.engines_real.conftest import RealEngine, listening
+from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
 from tests.integration.nodeagent.harness import gone, running_node, start_command
 from tests.support.hosted import Hosts, hosted_card
 from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
 async def test_healthy_and_unable_to_generate(mesh: Mesh, nats_server: NatsServer, tmp_path: Path) -> None:
     """vLLM starts with this model, opens its port and is healthy; its attention on cpu cannot compute heads of 16 elements."""
     source = make_demo_model(tmp_path / "test", "test")
     hosts = Hosts(mesh, "real-mute", nats_server.url, tmp_path)
-    hosts.patience_s = 150.0
+    hosts.patience_s = PATIENCE_S
     await hosts.start()
     start = hosts.host(hosted_card(source, "vllm"), THAW_VLLM_PYTHON=python_of("vllm"))
     try:

@@ -1,0 +1,125 @@
+"""The small HTTP client, against servers that behave and servers that do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.enginehost.http1 import Address, Client, HttpError, HttpRequest, TooLarge
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[Client]:
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await serve(reader, writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+    try:
+        yield Client(Address(port=server.sockets[0].getsockname()[1]))
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+def says(answer: bytes) -> Serve:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+
+    return serve
+
+
+GET = HttpRequest("GET", "/")
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", 200, b"ok"),
+        (b"HTTP/1.1 404 No\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n", 404, b"abc"),
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", 200, b"until the end"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 None\r\ncontent-length: 0\r\n\r\n", 204, b""),
+    ],
+)
+async def test_answers_in_every_framing(answer: bytes, status: int, body: bytes) -> None:
+    async with serving(says(answer)) as client:
+        assert await client.ask(GET) == (status, body)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"not http at all\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\ncut",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab",
+    ],
+)
+async def test_a_broken_answer_is_an_error(answer: bytes) -> None:
+    async with serving(says(answer)) as client:
+        with pytest.raises(HttpError):
+            await client.ask(GET)
+
+
+async def test_nobody_listens(tmp_path: Path) -> None:
+    with pytest.raises(HttpError, match="no connection"):
+        await Client(Address(path=str(tmp_path / "none.sock"))).ask(GET)
+
+
+async def test_an_answer_that_is_too_large() -> None:
+    async with serving(says(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 5000)) as client:
+        with pytest.raises(TooLarge):
+            await client.ask(GET, limit=1000)
+
+
+async def test_closing_is_seen_by_the_server_and_pieces_come_as_they_are_sent() -> None:
+    left = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await writer.drain()
+        assert await reader.read() == b""
+        left.set()
+
+    async with serving(serve) as client:
+        response = await client.send(GET)
+        assert await response.read() == b"one"
+        response.close()
+        await asyncio.wait_for(left.wait(), 5)
+
+
+async def test_a_reader_that_is_slow_holds_the_sender_back() -> None:
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(400):
+            writer.write(b"x" * (1 << 18))
+            await writer.drain()
+            sent += 1 << 18
+
+    async with serving(serve) as client:
+        response = await client.send(GET)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert sent < 60 << 20
+        assert len(await response.whole(limit=1 << 30)) == 400 << 18
+
+
+async def test_a_line_break_in_a_header_is_refused() -> None:
+    async with serving(says(b"HTTP/1.1 200 OK\r\n\r\n")) as client:
+        with pytest.raises(HttpError, match="line break"):
+            await client.ask(HttpRequest("GET", "/", headers={"x": "a\r\nb: c"}))

@@ -1,0 +1,58 @@
+"""Options and needs of engines other than the builtin one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from shared.contracts.engines import CAPABILITIES
+from shared.contracts.models import ModelSpec, routes_of
+from shared.sizing import need_of
+from tests.support.hosted import MIB, hosted_card
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"engine": "builtin", "command": ["x"]}, "for engines other than builtin"),
+        ({"engine": "builtin", "source": "engine://x"}, "find their models themselves"),
+        ({"engine": "openai"}, "needs a command, or a container"),
+        ({"engine": "openai", "command": ["x"], "container": {"image": "i"}}, "exclude each other"),
+        ({"engine": "ollama", "source": "engine://x"}, "memory and max_model_len"),
+        ({"engine": "vllm", "routes": ["/admin"]}, "must begin with /v1/"),
+        ({"engine": "vllm", "container": {"image": "i", "mounts": ["a:b"]}}, "is not /host:/inside"),
+        ({"engine": "vllm", "stop_signal": "SIGSTOP"}, "SIGTERM"),
+    ],
+)
+def test_options_that_cannot_work_together(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        ModelSpec.model_validate({"name": "m", "source": "/m", **options})
+
+
+def test_routes_are_the_engines_and_the_operators() -> None:
+    assert "/v1/responses" in routes_of(ModelSpec(name="m", source="/m", engine="vllm"))
+    own = ModelSpec(name="m", source="/m", engine="openai", command=("x",), routes=("/v1/rerank",))
+    assert routes_of(own) == ("/v1/rerank",)
+
+
+def test_what_an_engine_needs_is_booked_by_its_kind() -> None:
+    need = need_of(hosted_card("/m", "vllm"))
+    assert need.weights == 10 * MIB
+    assert need.runtime == CAPABILITIES["vllm"].runtime_bytes
+    assert need_of(hosted_card("/m", "vllm", engine_args={"load_format": "thaw"})).converted == 10 * MIB
+    assert need_of(hosted_card("/m", "llamacpp", dtype="float16")).converted == 0
+
+
+@pytest.mark.parametrize("mib", [1, 20, 100, 5000])
+def test_what_the_operator_says_is_what_is_booked(mib: int) -> None:
+    need = need_of(hosted_card("/m", "vllm", memory=mib * MIB))
+    assert need.total == mib * MIB
+    assert min(need.weights, need.converted, need.kv, need.runtime) >= 0
+
+
+def test_who_prepares_weights() -> None:
+    assert not ModelSpec(name="m", source="/m").loads_itself
+    assert ModelSpec(name="m", source="/m", engine="vllm").loads_itself
+    assert not ModelSpec(name="m", source="/m", engine="vllm", engine_args={"load_format": "thaw"}).loads_itself

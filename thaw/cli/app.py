@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import thaw
-from thaw.cli import chat, convert, docs, doctor, explain, keys, load, logs, models, node, ps, trace, up, wake
+from thaw.cli import chat, convert, docs, doctor, explain, keys, load, logs, models, node, ps, simulate, trace, up, wake
 
 app = typer.Typer(
     name="thaw",
@@ -50,6 +50,7 @@ app.command("explain")(explain.explain)
 app.command("logs")(logs.logs)
 app.command("convert")(convert.convert)
 app.command("load")(load.load)
+app.command("simulate")(simulate.simulate)
 app.add_typer(node.app, name="node")
 app.command("doctor")(doctor.doctor)
 app.add_typer(docs.app, name="docs", hidden=True)

@@ -1,0 +1,45 @@
+"""`thaw simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from thaw.cli.app import main
+
+CLUSTER = (
+    "{nodes: 1, devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}, engine_seconds: 1}"
+)
+MODELS = "models: [{name: a, copies: 2, weights_gb: 10, service: {kind: fixed, seconds: 1}, slo_ttft: 5}]"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    (tmp_path / "models.yaml").write_text(MODELS)
+    return ["simulate", "--cluster", str(tmp_path / "cluster.yaml"), "--models", str(tmp_path / "models.yaml")]
+
+
+def test_a_workload_is_drawn(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*files, "--rps", "0.1", "--duration", "100", "--seeds", "2", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(r["policy"], r["seed"], r["failed"], r["lost"]) for r in runs] == [("thaw", 0, 0, 0), ("thaw", 1, 0, 0)]
+
+
+def test_a_trace_is_replayed(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "requests.csv"
+    trace.write_text("at,model,prompt_tokens,output_tokens\n0,a-0,1,1\n60,a-0,1,1\n")
+    assert main([*files, "--workload", "trace", "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    assert "100.0%" in shown  # 2.01 s until it is ready, and a second
+    assert "0/1/0" in shown
+
+
+def test_refusals(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*files, "--workload", "trace"]) != 0
+    assert "go together" in capsys.readouterr().err
+    (tmp_path / "cluster.yaml").write_text("nodes: none")
+    assert main(files) != 0
+    assert "cluster.yaml" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from services.loader.adapters.cards import bare_card, card_for
 from services.loader.adapters.inspection import described
 from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.runs import Runs
+from services.loader.adapters.shm import short_of_memory
 from services.loader.adapters.small_files import read_part
 from services.loader.cache.sharing import Shared
 from services.loader.domain.chunks import Chunks
@@ -34,6 +35,7 @@ from services.loader.domain.events import (
     Hurry,
     NodeHeard,
     Prepare,
+    Pressed,
     Refused,
     Release,
     Remember,
@@ -112,6 +114,8 @@ class Loader:
         """A status of this node's nodeagent."""
         known = frozenset(i.instance_id for i in status.instances if i.state is not InstanceState.STOPPED)
         self.dispatch(NodeHeard(known))
+        if (short := short_of_memory()) > 0:
+            self.dispatch(Pressed(short))
 
     def adopt(self, records: list[WeightsRecord], mapped: tuple[int, ...] = (), ready: int = 0) -> None:
         """Take over what an earlier loader left. `ready`: chunks to have memory from the start on."""

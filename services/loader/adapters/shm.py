@@ -10,6 +10,8 @@ from shared.errors import InsufficientMemory
 SHM = Path("/dev/shm")
 GIB = 1 << 30
 DRAM_SHARE = 0.15
+LEAST_AVAILABLE = 0.02
+"""Share of the host's memory below which cached weights leave."""
 
 
 def free_bytes() -> int:
@@ -22,6 +24,11 @@ def default_dram_bytes() -> int:
     """The DRAM cache's budget where nobody says one: beside a cpu device's default share there is still room for everything else."""
     stat = os.statvfs(SHM)
     return min(int(available_memory() * DRAM_SHARE), stat.f_blocks * stat.f_frsize // 2)
+
+
+def short_of_memory() -> int:
+    """Bytes that are missing until this host is at ease again; 0 or less: none."""
+    return int(physical_memory() * LEAST_AVAILABLE) - available_memory()
 
 
 def no_room(total_bytes: int) -> InsufficientMemory:

@@ -37,6 +37,7 @@ from services.loader.domain.events import (
     Hurry,
     NodeHeard,
     Prepare,
+    Pressed,
     Refused,
     Release,
     Remember,
@@ -70,6 +71,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return _adopt(state, event, now), ()
         case Adopted():
             return _adopted(state, event)
+        case Pressed():
+            return room.trim(state, event.nbytes)
         case Stop():
             return _stop(state)
         case _:

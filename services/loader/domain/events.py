@@ -157,13 +157,20 @@ class Adopted:
 
 
 @dataclass(frozen=True)
+class Pressed:
+    """The host is short of `nbytes` of memory."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """The process is to end: finish nothing, keep what is complete and held."""
 
 
 Event = (
     Prepare | Attach | Release | Abandoned | NodeHeard | Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Left
-    | Vacated | Adopt | Adopted | Stop
+    | Vacated | Adopt | Adopted | Pressed | Stop
 )  # fmt: skip
 
 # -- effects -------------------------------------------------------------------------------------------------------------------------

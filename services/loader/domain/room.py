@@ -7,7 +7,7 @@
  4. else the least recently used cached weights leave, pinned ones never; their chunks stay spare for the load;
  5. nothing is left that could leave → spare chunks of the wrong size are given back, or the load is denied.
 
-`trim(state)`: spare chunks beyond the budget are given back, then the least recently used cached weights.
+`trim(state)`: spare chunks beyond the budget, or that the host is short of, are given back, then the least recently used cached weights.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def spare_room(state: State) -> int:
     return max(0, state.chunks.budget - state.chunks.charged) // CHUNK_BYTES
 
 
-def trim(state: State) -> Decision:
-    """Bring what the budget is charged with within the budget."""
+def trim(state: State, short: int = 0) -> Decision:
+    """Bring what the budget is charged with within the budget; at least `short` bytes leave, if they can and are not leaving already."""
     effects: list[Effect] = []
     # What is still on its way to spare is looked at when it is there: no weights leave for it.
-    over = state.chunks.cached_bytes + state.chunks.spare_bytes - state.chunks.budget
+    over = max(state.chunks.cached_bytes + state.chunks.spare_bytes - state.chunks.budget, short - state.chunks.leaving_bytes)
     drop: list[int] = []
     for chunk, nbytes in sorted(state.chunks.spare.items(), reverse=True):
         if over <= 0:

@@ -29,6 +29,7 @@ from services.loader.domain.events import (
     Left,
     NodeHeard,
     Prepare,
+    Pressed,
     Progressed,
     Refused,
     Release,
@@ -384,3 +385,11 @@ def test_memory_made_ready_at_the_start_is_what_the_first_load_gets() -> None:
     p.do(Vacated(vacate.run, 1 << 40))
     p.do(Attach(1, "a", card(), "index"))
     assert p.do(Laid("w1", 2, 2 * CHUNK_BYTES, 0)) == (Grant(2, (0, 1)),)
+
+
+def test_a_host_short_of_memory_has_cached_weights_leave_once() -> None:
+    p = dram(2, 2, 1, budget=8, pinned=(1,))
+    vacates = [e for e in p.do(Pressed(CHUNK_BYTES)) if isinstance(e, Vacate)]
+    assert [v.run for v in vacates] == [2]
+    assert p.do(Pressed(2 * CHUNK_BYTES)) == ()  # they are leaving already
+    assert cached(p) == {"w1", "w3"}

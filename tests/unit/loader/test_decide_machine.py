@@ -27,6 +27,7 @@ from services.loader.domain.events import (
     Left,
     NodeHeard,
     Prepare,
+    Pressed,
     Progressed,
     Refused,
     Release,
@@ -217,6 +218,10 @@ class Shell(RuleBasedStateMachine):
         if run not in self.running and run not in self.owned and run not in self.vacating:
             self.do(Completed(w, run))
             self.do(Left(w, run, 1))
+
+    @rule(chunks=st.integers(1, 4))
+    def pressed(self, chunks: int) -> None:
+        self.do(Pressed(chunks * CHUNK_BYTES))
 
     @rule()
     def stop(self) -> None:

@@ -66,6 +66,11 @@ class Keys:
         """Hashes of the inference keys that the settings name."""
         return self._listed | (self._file.hashes() if self._file else frozenset())
 
+    @property
+    def guards_admin(self) -> bool:
+        """Whether the admin API asks for a key."""
+        return bool(self._admin | self.store.hashes("admin"))
+
     def check(self, path: str, headers: Mapping[str, str]) -> None:
         """Raise `AuthenticationFailed` unless the headers' key opens `path`."""
         if path.startswith("/admin/"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
@@ -34,7 +35,8 @@ from shared.contracts.admin import (
 from shared.contracts.base import Done, Message
 from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, KeyList, NewKey
-from shared.errors import InvalidRequest, NotFound, Unavailable
+from shared.contracts.models import OPERATORS_FIELDS, ModelSpec
+from shared.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
 
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
 _MAX_BODY = 4 * 1024 * 1024
@@ -75,6 +77,8 @@ class Admin:
     async def add_models(self, request: Request) -> Response:
         limit = min(_MAX_BODY, self._gateway.mesh.max_body)
         asked = validated(AddModels, await read_body(request.scope, request.receive, limit))
+        if not self._gateway.keys.guards_admin:
+            _refuse_commands(asked.specs)
         return await self._ask(AddModels(deadline_ms=AddModels.DEADLINE_MS, specs=asked.specs, prune=asked.prune), ModelsAdded)
 
     async def remove_model(self, request: Request) -> Response:
@@ -142,6 +146,16 @@ class Admin:
         except (NatsError, TimeoutError) as e:
             raise Unavailable(f"the traces cannot be read now: {type(e).__name__}", should_retry=True) from e
         return json_response(json.loads(found.data or b"null"))
+
+
+def _refuse_commands(specs: Iterable[ModelSpec]) -> None:
+    """What a node is to run is the operator's to say: an admin API that is open to whoever reaches its port takes no commands."""
+    for spec in specs:
+        if named := [field for field in OPERATORS_FIELDS if getattr(spec, field)]:
+            raise PermissionDenied(
+                f"{spec.name}: {' and '.join(named)} is taken by an admin API with a key only; start the gateway with THAW_ADMIN_KEY",
+                param=named[0],
+            )
 
 
 def _deadline(request: Request, kind: type[MeshRequest]) -> int:

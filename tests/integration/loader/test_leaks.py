@@ -1,0 +1,103 @@
+"""Whatever goes wrong with a load: no chunk, descriptor, mapping or record of it is left in a loader that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.loader.client import attach
+from shared.contracts.models import ModelCard
+from shared.errors import CheckpointInvalid, InsufficientMemory, ThawError
+from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.integration.loader.test_local_readers import path_of
+from tests.integration.loader.test_service import GIB, client_card_of_sparse, status_where
+from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
+
+Round = Callable[[LoaderProcess, Client, Path, str], Awaitable[None]]
+
+
+async def complete(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
+    write_checkpoint(work / "m", tensors(megabytes=20))
+    await client.attach(instance, await client.card(work / "m"))
+    await client.release(instance)
+
+
+async def called_off(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
+    write_sparse_checkpoint(work / "m", GIB)
+    await client.attach(instance, await client_card_of_sparse(client, work / "m"), "index")
+    await client.release(instance)
+
+
+async def shrunk(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
+    """Found out before memory is asked for."""
+    write_checkpoint(work / "m")
+    card = await client.card(work / "m")
+    file = work / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointInvalid, match="truncated"):
+        await client.attach(instance, card)
+    await client.release(instance)
+
+
+async def gone(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
+    """A shard is missing."""
+    write_checkpoint(work / "m", shards=2)
+    card = await client.card(work / "m")
+    next(iter(sorted((work / "m").glob("*.safetensors")))).unlink()
+    with pytest.raises(CheckpointInvalid, match="missing"):
+        await client.attach(instance, card)
+    await client.release(instance)
+
+
+async def too_large(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
+    write_sparse_checkpoint(work / "m", 2**43)
+    card: ModelCard = await client_card_of_sparse(client, work / "m")
+    with pytest.raises(InsufficientMemory):
+        await client.attach(instance, card)
+    await client.release(instance)
+
+
+async def reader_gone(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
+    write_checkpoint(work / "m", tensors(megabytes=20))
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(work / "m"), timeout=20)
+    weights.close()
+
+
+async def reader_refused(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
+    with pytest.raises(ThawError):
+        await asyncio.to_thread(attach, path_of(loader), source=str(work / "none"), timeout=20)
+
+
+@pytest.mark.parametrize(
+    "what", [complete, called_off, shrunk, gone, too_large, reader_gone, reader_refused], ids=lambda f: f.__name__
+)
+async def test_nothing_is_left(loader: LoaderProcess, client: Client, tmp_path: Path, what: Round) -> None:
+    assert loader.process is not None
+    process = psutil.Process(loader.process.pid)
+    counts = []
+    for number in range(4):
+        work = tmp_path / str(number)
+        work.mkdir()
+        await what(loader, client, work, f"i{number}")
+        await status_where(client, loader.node, lambda s: not s.segments and s.dram_bytes == 0)
+        await asyncio.to_thread(settled, process)
+        counts.append((process.num_fds(), len([m for m in process.memory_maps(grouped=False) if m.path.startswith("/dev/shm")])))
+        assert loader.memory() == 0
+        assert list((loader.home / "nodes" / loader.node / "loader" / "weights").iterdir()) == []
+    # The first loads may open what is kept for good: threads, their wake-ups.
+    assert counts[-1] == counts[1], counts
+
+
+def settled(process: psutil.Process) -> None:
+    """Connections that ended are closed by the loop in its next turns."""
+    import time
+
+    deadline = time.monotonic() + 5
+    before = -1
+    while (now := process.num_fds()) != before and time.monotonic() < deadline:
+        before = now
+        time.sleep(0.05)

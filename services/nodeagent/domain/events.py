@@ -80,7 +80,7 @@ class ResumeFailed:
 
 @dataclass(frozen=True)
 class Assessed:
-    """What a suspension would do, and what the instance uses now."""
+    """What a suspension would do, and what the instance holds now: of its device, and on cpu of swap."""
 
     instance_id: str
     outlook: Outlook

@@ -21,6 +21,13 @@ class Gauge:
             return footprint(target.pids).pss
         return sum(self.by_process(target.device_ids, target.pids).values())
 
+    def held(self, target: Target) -> int:
+        """As `used`; on cpu with what is in swap: what it would use if it touched all it has. Blocking."""
+        if target.on_cuda:
+            return self.used(target)
+        now = footprint(target.pids)
+        return now.pss + now.swap
+
     def by_process(self, device_ids: Iterable[str], pids: Iterable[int]) -> dict[int, int]:
         """Bytes on these devices by process; processes without any are left out."""
         found: dict[int, int] = {}

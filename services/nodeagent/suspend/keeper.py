@@ -70,13 +70,13 @@ class Keeper:
         )
 
     async def assess(self, instance: Instance) -> tuple[Outlook, int]:
-        """What a suspension would do, and what is in use now."""
+        """What a suspension would do, and what the engine holds now."""
         return await asyncio.to_thread(self._assess, instance)
 
     def _assess(self, instance: Instance) -> tuple[Outlook, int]:
         target = self.target(instance)
         try:
-            used = self._gauge.used(target)
+            used = self._gauge.held(target)
             return choose(way.outlook(target) for way in self._ways.values()), used
         except PermissionDenied as e:
             return Outlook(reason=e.message), 0

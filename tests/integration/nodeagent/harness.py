@@ -168,6 +168,7 @@ class Node:
         mib: int = 100,
         token: int | None = None,
         instance_id: str | None = None,
+        park: bool = False,
         **more: Any,
     ) -> str:
         command = StartInstance(
@@ -178,6 +179,7 @@ class Node:
             device_ids=("cpu:0",),
             reserve_bytes=mib * MIB,
             kv_bytes=MIB,
+            park=park,
             phases=(PhaseSpan(phase=Phase.SCHEDULE, start_ms=-5, duration_ms=5, process="scheduler"),),
         )
         await self.mesh.request(subjects.node_command(self.name), command, Done)

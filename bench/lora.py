@@ -1,13 +1,11 @@
 """LoRA adapters: what a batch of several costs beside the base alone, and how fast a large one is loaded.
 
-    OMP_WAIT_POLICY=passive python -m bench.lora [--size 60m] [--rows 8] [--threads 1] [--rounds N] [--bytes 1GB] [--directory DIR] [--json PATH]
-
-(passive, as engines run: on a busy machine, threads that spin make every case many times slower.)
+    python -m bench.lora [--size 60m] [--rows 8] [--rounds N] [--bytes 1GB] [--directory DIR] [--json PATH]
 
 Batch: decode steps of ROWS sequences on a demo model, through the engine's own runner. The peer, where it can be imported, is PEFT on the same
 weights: its mixed batches (`adapter_names`), and one pass for each adapter after `set_adapter`. Each round takes every case once, in an
-order drawn anew; a round's figure is the fastest of its steps, the one that other work disturbed least. Adapters are float32, as PEFT saves
-them, of rank 16 on all linear layers of the blocks.
+order drawn anew; a round's figure is the fastest of its steps, in CPU time of the one computing thread: what other work disturbs least.
+Adapters are float32, as PEFT saves them, of rank 16 on all linear layers of the blocks.
 
 Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors (bench/loader_case.py), from the disk and from the page cache, and
 from the node's memory, where another instance holds it (mapped and seen as tensors). GB are 10^9 bytes. Everything written is removed.
@@ -47,7 +45,7 @@ from thaw.demo.models import make_demo_model
 
 RANK = 16
 PROMPT = 64
-STEPS = 12
+STEPS = 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LLAMA_8B = {
     "self_attn.q_proj": (4096, 4096),
@@ -160,7 +158,7 @@ class Peft:
 
 
 def batch(size: str, rows: int, rounds: int, directory: Path) -> dict[str, list[float]]:
-    """Milliseconds of a decode step, by case."""
+    """CPU milliseconds of a decode step, by case."""
     model = make_demo_model(directory / "model", size)
     ours = Ours(model, rows)
     counts = sorted({1, 2, rows})
@@ -184,9 +182,9 @@ def batch(size: str, rows: int, rounds: int, directory: Path) -> dict[str, list[
             step()
             times = []
             for _ in range(STEPS):
-                started = time.perf_counter()
+                started = time.thread_time()
                 step()
-                times.append((time.perf_counter() - started) * 1e3)
+                times.append((time.thread_time() - started) * 1e3)
             samples[name].append(min(times))
         print(f"round {number + 1}/{rounds} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
     return samples
@@ -281,15 +279,14 @@ def main() -> None:
     parser.add_argument("--bytes", type=parse_size, default=parse_size("1GB"), help="of the adapter to load; 0: none")
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; the temporary directory by default")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--threads", type=int, default=1, help="of torch; one is least disturbed by other work")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     print(json.dumps(machine()), file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="thaw-bench-", dir=options.directory) as directory:
         steps = batch(options.size, options.rows, options.rounds, Path(directory))
         loaded = loads(options.bytes, options.rounds, Path(directory)) if options.bytes else {}
-    show(f"Decode step of {options.rows} sequences, {options.size}: median (least to most)", steps)
-    figures = {f"step_ms.{name}": median(times) for name, times in steps.items()}
+    show(f"Decode step of {options.rows} sequences, {options.size}, CPU ms: median (least to most)", steps)
+    figures = {f"step_cpu_ms.{name}": median(times) for name, times in steps.items()}
     base = median(steps["thaw, base alone"])
     figures |= {f"over_base.{name}": median(times) / base for name, times in steps.items() if name.startswith("thaw")}
     if loaded:

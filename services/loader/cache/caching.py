@@ -21,6 +21,7 @@ from services.loader.cache.journal import FileHead
 from services.loader.cache.locks import FileLock
 from services.loader.cache.partial import PartialModel
 from services.loader.cache.store import EntryRecord, Hold, SsdCache
+from services.loader.cache.threads import step_back
 from services.loader.cache.verify import Verifier
 from services.loader.tiers.directory import DirectoryTier
 from services.loader.tiers.port import Cancelled, Tier, TierFile
@@ -57,7 +58,7 @@ class CachingTier:
         self._whole: tuple[DirectoryTier, Hold] | None = None
         self._bad: list[TierFile] = []
         self._stop, self._settled = threading.Event(), threading.Event()
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="cache-write")
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="cache-write", initializer=step_back)
         self._writing: set[Future[None]] = set()
         self._rest: threading.Thread | None = None
         self._following = True
@@ -86,6 +87,7 @@ class CachingTier:
     def finish(self, cancelled: threading.Event | None = None) -> None:
         self._verifier.wait(cancelled)
         self._inner.finish(cancelled)
+        self._verifier.release()
         with self._state:
             if self._rest is None and not self._closed:
                 self._rest = threading.Thread(target=self._complete, name="cache-rest", daemon=True)
@@ -239,14 +241,18 @@ class CachingTier:
         self._on_wrong(file)
 
     def _drop_bad(self, partial: PartialModel) -> None:
-        """Only when nothing is written any more: a piece of it would come back."""
-        for file in self._bad if self._fill is not None else ():
-            with contextlib.suppress(OSError):
-                partial.drop(file)
+        """And what has not been checked beside it: it came the same way. Only when nothing is written any more, or a piece would come back."""
+        if not self._bad or self._fill is None:
+            return
+        for file in self._files:
+            if file in self._bad or not self._verifier.whole(file.name):
+                with contextlib.suppress(OSError):
+                    partial.drop(file)
 
     def _complete(self) -> None:
         """What a load leaves to do: the files that it did not want, the last writes, and the entry made whole."""
         try:
+            self._verifier.drain(self._stop)
             for file in self._files:
                 if self._fill is None:
                     break
@@ -268,7 +274,7 @@ class CachingTier:
             if self._verifier.whole(file.name):
                 return
             self.read(file, offset, memoryview(bytearray(min(_REST_BYTES, file.size - offset))), self._stop)
-            self._verifier.wait(self._stop)
+            self._verifier.drain(self._stop)
 
     def _drained(self) -> None:
         while True:
@@ -288,6 +294,7 @@ class CachingTier:
         if any(partial.missing(f) for f in self._files):
             return
         partial.make_whole()
+        self._verifier.drain(self._stop)
         self._verifier.wait(self._stop)
         heads = tuple(
             FileHead(name=f.name, size=f.size, version=f.version, sha256=f.sha256 or self._verifier.found(f.name), md5=f.md5)

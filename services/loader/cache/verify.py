@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from services.loader.cache.threads import step_back
 from services.loader.tiers.port import Cancelled, TierFile
 from shared.errors import CheckpointInvalid
 
@@ -39,8 +40,8 @@ class Verifier:
         self._digests = {f.name: _digest(f) for f in files}
         self._changed = threading.Condition()
         self._wrong: CheckpointInvalid | None = None
-        self._closed = False
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="verify")
+        self._closed = self._released = False
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="verify", initializer=step_back)
 
     def put(self, file: TierFile, offset: int, data: memoryview) -> None:
         """`data` must hold these bytes until they are verified, or until `close`."""
@@ -52,9 +53,28 @@ class Verifier:
             if known is None or len(known) < len(data):
                 digest.pending[offset] = data
             digest.given = True
-            if not digest.busy:
-                digest.busy = True
-                self._pool.submit(self._advance, digest)
+            self._start(digest)
+
+    def _start(self, digest: _Digest) -> None:
+        if not digest.busy and not self._closed and (digest.expected is not None or self._released):
+            digest.busy = True
+            self._pool.submit(self._advance, digest)
+
+    def release(self) -> None:
+        """Take the checksums of those files too for which none is known: nobody waits for them, and they cost the load nothing."""
+        with self._changed:
+            self._released = True
+            for digest in self._digests.values():
+                if digest.pending:
+                    self._start(digest)
+
+    def drain(self, cancelled: threading.Event) -> None:
+        """Wait until all that was put, and can be, is in a checksum. Raises `Cancelled`."""
+        with self._changed:
+            while any(d.busy for d in self._digests.values()):
+                self._changed.wait(_SLICE_S)
+                if cancelled.is_set():
+                    raise Cancelled
 
     def wait(self, cancelled: threading.Event | None = None) -> None:
         """Until every file that was begun, and has a checksum to be checked against, is verified. Raises `CheckpointInvalid`."""

@@ -11,7 +11,7 @@ from http.client import HTTPMessage
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.loader.cache.eviction import CacheEntry, plan_eviction
@@ -31,6 +31,7 @@ from shared.errors import CheckpointInvalid
 NAMES = st.text(alphabet="ab./\\\0~ -", max_size=12)
 
 
+@settings(deadline=None)
 @given(NAMES)
 def test_a_safe_name_stays_below_its_directory(name: str) -> None:
     if is_safe(name):
@@ -62,6 +63,7 @@ def test_what_is_a_model_s() -> None:
         select({"model.safetensors.index.json": 9}, "there", lambda name: index)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30), st.integers(1, 60))
 def test_ranges_are_sets_of_bytes(pieces: list[tuple[int, int]], size: int) -> None:
     there, expected = RangeSet(), set[int]()
@@ -114,6 +116,7 @@ def test_what_makes_room() -> None:
     assert plan_eviction(entries, 20, 100, 10) == ("half",), "the disk is full, whatever the budget"
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(CacheEntry, st.uuids().map(str), st.integers(0, 50), st.floats(0, 9), st.booleans(), st.booleans()), max_size=8
@@ -190,6 +193,7 @@ def test_md5_of_stores() -> None:
     assert stored_md5(None, "s3") is None
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_checksums_whatever_the_order(content: bytes, data: st.DataObject) -> None:
     cuts = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content)), max_size=6))})
@@ -223,6 +227,7 @@ def test_waiting_for_checksums_is_called_off() -> None:
     assert threading.active_count() < 50
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=120))
 def test_a_journal_survives_any_bytes(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
     directory = tmp_path_factory.mktemp("journal")

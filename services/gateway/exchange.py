@@ -193,21 +193,22 @@ class Exchange:
             self._finished(message, now)
 
     def _chunk(self, message: dict[str, Any], now: float) -> None:
-        self._first(message, now)
-        self.ticket.begun = self.sink.streams and not self.sink.repeatable
-        self.sink.chunk(message["choices"])
-        self._bound(self.sink.pending)
-
-    def _first(self, message: dict[str, Any], now: float) -> None:
+        sink = self.sink
         if self.first_at is None:
-            self.first_at = now
-            self.heard.append(Heard(now, _phases(message.get("phases"))))
-
-    def _bound(self, pending: int) -> None:
-        if pending > self._buffer_limit and not self.replayed:
-            self._break(EngineFailed("the client reads more slowly than the model writes; its buffer is full", should_retry=False))
+            self._first(message, now)
+            self.ticket.begun = sink.streams and not sink.repeatable
+        sink.chunk(message["choices"])
+        if sink.pending > self._buffer_limit and not self.replayed:
+            self._unread()
         else:
             self.wake()
+
+    def _first(self, message: dict[str, Any], now: float) -> None:
+        self.first_at = now
+        self.heard.append(Heard(now, _phases(message.get("phases"))))
+
+    def _unread(self) -> None:
+        self._break(EngineFailed("the client reads more slowly than the model writes; its buffer is full", should_retry=False))
 
     def _respond(self, head: InferResponse, now: float) -> None:
         if self.relay is not None or self.told:
@@ -219,11 +220,15 @@ class Exchange:
         relay = self.relay
         if relay is None:
             raise ValueError("data came before the answer's head")
-        self._first(message, now)
+        if self.first_at is None:
+            self._first(message, now)
         relay.add(base64.b64decode(message["data"], validate=True))
         if relay.streams:
             self.ticket.begun = True
-            self._bound(relay.size)
+            if relay.size > self._buffer_limit and not self.replayed:
+                self._unread()
+            else:
+                self.wake()
         elif relay.size > _LARGEST_WHOLE:
             self._break(EngineFailed(f"the answer of {self.card.name} is over {_LARGEST_WHOLE} bytes", should_retry=False))
 

@@ -117,6 +117,8 @@ class Answer:
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = self._exchange
         while not exchange.gone:
+            if self._begun and exchange.relay is None and isinstance(self._sink, EventStream):
+                await self._pass_on(self._sink, send)
             ended = exchange.ended
             if ended and exchange.error is not None:
                 await exchange.settled()
@@ -137,6 +139,17 @@ class Answer:
             if ended:
                 return
             if not self._pending and not exchange.ended:
+                await exchange.changed()
+
+    async def _pass_on(self, stream: EventStream, send: Send) -> None:
+        """Write tokens as they come, until something else is to be written or told: the way of nearly all of them."""
+        exchange = self._exchange
+        while not (exchange.ended or exchange.gone or self._comments or exchange.relay is not None):
+            if stream.pending:
+                exchange.told = True
+                await send({"type": "http.response.body", "body": stream.take(), "more_body": True})
+                self._wrote_at = self._loop.time()
+            else:
                 await exchange.changed()
 
     # What there is to be written.

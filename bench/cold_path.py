@@ -58,7 +58,13 @@ class BenchMesh:
     """A mesh of its own in a temporary home, driven through the public command line and API."""
 
     def __init__(self, home: Path, models: dict[str, Path], *, zygote: bool) -> None:
-        self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_ZYGOTE": "true" if zygote else "false"}
+        # An eviction is to be a stop here, whatever this machine could do instead.
+        self.environment = {
+            **os.environ,
+            "THAW_HOME": str(home),
+            "THAW_ZYGOTE": "true" if zygote else "false",
+            "THAW_SUSPEND": "off",
+        }
         config = home.parent / f"{home.name}.yaml"
         entries = [{"name": name, "source": str(path), "keep_alive": -1} for name, path in models.items()]
         config.write_text(

@@ -1,0 +1,221 @@
+"""Suspended engines against cold ones: time to the first token of vLLM, llama.cpp and the built-in engine, in the same run.
+
+    python -m bench.hot_swap [--rounds N] [--colds N] [--engines builtin,vllm,llamacpp] [--gguf FILE] [--json PATH]
+
+For each engine, on one mesh: its first request from cold; then, per round, suspended (how long, how much freed) and asked again; decoding
+speed before and after. On a second mesh, where suspending is off: cold starts after an eviction. On a third, whose device holds one
+instance only: two models asked in turn. TTFT is what a client measures: request sent → first text received.
+vLLM and llama.cpp run from the environments that THAW_VLLM_PYTHON and THAW_LLAMACPP_PYTHON name; without one of them the engine is left out.
+Needs swap and the right to use it (`thaw doctor`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from bench.report import median, spread, write
+from thaw.demo.models import make_demo_model
+from thaw.launcher.plan import free_port
+
+MIB = 1 << 20
+PROMPT = "Say something about winter."
+TOKENS = 64
+TURNS = 6
+MEMORY = {"vllm": 3500 * MIB, "llamacpp": 600 * MIB}
+"""What a first reservation is for the demo model; the built-in engine's is reckoned."""
+
+
+@dataclass
+class Figures:
+    """Values by (engine, what), in the unit that the name ends with."""
+
+    values: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, engine: str, what: str, value: float) -> None:
+        self.values[engine, what].append(value)
+        print(f"{engine} {what} {value:.1f}", file=sys.stderr)
+
+    def of(self, engine: str, what: str) -> list[float]:
+        return self.values.get((engine, what), [])
+
+
+class SwapMesh:
+    """A mesh of its own with one model per entry of `models`, all kept until they are told to leave."""
+
+    def __init__(self, home: Path, models: list[dict[str, Any]], budget: int, *, suspend: bool) -> None:
+        self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_SUSPEND": "auto" if suspend else "off"}
+        config = home.parent / f"{home.name}.yaml"
+        entries = [{**m, "keep_alive": -1} for m in models]
+        nodes = {"node-0": {"cpu:0": f"{budget // MIB}MiB"}}
+        config.write_text(yaml.safe_dump({"mesh": {"port": free_port(), "nodes": nodes}, "models": entries}))
+        self.http = httpx.Client(base_url=str(self.thaw("up", "--detach", "--config", str(config))["endpoint"]), timeout=600)
+
+    def thaw(self, *arguments: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "thaw", *arguments, "--json"]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    def ask(self, model: str, tokens: int = 1) -> tuple[float, float, str]:
+        """Milliseconds to the first text and to the last, and the greedy text."""
+        body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+        started = time.perf_counter()
+        first, text = 0.0, ""
+        with self.http.stream("POST", "/completions", json=body) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: {") and (choices := json.loads(line[6:]).get("choices")):
+                    first = first or (time.perf_counter() - started) * 1e3
+                    text += choices[0].get("text") or ""
+        return first, (time.perf_counter() - started) * 1e3, text
+
+    def decoding(self, model: str) -> float:
+        """Tokens per second after the first."""
+        first, last, _ = self.ask(model, TOKENS)
+        return (TOKENS - 1) / max(last - first, 1e-3) * 1e3
+
+    def instance(self, model: str) -> dict[str, Any]:
+        """The newest of the model's instances."""
+        found: dict[str, Any] = [i for i in self.thaw("ps")["instances"] if i["model"] == model][-1]
+        return found
+
+    def close(self) -> None:
+        self.http.close()
+        self.thaw("down")
+
+
+def swap(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
+    """From cold to ready, and then suspended and resumed so many times."""
+    figures.add(engine, "first_start_ttft_ms", mesh.ask(engine)[0])
+    text = mesh.ask(engine, TOKENS)[2]
+    for _ in range(3):
+        figures.add(engine, "decode_before_tokens_per_s", mesh.decoding(engine))
+    for number in range(rounds):
+        mesh.thaw("sleep", engine)
+        seen = mesh.instance(engine)
+        if seen["state"] not in ("suspended", "asleep"):
+            print(f"{engine} was stopped, not suspended: {seen['cannot_suspend']}", file=sys.stderr)
+            break
+        order = "first" if number == 0 else "later"
+        figures.add(engine, f"suspend_{order}_ms", seen["last_suspend"]["took_ms"])
+        left = seen["reserved_bytes"]
+        if number == 0:
+            freed = seen["freed_by_last_suspend_bytes"]
+            figures.add(engine, "freed_mib", freed / MIB)
+            figures.add(engine, "freed_part", freed / (freed + left))
+        figures.add(engine, f"resume_{order}_ttft_ms", mesh.ask(engine)[0])
+        figures.add(engine, f"resume_{order}_ms", mesh.instance(engine)["last_resume"]["took_ms"])
+    else:
+        for _ in range(3):
+            figures.add(engine, "decode_after_tokens_per_s", mesh.decoding(engine))
+    if mesh.ask(engine, TOKENS)[2] != text:
+        raise RuntimeError(f"{engine} answers otherwise than before it was suspended")
+
+
+def colds(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
+    for _ in range(rounds):
+        mesh.thaw("sleep", engine)
+        figures.add(engine, "cold_ttft_ms", mesh.ask(engine)[0])
+
+
+def ping_pong(figures: Figures, home: Path, engine: str, model: dict[str, Any], budget: int) -> None:
+    """Two models of one engine in turn, on a device that holds one of them."""
+    pair = [{**model, "name": "ping"}, {**model, "name": "pong"}]
+    with contextlib.closing(SwapMesh(home, pair, budget, suspend=True)) as mesh:
+        for name in ("ping", "pong"):
+            mesh.ask(name)
+        for turn in range(TURNS):
+            figures.add(engine, "ping_pong_ttft_ms", mesh.ask(("ping", "pong")[turn % 2])[0])
+
+
+def models(engines: list[str], home: Path, gguf: Path | None) -> dict[str, dict[str, Any]]:
+    """Entries of thaw.yaml by engine; an engine that is not there is left out."""
+    small = make_demo_model(home / "5m", "5m")
+    found: dict[str, dict[str, Any]] = {}
+    for engine in engines:
+        entry: dict[str, Any] = {"name": engine, "source": str(small), "max_model_len": 1024}
+        if engine == "builtin":
+            found[engine] = {**entry, "source": str(make_demo_model(home / "250m", "250m"))}
+            continue
+        if not os.environ.get(f"THAW_{engine.upper()}_PYTHON") or (engine == "llamacpp" and gguf is None):
+            print(f"{engine} is left out: THAW_{engine.upper()}_PYTHON (or --gguf) is not given", file=sys.stderr)
+            continue
+        source = str(gguf) if engine == "llamacpp" else str(small)
+        found[engine] = {**entry, "source": source, "engine": engine, "memory": MEMORY[engine]}
+    return found
+
+
+def summary(figures: Figures) -> dict[str, float]:
+    found = {f"{engine}.{what}": median(values) for (engine, what), values in figures.values.items()}
+    for engine in {e for e, _ in figures.values}:
+        cold = figures.of(engine, "cold_ttft_ms") or figures.of(engine, "first_start_ttft_ms")
+        later = figures.of(engine, "resume_later_ttft_ms") or figures.of(engine, "resume_first_ttft_ms")
+        if cold and later:
+            found[f"{engine}.resume_speedup_over_cold"] = median(cold) / median(later)
+        before, after = figures.of(engine, "decode_before_tokens_per_s"), figures.of(engine, "decode_after_tokens_per_s")
+        if before and after:
+            found[f"{engine}.decode_after_over_before"] = median(after) / median(before)
+    return found
+
+
+def show(figures: Figures, found: dict[str, float]) -> None:
+    table = Table("engine", "figure", "median and range", title="Hot swap")
+    for (engine, what), values in sorted(figures.values.items()):
+        table.add_row(engine, what, spread(values))
+    for name in sorted(n for n in found if "_over_" in n):
+        engine, _, what = name.partition(".")
+        table.add_row(engine, what, f"{found[name]:.2f}")
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--colds", type=int, default=2)
+    parser.add_argument("--engines", default="builtin,vllm,llamacpp")
+    parser.add_argument("--gguf", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    figures = Figures()
+    with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory:
+        home = Path(directory)
+        entries = models(options.engines.split(","), home, options.gguf)
+        budget = 6000 * MIB
+        with contextlib.closing(SwapMesh(home / "swap", list(entries.values()), budget, suspend=True)) as mesh:
+            for engine in entries:
+                swap(figures, mesh, engine, options.rounds)
+                mesh.thaw("sleep", engine)
+        if options.colds:
+            with contextlib.closing(SwapMesh(home / "cold", list(entries.values()), budget, suspend=False)) as mesh:
+                for engine in entries:
+                    mesh.ask(engine)
+                    colds(figures, mesh, engine, options.colds)
+                    mesh.thaw("sleep", engine)
+        for engine, entry in entries.items():
+            ping_pong(figures, home / f"pong-{engine}", engine, entry, int(entry.get("memory", 900 * MIB) * 1.2))
+    found = summary(figures)
+    show(figures, found)
+    if options.json is not None:
+        write(options.json, found)
+
+
+if __name__ == "__main__":
+    main()

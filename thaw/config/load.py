@@ -43,9 +43,11 @@ class Strict(BaseModel):
 
 
 class NodeConfig(Strict):
-    """`devices`: bytes, or a share such as "90%", by device id ("cpu:0", "cuda:0")."""
+    """`devices`: bytes, or a share such as "90%", by device id ("cpu:0", "cuda:0"). `dram`: bytes of host memory for weights that no instance
+    holds."""
 
     devices: dict[str, int | str] = Field(default_factory=dict)
+    dram: int | None = Field(default=None, ge=0)
 
 
 class MeshConfig(Strict):
@@ -226,24 +228,28 @@ class _Check:
             return MeshConfig()
 
     def _nodes(self, nodes: dict[str, Any]) -> dict[str, Any]:
-        """Accepts `node-0: {cpu:0: 8GiB}` and `node-0: {devices: {…}}`."""
+        """Accepts `node-0: {cpu:0: 8GiB, dram: 2GiB}` and `node-0: {devices: {…}, dram: 2GiB}`."""
         result: dict[str, Any] = {}
         for name, node in nodes.items():
             path: KeyPath = ("mesh", "nodes", name)
             if not re.match(NODE_PATTERN, name):
                 self._tree.fault(path, f"given {name!r}; allowed: lower-case letters, digits and hyphens")
+            rest: dict[str, Any] = {}
+            if isinstance(node, dict) and "dram" in node:
+                node = dict(node)
+                rest = {"dram": self._convert(node.pop("dram"), (*path, "dram"), parse_size)}
             nested = isinstance(node, dict) and "devices" in node
             devices = node["devices"] if nested else node
             base: KeyPath = (*path, "devices") if nested else path
             if not isinstance(devices, dict):
                 if devices is not None:
                     self._tree.fault(base, "must be a mapping of devices to sizes, e.g. cpu:0: 8GiB")
-                result[name] = {}
+                result[name] = rest
                 continue
             for device in devices:
                 if not re.match(DEVICE_PATTERN, device):
                     self._tree.fault((*base, device), f"given {device!r}; allowed: cpu:0 or cuda:N")
-            result[name] = {"devices": {d: self._budget(v, (*base, d)) for d, v in devices.items()}}
+            result[name] = {"devices": {d: self._budget(v, (*base, d)) for d, v in devices.items()}, **rest}
         return result
 
     def _budget(self, value: Any, path: KeyPath) -> int | str:

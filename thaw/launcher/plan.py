@@ -19,10 +19,12 @@ class Strict(BaseModel):
 
 
 class NodePlan(Strict):
-    """`devices`: bytes, or a share such as "90%", by device id; empty: the nodeagent takes stock of the machine itself."""
+    """`devices`: bytes, or a share such as "90%", by device id; empty: the nodeagent takes stock of the machine itself. `dram`: bytes for
+    weights that no instance holds; None: the loader's default."""
 
     name: str
     devices: dict[str, int | str] = Field(default_factory=dict)
+    dram: int | None = None
 
 
 class Credentials(Strict):

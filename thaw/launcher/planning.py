@@ -15,6 +15,8 @@ from thaw.launcher.plan import MeshPlan, NodePlan, credentials_of, free_port
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8080
 MEMORY_SHARE = 0.7
 """Part of the available memory that the cpu devices get, as the nodeagent's own default; several nodes divide it."""
+DRAM_SHARE = 0.15
+"""Part of it for weights that no instance holds, as the loader's own default; several nodes divide it."""
 _HASH = re.compile(r"^[0-9a-f]{64}$")
 
 
@@ -53,12 +55,15 @@ def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: in
     share = int(available_memory * MEMORY_SHARE / len(names))
     nodes = []
     for i, name in enumerate(names):
-        devices = wanted.mesh.nodes.get(name, NodeConfig()).devices
+        configured = wanted.mesh.nodes.get(name, NodeConfig())
+        devices, dram = configured.devices, configured.dram
         if i == 0 and demo_budget is not None:
             devices = {"cpu:0": demo_budget}
         elif not devices and len(names) > 1:
             devices = {"cpu:0": share}
-        nodes.append(NodePlan(name=name, devices=devices))
+        if dram is None and len(names) > 1 and "THAW_DRAM_BYTES" not in os.environ:
+            dram = int(available_memory * DRAM_SHARE / len(names))
+        nodes.append(NodePlan(name=name, devices=devices, dram=dram))
     return MeshPlan(
         host=wanted.host_or_default,
         port=wanted.port_or_default,

@@ -72,4 +72,6 @@ def _node_environment(node: NodePlan) -> dict[str, str]:
     environment = {"THAW_NODE": node.name}
     if node.devices:
         environment["THAW_DEVICES"] = ",".join(f"{device}={size}" for device, size in node.devices.items())
+    if node.dram is not None:
+        environment["THAW_DRAM_BYTES"] = str(node.dram)
     return environment

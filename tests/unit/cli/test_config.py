@@ -106,6 +106,18 @@ def test_devices_take_sizes_and_shares(tmp_path: Path) -> None:
     assert file.mesh.nodes["c"].devices == {}
 
 
+def test_memory_for_weights_that_nobody_holds(tmp_path: Path) -> None:
+    file = load(
+        tmp_path,
+        "mesh:\n  nodes:\n    a: {cpu:0: 1GiB, dram: 512MiB}\n    b: {devices: {cpu:0: 1g}, dram: 0}\n    c: {dram: 1GiB}\n",
+    )
+    assert [(n.devices, n.dram) for n in file.mesh.nodes.values()] == [
+        ({"cpu:0": 2**30}, 512 * 2**20),
+        ({"cpu:0": 2**30}, 0),
+        ({}, 2**30),
+    ]
+
+
 def test_every_fault_is_told_at_once_with_its_place(tmp_path: Path) -> None:
     told = lines(
         tmp_path,
@@ -178,6 +190,7 @@ def test_names_and_aliases_are_given_once(tmp_path: Path, second: str) -> None:
         ("mesh:\n  nodes:\n    a: {cuda:0: 120%}\n", 3, "at most 100%"),
         ("mesh:\n  nodes:\n    a: {cpu:0: .nan}\n", 3, "1 or more"),
         ("mesh:\n  nodes:\n    a: {cpu:0: 0GiB}\n", 3, "1 or more"),
+        ("mesh:\n  nodes:\n    a: {dram: lots}\n", 3, "a size such as"),
         ("models:\n  - {name: a, source: hf://a}\n", 2, "allowed: hf://org/name"),
         ("models:\n  - {name: a, source: hf://a/b, keep_alive: .nan}\n", 2, "finite"),
         ("models:\n  - {name: a, source: hf://a/b, init_timeout: .inf}\n", 2, "finite"),

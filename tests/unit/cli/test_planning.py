@@ -59,6 +59,13 @@ def test_several_nodes_divide_the_memory(home: Home) -> None:
     assert one.devices == {}
     two = plan(home, Wanted(nodes=2)).nodes
     assert [n.devices for n in two] == [{"cpu:0": int(3.5 * GIB)}] * 2
+    assert (one.dram, [n.dram for n in two]) == (None, [int(0.75 * GIB)] * 2)
+
+
+def test_a_node_s_dram_budget_is_the_loader_s(home: Home) -> None:
+    made = plan(home, Wanted(mesh=MeshConfig(nodes={"a": NodeConfig(dram=5), "b": NodeConfig(dram=0)})))
+    told = {p.name: p.environment.get("THAW_DRAM_BYTES") for p in programs_of(home, made, None)}
+    assert (told["loader.a"], told["loader.b"]) == ("5", "0")
 
 
 def test_credentials_outlive_a_mesh(home: Home) -> None:

@@ -230,7 +230,9 @@ class Node:
             self.kill_agent()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("THAW_NODE") == self.name:
+                environment = process.environ()
+                # Engines know nothing of Thaw but their mark.
+                if self.name in (environment.get("THAW_NODE"), environment.get("THAW_INSTANCE", "").partition("-")[0]):
                     process.kill()
 
 

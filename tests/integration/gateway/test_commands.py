@@ -1,0 +1,33 @@
+"""Commands come from the operator: an admin API without a key takes none, and no request carries any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.gateway.conftest import CARDS, ServeFn, until_listed
+from tests.support.fake_engine import FakeNode
+
+OWN = {"name": "own", "source": "engine://own", "engine": "openai", "memory": 1 << 30, "max_model_len": 128}
+SPECS: list[dict[str, Any]] = [
+    OWN | {"command": ["/bin/sh"]},
+    OWN | {"container": {"image": "i"}},
+    {"name": "own", "source": "/m", "engine": "vllm", "env": {"A": "b"}},
+    {"name": "own", "source": "/m", "engine": "vllm", "engine_args": {"middleware": "evil.Middleware"}},
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+async def test_an_open_admin_api_takes_no_commands(node: FakeNode, serve: ServeFn, spec: dict[str, Any]) -> None:
+    async with serve() as served:
+        await until_listed(served, CARDS)
+        answer = await served.http.post("/admin/v1/models", json={"specs": [spec]})
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "permission_denied"
+    async with serve(admin_key="root") as served:
+        await until_listed(served, CARDS)
+        assert (await served.http.post("/admin/v1/models", json={"specs": [spec]})).status_code == 401
+        headers = {"authorization": "Bearer root"}
+        # It is let through; that there is no scheduler here is another matter.
+        assert (await served.http.post("/admin/v1/models", json={"specs": [spec]}, headers=headers)).status_code == 503

@@ -210,7 +210,7 @@ class Project:
     def logs(self, *services: str) -> str:
         return self.compose("logs", "--no-color", "--tail=60", *services)
 
-    def wait_healthy(self, *services: str, within: float = 90) -> None:
+    def wait_healthy(self, *services: str, within: float = 300) -> None:
         """Bounded by `within` seconds together."""
         deadline = time.monotonic() + within
         for service in services:

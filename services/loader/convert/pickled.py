@@ -70,10 +70,20 @@ class TorchShard:
 
     @contextmanager
     def tensors(self) -> Iterator[Sequence[SourceTensor]]:
-        """Its tensors, in the order of their bytes. Raises `CheckpointInvalid`, or `InsufficientMemory` for an old file that does not fit."""
+        """Its tensors. Raises `CheckpointInvalid`, or `InsufficientMemory` for an old file that does not fit."""
+        before = _stamp(self.path)
         weights = _state_dict(self.path, _load(self.path, self.size))
-        found = [_describe(self.path, name, tensor) for name, tensor in weights.items()]
-        yield found
+        yield [_describe(self.path, name, tensor) for name, tensor in weights.items()]
+        if _stamp(self.path) != before:
+            raise CheckpointInvalid(f"{self.path} changed while it was read; wait until it is written, then convert again")
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = path.stat()
+    except OSError as e:
+        raise CheckpointInvalid(f"{path} cannot be read: {e.strerror}; check its permissions and the disk") from e
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _load(path: Path, size: int) -> Any:

@@ -20,6 +20,7 @@ from services.loader.format.checkpoint import open_checkpoint
 from services.loader.format.verify import verify
 from shared.errors import CheckpointInvalid, Unavailable
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
+from tests.unit.loader.convert.models import some_weights, write_torch
 
 DRAFT = ".out.converting"
 CONVERT = (sys.executable, "-m", "services.loader.convert")
@@ -154,11 +155,15 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, lacking: str, monkeypatc
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "m", tensors(megabytes=10))
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_source_that_changes_meanwhile(tmp_path: Path, name: str) -> None:
+    if name.endswith(".bin"):
+        write_torch(tmp_path / "m", some_weights())
+    else:
+        write_checkpoint(tmp_path / "m", tensors(megabytes=10))
 
     def progress(stage: str, done: int, total: int) -> None:
-        os.utime(tmp_path / "m" / "model.safetensors", ns=(1, 1))
+        os.utime(tmp_path / "m" / name, ns=(1, 1))
 
     with pytest.raises(CheckpointInvalid, match="changed while it was read"):
         convert(tmp_path / "m", tmp_path / "out", progress=progress)

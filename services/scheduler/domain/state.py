@@ -131,20 +131,21 @@ class ClusterState:
 
     def live(self, model: Model) -> list[Instance]:
         """Instances of the model's present generation that run or are about to, and are not asked to leave."""
-        return [i for i in self._wanted(model) if not i.state.parked]
+        generation = model.card.generation
+        return [i for i in self.of_model(model.key) if i.leaving == "no" and i.generation == generation and not i.state.parked]
 
     def parked(self, model: Model) -> list[Instance]:
         """Suspended instances of the model's present generation, that may come back."""
-        return [i for i in self._wanted(model) if i.state.parked]
-
-    def _wanted(self, model: Model) -> list[Instance]:
-        return [i for i in self.of_model(model.key) if i.leaving == "no" and i.generation == model.card.generation]
+        generation = model.card.generation
+        return [i for i in self.of_model(model.key) if i.state.parked and i.leaving == "no" and i.generation == generation]
 
     def waiting(self, model: str) -> int:
         """Requests and operators that wait for the model."""
         demand = self.demand.get(model)
-        wakes = sum(1 for w in self.waiters.values() if w.model == model and w.kind == "wake")
-        return (demand.waiting if demand else 0) + wakes
+        waiting = demand.waiting if demand else 0
+        if self.waiters:
+            waiting += sum(1 for w in self.waiters.values() if w.model == model and w.kind == "wake")
+        return waiting
 
     def last_plan_of(self, model: str) -> PlanRecord | None:
         return self.plans.get(self.last_plan.get(model, ""))

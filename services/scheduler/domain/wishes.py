@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.entities import Model
+from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.failures import give_up
 from services.scheduler.domain.heard import Pressure, Unmet
 from services.scheduler.domain.lifecycle import begin
@@ -41,7 +41,8 @@ def wishes(d: Draft, names: Iterable[str]) -> list[Wish]:
 def wish_of(d: Draft, model: Model) -> Wish | None:
     """The next instance that the model wants, if it wants one."""
     name = model.key
-    live = len(d.state.live(model))
+    running = d.state.live(model)
+    live = len(running)
     demand = d.state.demand.get(name)
     unmet = d.state.unmet.get(name)
     if live == 0 and d.state.waiting(name):
@@ -53,19 +54,22 @@ def wish_of(d: Draft, model: Model) -> Wish | None:
         return Wish(model, trigger, since, unmet.since if unmet else heard)
     if live < model.floor:
         return Wish(model, "min_replicas", d.now, unmet.since if unmet else d.now)
-    return _more(d, model, live)
+    return _more(d, model, running)
 
 
-def _more(d: Draft, model: Model, live: int) -> Wish | None:
+def _more(d: Draft, model: Model, running: list[Instance]) -> Wish | None:
     """One more replica, if demand has exceeded for some time what the instances there can run at once."""
     name = model.key
+    if not running or len(running) >= model.card.spec.replicas.max:
+        d.drop(Pressure, name)
+        return None
     demand = d.state.demand.get(name)
     capacity = 0
-    for i in d.state.live(model):
+    for i in running:
         seen = d.state.seen.get(i.instance_id)
         capacity += seen.status.capacity if seen and i.ready_at is not None else model.card.spec.max_concurrency
     wanted = demand.waiting + demand.in_flight if demand else 0
-    if live == 0 or live >= model.card.spec.replicas.max or wanted <= capacity:
+    if wanted <= capacity:
         d.drop(Pressure, name)
         return None
     pressure = d.state.pressure.get(name) or Pressure(name, d.now)

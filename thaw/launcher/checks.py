@@ -17,6 +17,7 @@ from thaw.config.units import format_size
 from thaw.errors import CommandError
 from thaw.launcher import servers, swap, unprivileged
 from thaw.launcher.control import check_port
+from thaw.launcher.engine_checks import installed
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.leftovers import SHM, find_leftovers
 from thaw.launcher.planning import Wanted
@@ -43,6 +44,7 @@ def examine(home: Home) -> Iterator[Finding]:
     yield from _shared_memory()
     yield _suspending(home)
     yield from _gpus()
+    yield from _engines()
     endpoints = read_json(home.endpoints_file) if running_status(home) else None
     nats_url = os.environ.get("THAW_NATS_URL") or (endpoints or {}).get("nats_url")
     database_url = os.environ.get("THAW_DATABASE_URL") or (endpoints or {}).get("database_url")
@@ -50,6 +52,13 @@ def examine(home: Home) -> Iterator[Finding]:
     yield asyncio.run(_nats(str(nats_url))) if nats_url else _own_nats()
     yield asyncio.run(_postgres(str(database_url))) if database_url else _own_postgres(home)
     yield from _leftovers(home)
+
+
+def _engines() -> Iterator[Finding]:
+    found, faults = installed()
+    yield Finding("engines", "ok", ", ".join(found))
+    for fault in faults:
+        yield Finding("engines", "warn", fault, "Name an interpreter or program that has it; see docs/engines.md.")
 
 
 def _versions() -> Iterator[Finding]:

@@ -1,0 +1,32 @@
+"""Which engines `thaw doctor` finds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from thaw.launcher.engine_checks import PLACES, installed
+
+
+@pytest.fixture(autouse=True)
+def nothing_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for place in PLACES:
+        monkeypatch.delenv(place.variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("THAW_CONTAINER_SOCKET", str(tmp_path / "none.sock"))
+
+
+def test_none_but_the_builtin_one() -> None:
+    assert installed() == (["builtin"], [])
+
+
+def test_those_that_are_named_and_there_and_those_that_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ollama = tmp_path / "ollama"
+    ollama.write_text("#!/bin/sh\n")
+    ollama.chmod(0o755)
+    monkeypatch.setenv("THAW_SGLANG_PYTHON", sys.executable)
+    found, faults = installed()
+    assert found == ["builtin", "ollama (ollama, not run by us)"]
+    assert faults == [f"THAW_SGLANG_PYTHON={sys.executable} has no sglang"]

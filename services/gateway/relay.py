@@ -49,6 +49,11 @@ class Relay:
         data = bytes(self._body)
         self._body.clear()
         if data:
-            self._tail = (self._tail + data)[-4:]
-            self.events += data.count(b"\n\n") + data.count(b"\r\n\r\n")
+            seen = self._tail + data
+            self.events += _ends(seen) - _ends(self._tail)
+            self._tail = seen[-4:]
         return data
+
+
+def _ends(data: bytes) -> int:
+    return data.count(b"\n\n") + data.count(b"\r\n\r\n")

@@ -42,7 +42,9 @@ def test_a_model_is_no_adapter(catalog: Catalog) -> None:
     assert catalog.adapter("chat") is None
 
 
-@pytest.mark.parametrize("name", ["orphan", "gone:orphan", "qwen:sql", "sql:llama", "llama:qwen", "llama:", ":sql", "a:llama:sql", ""])
+@pytest.mark.parametrize(
+    "name", ["orphan", "gone:orphan", "qwen:sql", "sql:llama", "llama:qwen", "llama:", ":sql", "a:llama:sql", ""]
+)
 def test_all_else_does_not_exist(catalog: Catalog, name: str) -> None:
     with pytest.raises(ModelNotFound):
         catalog.resolve(name)

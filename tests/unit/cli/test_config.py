@@ -129,7 +129,7 @@ models:
     source: hf://a/b
     keep_alive: 5 minuts
     keepalive: 3
-    engine: vllm
+    engine: vlm
   - name: b
     source: ./nowhere
     queue: {max_waiting: 0, timeot: 3}
@@ -142,7 +142,7 @@ models:
     assert told[1] == "f:2:8: mesh.port: given 99999; allowed: 65535 or less"
     assert told[2].startswith("f:6:5: models[0].keep_alive: unknown unit 'minuts'")
     assert told[3] == "f:7:5: models[0].keepalive: unknown key; did you mean 'keep_alive'?"
-    assert told[4] == "f:8:5: models[0].engine: given 'vllm'; allowed: 'builtin'"
+    assert told[4].startswith("f:8:5: models[0].engine: given 'vlm'; allowed: 'builtin', 'vllm', 'llamacpp'")
     assert told[5] == f"f:10:5: models[1].source: given './nowhere'; there is no directory {tmp_path}/nowhere"
     assert told[6] == "f:11:13: models[1].queue.max_waiting: given 0; allowed: 1 or more"
     assert told[7] == "f:11:29: models[1].queue.timeot: unknown key; did you mean 'timeout'?"

@@ -93,7 +93,7 @@ class Suspension:
         except TimeoutError:
             raise EngineFailed(f"it gave no answer within {_DEADLINE_S:g} s") from None
         finally:
-            await subscription.unsubscribe()  # type: ignore[no-untyped-call]  # nats-py gives it no types
+            await subscription.unsubscribe()
         if not found:
             raise EngineFailed("it answered without a token")
         return tuple(found)

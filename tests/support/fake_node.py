@@ -36,9 +36,10 @@ from shared.contracts.node import (
     StartInstance,
     StatusWanted,
     StopInstance,
+    SuspendInstance,
 )
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.errors import CheckpointInvalid, InstanceBusy, InsufficientMemory, InvalidRequest, StaleToken
+from shared.errors import CheckpointInvalid, InstanceBusy, InsufficientMemory, InvalidRequest, NotFound, StaleToken
 from shared.messaging import Mesh, Responder
 
 MIB = 2**20
@@ -176,8 +177,10 @@ class FakeNode:
         self.highest_token = command.token
         if isinstance(command, StartInstance):
             self._start(command)
-        else:
+        elif isinstance(command, StopInstance | SuspendInstance):  # it cannot suspend: it stops
             self._stop(command)
+        else:
+            raise NotFound(f"{command.instance_id} is not here")
         await self.publish()
         return Done()
 
@@ -214,7 +217,7 @@ class FakeNode:
         i.state = state
         await self.publish()
 
-    def _stop(self, command: StopInstance) -> None:
+    def _stop(self, command: StopInstance | SuspendInstance) -> None:
         i = self.instances.get(command.instance_id)
         if i is None or not i.state.holds_memory:
             return

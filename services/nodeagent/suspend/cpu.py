@@ -47,7 +47,7 @@ class CpuWay:
         return "; ".join(missing)
 
     def outlook(self, target: Target) -> Outlook:
-        why = self.unavailable() or ("it runs on a GPU" if target.on_cuda else "")
+        why = self.unavailable() or ("it runs on a GPU" if target.on_cuda else "") or self._cannot_freeze(target)
         if why:
             return Outlook(reason=why)
         now = memory.footprint(target.pids)
@@ -59,6 +59,12 @@ class CpuWay:
             way="cpu", left_bytes=now.pss - (moved - now.swap), snapshot_bytes=moved, resume_s=self._rates.resume_s(moved)
         )
 
+    def _cannot_freeze(self, target: Target) -> str:
+        left_out = self._groups.outside(target.instance_id, target.pids)
+        if not left_out:
+            return ""
+        return f"its processes ({', '.join(map(str, left_out))}) may not be put into a control group of its own by this user"
+
     async def suspend(self, target: Target) -> Taken:
         taken = await asyncio.to_thread(self._suspend, target)
         self._rates = self._rates.suspended(taken.used_bytes, taken.left_bytes)
@@ -67,6 +73,8 @@ class CpuWay:
     def _suspend(self, target: Target) -> Taken:
         begun = time.monotonic()
         try:
+            if why := self._cannot_freeze(target):
+                raise EngineFailed(why)
             before = memory.footprint(target.pids)
             self._groups.freeze(target.instance_id)
             pids = tuple(sorted({*target.pids, *self._groups.pids(target.instance_id)}))

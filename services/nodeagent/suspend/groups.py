@@ -122,6 +122,11 @@ class Groups:
         except OSError:
             return ()
 
+    def outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of `pids` that are there and not in the group: it may not be given them (a delegated v2 group, seen from another one)."""
+        inside = set(self.pids(instance_id))
+        return tuple(p for p in pids if p not in inside and Path(f"/proc/{p}").exists())
+
     def freeze(self, instance_id: str) -> None:
         """Stop every process of the group. Raises `EngineFailed`, with the group thawed again, if that does not come about in time."""
         directory, freezer = self._there(instance_id)

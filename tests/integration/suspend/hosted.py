@@ -55,8 +55,10 @@ async def generate(node: Node, instance_id: str, prompt: str = "once upon a time
 
     async def heard(message: Any) -> None:
         reply = INFER_REPLY.validate_json(message.data)
-        if isinstance(reply, InferData | InferRaw):
+        if isinstance(reply, InferData):
             parts.append(base64.b64decode(reply.data))
+        elif isinstance(reply, InferRaw):
+            parts.append(json.dumps(reply.body).encode())
         if isinstance(reply, InferEnd | InferRaw | InferFailed) and not ended.done():
             ended.set_exception(AssertionError(reply)) if isinstance(reply, InferFailed) else ended.set_result(None)
 

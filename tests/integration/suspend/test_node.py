@@ -9,7 +9,7 @@ from shared.errors import InstanceBusy
 from tests.integration.nodeagent.harness import MIB, Node, begin_request
 
 READY, SUSPENDED, STOPPED = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.STOPPED
-BIG = {"ballast_mib": 200, "ready_after": 1.0}
+BIG: dict[str, object] = {"ballast_mib": 200, "ready_after": 1.0}
 """Slow enough to start that coming back is sooner."""
 
 

@@ -157,3 +157,12 @@ def test_without_swap_or_room_in_it_there_is_a_clear_refusal(
     assert "no swap" in way.outlook(target).reason
     monkeypatch.setattr(memory, "has_capability", lambda _: False)
     assert "CAP_SYS_NICE" in way.unavailable()
+
+
+async def test_processes_that_may_not_be_grouped_are_not_suspended(way: CpuWay, groups: Groups, tree: Tree) -> None:
+    pids = (tree.process.pid, *descendants(tree.process.pid))
+    outside = Target("i", "vllm", ("cpu:0",), pids)
+    groups.create("i")
+    assert "may not be put into a control group" in way.outlook(outside).reason
+    with pytest.raises(CannotSuspend, match="may not be put"):
+        await way.suspend(outside)

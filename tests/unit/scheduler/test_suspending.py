@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.scheduler.domain.booking import booking
@@ -22,7 +24,7 @@ def w() -> World:
     return World()
 
 
-def asleep(w: World, model: str = "a", *, left: int = 0, resume_ms: float = 100.0, **options: object) -> Running:
+def asleep(w: World, model: str = "a", *, left: int = 0, resume_ms: float = 100.0, **options: Any) -> Running:
     """One suspended instance of a model."""
     w.model(model, **options)
     running = w.up(model)

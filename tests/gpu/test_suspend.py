@@ -1,0 +1,138 @@
+"""CUDA checkpoint and restore of a real process, on a machine that has a GPU: `python -m pytest tests/gpu/test_suspend.py -s`.
+
+A torch process is locked, checkpointed and frozen; NVML shows its bytes gone; it is thawed, restored and unlocked, and computes the same. Prints
+bytes and milliseconds, several sizes, so that latency can be set against bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from services.nodeagent.devices.cuda import CudaDevice, load_nvml
+from services.nodeagent.suspend.cuda import CudaWay, State, open_driver
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.groups import Groups, open_groups
+from services.nodeagent.suspend.port import Target
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+CHILD = """
+import sys, torch
+torch.manual_seed(0)
+size = int(sys.argv[1])
+held = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+weights = torch.randn(256, 256, device="cuda")
+print("ready", flush=True)
+for line in sys.stdin:
+    state = torch.ones(256, device="cuda")
+    tokens = []
+    for _ in range(8):
+        state = torch.tanh(weights @ state)
+        tokens.append(int(state.argmax()))
+    print(int(held.to(torch.int64).sum()), *tokens, flush=True)
+"""
+
+
+@dataclass
+class Process:
+    """A torch process that holds bytes of the device and answers with a digest of them and some greedy steps."""
+
+    child: subprocess.Popen[str]
+
+    def ask(self) -> str:
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.write("\n")
+        self.child.stdin.flush()
+        return self.child.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def device() -> CudaDevice:
+    nvml = load_nvml()
+    if nvml is None or nvml.nvmlDeviceGetCount() == 0:
+        pytest.skip("no NVIDIA driver, or no device that NVML can see")
+    return CudaDevice(nvml, 0, 0.9, None)
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    found = open_groups(f"gpu{os.getpid()}")
+    yield found
+    found.kill("i")
+    found.remove("i")
+
+
+@pytest.fixture
+def way(device: CudaDevice, groups: Groups) -> CudaWay:
+    driver, reason = open_driver(load_nvml())
+    if driver is None:
+        pytest.skip(reason)
+    return CudaWay(driver, reason, groups, Gauge({"cuda:0": device}))
+
+
+def spawn(mib: int) -> Process:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(mib * MIB)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    if child.stdout.readline().strip() != "ready":
+        child.wait()
+        pytest.skip("torch here has no CUDA")
+    return Process(child)
+
+
+@pytest.mark.parametrize("mib", [256, 1024, 4096])
+async def test_a_process_gives_the_device_up_and_gets_it_back(device: CudaDevice, way: CudaWay, groups: Groups, mib: int) -> None:
+    process = spawn(mib)
+    try:
+        before = process.ask()
+        target = Target("i", "vllm", ("cuda:0",), groups.gather("i", process.child.pid, include_host=True))
+        used = device.used_bytes(0, 0)
+        started = time.perf_counter()
+        taken = await way.suspend(target)
+        suspended_ms = (time.perf_counter() - started) * 1e3
+        assert taken.left_bytes <= 0.1 * taken.used_bytes
+        assert used - device.used_bytes(0, 0) >= 0.9 * mib * MIB, "the device itself says so"
+        started = time.perf_counter()
+        await way.resume(target)
+        restored_ms = (time.perf_counter() - started) * 1e3
+        assert process.ask() == before
+        moved = taken.freed_bytes
+        sys.stdout.write(
+            f"{moved / MIB:.0f} MiB: suspended in {suspended_ms:.0f} ms, restored in {restored_ms:.0f} ms "
+            f"({moved / restored_ms / 1e6:.1f} GB/s)\n"
+        )
+    finally:
+        groups.thaw("i")
+        process.child.kill()
+        process.child.wait()
+
+
+async def test_the_states_follow_the_published_order(way: CudaWay, groups: Groups) -> None:
+    process = spawn(64)
+    try:
+        pid = process.child.pid
+        process.ask()
+        driver, _ = open_driver(load_nvml())
+        assert driver is not None
+        assert driver.state(pid) is State.RUNNING
+        driver.lock(pid, 10_000)
+        assert driver.state(pid) is State.LOCKED
+        driver.checkpoint(pid)
+        assert driver.state(pid) is State.CHECKPOINTED
+        driver.restore(pid)
+        assert driver.state(pid) is State.LOCKED
+        driver.unlock(pid)
+        assert driver.state(pid) is State.RUNNING
+        assert driver.state(os.getpid()) in (None, State.RUNNING)
+    finally:
+        process.child.kill()
+        process.child.wait()

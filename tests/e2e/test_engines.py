@@ -1,0 +1,114 @@
+"""Engines other than the builtin one in a whole mesh, with the real openai client: swapped on a device that holds one of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from tests.support.launcher import ROOT, Thaw, until
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+COMMAND = [sys.executable, "-m", "tests.support.fake_openai", "--port", "{port}"]
+TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Thaw]:
+    thaw = Thaw()
+    one = {
+        "source": "engine://m",
+        "engine": "openai",
+        "memory": "600MiB",
+        "max_model_len": 4096,
+        "command": COMMAND,
+        "env": {"PYTHONPATH": str(ROOT)},
+    }
+    config = thaw.home / "thaw.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "mesh": {"port": thaw.port, "nodes": {"node-0": {"cpu:0": "1GiB"}}},
+                "models": [
+                    {"name": "one", "aliases": ["gpt-one"], "routes": ["/v1/rerank"], **one},
+                    {"name": "two", **one},
+                    {"name": "mute", **one, "command": [*COMMAND, "--mute"]},
+                ],
+            }
+        )
+    )
+    try:
+        thaw.json("up", "--detach", "--config", str(config))
+        yield thaw
+    finally:
+        thaw.close()
+
+
+@pytest.fixture
+def client(mesh: Thaw) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        yield client
+
+
+def fake(**orders: Any) -> dict[str, Any]:
+    return {"fake": orders}
+
+
+def test_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "gpt-one", "messages": HELLO, "max_tokens": 3}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == "t0 t1 t2 "
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == "t0 t1 t2 "
+
+
+def test_tools_and_json_mode_are_the_engines(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="one", messages=HELLO, tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}
+    )
+    calls: Any = answer.choices[0].message.tool_calls
+    assert calls[0].function.name == "look"
+
+
+def test_errors_are_the_engines(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        client.chat.completions.create(model="one", messages=HELLO, extra_body=fake(status=422))
+    body: Any = refused.value.body
+    assert body["code"] == "own_code"
+
+
+def test_a_client_that_leaves_stops_the_engine(mesh: Thaw, client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(model="one", messages=HELLO, stream=True, extra_body=fake(tokens=10_000, pace=0.01))
+    next(iter(stream))
+    assert mesh.instances("one")[0]["load"]["active"] in (0, 1)
+    stream.close()
+    until(lambda: mesh.instances("one")[0]["load"]["active"] == 0, what="the engine is idle")
+
+
+def test_routes_of_its_own(mesh: Thaw) -> None:
+    answer = httpx.post(f"{mesh.url}/v1/rerank", json={"model": "one", "documents": ["x"]}, timeout=60)
+    assert answer.json() == {"echo": {"model": "one", "documents": ["x"]}}
+    assert httpx.post(f"{mesh.url}/v1/rerank", json={"model": "two"}, timeout=60).status_code == 404
+
+
+def test_two_take_turns_on_a_device_that_holds_one(mesh: Thaw, client: openai.OpenAI) -> None:
+    for name in ("two", "one", "two"):
+        assert client.chat.completions.create(model=name, messages=HELLO, max_tokens=1).choices[0].message.content == "t0 "
+        assert len(mesh.instances(name)) == 1
+
+
+def test_one_that_never_generates_is_told_to_who_asked(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError, match="gave no token"):
+        client.chat.completions.create(model="mute", messages=HELLO)
+
+
+def test_its_end_in_the_middle_of_an_answer_is_an_error_and_the_next_is_served(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIError):
+        client.chat.completions.create(model="one", messages=HELLO, extra_body=fake(exit=3))
+    patient = client.with_options(max_retries=5)
+    assert patient.chat.completions.create(model="one", messages=HELLO, max_tokens=1).choices[0].message.content == "t0 "

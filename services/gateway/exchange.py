@@ -7,7 +7,7 @@ import base64
 import json
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -16,6 +16,7 @@ from services.gateway.domain.ask import Ask
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from services.gateway.relay import Relay
+from services.gateway.sink import Diverged, Key, Sink
 from shared.contracts.base import ErrorBody
 from shared.contracts.inference import (
     Answered,
@@ -34,37 +35,6 @@ from shared.errors import Conflict, EngineFailed, InstanceDraining, ThawError, U
 
 _LARGEST_WHOLE = 256 * 1024 * 1024
 """Bytes of an answer that is kept until it is whole."""
-
-
-class Diverged(Exception):
-    """An answer that is generated again is not the one that its client has got a part of."""
-
-
-class Sink(Protocol):
-    """Makes an answer of an engine's tokens. `pending` is how many bytes it holds for a client that has not read them. `streams`: what it
-    has taken is on its way to the client. `repeatable`: it can take the same answer again from its beginning."""
-
-    @property
-    def pending(self) -> int: ...
-    @property
-    def streams(self) -> bool: ...
-    @property
-    def repeatable(self) -> bool: ...
-    def reset(self) -> None:
-        """The answer begins again."""
-
-    def started(self, message: InferStarted) -> None: ...
-    def chunk(self, choices: list[dict[str, Any]]) -> None:
-        """Raises `Diverged`."""
-
-    def finished(self, message: Answered) -> None: ...
-
-
-class Key(Protocol):
-    """The request's Idempotency-Key, as its exchange knows it."""
-
-    async def client_left(self) -> None: ...
-    async def settled(self) -> None: ...
 
 
 _LAST: dict[str, type[Answered]] = {"finished": InferFinished, "embeddings": EmbeddingsFinished, "raw": InferRaw, "end": InferEnd}

@@ -18,10 +18,11 @@ from services.gateway.domain.ask import Ask
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
-from services.gateway.exchange import Exchange, Sink
+from services.gateway.exchange import Exchange
 from services.gateway.keyed import Keyed
 from services.gateway.recording import Origin, Recorder
 from services.gateway.settings import GatewaySettings
+from services.gateway.sink import Sink
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.models import ModelCard
 from shared.contracts.node import NodeStatus

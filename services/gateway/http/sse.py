@@ -7,9 +7,9 @@ from collections.abc import Callable
 from json.encoder import encode_basestring
 from typing import Any
 
-from services.gateway.exchange import Diverged
 from services.gateway.http.dialects import event
 from services.gateway.http.shapes import Delta, Head, chat_logprobs, completion_logprobs, usage
+from services.gateway.sink import Diverged
 from shared.contracts.inference import Answered, InferStarted
 
 DONE = b"data: [DONE]\n\n"

@@ -9,9 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.exchange import Diverged
 from services.gateway.http.shapes import Head
 from services.gateway.http.sse import EventStream
+from services.gateway.sink import Diverged
 from shared.contracts.inference import InferFinished, Usage
 from shared.errors import EngineFailed
 from tests.unit.gateway.recorder import Recorder, instance, status, ticket

@@ -177,7 +177,11 @@ def _pread(fd: int, into: memoryview, start: int, end: int, offset: int, flags: 
 
 
 def _resident(fd: int, piece: Piece, region: Region, buffer: memoryview) -> int:
-    """Copy what the page cache has from the piece's start on, without waiting for the disk; bytes copied."""
+    """Copy what the page cache has from the piece's start on, without waiting for the disk; bytes copied. Straight into memory that is there
+    already; into new memory by way of `buffer`."""
+    if region.is_ready(piece.target, piece.length):
+        with region.view(piece.target, piece.length) as into:
+            return _resident_into(fd, piece, into)
     done = 0
     try:
         while done < piece.length:
@@ -186,6 +190,17 @@ def _resident(fd: int, piece: Piece, region: Region, buffer: memoryview) -> int:
                 break
             with buffer[:got] as part:
                 region.copy(piece.target + done, part)
+            done += got
+    except OSError as e:
+        if e.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
+            raise
+    return done
+
+
+def _resident_into(fd: int, piece: Piece, into: memoryview) -> int:
+    done = 0
+    try:
+        while done < piece.length and (got := _pread(fd, into, done, piece.length, piece.offset, os.RWF_NOWAIT)):
             done += got
     except OSError as e:
         if e.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):

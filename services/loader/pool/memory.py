@@ -99,6 +99,10 @@ class PoolMemory:
         if end == CHUNK_BYTES and self._on_populated is not None:
             self._on_populated(self._address + chunk * CHUNK_BYTES, CHUNK_BYTES)
 
+    def is_ready(self, offset: int, length: int) -> bool:
+        """Whether these bytes, within one chunk, were populated and are mapped here still."""
+        return self._ready.get(offset // CHUNK_BYTES, 0) >= offset % CHUNK_BYTES + length
+
     def prepare(self, chunk: int) -> None:
         """Have the whole chunk ready for the next load: allocated, and mapped here."""
         self.populate(chunk * CHUNK_BYTES, CHUNK_BYTES)

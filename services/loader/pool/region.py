@@ -48,6 +48,10 @@ class Region:
         except OSError as e:
             raise self._no_room(e) from e
 
+    def is_ready(self, offset: int, length: int) -> bool:
+        """Whether these bytes have memory that is mapped here."""
+        return self.pool.is_ready(self._at(offset), length)
+
     def view(self, offset: int, length: int) -> memoryview:
         return self.pool.view(self._at(offset), length)
 

@@ -24,6 +24,7 @@ from shared.contracts.segment import Extent
 from shared.mapping import map_extents
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.pools import fill, mapper
+from tests.unit.loader.test_load import evict
 
 COUNT = 12
 
@@ -103,12 +104,27 @@ def test_page_locked_chunks_stay_mapped_and_are_let_go_before_their_memory_goes(
     pool.close()
 
 
-def test_a_prepared_chunk_is_not_allocated_again(pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path, tensors(megabytes=30))
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_prepared_chunk_is_not_allocated_again(
+    pool: PoolMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: bool
+) -> None:
+    weights, real = write_checkpoint(tmp_path, tensors(megabytes=30)), os.pwrite
+    for path in tmp_path.iterdir():
+        path.read_bytes()
+    if cold:
+        evict(tmp_path)
     for chunk in (0, 1):
         pool.prepare(chunk)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory that is there is asked for again"))
-    fill(pool, tmp_path, (0, 1))
+    if not cold:  # straight from the page cache: no other copy
+        monkeypatch.setattr(
+            os, "pwrite", lambda fd, data, at: real(fd, data, at) if len(data) < 100_000 else pytest.fail("copied twice")
+        )
+    region = fill(pool, tmp_path, (0, 1))
+    mapped = map_extents(pool.path, region.extents)
+    for value in weights.values():
+        assert value.tobytes() in bytes(mapped)
+    mapped.close()
 
 
 def test_who_maps_a_chunk_is_known_by_its_offset(pool: PoolMemory) -> None:

@@ -170,6 +170,8 @@ class ModelSpec(ModelOptions):
             raise ValueError("command and container exclude each other: arguments of a container are container.args")
         if self.source.startswith(ENGINE_SOURCE):
             self._check_engine_source(ours)
+        elif not ours and "://" in self.source and not self.source.startswith("hf://"):
+            raise ValueError(f"{self.engine} reads its model itself, from a directory, a .gguf file, hf://… or {ENGINE_SOURCE}…")
         return self
 
     def _check_engine_source(self, ours: bool) -> None:

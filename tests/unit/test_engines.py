@@ -21,6 +21,7 @@ from tests.support.hosted import MIB, hosted_card
         ({"engine": "openai"}, "needs a command, or a container"),
         ({"engine": "openai", "command": ["x"], "container": {"image": "i"}}, "exclude each other"),
         ({"engine": "ollama", "source": "engine://x"}, "memory and max_model_len"),
+        ({"engine": "vllm", "source": "s3://bucket/m"}, "reads its model itself"),
         ({"engine": "vllm", "routes": ["/admin"]}, "must begin with /v1/"),
         ({"engine": "vllm", "container": {"image": "i", "mounts": ["a:b"]}}, "is not /host:/inside"),
         ({"engine": "vllm", "stop_signal": "SIGSTOP"}, "SIGTERM"),

@@ -44,6 +44,8 @@ def add(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
+    engine: Annotated[str | None, typer.Option(help="Served by vllm, llamacpp, … instead of the built-in engine.")] = None,
+    memory: Annotated[str | None, typer.Option(help="What an instance needs of its device, e.g. 6GiB (reckoned by default).")] = None,
     base: Annotated[str | None, typer.Option(help="It is a LoRA adapter of this model (SOURCE in PEFT's layout).")] = None,
     as_json: Json = False,
 ) -> Document:
@@ -52,6 +54,7 @@ def add(
     Examples: [bold]thaw models add llama ~/models/Llama-3.2-1B-Instruct[/]
               [bold]thaw models add qwen hf://Qwen/Qwen3-0.6B --keep-alive 10m[/]
               [bold]thaw models add sql ~/adapters/sql --base llama[/]
+              [bold]thaw models add small ~/models/small.gguf --engine llamacpp[/]
     """
     out = screen(as_json)
     if config is not None:
@@ -70,6 +73,8 @@ def add(
             "priority": priority,
             "trust_remote_code": trust_remote_code or None,
             "base": base,
+            "engine": engine,
+            "memory": _size(memory),
         }
         specs = (_spec(name, source, {k: v for k, v in options.items() if v is not None}),)
     with out.status("reading the model's files"):
@@ -91,10 +96,17 @@ def _keep_alive(text: str | None) -> float | None:
         raise typer.BadParameter(f"--keep-alive: {e}") from e
 
 
+def _size(text: str | None) -> int | None:
+    try:
+        return None if text is None else int(parse_size(text))
+    except ValueError as e:
+        raise typer.BadParameter(f"--memory: {e}") from e
+
+
 def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
     if "://" not in source:
         directory = Path(source).expanduser().resolve()
-        if not directory.is_dir():
+        if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
             raise CommandError(
                 f"There is no directory {directory}.",
                 "SOURCE is a directory in Hugging Face layout (config.json, *.safetensors, tokenizer), hf://org/name, https://…, s3://…, "

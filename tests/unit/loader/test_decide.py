@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.loader.domain.chunks import CHUNK_BYTES, Chunks
-from services.loader.domain.decide import LOST_AFTER_S, MISSING_FOR_S, decide
+from services.loader.domain.decide import decide
 from services.loader.domain.events import (
     Abandoned,
     Accepted,
@@ -39,6 +39,7 @@ from services.loader.domain.events import (
     Vacate,
     Vacated,
 )
+from services.loader.domain.lives import LOST_AFTER_S, MISSING_FOR_S
 from services.loader.domain.state import Stage, State
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid

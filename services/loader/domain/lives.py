@@ -1,0 +1,99 @@
+"""The nodeagent's word on who still lives, and the loader's own earlier and later lives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from services.loader.domain import chunks, room
+from services.loader.domain.entries import put
+from services.loader.domain.events import Adopt, Adopted, CancelRun, Effect, NodeHeard, Refused, Remember, Vacate
+from services.loader.domain.release import is_whole, let_go
+from services.loader.domain.state import Entry, Holder, Stage, State
+from shared.contracts.loader import instance_of
+from shared.errors import ShuttingDown
+
+LOST_AFTER_S = 10.0
+MISSING_FOR_S = 3.0
+"""A nodeagent that has just restarted may send a status or two before it has found its engines again."""
+Decision = tuple[State, tuple[Effect, ...]]
+
+
+def node_heard(state: State, event: NodeHeard, now: float) -> Decision:
+    """Let go for holders that the nodeagent has not known for a while: their engines are gone and nobody will release them."""
+    effects: list[Effect] = []
+    for weights_id in tuple(state.entries):
+        entry = state.entries.get(weights_id)
+        if entry is None:  # it has left for others that came to be cached just now
+            continue
+        holders = {i: h if h.local else _seen(i, h, event, now) for i, h in entry.holders.items()}
+        if holders != entry.holders:
+            state = put(state, replace(entry, holders=holders))
+        for instance_id in _lost(holders, now):
+            state, more = let_go(state, state.entries[weights_id], instance_id, now)
+            effects.extend(more)
+    # Where the last holders are lost together, those before the last leave nothing to remember.
+    return state, tuple(e for e in effects if not isinstance(e, Remember) or is_whole(state, e.weights_id))
+
+
+def _seen(instance_id: str, holder: Holder, event: NodeHeard, now: float) -> Holder:
+    if instance_of(instance_id) in event.instances:
+        return holder if holder.missing is None else replace(holder, missing=None)
+    return holder if holder.missing is not None else replace(holder, missing=now)
+
+
+def _lost(holders: Mapping[str, Holder], now: float) -> list[str]:
+    return [
+        i for i, h in holders.items() if h.missing is not None and now - h.missing >= MISSING_FOR_S and now - h.since > LOST_AFTER_S
+    ]
+
+
+def adopt(state: State, event: Adopt, now: float) -> State:
+    run = state.runs + 1
+    entry = Entry(
+        event.weights_id,
+        event.model,
+        run,
+        Stage.COMPLETE if event.holders else Stage.CACHED,
+        directory=event.directory,
+        total_bytes=event.total_bytes,
+        loaded_bytes=event.total_bytes,
+        holders={i: Holder(now) for i in event.holders},
+        source=event.source,
+        pinned=event.pinned,
+        used_at=now,
+    )
+    table = chunks.adopt(state.chunks, run, event.chunks, event.total_bytes, cached=not event.holders)
+    return put(replace(state, runs=run, chunks=table), entry)
+
+
+def adopted(state: State, event: Adopted) -> Decision:
+    effects: list[Effect] = []
+    if event.mapped:
+        state, more = room.give_back(state, event.mapped)
+        effects.extend(more)
+    state, more = room.trim(state)
+    effects.extend(more)
+    count = min(event.spare, room.spare_room(state))
+    if count:
+        run = state.runs + 1
+        state = replace(state, runs=run, chunks=chunks.fill_spare(state.chunks, run, count))
+        gone = state.chunks.doomed[run]
+        effects.append(Vacate(run, gone.chunks, 0, gone.keep))
+    return state, tuple(effects)
+
+
+def stop(state: State) -> Decision:
+    error = ShuttingDown("the loader is shutting down").body()
+    effects: list[Effect] = []
+    state = replace(state, closing=True)
+    for entry in tuple(state.entries.values()):
+        effects.extend(Refused(w.reply, error) for w in entry.waiters)
+        entry = replace(entry, waiters=())
+        if entry.stage in (Stage.LOADING, Stage.INDEXED):
+            effects.append(CancelRun(entry.weights_id, entry.run))
+            entry = replace(entry, stage=Stage.LEAVING, wants=0, holders={})
+        elif entry.stage is Stage.LEAVING:
+            entry = replace(entry, holders={}, again=None)
+        state = put(state, entry)
+    return state, tuple(effects)

@@ -1,0 +1,89 @@
+"""Who lets go: of a running load, of complete weights, of an answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.loader.domain import chunks, room
+from services.loader.domain.entries import drop, put
+from services.loader.domain.events import CancelRun, Effect, Freed, Refused, Release, Remember
+from services.loader.domain.state import Entry, Stage, State
+from shared.contracts.loader import instance_of
+from shared.errors import StaleToken
+
+REMEMBERED_RELEASES = 1024
+Decision = tuple[State, tuple[Effect, ...]]
+
+
+def release(state: State, event: Release, now: float) -> Decision:
+    if event.instance_id not in state.released:
+        state = replace(state, released=(*state.released, event.instance_id)[-REMEMBERED_RELEASES:])
+    state, effects = _let_adapters_go(state, event.instance_id, now)
+    entry = state.held_by(event.instance_id)
+    if entry is not None:
+        state, more = let_go(state, entry, event.instance_id, now)
+        effects = (*effects, *more)
+    else:
+        entry = next((e for e in state.entries.values() if event.instance_id in e.released_by), None)
+    left = state.entries.get(entry.weights_id) if entry is not None else None
+    if left is not None and left.stage is Stage.LEAVING and event.instance_id in left.released_by:
+        return put(state, replace(left, releases=(*left.releases, event.reply))), effects
+    cached = left.total_bytes if left is not None and left.stage is Stage.CACHED else 0
+    return state, (*effects, Freed(event.reply, 0, cached))
+
+
+def _let_adapters_go(state: State, instance_id: str, now: float) -> Decision:
+    """What an instance's engine holds for its adapters goes with it."""
+    effects: list[Effect] = []
+    for holder in [h for e in state.entries.values() for h in e.holders if h != instance_id and instance_of(h) == instance_id]:
+        held = state.held_by(holder)
+        if held is not None:
+            state, more = let_go(state, held, holder, now)
+            effects.extend(more)
+    return state, tuple(e for e in effects if not isinstance(e, Remember) or is_whole(state, e.weights_id))
+
+
+def let_go(state: State, entry: Entry, instance_id: str, now: float) -> Decision:
+    """`instance_id` no longer holds `entry`; after the last one it is cached, or leaves."""
+    gone = StaleToken(f"instance {instance_id} has released its weights").body()
+    refused = tuple(Refused(w.reply, gone) for w in entry.waiters if w.instance_id == instance_id)
+    entry = replace(
+        entry,
+        holders={k: v for k, v in entry.holders.items() if k != instance_id},
+        waiters=tuple(w for w in entry.waiters if w.instance_id != instance_id),
+        used_at=now,
+    )
+    if entry.holders:
+        remember = (Remember(entry.weights_id),) if entry.stage is Stage.COMPLETE else ()
+        return put(state, entry), (*refused, *remember)
+    if entry.stage is Stage.FAILED:
+        return drop(state, entry.weights_id), refused
+    if entry.stage is Stage.LEAVING:  # it had come back while the weights were leaving, and goes again
+        return put(state, replace(entry, again=None, released_by=entry.released_by | {instance_id})), refused
+    if entry.stage is not Stage.COMPLETE:
+        entry = replace(entry, stage=Stage.LEAVING, wants=0, released_by=frozenset({instance_id}))
+        return put(state, entry), (*refused, CancelRun(entry.weights_id, entry.run))
+    state, effects = _unheld(state, entry, instance_id)
+    return state, (*refused, *effects)
+
+
+def _unheld(state: State, entry: Entry, instance_id: str) -> Decision:
+    if room.may_cache(state, entry) and not state.closing:
+        state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=True))
+        state, trimmed = room.trim(put(state, replace(entry, stage=Stage.CACHED)))
+        return state, (Remember(entry.weights_id), *trimmed)
+    entry = replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id}))
+    return room.leave(put(state, entry), entry, room.spare_room(state), told=True)
+
+
+def abandoned(state: State, reply: int) -> State:
+    for entry in state.entries.values():
+        if reply in entry.releases or any(w.reply == reply for w in entry.waiters):
+            waiters = tuple(w for w in entry.waiters if w.reply != reply)
+            return put(state, replace(entry, waiters=waiters, releases=tuple(r for r in entry.releases if r != reply)))
+    return state
+
+
+def is_whole(state: State, weights_id: str) -> bool:
+    entry = state.entries.get(weights_id)
+    return entry is not None and entry.stage in (Stage.COMPLETE, Stage.CACHED)

@@ -223,7 +223,7 @@ def main() -> None:
         print(json.dumps(one_load(options.load, options.directory)))
         return
     print(json.dumps(machine()), file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="thaw-bench-", dir=options.directory) as directory:
+    with tempfile.TemporaryDirectory(prefix="thaw-convert-", dir=options.directory) as directory:
         root = Path(directory)
         (root / "aligned").mkdir()
         write_checkpoint(root / "aligned", options.bytes)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from services.engine import attention
@@ -100,3 +101,20 @@ def test_an_old_model_runs_in_the_built_in_engine(tmp_path: Path, segment_name: 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     assert all(torch.equal(p, parameters[n]) for n, p in reference.named_parameters(remove_duplicate=False))
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_an_adapter_is_described_alike(tmp_path: Path) -> None:
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights = {f"{module}.lora_A.weight": torch.randn(4, 16), f"{module}.lora_B.weight": torch.randn(8, 4)}
+    lora = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(lora))
+    save_file(weights, tmp_path / "lora" / "adapter_model.safetensors")
+    convert(tmp_path / "lora", tmp_path / "out")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "adapter_config.json").write_text(json.dumps(lora))
+    torch.save(weights, tmp_path / "pickled" / "adapter_model.bin")
+    convert(tmp_path / "pickled", tmp_path / "out2")
+    described = [info(tmp_path / name) for name in ("lora", "out", "out2")]
+    assert len({str(d.adapter) for d in described}) == 1
+    assert described[0].adapter is not None

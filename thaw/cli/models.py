@@ -17,7 +17,7 @@ from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.config import load_config
 from thaw.config.faults import dotted, message_of
-from thaw.config.units import format_size, parse_duration
+from thaw.config.units import format_size, parse_duration, parse_size
 from thaw.errors import CommandError
 
 app = typer.Typer(help="Models: register, list, show, remove.", no_args_is_help=True)

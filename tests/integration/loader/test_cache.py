@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,6 +207,30 @@ def test_a_disk_that_fills_up_midway(
     assert any("No space left" in getattr(r, "error", "") for r in caplog.records)
     assert cache.lookup(tier.revision) is None
     assert not cache.partial(tier.revision).exists(), "what was written does not keep the disk full"
+
+
+@pytest.mark.root
+def test_a_disk_that_really_fills_up(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], capture_output=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        cache = SsdCache(disk / "cache", GIB)
+        tier = opened(server, cache)
+        assert tier.caches
+        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(1 << 16))
+        with caplog.at_level(logging.WARNING):
+            assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+            settle(tier)
+        assert any("No space left" in getattr(r, "error", "") for r in caplog.records)
+        assert cache.lookup(tier.revision) is None
+        assert not cache.partial(tier.revision).exists()
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_a_cache_that_may_not_be_written(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,65 @@ def test_tls(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
         HttpTier(f"{nginx.https}/m", ONCE).files()
     monkeypatch.setenv("SSL_CERT_FILE", str(nginx.certificate))
     assert_all_read(HttpTier(f"{nginx.https}/m", ONCE), nginx.directory)
+
+
+class ConnectProxy:
+    """Answers CONNECT, with a user and a password, and passes bytes on."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.heads: list[bytes] = []
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            head = b""
+            while b"\r\n\r\n" not in head and (got := client.recv(4096)):
+                head += got
+            if not head:
+                client.close()
+                return
+            self.heads.append(head)
+            host, _, port = head.split()[1].decode().rpartition(":")
+            server = socket.create_connection((host, int(port)))
+            self._sockets += [client, server]
+            client.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
+            for one, other in ((client, server), (server, client)):
+                self._threads.append(threading.Thread(target=self._pass_on, args=(one, other)))
+                self._threads[-1].start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        try:
+            while data := one.recv(65536):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        socket.create_connection(("127.0.0.1", self.port)).close()  # wakes the accepting thread, which ends
+        for thread in self._threads:
+            thread.join(10)
+        for sock in (*self._sockets, self._listener):
+            sock.close()
+
+
+def test_tls_through_a_proxy(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = ConnectProxy()
+    monkeypatch.setenv("SSL_CERT_FILE", str(nginx.certificate))
+    monkeypatch.setenv("https_proxy", f"http://u:p@127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("no_proxy", "")
+    assert_all_read(HttpTier(f"{nginx.https}/m", ONCE), nginx.directory)
+    proxy.close()
+    assert proxy.heads
+    assert all(b"Proxy-Authorization: Basic dTpw" in head for head in proxy.heads)
 
 
 def test_redirects(nginx: Nginx) -> None:

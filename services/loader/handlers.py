@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from services.loader import telling
 from services.loader.adapters.cards import bare_card, card_for
 from services.loader.adapters.inspection import described
 from services.loader.adapters.records import Records, WeightsRecord
@@ -45,12 +46,10 @@ from services.loader.domain.events import (
 )
 from services.loader.domain.state import Entry, Stage, State
 from services.loader.pool.giving_back import GivingBack
-from services.loader.pool.region import extents
 from services.loader.tiers.sources import Sources
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import (
     AttachWeights,
-    CachedModel,
     Inspected,
     InspectModel,
     LoaderCommand,
@@ -59,7 +58,6 @@ from shared.contracts.loader import (
     PrepareWeights,
     ReadModelFile,
     ReleaseWeights,
-    SegmentStatus,
     WeightsAttached,
     WeightsReleased,
 )
@@ -228,7 +226,7 @@ class Loader:
                 entry = self._state.entries[effect.weights_id]
                 if entry.stage is Stage.CACHED:
                     self._runs.forget(entry.run)  # its load is no part of a later start
-                self._remember(entry)
+                self._records.write(telling.record(self._state, entry))
             case Accepted():
                 self._answer(effect.reply, Done())
             case Attached():
@@ -245,64 +243,12 @@ class Loader:
 
     # -- out ---------------------------------------------------------------------------------------------------------------------
 
-    def _remember(self, e: Entry) -> None:
-        self._records.write(
-            WeightsRecord(
-                weights_id=e.weights_id,
-                model=e.model,
-                chunks=self._state.chunks.owned[e.run].chunks,
-                directory=e.directory,
-                total_bytes=e.total_bytes,
-                holders=tuple(i for i, h in e.holders.items() if not h.local),
-                source=e.source,
-                pinned=e.pinned,
-            )
-        )
-
     def _attached(self, e: Entry) -> WeightsAttached:
         timeline = self._runs.timeline(e.run)
-        return WeightsAttached(
-            weights_id=e.weights_id,
-            segment=self._records.pool_name,
-            extents=extents(self._state.chunks.owned[e.run].chunks, e.total_bytes),
-            directory=e.directory,
-            total_bytes=e.total_bytes,
-            loaded_bytes=e.loaded_bytes,
-            phases=timeline.spans() if timeline else (),
-        )
+        return telling.attached(self._state, e, self._records.pool_name, timeline.spans() if timeline else ())
 
     def status(self, shared: Shared) -> LoaderStatus:
         """`shared`: what is on this host's disk for other nodes too."""
         self.changed.clear()
-        entries, chunks = self._state.entries.values(), self._state.chunks
-        cached = tuple(
-            CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)
-            for e in entries
-            if e.stage is Stage.CACHED
-        )
-        return LoaderStatus(
-            node=self._node,
-            boot_id=self._boot_id,
-            segments=tuple(self._segment(e) for e in entries if e.stage is not Stage.CACHED),
-            bytes_per_second=self._runs.bytes_per_second,
-            links=self._runs.links(),
-            cached=(*cached, *shared.cached),
-            dram_bytes=chunks.cached_bytes + chunks.spare_bytes + chunks.leaving_bytes,
-            dram_budget_bytes=chunks.budget,
-            ssd_bytes=shared.ssd_bytes,
-            ssd_budget_bytes=shared.ssd_budget_bytes,
-            peer_url=shared.peer_url,
-            peer_token=shared.peer_token,
-        )
-
-    def _segment(self, e: Entry) -> SegmentStatus:
-        return SegmentStatus(
-            weights_id=e.weights_id,
-            model=e.model,
-            segment=self._records.pool_name,
-            total_bytes=e.total_bytes,
-            loaded_bytes=e.loaded_bytes,
-            fetched_bytes=e.fetched_bytes,
-            holders=tuple(e.holders),
-            error=e.error,
-        )
+        status = telling.status(self._state, self._records.pool_name, self._node, self._boot_id, shared)
+        return status.model_copy(update={"bytes_per_second": self._runs.bytes_per_second, "links": self._runs.links()})

@@ -1,0 +1,70 @@
+"""What the loader says of its state: to those who attach, to the mesh, and to its successor."""
+
+from __future__ import annotations
+
+from services.loader.adapters.records import WeightsRecord
+from services.loader.cache.sharing import Shared
+from services.loader.domain.state import Entry, Stage, State
+from services.loader.pool.region import extents
+from shared.contracts.loader import CachedModel, LoaderStatus, SegmentStatus, WeightsAttached
+from shared.contracts.phases import PhaseSpan
+
+
+def attached(state: State, e: Entry, pool: str, phases: tuple[PhaseSpan, ...]) -> WeightsAttached:
+    return WeightsAttached(
+        weights_id=e.weights_id,
+        segment=pool,
+        extents=extents(state.chunks.owned[e.run].chunks, e.total_bytes),
+        directory=e.directory,
+        total_bytes=e.total_bytes,
+        loaded_bytes=e.loaded_bytes,
+        phases=phases,
+    )
+
+
+def record(state: State, e: Entry) -> WeightsRecord:
+    """Connections are not written down: they end with the loader."""
+    return WeightsRecord(
+        weights_id=e.weights_id,
+        model=e.model,
+        chunks=state.chunks.owned[e.run].chunks,
+        directory=e.directory,
+        total_bytes=e.total_bytes,
+        holders=tuple(i for i, h in e.holders.items() if not h.local),
+        source=e.source,
+        pinned=e.pinned,
+    )
+
+
+def status(state: State, pool: str, node: str, boot_id: str, shared: Shared) -> LoaderStatus:
+    entries, chunks = state.entries.values(), state.chunks
+    cached = tuple(
+        CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)
+        for e in entries
+        if e.stage is Stage.CACHED
+    )
+    return LoaderStatus(
+        node=node,
+        boot_id=boot_id,
+        segments=tuple(_segment(e, pool) for e in entries if e.stage is not Stage.CACHED),
+        cached=(*cached, *shared.cached),
+        dram_bytes=chunks.cached_bytes + chunks.spare_bytes + chunks.leaving_bytes,
+        dram_budget_bytes=chunks.budget,
+        ssd_bytes=shared.ssd_bytes,
+        ssd_budget_bytes=shared.ssd_budget_bytes,
+        peer_url=shared.peer_url,
+        peer_token=shared.peer_token,
+    )
+
+
+def _segment(e: Entry, pool: str) -> SegmentStatus:
+    return SegmentStatus(
+        weights_id=e.weights_id,
+        model=e.model,
+        segment=pool,
+        total_bytes=e.total_bytes,
+        loaded_bytes=e.loaded_bytes,
+        fetched_bytes=e.fetched_bytes,
+        holders=tuple(e.holders),
+        error=e.error,
+    )

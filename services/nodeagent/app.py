@@ -83,7 +83,12 @@ class Nodeagent:
         policy = Policy(kill_grace_s=settings.kill_grace, adopt_s=settings.adopt_timeout)
         state = NodeState(ledger, policy, newest_epoch=records.epoch(), snapshot_budget=snapshot_budget(settings))
         self.loop = Loop(state, lambda effect: self.performer.perform(effect))
-        self.meter = Meter(devices, lambda: self.loop.state, lambda: self.publisher.changed(urgent=False))
+        self.meter = Meter(
+            devices,
+            lambda: self.loop.state,
+            lambda: self.publisher.changed(urgent=False),
+            lambda instance_id, used: self.loop.post(e.Measured(instance_id, used)),
+        )
         self.keeper = open_keeper(settings, devices, self.mesh)
         self.publisher = Publisher(
             self.mesh,

@@ -25,10 +25,17 @@ class _Segment:
 
 
 class Meter:
-    def __init__(self, devices: Mapping[str, Device], state: Callable[[], NodeState], changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        devices: Mapping[str, Device],
+        state: Callable[[], NodeState],
+        changed: Callable[[], None],
+        measured: Callable[[str, int], None],
+    ) -> None:
         self._devices = devices
         self._state = state
         self._changed = changed
+        self._measured = measured
         self._private: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self._segments: dict[str, _Segment] = {}
@@ -87,6 +94,7 @@ class Meter:
                 total += sum((await asyncio.to_thread(device.private_bytes, (instance.pid, *instance.engine_pids))).values())
         if total:
             self._private[instance.instance_id] = total
+            self._measured(instance.instance_id, total + self.weights(instance.instance_id))
 
     async def prove_gone(self, instance: Instance) -> int:
         """Wait until no device knows memory of the instance's process any more; returns the bytes it had held.

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,29 @@ async def test_a_whole_tree_is_paged_out_and_comes_back_byte_for_byte(way: CpuWa
     await way.resume(target)
     assert not groups.frozen("i")
     assert tree.digest() == before
+
+
+async def test_what_is_touched_again_is_read_ahead_the_next_time(
+    way: CpuWay, groups: Groups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    real = memory.advise
+
+    def noted(pid: int, ranges: Iterable[tuple[int, int]], advice: int) -> int:
+        given.append(advice)
+        return real(pid, ranges, advice)
+
+    monkeypatch.setattr(memory, "advise", noted)
+    target = tree.target(groups)
+    for turn in range(3):
+        before = tree.digest()
+        given.clear()
+        await way.suspend(target)
+        await way.resume(target)
+        await way.prefetched()
+        assert tree.digest() == before
+        # Its digest reads all of its memory; the first time nobody knows that.
+        assert (memory.MADV_WILLNEED in given) == (turn > 0)
 
 
 async def test_what_joined_after_the_last_look_is_frozen_too(way: CpuWay, groups: Groups, tree: Tree) -> None:

@@ -7,7 +7,8 @@ misbehaves as told. `--like NAME` has it take the options and serve the endpoint
     --ignore-term     SIGTERM is ignored
     --die-after S     ends by itself with status 3
 
-A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status}. GET /stats tells what has been seen.
+A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status}; {"mute": true} holds from then on, {"eat": true}
+takes memory without end. GET /stats tells what has been seen.
 """
 
 from __future__ import annotations
@@ -164,6 +165,11 @@ class Fake:
             sys.stderr.write("fake: told to exit\n")
             sys.stderr.flush()
             os._exit(fake["exit"])
+        if fake.get("eat"):
+            held = []
+            while True:
+                held.append(b"x" * (1 << 20))
+        self.options.mute = self.options.mute or bool(fake.get("mute"))
         if self.options.mute or self.asleep or "status" in fake:
             status = fake.get("status", 500)
             return JSONResponse({"error": {"message": "no", "type": "odd", "param": "fake", "code": "own_code"}}, status)

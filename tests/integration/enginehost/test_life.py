@@ -6,13 +6,18 @@ import asyncio
 import os
 import signal
 import sys
+import uuid
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.phases import Phase
+from shared.processes import end_all
 from tests.support.hosted import FAKE, MIB, Hosts, fake_card, hosted_card
 
 
@@ -44,7 +49,7 @@ async def test_a_slow_start_makes_progress_and_is_no_failure(hosts: Hosts) -> No
 
 
 async def test_ready_timeout_limits_a_start_as_a_whole(hosts: Hosts) -> None:
-    start = hosts.host(fake_card("--ready-after", "60", ready_timeout=1.5))
+    start = hosts.host(fake_card("--ready-after", "60", ready_timeout=4))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
     assert "ready_timeout" in report.error.message
@@ -78,12 +83,66 @@ async def test_the_end_of_its_host_is_the_engines_end(hosts: Hosts) -> None:
 
 async def test_an_idle_engine_that_stops_generating_is_given_up(hosts: Hosts) -> None:
     start = hosts.host(fake_card(), THAW_PROBE_INTERVAL="0.2")
-    report = await hosts.settled(start.instance_id)
-    assert report.hosted is not None
-    os.kill(report.hosted.pids[0], signal.SIGKILL)
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    assert (await hosts.whole(start.instance_id, "chat", messages=[], fake={"mute": True})).status == 500
     failed = await hosts.reported(start.instance_id, lambda r: r.state == "failed")
     assert failed.error is not None
-    assert "killed by signal 9" in failed.error.message
+    assert "gave no token" in failed.error.message
+    await hosts.left_nothing(start.instance_id)
+
+
+def _members(group: Path) -> list[int]:
+    return list(map(int, (group / "cgroup.procs").read_text().split()))
+
+
+@pytest.fixture
+def narrow_group() -> Iterator[Path]:
+    """The file that takes pids of a control group with room for 150 MiB."""
+    for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        group = root / f"thaw-test-{uuid.uuid4().hex[:8]}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            (group / limit).write_text(str(150 * MIB))
+            # Nothing is to go to swap instead.
+            for name in ("memory.swappiness", "memory.swap.max"):
+                if (group / name).exists():
+                    (group / name).write_text("0")
+            yield group / "cgroup.procs"
+            end_all(partial(_members, group))
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("needs a memory control group that may be written")
+
+
+async def test_the_out_of_memory_killer_is_named(hosts: Hosts, narrow_group: Path) -> None:
+    start = hosts.host(fake_card(), cgroup_procs=str(narrow_group))
+    report = await hosts.settled(start.instance_id)
+    assert report.hosted is not None
+    assert set(map(int, narrow_group.read_text().split())) == set(report.hosted.pids)
+    await hosts.ask(start.instance_id, "chat", messages=[], fake={"eat": True})
+    failed = await hosts.reported(start.instance_id, lambda r: r.state == "failed")
+    assert failed.error is not None
+    assert "out-of-memory" in failed.error.message
+
+
+async def test_it_is_asked_to_end_with_the_signal_of_its_model(hosts: Hosts) -> None:
+    told = "import signal,sys,os;signal.signal(signal.SIGINT,lambda *_:(os.write(2,b'asked by SIGINT\\n'),os._exit(0)));"
+    run = f"{told}sys.argv=sys.argv[1:];from tests.support import fake_openai as f;import uvicorn;uvicorn.Server.capture_signals={KEEP};f.main()"
+    card = hosted_card("engine://m", command=[sys.executable, "-c", run, *FAKE[2:]], memory=MIB, stop_signal="SIGINT")
+    start = hosts.host(card)
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    os.kill(report.pid, signal.SIGTERM)
+    await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
+    assert "asked by SIGINT" in Path(start.log_path).read_text()
+
+
+KEEP = "lambda self:__import__('contextlib').nullcontext()"
+"""uvicorn would put its own handlers in place of the program's."""
 
 
 async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:

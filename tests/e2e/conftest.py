@@ -17,13 +17,16 @@ MODELS = ("one", "two", "three")
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Thaw]:
+def mesh(request: pytest.FixtureRequest) -> Iterator[Thaw]:
+    """`DRAM` in the test's module: bytes for weights that no instance holds, instead of the loader's default."""
     thaw = Thaw()
+    dram = getattr(request.module, "DRAM", None)
+    memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"
     specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))
     config = thaw.home / "thaw.yaml"
     config.write_text(
-        f"mesh:\n  port: {thaw.port}\n  nodes:\n    node-0: {{cpu:0: {budget_for_two(specs)}}}\n"
+        f"mesh:\n  port: {thaw.port}\n  nodes:\n    node-0: {{cpu:0: {budget_for_two(specs)}{memory}}}\n"
         "defaults: {keep_alive: -1}\nmodels:\n" + "".join(f"  - {{name: {s.name}, source: {s.source}}}\n" for s in specs)
     )
     try:

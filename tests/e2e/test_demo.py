@@ -19,6 +19,9 @@ from tests.support.launcher import Thaw, until
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Where does the ice go?"}]
 
+DRAM = 0
+"""A model that sleeps is read from its files again: these tests damage them."""
+
 
 def ask(client: openai.OpenAI, model: str, tokens: int = 12) -> str:
     answer = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=tokens, temperature=0)

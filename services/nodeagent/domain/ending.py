@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.nodeagent.domain import parking, stopping
+from services.nodeagent.domain import parking, resuming, stopping
 from services.nodeagent.domain.events import (
     DrainAnswered,
     EngineExited,
@@ -29,8 +29,8 @@ def on_exit(turn: Turn, event: EngineExited) -> None:
 def process_gone(turn: Turn, instance: Instance, error: ErrorBody | None) -> None:
     """Asked to go, or gone in good order: on its way to stopped. Otherwise failed, with what it reported itself before what we saw; one
     that was being restored is started cold, once."""
-    if parking.restarts(instance):
-        no_room = parking.restart(turn, instance, error)
+    if resuming.restarts(instance):
+        no_room = resuming.restart(turn, instance, error)
         if no_room is None:
             return
         error = no_room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import ending, parking
+from services.nodeagent.domain import ending, resuming
 from services.nodeagent.domain.events import Fork
 from services.nodeagent.domain.reservations import Reservation, grant
 from services.nodeagent.domain.state import Process
@@ -28,7 +28,7 @@ def settle(turn: Turn) -> None:
             turn.change(instance, process=Process.FORKING, booked=True, progress_at=turn.now, phase=None)
             turn.emit(Fork(instance.instance_id))
         else:
-            parking.begin_resume(turn, instance)
+            resuming.begin_resume(turn, instance)
 
 
 def _give_up(turn: Turn, r: Reservation) -> None:

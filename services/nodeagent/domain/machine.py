@@ -10,7 +10,7 @@ released. Until then it holds them, whatever its state says.
 
 from __future__ import annotations
 
-from services.nodeagent.domain import adoption, ending, granting, parking, starting, stopping
+from services.nodeagent.domain import adoption, ending, granting, parking, resuming, starting, stopping
 from services.nodeagent.domain.events import (
     Adopted,
     Assessed,
@@ -96,7 +96,7 @@ def _park(turn: Turn, event: _Parking) -> None:
         case SuspendCommand():
             parking.on_suspend(turn, event)
         case ResumeCommand():
-            parking.on_resume(turn, event)
+            resuming.on_resume(turn, event)
         case HoldAnswered():
             parking.on_hold_answer(turn, event)
         case Suspended():
@@ -104,9 +104,9 @@ def _park(turn: Turn, event: _Parking) -> None:
         case SuspendFailed():
             parking.on_suspend_failed(turn, event)
         case Resumed():
-            parking.on_resumed(turn, event)
+            resuming.on_resumed(turn, event)
         case ResumeFailed():
-            parking.on_resume_failed(turn, event)
+            resuming.on_resume_failed(turn, event)
 
 
 def _on_tick(turn: Turn) -> None:

@@ -1,4 +1,4 @@
-"""Suspending and resuming: the process stays, its memory goes and comes back.
+"""Suspending (and resuming: resuming.py): the process stays, its memory goes and comes back.
 
     ready ──hold──► draining ──idle, frozen, memory read back──► suspended | asleep ──reserved──► resuming ──proved──► ready
                         └──cannot──► stopped                              restore fails ──► preparing (a cold start, once)
@@ -10,22 +10,15 @@ the other bytes given away; it grows again before anything is brought back.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from services.nodeagent.domain import stopping
+from services.nodeagent.domain import resuming, stopping
 from services.nodeagent.domain.events import (
     AskHold,
-    Assess,
     Assessed,
-    Fork,
     HoldAnswered,
-    Measure,
     Measured,
     Reply,
     Resume,
-    ResumeCommand,
-    Resumed,
-    ResumeFailed,
     StopCommand,
     Suspend,
     SuspendCommand,
@@ -33,16 +26,13 @@ from services.nodeagent.domain.events import (
     SuspendFailed,
 )
 from services.nodeagent.domain.fencing import stale
-from services.nodeagent.domain.reservations import Reservation
 from services.nodeagent.domain.state import IdleAsk, Instance, Lap, NodeState, Parking, Process
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState, StopInstance
-from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, InstanceBusy, InsufficientMemory, NotFound
+from shared.errors import EngineFailed, InstanceBusy
 
-WEIGHT_OF_NEWEST = 0.3
 LEAK_FACTOR = 1.25
 LEAK_FLOOR = 64 * 1024 * 1024
 """An engine that uses this much, and this part, more than after its start has leaked: it is started anew rather than suspended again."""
@@ -92,7 +82,7 @@ def on_suspend(turn: Turn, event: SuspendCommand) -> None:
     if instance.parking.holding or (instance.parking.freezing and instance.state is InstanceState.DRAINING):  # 3
         if instance.drain_until is not None:
             until = min(until, instance.drain_until)
-        update(turn, instance.model_copy(update={"token": command.token}), wake_asked=False)
+        turn.park(instance.model_copy(update={"token": command.token}), wake_asked=False)
         if instance.parking.holding:
             turn.put(turn.state.instances[instance.instance_id].model_copy(update={"drain_until": until}))
         turn.reply(event.reply)
@@ -121,7 +111,7 @@ def on_suspend(turn: Turn, event: SuspendCommand) -> None:
 def hold(turn: Turn, instance: Instance, until: float) -> None:
     """Write-lock it: gateways see that it drains, and its engine is asked to refuse what comes nevertheless."""
     instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": until})
-    update(turn, instance, holding=True, wake_asked=False)
+    turn.park(instance, holding=True, wake_asked=False)
     turn.emit(AskHold(instance.instance_id, only_if_idle=False))
 
 
@@ -166,7 +156,7 @@ def freeze(turn: Turn, instance: Instance) -> None:
         return
     assert outlook.way is not None
     instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": None})
-    update(turn, instance, holding=False, freezing=True, begun_at=turn.now, snapshot_bytes=outlook.snapshot_bytes)
+    turn.park(instance, holding=False, freezing=True, begun_at=turn.now, snapshot_bytes=outlook.snapshot_bytes)
     turn.emit(Suspend(instance.instance_id, outlook.way))
 
 
@@ -185,8 +175,7 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
     need = max(most, command.reserve_bytes) if command.card.spec.engine == "builtin" else most
     state = InstanceState.ASLEEP if p.outlook.way == "sleep" else InstanceState.SUSPENDED
     instance = instance.model_copy(update={"state": state, "load": EngineLoad(completed=instance.load.completed), "phase": None})
-    update(
-        turn,
+    turn.park(
         instance,
         frees_bytes=event.freed_bytes,
         left_bytes=event.left_bytes,
@@ -199,7 +188,7 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
     )
     make_room(turn, 0, "")
     if p.wake_asked and not turn.state.instances[instance.instance_id].stop_asked:
-        _reserve_and_resume(turn, turn.state.instances[instance.instance_id], wait_s=0.0, priority=0)
+        resuming.reserve_and_resume(turn, turn.state.instances[instance.instance_id], wait_s=0.0, priority=0)
 
 
 def on_suspend_failed(turn: Turn, event: SuspendFailed) -> None:
@@ -207,11 +196,11 @@ def on_suspend_failed(turn: Turn, event: SuspendFailed) -> None:
     instance = turn.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE or not instance.parking.freezing:
         return
-    instance = update(turn, instance, freezing=False, snapshot_bytes=0)
+    instance = turn.park(instance, freezing=False, snapshot_bytes=0)
     if instance.stop_asked:
         return
     if instance.parking.wake_asked:
-        _serve_again(turn, instance)
+        resuming.serve_again(turn, instance)
         return
     _give_up(turn, instance, event.error)
 
@@ -220,7 +209,7 @@ def _give_up(turn: Turn, instance: Instance, error: ErrorBody) -> None:
     """It is stopped instead, as it would have been without any of this; why is told from then on."""
     outlook = instance.parking.outlook.model_copy(update={"way": None, "reason": error.message})
     left = max(0.0, instance.drain_until - turn.now) if instance.drain_until is not None else 0.0
-    instance = update(turn, instance, holding=False, freezing=False, snapshot_bytes=0, outlook=outlook)
+    instance = turn.park(instance, holding=False, freezing=False, snapshot_bytes=0, outlook=outlook)
     stopping.begin(turn, instance, left or turn.state.policy.kill_grace_s, f"it could not be suspended: {error.message}")
 
 
@@ -236,126 +225,6 @@ def make_room(turn: Turn, wanted: int, but: str) -> bool:
         coldest = min(parked, key=lambda i: (i.parking.suspended.at if i.parking.suspended else 0.0, i.instance_id))
         stopping.begin(turn, coldest, 0.0, "the coldest, and the node's snapshot budget is used up")
     return True
-
-
-# Resuming.
-
-
-def on_resume(turn: Turn, event: ResumeCommand) -> None:
-    """1. Stale → refused. 2. Not here, or leaving → not found. 3. Ready, starting or resuming → done. 4. Held, not frozen yet → serves
-    again. 5. Being frozen → as soon as it is. 6. Suspended → reserved and resumed, or queued, or refused."""
-    command, instance = event.command, turn.find(event.command.instance_id)
-    refused = stale(turn, command.token, instance)
-    if refused is not None:  # 1
-        turn.reply(event.reply, refused)
-        return
-    if instance is None or instance.process is Process.GONE or instance.stop_asked or instance.state is InstanceState.FAILED:  # 2
-        turn.reply(event.reply, NotFound(f"instance {command.instance_id} is not here (any more); start another one"))
-        return
-    # What this node was sent belongs to the newest plan; the start's own numbers stay.
-    changed = {"plan_id": command.plan_id, "traceparent": command.traceparent}
-    instance = turn.change(
-        instance, token=command.token, command=instance.command.model_copy(update=changed if instance.state.parked else {})
-    )
-    if instance.state is InstanceState.READY or instance.state.starting:  # 3
-        turn.reply(event.reply)
-    elif instance.parking.holding:  # 4
-        _serve_again(turn, instance)
-        turn.reply(event.reply)
-    elif not instance.state.parked:  # 5
-        update(turn, instance, wake_asked=True)
-        turn.reply(event.reply)
-    elif any(r.instance_id == instance.instance_id for r in turn.state.queue):
-        turn.reply(event.reply)
-    else:  # 6
-        error = _reserve_and_resume(turn, instance, command.wait_ms / 1000, command.priority)
-        turn.emit(Reply(event.reply, error))
-
-
-def _reserve_and_resume(turn: Turn, instance: Instance, wait_s: float, priority: int) -> ErrorBody | None:
-    """Reserve and begin, or queue (None), or say why not."""
-    need = max(instance.parking.need_bytes, instance.parking.left_bytes)
-    reservation = Reservation(instance.instance_id, instance.command.device_ids, need, priority, turn.now, turn.now + wait_s)
-    refusal = turn.reserve(reservation)
-    if refusal is None:
-        begin_resume(turn, turn.state.instances[instance.instance_id])
-        return None
-    if wait_s > 0 and isinstance(refusal, InsufficientMemory) and refusal.should_retry:
-        turn.enqueue(reservation)
-        return None
-    return refusal.body()
-
-
-def begin_resume(turn: Turn, instance: Instance) -> None:
-    """Its bytes are booked."""
-    instance = instance.model_copy(update={"state": InstanceState.RESUMING, "phase": Phase.RESTORE, "progress_at": turn.now})
-    update(turn, instance, begun_at=turn.now)
-    turn.emit(Resume(instance.instance_id, instance.parking.outlook.way))
-
-
-def _serve_again(turn: Turn, instance: Instance) -> None:
-    """It was held, and nothing was taken from it."""
-    instance = instance.model_copy(update={"state": InstanceState.RESUMING, "drain_until": None, "progress_at": turn.now})
-    update(turn, instance, holding=False, wake_asked=False, begun_at=turn.now)
-    turn.emit(Resume(instance.instance_id, None))
-
-
-def on_resumed(turn: Turn, event: Resumed) -> None:
-    instance = turn.find(event.instance_id)
-    if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
-        return
-    if instance.state is not InstanceState.RESUMING:
-        return
-    p = instance.parking
-    frozen = p.freezing
-    took = turn.now - p.begun_at
-    more: dict[str, Any] = {}
-    if frozen:
-        known = p.resume_s if p.resume_s is not None else took
-        more = {
-            "resumed": Lap(at=turn.now, took_s=took),
-            "resume_s": known + WEIGHT_OF_NEWEST * (took - known),
-            "resumes": p.resumes + 1,
-            "fell_back": None,
-        }
-    instance = instance.model_copy(update={"state": InstanceState.READY, "phase": None, "progress": 1.0, "adopt_until": None})
-    update(turn, instance, freezing=False, wake_asked=False, snapshot_bytes=0, **more)
-    turn.emit(Assess(instance.instance_id), Measure(instance.instance_id))
-
-
-def on_resume_failed(turn: Turn, event: ResumeFailed) -> None:
-    """Its process is ended, and one cold start follows under the same name (`restart`)."""
-    instance = turn.find(event.instance_id)
-    if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
-        return
-    if instance.state is not InstanceState.RESUMING:
-        return
-    instance = update(turn, instance, restarting=True, fell_back=event.error)
-    stopping.kill(turn, instance)
-
-
-def restarts(instance: Instance) -> bool:
-    """Whether the end of this instance's process is followed by a cold start: its restore failed, or killed it."""
-    return instance.state is InstanceState.RESUMING and not instance.stop_asked
-
-
-def restart(turn: Turn, instance: Instance, error: ErrorBody | None) -> ErrorBody | None:
-    """The process is gone; start another one for the same instance. The reason why not, if there is no room for a cold start now."""
-    command, p = instance.command, instance.parking
-    reason = p.fell_back or error or EngineFailed("the engine ended while it was being restored").body()
-    refusal = turn.state.ledger.refusal(command.device_ids, command.reserve_bytes, but=instance.instance_id)
-    if refusal is not None:
-        return InsufficientMemory(f"the restore failed ({reason.message}), and a cold start has no room: {refusal.message}").body()
-    turn.books(turn.state.ledger.rebook(instance.instance_id, command.device_ids, command.reserve_bytes))
-    fresh = Instance(
-        command=command,
-        token=instance.token,
-        progress_at=turn.now,
-        parking=Parking(fell_back=reason, resumes=p.resumes, suspended=p.suspended, resumed=p.resumed, begun_at=turn.now),
-    )
-    turn.change(fresh)
-    turn.emit(Fork(instance.instance_id))
-    return None
 
 
 # What is found out.
@@ -374,7 +243,7 @@ def on_assessed(turn: Turn, event: Assessed) -> None:
     used = {"used_bytes": max(p.used_bytes, event.used_bytes)}
     # What it has grown to by its first resumption is what it needs; what comes after that is leaked.
     base = max(p.base_bytes, event.used_bytes) if p.resumes <= 1 else p.base_bytes
-    update(turn, instance, outlook=outlook, base_bytes=base, **used)
+    turn.park(instance, outlook=outlook, base_bytes=base, **used)
     _book_measured(turn, turn.state.instances[event.instance_id], event.used_bytes)
     instance = turn.state.instances[event.instance_id]
     if first and instance.command.park and instance.state is InstanceState.READY and not why_not(turn.state, instance):  # 1
@@ -393,12 +262,7 @@ def _book_measured(turn: Turn, instance: Instance, used: int) -> None:
     total = booked.bytes_each * len(booked.device_ids) if booked is not None else 0
     if booked is not None and used > LEAK_FACTOR * total and used > total + LEAK_FLOOR:
         turn.books(turn.state.ledger.rebook(instance.instance_id, booked.device_ids, used))
-        update(turn, instance, need_bytes=used, used_bytes=used)
-
-
-def update(turn: Turn, instance: Instance, **changes: Any) -> Instance:
-    """Put `instance` with changes of its parking; recorded and told."""
-    return turn.change(instance, parking=instance.parking.model_copy(update=changes))
+        turn.park(instance, need_bytes=used, used_bytes=used)
 
 
 def _dequeue(turn: Turn, instance_id: str) -> None:

@@ -34,6 +34,10 @@ class Turn:
         self.emit(Persist(instance.instance_id), Publish())
         return changed
 
+    def park(self, instance: Instance, **update: Any) -> Instance:
+        """As `change`, of what is known of its suspensions."""
+        return self.change(instance, parking=instance.parking.model_copy(update=update))
+
     def drop(self, instance_id: str) -> None:
         self.state = replace(self.state, instances={k: i for k, i in self.state.instances.items() if k != instance_id})
         self.emit(Forget(instance_id), Publish())

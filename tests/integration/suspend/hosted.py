@@ -20,7 +20,7 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, InstanceStatus, StartInstance
 from tests.integration.nodeagent.harness import MIB, Node
 
-READY_WITHIN_S = 180.0
+READY_WITHIN_S = 300.0
 
 
 async def start_hosted(

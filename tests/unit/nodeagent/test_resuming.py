@@ -1,0 +1,233 @@
+"""One test for each numbered branch of resuming, of what fails on the way, and of crashes in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.nodeagent.domain import events as e
+from services.nodeagent.domain.memory import Ledger
+from services.nodeagent.domain.state import Instance, NodeState, Process
+from shared.contracts.base import ErrorBody
+from shared.contracts.node import InstanceState
+from shared.errors import EngineFailed, InsufficientMemory, NotFound
+from tests.unit.nodeagent.world import ERROR, POSSIBLE, World, report, resume, start, stop, suspend
+
+READY, DRAINING, SUSPENDED = InstanceState.READY, InstanceState.DRAINING, InstanceState.SUSPENDED
+RESUMING, FAILED, PREPARING = InstanceState.RESUMING, InstanceState.FAILED, InstanceState.PREPARING
+
+
+@pytest.fixture
+def w() -> World:
+    return World()
+
+
+def replies(effects: tuple[e.Effect, ...]) -> list[ErrorBody | None]:
+    return [x.error for x in effects if isinstance(x, e.Reply)]
+
+
+def code(effects: tuple[e.Effect, ...]) -> str | None:
+    (error,) = replies(effects)
+    return error.code if error else None
+
+
+def test_a_resume_reserves_first_and_is_ready_when_proved(w: World) -> None:
+    w.suspended()
+    assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
+    assert w["i"].state is RESUMING
+    assert w.state.ledger.reserved("cpu:0") == 60
+    assert e.Resume("i", "cpu") in w.effects
+    w.hear(e.EngineReported(report(pid=7)))
+    assert w["i"].state is RESUMING, "its own word does not count"
+    w.hear(e.Resumed("i", 60), 0.2)
+    assert w["i"].state is READY
+    assert w["i"].parking.resume_s == pytest.approx(0.2)
+    assert w.state.snapshot_bytes == 0
+
+
+def test_a_resume_without_room_is_refused(w: World) -> None:
+    w.suspended()
+    w.hear(e.StartCommand(start("j", reserve=80), 9))
+    assert code(w.hear(e.ResumeCommand(resume(), 3))) == InsufficientMemory.code
+    assert w["i"].state is SUSPENDED
+
+
+def test_a_resume_may_wait_for_room(w: World) -> None:
+    w.suspended()
+    w.ready("j", pid=8, reserve=80)
+    assert code(w.hear(e.ResumeCommand(resume(wait_ms=5000), 3))) is None
+    assert w["i"].state is SUSPENDED
+    w.hear(e.StopCommand(stop("j"), 4))
+    w.hear(e.EngineExited("j", 8, 0, ERROR))
+    w.hear(e.WeightsReleased("j", 1))
+    effects = w.hear(e.MemoryProved("j", 1))
+    assert e.Resume("i", "cpu") in effects
+
+
+def test_2_resuming_what_is_not_there_is_not_found(w: World) -> None:
+    assert code(w.hear(e.ResumeCommand(resume(), 3))) == NotFound.code
+    w.suspended()
+    w.hear(e.StopCommand(stop(), 4))
+    assert code(w.hear(e.ResumeCommand(resume(), 5))) == NotFound.code
+
+
+def test_3_two_resumes_at_once_are_one(w: World) -> None:
+    w.suspended()
+    w.hear(e.ResumeCommand(resume(), 3))
+    effects = w.hear(e.ResumeCommand(resume(), 4))
+    assert code(effects) is None
+    assert not [x for x in effects if isinstance(x, e.Resume)]
+
+
+def test_4_a_resume_while_it_drains_has_it_serve_again(w: World) -> None:
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(), 2))
+    effects = w.hear(e.ResumeCommand(resume(), 3))
+    assert e.Resume("i", None) in effects
+    assert not w.hear(e.HoldAnswered("i", False)), "the answer comes too late"
+    w.hear(e.Resumed("i", 60))
+    assert w["i"].state is READY
+    assert w["i"].parking.resumes == 0
+
+
+def test_5_a_resume_while_it_is_frozen_comes_right_after(w: World) -> None:
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(), 2))
+    w.hear(e.HoldAnswered("i", False))
+    assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
+    effects = w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    assert e.Resume("i", "cpu") in effects
+    assert w["i"].state is RESUMING
+
+
+def test_5_a_resume_while_the_freezing_fails_has_it_serve_again(w: World) -> None:
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(), 2))
+    w.hear(e.HoldAnswered("i", False))
+    w.hear(e.ResumeCommand(resume(), 3))
+    effects = w.hear(e.SuspendFailed("i", ERROR))
+    assert e.Resume("i", None) in effects
+
+
+# A restore that fails.
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["refused", "died of it"])
+def test_a_failed_restore_is_one_cold_start(w: World, dies: bool) -> None:
+    w.suspended()
+    w.hear(e.ResumeCommand(resume(), 3))
+    if not dies:
+        assert e.Signal("i", "kill") in w.hear(e.ResumeFailed("i", EngineFailed("other tokens").body()))
+    effects = w.hear(e.EngineExited("i", 7, -9, ERROR))
+    assert e.Fork("i") in effects
+    assert not [x for x in effects if isinstance(x, e.Release)], "its weights are wanted again"
+    assert w["i"].state is PREPARING
+    assert w["i"].process is Process.FORKING
+    w.hear(e.EngineForked("i", 8, 1))
+    w.hear(e.EngineReported(report(pid=8)))
+    assert w["i"].state is READY
+    told = w["i"].parking.fell_back
+    assert told is not None
+    assert told.message == ("it died" if dies else "other tokens")
+
+
+def test_a_cold_start_after_a_failed_restore_is_not_repeated(w: World) -> None:
+    w.suspended()
+    w.hear(e.ResumeCommand(resume(), 3))
+    w.hear(e.EngineExited("i", 7, -9, ERROR))
+    w.hear(e.EngineForked("i", 8, 1))
+    effects = w.hear(e.EngineExited("i", 8, 1, ERROR))
+    assert e.Fork("i") not in effects
+    assert w["i"].state is FAILED
+
+
+def test_a_cold_start_that_has_no_room_fails_and_says_so(w: World) -> None:
+    w.suspended(left=10)
+    w.hear(e.ResumeCommand(resume(), 3))
+    w.state = NodeState(
+        w.state.ledger.rebook("other", ("cpu:0",), 45).rebook("i", ("cpu:0",), 50), w.state.policy, dict(w.state.instances)
+    )
+    w.hear(e.EngineExited("i", 7, -9, ERROR))
+    assert w["i"].state is FAILED
+    assert "a cold start has no room" in (w["i"].error.message if w["i"].error else "")
+
+
+def test_an_engine_that_leaks_is_stopped_instead(w: World) -> None:
+    big = 1 << 30
+    w.state = replace(w.state, ledger=Ledger({"cpu:0": 8 * big}))
+    w.suspended()
+    for used in (big, big, 2 * big):
+        w.hear(e.ResumeCommand(resume(), 3))
+        w.hear(e.Resumed("i", used), 0.1)
+        w.hear(e.Assessed("i", POSSIBLE, used))
+        if used == big:
+            w.hear(e.SuspendCommand(suspend(), 2))
+            w.hear(e.HoldAnswered("i", False))
+            w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+            assert w["i"].state is SUSPENDED
+    effects = w.hear(e.SuspendCommand(suspend(), 2))
+    assert [x for x in effects if isinstance(x, e.AskDrain)]
+
+
+# A crash in any state, and a restart of the agent.
+
+
+def adopt(w: World, **adopted: bool) -> World:
+    """The next agent, which knows what was recorded."""
+    record = Instance.model_validate_json(w["i"].model_dump_json())
+    new = World()
+    new.now = w.now
+    new.hear(e.Adopted(record, adopted.pop("alive", True), ERROR, adopted.pop("frozen", False)))
+    return new
+
+
+def test_a_suspended_engine_that_dies_gives_everything_back(w: World) -> None:
+    w.suspended()
+    w.hear(e.EngineExited("i", 7, -9, ERROR))
+    w.hear(e.WeightsReleased("i", 1))
+    w.hear(e.MemoryProved("i", 1))
+    assert w["i"].state is FAILED
+    assert w.state.ledger.bookings == {}
+    assert w.state.snapshot_bytes == 0
+
+
+def test_a_new_agent_finds_a_suspended_engine_suspended(w: World) -> None:
+    w.suspended()
+    new = adopt(w, frozen=True)
+    assert new["i"].state is SUSPENDED
+    assert new.state.ledger.reserved("cpu:0") == 10
+    assert not [x for x in new.effects if isinstance(x, e.Ping)], "it cannot answer"
+    new.hear(e.ResumeCommand(resume(), 3))
+    assert new["i"].state is RESUMING
+
+
+@pytest.mark.parametrize("stage", ["held", "freezing", "suspended, thawed by somebody", "resuming"])
+def test_a_new_agent_brings_back_what_was_half_way(w: World, stage: str) -> None:
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(), 2))
+    if stage != "held":
+        w.hear(e.HoldAnswered("i", False))
+    if stage in ("suspended, thawed by somebody", "resuming"):
+        w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    if stage == "resuming":
+        w.hear(e.ResumeCommand(resume(), 3))
+    new = adopt(w, frozen=stage == "freezing")
+    assert new["i"].state is RESUMING
+    assert new.state.ledger.reserved("cpu:0") == 60
+    assert [x for x in new.effects if isinstance(x, e.Resume)] == [e.Resume("i", None if stage == "held" else "cpu")]
+
+
+def test_a_suspended_engine_is_killed_without_being_asked(w: World) -> None:
+    w.suspended()
+    effects = w.hear(e.StopCommand(stop(), 4))
+    assert e.Signal("i", "kill") in effects
+    assert not [x for x in effects if isinstance(x, e.AskDrain)]
+
+
+def test_a_start_to_be_parked_is_suspended_as_soon_as_it_is_ready(w: World) -> None:
+    w.hear(e.StartCommand(start().model_copy(update={"park": True}), 1))
+    w.hear(e.EngineForked("i", 7, 1))
+    w.hear(e.EngineReported(report(pid=7)), 5.0)
+    effects = w.hear(e.Assessed("i", POSSIBLE, 60))
+    assert e.AskHold("i", only_if_idle=False) in effects

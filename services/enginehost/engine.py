@@ -79,6 +79,7 @@ class Engine:
                 self._reporter.advance(0.97, Phase.PROFILE)
                 with self._timeline.phase(Phase.PROFILE):
                     await self._first_token()
+                self._pids_at = -math.inf  # what it has forked by now is told with `ready`
         except TimeoutError as e:
             raise EngineFailed(f"the engine was not ready within ready_timeout ({limit:g} s){self._last_words()}") from e
 

@@ -1,0 +1,84 @@
+"""Hosted engines under a real nodeagent: deaths of the engine, its host and the agent, in every order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.contracts.node import InstanceState
+from shared.processes import mark_of, marked
+from shared.settings import NodeSettings
+from tests.integration.nodeagent.harness import WITHIN_S, Node, gone, running_node, start_command
+from tests.support.hosted import MIB, fake_card
+from tests.support.servers import NatsServer
+
+READY, FAILED, STOPPED = InstanceState.READY, InstanceState.FAILED, InstanceState.STOPPED
+SLOW_S = 2 * WITHIN_S
+
+
+@pytest.fixture
+async def node(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Node]:
+    async with running_node(nats_server.url, tmp_path) as node:
+        yield node
+
+
+async def left(node: Node, instance_id: str) -> set[int]:
+    return await asyncio.to_thread(marked, mark_of(NodeSettings(home=node.home, node=node.name).scope, instance_id))
+
+
+async def ready(node: Node, instance_id: str, *options: str) -> tuple[int, ...]:
+    """The host's pid, then the engine's."""
+    await start_command(node, instance_id, fake_card(*options))
+    status = await node.reaches(instance_id, READY, FAILED, within=SLOW_S)
+    assert status.error is None
+    return status.pids
+
+
+async def test_from_start_to_proved_free(node: Node) -> None:
+    host, *engine = await ready(node, "h1", "--fork")
+    assert set(engine) == await left(node, "h1")
+    measured = await node.until(lambda s: s.instances[0].memory.private > 20 * MIB)
+    await node.stop("h1", token=(1 << 32) + 2)
+    status = await node.reaches("h1", STOPPED, FAILED, within=SLOW_S)
+    assert status.error is None
+    assert status.freed_bytes
+    assert measured.instances[0].memory.private > 20 * MIB
+    assert await left(node, "h1") == set()
+    assert await gone(host)
+
+
+async def test_a_killed_host_takes_its_engine_and_all_that_it_forked_with_it(node: Node) -> None:
+    host, *engine = await ready(node, "h2", "--fork", "--ignore-term")
+    assert len(engine) == 2
+    os.kill(host, signal.SIGKILL)
+    status = await node.reaches("h2", FAILED, within=SLOW_S)
+    assert status.error is not None
+    await node.until(lambda s: s.devices[0].reserved_bytes == 0, within=SLOW_S)
+    assert await left(node, "h2") == set()
+
+
+async def test_an_agents_death_leaves_host_and_engine_as_they_are(node: Node) -> None:
+    pids = await ready(node, "h3")
+    node.kill_agent()
+    await node.start_agent()
+    assert node.instance("h3").state is READY
+    assert node.instance("h3").pids == pids
+    assert all(psutil.pid_exists(pid) for pid in pids)
+
+
+async def test_what_died_while_there_was_no_agent_is_cleaned_up_by_the_next(node: Node) -> None:
+    host, *_ = await ready(node, "h4", "--fork")
+    node.kill_agent()
+    os.kill(host, signal.SIGKILL)
+    assert await gone(host)
+    assert len(await left(node, "h4")) >= 1
+    await node.start_agent()
+    await node.reaches("h4", FAILED)
+    await node.until(lambda s: s.devices[0].reserved_bytes == 0, within=SLOW_S)
+    assert await left(node, "h4") == set()

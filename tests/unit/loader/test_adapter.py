@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.loader.domain.decide import LOST_AFTER_S, MISSING_FOR_S
 from services.loader.domain.events import Attach, NodeHeard, Refused, Release
+from services.loader.domain.lives import LOST_AFTER_S, MISSING_FOR_S
 from shared.contracts.loader import adapter_holder, instance_of
 from shared.contracts.models import AdapterInfo, LinearShape, ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError

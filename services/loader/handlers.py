@@ -225,7 +225,7 @@ class Loader:
             case Remember():
                 entry = self._state.entries[effect.weights_id]
                 if entry.stage is Stage.CACHED:
-                    self._runs.forget(entry.run)  # its load is no part of a later start
+                    self._runs.past(entry.run)
                 self._records.write(telling.record(self._state, entry))
             case Accepted():
                 self._answer(effect.reply, Done())

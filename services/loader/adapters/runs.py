@@ -58,6 +58,7 @@ class Run:
     tier: Tier | None = None
     region: Region | None = None
     background: bool = False
+    is_past: bool = False
     loaded: int = 0
     reported: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -92,9 +93,14 @@ class Runs:
         return tuple(link.status() for link in list(self._links.values()))
 
     def timeline(self, run: int) -> Timeline | None:
-        """The phases of a run; None for weights adopted from an earlier loader."""
+        """The phases of a run that is part of the present start; None for weights that were cached, or adopted from an earlier loader."""
         found = self._runs.get(run)
-        return found.timeline if found else None
+        return found.timeline if found and not found.is_past else None
+
+    def past(self, run: int) -> None:
+        """The run's weights were let go: whoever comes next has not waited for it."""
+        if (found := self._runs.get(run)) is not None:
+            found.is_past = True
 
     def start(self, order: StartRun) -> None:
         run = self._runs[order.run] = Run(order, background=order.background)
@@ -121,7 +127,7 @@ class Runs:
             found.wake.set()
 
     def forget(self, run: int) -> Callable[[], None]:
-        """The run's load is no part of what comes. Before its memory is given to others, what is returned must be called: it ends the copy
+        """The run's weights leave. Before its memory is given to others, what is returned must be called: it ends the copy
         to the SSD cache that may still be written from there, and may take a moment."""
         found = self._runs.pop(run, None)
         return lambda: _close(found) if found is not None else None

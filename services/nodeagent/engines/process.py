@@ -24,19 +24,23 @@ def process_start(pid: int) -> int | None:
 
 
 def find_writer(log_path: Path) -> int | None:
-    """The process that has `log_path` as its standard error: an engine whose pid nobody wrote down. None if there is none."""
+    """The process that has `log_path` as its standard error: an engine whose pid nobody wrote down. None if there is none. A hosted engine
+    writes there too: the host is the one that came first."""
     try:
         wanted = log_path.stat()
     except OSError:
         return None
+    writers: list[tuple[int, int]] = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
             found = (entry / "fd" / "2").stat()
             if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
-                return int(entry.name)
-    return None
+                started = process_start(int(entry.name))
+                if started is not None:
+                    writers.append((started, int(entry.name)))
+    return min(writers)[1] if writers else None
 
 
 class Processes:

@@ -67,7 +67,7 @@ async def test_an_agents_death_leaves_host_and_engine_as_they_are(node: Node) ->
     pids = await ready(node, "h3")
     node.kill_agent()
     await node.start_agent()
-    assert node.instance("h3").state is READY
+    assert node.instance("h3").state is READY, node.instance("h3").error
     assert node.instance("h3").pids == pids
     assert all(psutil.pid_exists(pid) for pid in pids)
 

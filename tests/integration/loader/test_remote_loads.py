@@ -58,6 +58,20 @@ async def test_a_model_comes_once_and_is_on_the_disk_afterwards(
     await client.release("i2")
 
 
+async def test_a_loader_ends_in_good_order_while_a_copy_is_still_written(
+    loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
+) -> None:
+    loader.end()
+    loader.environment["THAW_DRAM_BYTES"] = str(200_000_000)
+    loader.start()
+    await client.until_served()
+    write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=60), shards=2)
+    await client.attach("i1", await client.card(f"{server.url}/m"))
+    await client.release("i1")
+    assert await asyncio.to_thread(loader.end) == 0
+    assert loader.segments() == []
+
+
 async def test_tensors_are_there_before_the_last_byte(
     loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
 ) -> None:

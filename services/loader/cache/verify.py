@@ -129,8 +129,8 @@ class Verifier:
     def _end(self, digest: _Digest) -> None:
         digest.found = digest.state.hexdigest()
         digest.pending.clear()
-        if digest.expected is not None and digest.found != digest.expected and self._wrong is None:
-            self._wrong = CheckpointInvalid(
+        if digest.expected is not None and digest.found != digest.expected:
+            self._wrong = self._wrong or CheckpointInvalid(
                 f"{self._where}/{digest.file.name} has the {digest.algorithm} {digest.found[:16]}… instead of {digest.expected[:16]}…: it "
                 "was damaged on the way or at its source; it is not kept, load it again or put it right at the source",
                 should_retry=True,

@@ -154,7 +154,9 @@ class LoaderStatus(Message):
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     links: tuple[LinkStatus, ...] = ()
     cached: tuple[CachedModel, ...] = ()
-    dram_bytes: int = Field(default=0, description="Of the pool, beyond what instances hold: cached, spare, and not proved free yet.")
+    dram_bytes: int = Field(
+        default=0, description="Of the pool, beyond what instances hold: cached, spare, and not proved free yet."
+    )
     dram_budget_bytes: int = 0
     ssd_bytes: int = 0
     ssd_budget_bytes: int = 0

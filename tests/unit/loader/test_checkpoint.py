@@ -131,7 +131,7 @@ def test_links_to_elsewhere_are_not_followed(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()
     (tmp_path / "m" / "model.safetensors").symlink_to(tmp_path / "secret" / "model.safetensors")
-    with pytest.raises(CheckpointInvalid, match="outside .*copy the file there"):
+    with pytest.raises(CheckpointInvalid, match=r"outside .*copy the file there"):
         open_checkpoint(tmp_path / "m")
     (tmp_path / "alias").symlink_to(tmp_path / "secret")
     assert open_checkpoint(tmp_path / "alias").files

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from services.nodeagent.devices.cpu import CpuDevice, available_bytes, oom_kills, private_pss, private_rss
-from services.nodeagent.engines.exits import explain_exit, log_tail, prune_logs
+from services.nodeagent.engines.exits import explain_exit, prune_logs
 from services.nodeagent.engines.process import Processes, find_writer, process_start
+from shared.enginelog import log_tail
 
 MIB = 1024 * 1024
 

@@ -45,7 +45,9 @@ def add(
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
     engine: Annotated[str | None, typer.Option(help="Served by vllm, llamacpp, … instead of the built-in engine.")] = None,
-    memory: Annotated[str | None, typer.Option(help="What an instance needs of its device, e.g. 6GiB (reckoned by default).")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="What an instance needs of its device, e.g. 6GiB (reckoned by default).")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="It is a LoRA adapter of this model (SOURCE in PEFT's layout).")] = None,
     as_json: Json = False,
 ) -> Document:

@@ -27,6 +27,9 @@ class SchedulerSettings(CommonSettings):
     scale_up_after: float = Field(
         default=1.0, ge=0, description="Seconds demand must exceed the capacity of the replicas there for one more."
     )
+    park_at_once: int = Field(
+        default=2, ge=0, description="Models started on a node at once to be parked ahead of their first request; 0: none are."
+    )
     command_timeout: float = Field(
         default=5.0, gt=0, description="Seconds a nodeagent may be unreachable before a start on it counts as failed."
     )
@@ -46,4 +49,5 @@ class SchedulerSettings(CommonSettings):
             no_node_timeout=self.no_node_timeout,
             drain_timeout=self.drain_timeout,
             scale_up_after=self.scale_up_after,
+            park_at_once=self.park_at_once,
         )

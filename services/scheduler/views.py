@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.scheduler.domain.ahead import view_of
 from services.scheduler.domain.entities import Instance, Node
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import ClusterState
@@ -12,7 +13,13 @@ from shared.contracts.phases import Phase
 
 def view(state: ClusterState, scheduler: str, now: float, policy: Policy) -> ClusterView:
     models = tuple(
-        ModelView(card=m.card, waiting=state.waiting(m.key), last_plan=state.last_plan_of(m.key), error=m.error)
+        ModelView(
+            card=m.card,
+            waiting=state.waiting(m.key),
+            last_plan=state.last_plan_of(m.key),
+            error=m.error,
+            park=view_of(state, m, now, policy),
+        )
         for m in sorted(state.models.values(), key=lambda m: m.key)
     )
     nodes = tuple(_node(state, n, now, policy) for n in sorted(state.nodes.values(), key=lambda n: n.name))

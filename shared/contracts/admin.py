@@ -102,6 +102,18 @@ class NodeView(Frozen):
     instances: tuple[InstanceStatus, ...] = ()
 
 
+class ParkView(Frozen):
+    """How far a model with `park` is on its way to be suspended ahead of its first request. queued: its turn comes by itself; waiting: for
+    room; up: somebody has asked for it already; impossible: it cannot be suspended, so that nothing is started for it."""
+
+    state: Literal["queued", "waiting", "starting", "suspending", "parked", "up", "failed", "impossible"]
+    reason: str = ""
+
+    @property
+    def moving(self) -> bool:
+        return self.state in ("queued", "starting", "suspending")
+
+
 class ModelView(Frozen):
     """`error`: why the last attempt to make it ready failed, until one succeeds."""
 
@@ -109,6 +121,7 @@ class ModelView(Frozen):
     waiting: int = 0
     last_plan: PlanRecord | None = None
     error: str | None = None
+    park: ParkView | None = Field(default=None, description="Of a model that is to be parked ahead of its first request.")
 
 
 class ClusterView(Message):

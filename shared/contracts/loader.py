@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from shared.contracts.base import ErrorBody, Frozen, Message, Request
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.phases import PhaseSpan
-from shared.contracts.segment import Extent
+from shared.contracts.segment import ArenaHandle, Extent
 
 
 def adapter_holder(instance_id: str, number: int) -> str:
@@ -49,6 +49,7 @@ class PrepareWeights(Request):
     card: ModelCard
     traceparent: str | None = None
     background: bool = Field(default=False, description="No request waits for it: other loads go first.")
+    device: str | None = Field(default=None, description="A GPU that the weights are brought to, as cuda:0.")
 
 
 class AttachWeights(Request):
@@ -60,6 +61,7 @@ class AttachWeights(Request):
     card: ModelCard
     until: Literal["index", "complete"]
     traceparent: str | None = None
+    device: str | None = Field(default=None, description="As of `PrepareWeights`; complete: every byte is there too.")
 
 
 class WeightsAttached(Message):
@@ -73,6 +75,10 @@ class WeightsAttached(Message):
     total_bytes: int
     loaded_bytes: int = Field(description="The watermark: every byte of the segment below it is there.")
     phases: tuple[PhaseSpan, ...] = ()
+    handle: ArenaHandle | None = Field(
+        default=None, description="The weights in the memory of the device that was asked for; None: copy them there."
+    )
+    boot_id: str = Field(default="", description="Of the loader. What it has on a device ends with it.")
 
 
 class ReleaseWeights(Request):
@@ -87,6 +93,7 @@ class WeightsReleased(Message):
     kind: Literal["released"] = "released"
     freed_bytes: int = Field(description="Bytes of shared memory proved gone (0 while others hold the segment).")
     cached_bytes: int = Field(default=0, description="Bytes that no instance holds any more and the DRAM budget is charged with.")
+    device_bytes: int = Field(default=0, description="Of a device's memory, given back with it.")
 
 
 ModelFile = Literal[
@@ -123,6 +130,7 @@ class SegmentStatus(Frozen):
     fetched_bytes: int = Field(default=0, description="Come from the remote source so far, where there is one.")
     holders: tuple[str, ...]
     error: ErrorBody | None = None
+    on_devices: dict[str, int] = Field(default_factory=dict, description="Bytes of its memory on each GPU that it is brought to.")
 
 
 class LinkStatus(Frozen):

@@ -77,6 +77,10 @@ class ModelOptions(Strict):
     keep_alive: float = Field(default=300.0, description="Seconds an idle instance stays on its device; -1: until evicted.")
     replicas: Replicas = Replicas()
     priority: int = Field(default=0, ge=-100, le=100, description="Higher is served first.")
+    park: bool = Field(
+        default=False,
+        description="Started, warmed and suspended ahead of its first request, as soon as there is room and nobody waits.",
+    )
     pin: bool = Field(default=False, description="Never evicted.")
     max_model_len: int | None = Field(default=None, gt=0, description="Context in tokens; the model's own by default.")
     max_concurrency: int = Field(default=16, ge=1, le=4096, description="Sequences an instance runs at once.")

@@ -183,10 +183,14 @@ class InstanceStatus(Frozen):
     resumed: Timing | None = None
 
 
+WEIGHTS_ON_GPU = "weights:cuda"
+"""The capability of having weights in GPU memory of the loader's, which engines map."""
+
+
 class Capability(Frozen):
     """Something that this node can do, or why it cannot."""
 
-    name: str = Field(description="As suspend:cpu, suspend:cuda, suspend:sleep.")
+    name: str = Field(description="As suspend:cpu, suspend:cuda, suspend:sleep, weights:cuda.")
     available: bool
     reason: str = ""
 

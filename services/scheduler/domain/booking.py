@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.domain.entities import Instance
-from services.scheduler.domain.suspending import frees, held_bytes, left_bytes
+from services.scheduler.domain.suspending import frees, held_bytes, left_bytes, share
 from shared.contracts.node import InstanceState
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     idle_since = float("inf")
     for i in state.on_device(node, device_id):
         if i.claim:
-            claimed += i.reserve_bytes - left_bytes(state, i)
+            claimed += share(i, i.reserve_bytes) - left_bytes(state, i)
             continue
         holds = held_bytes(state, i)
         held += holds
@@ -80,10 +80,14 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
                 idle += holds
                 idle_since = min(idle_since, i.ready_at or 0.0)
         elif i.state is InstanceState.READY and not _pinned(state, i):
-            movable += i.reserve_bytes
+            movable += holds
             if seen and seen.idle_since is not None:
-                idle += i.reserve_bytes
+                idle += holds
                 idle_since = min(idle_since, seen.idle_since)
+        elif i.state.starting and i.trigger == "park":  # whoever is waited for goes before it
+            movable += holds
+            idle += holds
+            idle_since = min(idle_since, i.planned_at)
     presence = state.presence.get(node)
     reported = presence.status if presence else None
     for device in reported.devices if reported else ():
@@ -122,7 +126,7 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
 def _drained(state: ClusterState, i: Instance) -> int:
     """What comes free of one that is being suspended."""
     seen = state.seen.get(i.instance_id)
-    return max(0, i.reserve_bytes - (seen.status.suspension.left_bytes if seen else 0))
+    return max(0, share(i, i.reserve_bytes) - share(i, seen.status.suspension.left_bytes if seen else 0))
 
 
 def _pinned(state: ClusterState, i: Instance) -> bool:

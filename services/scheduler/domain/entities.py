@@ -13,7 +13,9 @@ from services.scheduler.domain.heard import (
     Counter,
     Estimate,
     LoaderPresence,
+    MeasuredNeed,
     ModelDemand,
+    ParkTrouble,
     Pause,
     Presence,
     Pressure,
@@ -119,7 +121,21 @@ class Instance:
 
 
 Durable = Model | Node | Instance | PlanRecord
-Volatile = Presence | LoaderPresence | Seen | ModelDemand | Waiter | Unmet | Pressure | Trouble | Pause | Estimate | Counter
+Volatile = (
+    Presence
+    | LoaderPresence
+    | Seen
+    | ModelDemand
+    | Waiter
+    | Unmet
+    | Pressure
+    | Trouble
+    | ParkTrouble
+    | MeasuredNeed
+    | Pause
+    | Estimate
+    | Counter
+)
 Entity = Durable | Volatile
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.scheduler.domain import ahead
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo
 from services.scheduler.domain.entities import Instance, Model
@@ -39,6 +40,10 @@ def _count_failure(d: Draft, i: Instance, error: ErrorBody) -> None:
     trouble = d.state.trouble.get(i.model) or Trouble(i.model)
     here = tuple(f"{i.node}/{device}" for device in i.device_ids)
     hopeless = isinstance(from_body(error), InvalidModel)
+    if i.trigger == ahead.TRIGGER:
+        ahead.failed(d, i.model, error.message, hopeless=hopeless)
+        d.put(replace(model, error=error.message))
+        return
     if not hopeless and trouble.attempts + 1 < MAX_ATTEMPTS:
         d.put(replace(trouble, attempts=trouble.attempts + 1, avoid=trouble.avoid + here, error=error))
         d.put(replace(model, error=error.message))
@@ -53,6 +58,8 @@ def crashed(d: Draft, i: Instance, error: ErrorBody) -> None:
     if model is None:
         return
     d.put(replace(model, error=error.message))
+    if i.trigger == ahead.TRIGGER:
+        ahead.failed(d, i.model, error.message)
     trouble = d.state.trouble.get(i.model) or Trouble(i.model)
     quick = i.ready_at is not None and d.now - i.ready_at < d.policy.settled_after
     failures = trouble.failures + 1 if quick else 1

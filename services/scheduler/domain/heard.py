@@ -155,6 +155,36 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkTrouble:
+    """Why a model could not be parked ahead of its first request. `tries`: so often in a row. `final`: it is not tried again before its next
+    change (or the next leader)."""
+
+    model: str
+    tries: int = 0
+    failed_at: float = 0.0
+    not_before: float = 0.0
+    reason: str = ""
+    final: Literal["", "failed", "impossible"] = ""
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredNeed:
+    """What an instance of a model was measured to use of its devices, all of them together."""
+
+    model: str
+    generation: int
+    nbytes: int
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Something not to be asked again before `until`: an instance that was busy, or a device (node/device) that refused a model."""
 

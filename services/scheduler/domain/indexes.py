@@ -71,7 +71,7 @@ def _due(state: ClusterState, i: Instance) -> float | None:
         return _AT_ONCE
     if i.state.parked:
         return None
-    if i.state is not InstanceState.READY:
+    if i.state is not InstanceState.READY or i.trigger == "park":
         return _AT_ONCE
     spec = model.card.spec
     if seen.idle_since is None or spec.pin or spec.keep_alive < 0:
@@ -105,6 +105,8 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
         _regroup(state.by_model, [old.model] if old else (), [new.model] if new else (), key)
         _regroup(state.by_node, [old.node] if old else (), [new.node] if new else (), key)
         _regroup(state.by_device, _devices(old), _devices(new), key)
+        for model in {x.model for x in (old, new) if x is not None}:
+            _park(state, model)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
     if new is None:
@@ -151,11 +153,20 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
         state.aliases.update(dict.fromkeys(new.card.spec.aliases, new.key))
         if new.card.spec.replicas.min > 0 and new.card.spec.base is None:
             state.kept_up[new.key] = True
+    _park(state, (new or old).key)  # type: ignore[union-attr]  # one of them is there
     if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
             _rebook(state, i.node, i.device_ids)
     for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
         _remind(state, i)
+
+
+def _park(state: ClusterState, name: str) -> None:
+    model = state.models.get(name)
+    if model is not None and model.card.spec.park and model.card.spec.base is None and not state.by_model.get(name):
+        state.to_park[name] = True
+    else:
+        state.to_park.pop(name, None)
 
 
 def _rebook_node(state: ClusterState, name: str) -> None:

@@ -19,6 +19,7 @@ from services.scheduler.domain.effects import (
 from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.estimates import NODES_KEPT, learned
 from services.scheduler.domain.heard import Estimate, Pause, Seen, Waiter, estimate_key
+from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.suspending import gently, make_way, need_bytes, park
 from shared.contracts.admin import ModelAwake
@@ -60,12 +61,11 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
     demand = d.state.demand.get(model.key)
     d.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
     _clear(d, [d.state.instances[v] for v in placement.victims], placement.short, f"makes room for {model.key}")
-    if model.resting:
+    if model.resting and trigger != "park":
         d.put(replace(model, resting=False))
 
 
 def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int) -> Instance:
-    need = need_of(model.card)
     return Instance(
         instance_id=f"i-{number:x}",
         plan_id=plan_id,
@@ -75,8 +75,8 @@ def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int) -
         node=chosen.node,
         device_ids=chosen.device_ids,
         token=number,
-        reserve_bytes=need.total,
-        kv_bytes=need.kv,
+        reserve_bytes=need_to_start(d.state, model.card),
+        kv_bytes=need_of(model.card).kv,
         requested_at=d.now,
         planned_at=d.now,
     )

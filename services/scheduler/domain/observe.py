@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.scheduler.domain.ahead import being_parked, failed
 from services.scheduler.domain.draft import TOKENS_PER_EPOCH, Draft
 from services.scheduler.domain.effects import StepDown
 from services.scheduler.domain.entities import Device, Instance, Leaving, Node
 from services.scheduler.domain.failures import crashed, stalled, start_failed
 from services.scheduler.domain.heard import LoaderPresence, Presence, Seen
 from services.scheduler.domain.lifecycle import became_ready, became_suspended, conclude, send_stop, stays_suspended
+from services.scheduler.domain.needs import learn_need
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, ThawError
@@ -52,11 +54,13 @@ def hear_node(d: Draft, status: NodeStatus) -> None:
 
 def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
     d.put(_seen(d, s))
+    learn_need(d, s)
     match s.state:
         case InstanceState.READY if i.ready_at is None:
             became_ready(d, i, s)
         case InstanceState.FAILED if i.state.parked:
             conclude(d, i, "failed", "its process ended while it was suspended", s.error)
+            failed(d, i.model, "its process ended while it was suspended")
         case InstanceState.FAILED if i.ready_at is None:
             start_failed(d, i, s.error or EngineFailed(f"the start of {i.label} failed on {i.node}").body())
         case InstanceState.FAILED:
@@ -64,6 +68,8 @@ def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
         case InstanceState.STOPPED if i.leaving == "no" and i.ready_at is None:
             start_failed(d, i, s.error or EngineFailed(f"{i.label} stopped on {i.node} before it was ready").body())
         case InstanceState.STOPPED:
+            if being_parked(i) and i.leaving in ("suspend", "suspend_if_idle"):
+                failed(d, i.model, f"it was stopped, not suspended: {s.suspension.reason or 'its node gives no reason'}")
             conclude(d, i, "cancelled", i.leave_reason)
         case InstanceState.DRAINING:
             how: Leaving = "suspend" if i.leaving in ("suspend", "suspend_if_idle") else "drain"

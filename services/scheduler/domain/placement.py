@@ -25,13 +25,13 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.heard import Presence
+from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.shortlist import SHORTLIST, shortlists
-from services.scheduler.domain.suspending import left_bytes, need_bytes
+from services.scheduler.domain.suspending import left_bytes, need_bytes, share
 from services.scheduler.domain.victims import Victims, choose_victims
 from services.scheduler.domain.words import gib
 from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
-from shared.sizing import need_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up
         return Placement("wait", reason, error=Unavailable(f"{model.key}: {reason}") if hopeless else None)
     request = _Request(
         model,
-        need_of(model.card).total,
+        need_to_start(d.state, model.card),
         waited,
         extra,
         trouble.avoid if trouble else (),
@@ -156,16 +156,33 @@ def _consider(d: Draft, r: _Request, b: Booking) -> Candidate | _Option:
 
 
 def _consider_restore(d: Draft, r: _Request, i: Instance) -> Candidate | _Option:
-    """The device of a suspended instance, for what it lacks to come back."""
-    b = booking(d.state, i.node, i.device_ids[0])
-    need = need_bytes(d.state, i)
+    """The devices of a suspended instance, all of them, for what it lacks to come back: it comes back when the last of them has room."""
+    need = share(i, need_bytes(d.state, i))
     request = replace(r, need=max(0, need - left_bytes(d.state, i)), restored=i)
-    # A node that is cordoned takes nothing new; what is on it may come back.
-    if not b.reachable:
-        return _excluded(request, b, b.closed)
-    if need > b.budget:
-        return _excluded(request, b, f"needs {gib(need)}, its budget is {gib(b.budget)}", "impossible")
-    return _fit(d, request, b)
+    options = []
+    for device_id in i.device_ids:
+        b = booking(d.state, i.node, device_id)
+        # A node that is cordoned takes nothing new; what is on it may come back.
+        if not b.reachable:
+            return _excluded(request, b, b.closed)
+        if need > b.budget:
+            return _excluded(request, b, f"needs {gib(need)}, its budget is {gib(b.budget)}", "impossible")
+        found = _fit(d, request, b)
+        if isinstance(found, Candidate):
+            return found
+        options.append(found)
+    worst = max(options, key=lambda o: (o.branch, -o.candidate.free_bytes))
+    return replace(worst, victims=_together(options), candidate=_over(i, worst, options), avoid=any(o.avoid for o in options))
+
+
+def _together(options: list[_Option]) -> Victims:
+    """Those that leave on any of the devices, each once."""
+    named = {n: label for o in options for n, label in zip(o.victims.ids, o.victims.labels, strict=True)}
+    return Victims(tuple(named), tuple(named.values()), sum(o.victims.freed for o in options))
+
+
+def _over(i: Instance, worst: _Option, options: list[_Option]) -> Candidate:
+    return worst.candidate.model_copy(update={"device_ids": i.device_ids, "victims": _together(options).labels})
 
 
 def _fit(d: Draft, r: _Request, b: Booking) -> Candidate | _Option:

@@ -46,6 +46,15 @@ class Policy:
     settled_after: float = 30.0
     """An instance that failed after serving this long does not lengthen the back-off."""
 
+    park_at_once: int = 2
+    """So many starts for parking run on a node at a time; 0: none at all."""
+    park_tries: int = 3
+    """A model that could not be parked so often in a row is not tried again before it is changed."""
+    park_patience: float = 10.0
+    """A node has this long after `ready` to find out whether an instance can be suspended."""
+    park_forgets: float = 600.0
+    """Failures further apart than this are not in a row."""
+
     def backoff(self, failures: int) -> float:
         """Seconds before `replicas.min` tries again after `failures` failures in a row."""
         return float(min(self.backoff_limit, self.backoff_first * 2 ** min(max(failures - 1, 0), 16)))

@@ -11,7 +11,7 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
 from services.scheduler.domain.entities import Model
 from services.scheduler.domain.events import AddModelsAsked, AdminAsked, ChangeNodeAsked, RemoveModelAsked, SleepAsked, WakeAsked
-from services.scheduler.domain.heard import ModelDemand, Pressure, Trouble, Unmet, Waiter
+from services.scheduler.domain.heard import MeasuredNeed, ModelDemand, ParkTrouble, Pressure, Trouble, Unmet, Waiter
 from services.scheduler.domain.lifecycle import leave
 from services.scheduler.domain.placement import impossible
 from services.scheduler.domain.state import ClusterState
@@ -114,6 +114,7 @@ def _add(d: Draft, event: AddModelsAsked) -> None:
         d.put(Model(card, old.error if old and same else None))
         if not same:
             d.drop(Trouble, card.name)
+        d.drop(ParkTrouble, card.name)
         d.emit(PutCatalog(card))
     answer = ModelsAdded(added=tuple(added), changed=tuple(changed), unchanged=tuple(unchanged), removed=tuple(removed))
     d.emit(ReplyTo(event.waiter, answer))
@@ -152,6 +153,8 @@ def _remove_with_adapters(d: Draft, event: RemoveModelAsked) -> None:
 def _remove(d: Draft, model: Model) -> None:
     d.drop(Model, model.key)
     d.drop(Trouble, model.key)
+    d.drop(ParkTrouble, model.key)
+    d.drop(MeasuredNeed, model.key)
     d.drop(ModelDemand, model.key)
     d.drop(Pressure, model.key)
     d.drop(Unmet, model.key)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from services.scheduler.domain.ahead import TRIGGER, useless
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.lifecycle import leave
-from services.scheduler.domain.suspending import gently
+from services.scheduler.domain.suspending import gently, suspendable
 from shared.contracts.node import InstanceState
 
 
@@ -37,6 +38,8 @@ def must_leave(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
         return ("if_idle", f"{node.name} is drained") if may_ask else None
     if i.state.parked or (i.state is InstanceState.RESUMING and not i.claim):
         return None  # it costs next to nothing there, and comes back sooner than it could be called off
+    if i.trigger == TRIGGER and may_ask and (order := _parks(d, i)) is not None:
+        return order
     if not ready:
         return ("drain", "nobody waits for it any more") if _unwanted(d, i, model) else None
     if may_ask and idle is not None and _idle_too_long(d, i, model, idle):
@@ -44,8 +47,24 @@ def must_leave(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
     return None
 
 
+def _parks(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
+    """1. Somebody asked meanwhile: it stays like any other. 2. Suspended. 3. Its node finds that it cannot be: stopped, and not tried again."""
+    seen = d.state.seen.get(i.instance_id)
+    if seen is None or d.state.waiting(i.model) or seen.status.load.completed:  # 1
+        return None
+    if suspendable(d.state, i):  # 2
+        return "suspend_if_idle", "parked ahead of its first request"
+    if i.ready_at is not None and d.now - i.ready_at > d.policy.park_patience:  # 3
+        reason = seen.status.suspension.reason or "its node cannot suspend it"
+        useless(d, i.model, reason)
+        return "if_idle", f"it cannot be parked: {reason}"
+    return None
+
+
 def _unwanted(d: Draft, i: Instance, model: Model) -> bool:
     """A start that nobody waits for. A new leader gives gateways the time to repeat their demand first."""
+    if model.card.spec.park and len(d.state.live(model)) == 1:
+        return False  # to be parked anyway
     if d.state.waiting(model.key) or d.now - d.state.recovered_at < d.policy.demand_settle:
         return False
     if i.trigger == "replicas" and (demand := d.state.demand.get(model.key)) and demand.in_flight:

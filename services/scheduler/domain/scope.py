@@ -29,7 +29,13 @@ class Everything:
 
     def models(self) -> set[str]:
         state = self._d.state
-        return {*state.demand, *state.kept_up, *state.unmet, *(w.model for w in state.waiters.values() if w.kind == "wake")}
+        return {
+            *state.demand,
+            *state.kept_up,
+            *state.to_park,
+            *state.unmet,
+            *(w.model for w in state.waiters.values() if w.kind == "wake"),
+        }
 
 
 class Touched:

@@ -4,6 +4,7 @@
 2. Instances leave: of removed or changed models, on drained nodes, past their keep-alive, and starts that nobody wants any more.
 3. Claims whose bytes the nodeagent has reported free are sent, in the order they were made.
 4. Models that want more instances than they have are placed: higher priority first, then the one that has waited longest.
+5. With nobody waiting, models that are to be parked ahead of their first request are started for that (ahead.py).
 
 Only what the event touched is looked at (scope.py), so that a decision costs what it is about and not what there is. What follows from
 the mere passing of time is looked at with each Tick.
@@ -11,6 +12,7 @@ the mere passing of time is looked at with each Tick.
 
 from __future__ import annotations
 
+from services.scheduler.domain.ahead import park_some, taken_up
 from services.scheduler.domain.booking import booking, claims
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
@@ -18,7 +20,7 @@ from services.scheduler.domain.heard import Waiter
 from services.scheduler.domain.lifecycle import answer_awake, leave, send_start
 from services.scheduler.domain.retire import retire
 from services.scheduler.domain.scope import Everything, Touched
-from services.scheduler.domain.suspending import left_bytes
+from services.scheduler.domain.suspending import left_bytes, share
 from services.scheduler.domain.wishes import Wish, grant, wish_of, wishes
 from shared.contracts.admin import ModelAsleep
 from shared.contracts.node import InstanceState
@@ -28,6 +30,7 @@ def settle(d: Draft, *, everything: bool, only_due: bool = False) -> None:
     """`everything`: look at the whole state, whatever was touched; `only_due`: of its instances, at those that are due."""
     scope = Everything(d, only_due=only_due) if everything else Touched(d)
     answer(d)  # 1
+    taken_up(d, scope.models())
     retire(d, scope.instances())  # 2
     send_claims(d, scope.claimed())  # 3
     if _recovered(d):
@@ -38,6 +41,8 @@ def settle(d: Draft, *, everything: bool, only_due: bool = False) -> None:
                     break
                 send_claims(d, scope.claimed())
                 wish = wish_of(d, d.state.models[wish.model.key])
+        park_some(d, scope.models())  # 5
+        send_claims(d, scope.claimed())
     answer(d)
 
 
@@ -68,8 +73,9 @@ def send_claims(d: Draft, devices: list[tuple[str, str]]) -> None:
             continue
         _give_up_hopeless_claims(d, node, device)
         for i in claims(d.state, node, device):
-            booked = booking(d.state, node, device)
-            if booked.held + i.reserve_bytes - left_bytes(d.state, i) > booked.budget:
+            more = share(i, i.reserve_bytes) - left_bytes(d.state, i)
+            booked = [booking(d.state, node, each) for each in i.device_ids]
+            if any(b.held + more > b.budget for b in booked):
                 break
             send_start(d, i)
 

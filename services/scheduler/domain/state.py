@@ -13,7 +13,9 @@ from services.scheduler.domain.heard import (
     Counter,
     Estimate,
     LoaderPresence,
+    MeasuredNeed,
     ModelDemand,
+    ParkTrouble,
     Pause,
     Presence,
     Pressure,
@@ -76,6 +78,8 @@ class ClusterState:
     unmet: Table[Unmet] = field(default_factory=dict)
     pressure: Table[Pressure] = field(default_factory=dict)
     trouble: Table[Trouble] = field(default_factory=dict)
+    park_trouble: Table[ParkTrouble] = field(default_factory=dict)
+    measured: Table[MeasuredNeed] = field(default_factory=dict)
     pauses: Table[Pause] = field(default_factory=dict)
     estimates: Table[Estimate] = field(default_factory=dict)
     counter: Table[Counter] = field(default_factory=dict)
@@ -83,6 +87,8 @@ class ClusterState:
     aliases: Table[str] = field(default_factory=dict)
     last_plan: Table[str] = field(default_factory=dict)
     kept_up: Table[bool] = field(default_factory=dict)
+    to_park: Table[bool] = field(default_factory=dict)
+    """Models that are to be parked ahead of their first request and have no instance."""
     by_model: Table[tuple[str, ...]] = field(default_factory=dict)
     by_node: Table[tuple[str, ...]] = field(default_factory=dict)
     by_device: Table[tuple[str, ...]] = field(default_factory=dict)
@@ -172,6 +178,8 @@ _TABLES: dict[type[Any], str] = {
     Unmet: "unmet",
     Pressure: "pressure",
     Trouble: "trouble",
+    ParkTrouble: "park_trouble",
+    MeasuredNeed: "measured",
     Pause: "pauses",
     Estimate: "estimates",
     Counter: "counter",

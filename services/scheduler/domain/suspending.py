@@ -14,27 +14,32 @@ if TYPE_CHECKING:
     from services.scheduler.domain.state import ClusterState
 
 
+def share(i: Instance, total: int) -> int:
+    """The part of an instance's bytes that lies on each of its devices: nodes book them evenly."""
+    return -(-total // max(1, len(i.device_ids)))
+
+
 def left_bytes(state: ClusterState, i: Instance) -> int:
-    """What a suspended instance still holds of its device, as its node has measured it; 0 of any other."""
+    """What a suspended instance still holds of each of its devices, as its node has measured it; 0 of any other."""
     seen = state.seen.get(i.instance_id)
-    return seen.status.memory.reserved if seen is not None and seen.status.state.parked else 0
+    return share(i, seen.status.memory.reserved) if seen is not None and seen.status.state.parked else 0
 
 
 def held_bytes(state: ClusterState, i: Instance) -> int:
-    """What an instance that is no claim holds of its device."""
-    return left_bytes(state, i) if i.state.parked else i.reserve_bytes
+    """What an instance that is no claim holds of each of its devices."""
+    return left_bytes(state, i) if i.state.parked else share(i, i.reserve_bytes)
 
 
 def frees(state: ClusterState, i: Instance) -> int:
-    """What comes free if the instance is suspended, as its node expects; all that it holds if it cannot be."""
+    """What comes free of each of its devices if the instance is suspended, as its node expects; all that it holds if it cannot be."""
     seen = state.seen.get(i.instance_id)
     if not suspendable(state, i) or seen is None:
         return held_bytes(state, i)
-    return max(0, i.reserve_bytes - seen.status.suspension.left_bytes)
+    return max(0, share(i, i.reserve_bytes) - share(i, seen.status.suspension.left_bytes))
 
 
 def need_bytes(state: ClusterState, i: Instance) -> int:
-    """What a suspended instance needs to come back, what it still holds included: measured where that is known."""
+    """What a suspended instance needs of all its devices to come back, what it still holds included: measured where that is known."""
     seen = state.seen.get(i.instance_id)
     return (seen.status.suspension.need_bytes if seen else 0) or i.reserve_bytes
 

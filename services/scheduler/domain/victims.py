@@ -57,11 +57,13 @@ def choose_victims(d: Draft, node: str, device_id: str, short: int, model: Model
 
 
 def _order(d: Draft, i: Instance) -> tuple[object, ...]:
-    """Idle before what a suspended one has left, before serving; of the idle the least recently used; of the serving low priority, then
-    the shortest queue, then the longest ready."""
+    """What is started to be parked, then idle before what a suspended one has left, before serving; of the idle the least recently used; of
+    the serving low priority, then the shortest queue, then the longest ready."""
     idle = d.idle_since(i.instance_id)
     owner = d.state.models.get(i.model)
     priority = owner.card.spec.priority if owner else -1000
+    if i.trigger == "park" and i.state.starting:
+        return (-1, i.planned_at, i.instance_id)
     if idle is not None:
         return (0, idle, i.instance_id)
     if i.state.parked:
@@ -77,6 +79,8 @@ def _protected(d: Draft, i: Instance, serving: bool, spare_wanted: bool) -> str 
         return "is pinned"
     if i.state.parked:
         return None if left_bytes(d.state, i) else "is suspended and holds nothing"
+    if i.trigger == "park" and i.state.starting:
+        return None
     if i.state is not InstanceState.READY or i.ready_at is None:
         return f"is {i.state.value}"
     kept = owner is not None and owner.card.spec.replicas.min > 0 and not owner.resting
@@ -89,7 +93,7 @@ def _protected(d: Draft, i: Instance, serving: bool, spare_wanted: bool) -> str 
     wanted = d.state.waiting(i.model) > 0
     if spare_wanted and wanted:
         return "is wanted"
-    if d.now - i.ready_at < d.policy.min_active and (wanted or _never_served(d, i)):
+    if i.trigger != "park" and d.now - i.ready_at < d.policy.min_active and (wanted or _never_served(d, i)):
         return "has just become ready for those who wait for it"
     if not serving and d.idle_since(i.instance_id) is None:
         return "is serving"

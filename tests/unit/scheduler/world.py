@@ -29,6 +29,7 @@ from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import (
+    Capability,
     DeviceStatus,
     InstanceMemory,
     InstanceState,
@@ -75,6 +76,9 @@ class Agent:
     seq: int = 1
     highest: int = 0
     instances: dict[str, Running] = field(default_factory=dict)
+    capabilities: tuple[Capability, ...] = ()
+    snapshot_budget: int = 0
+    devices: tuple[str, ...] = ("cpu:0",)
 
     @property
     def reserved(self) -> int:
@@ -136,8 +140,13 @@ class Agent:
             node=self.node,
             boot_id=self.boot,
             seq=self.seq,
-            devices=(DeviceStatus(device_id="cpu:0", kind="cpu", budget_bytes=self.budget, reserved_bytes=self.reserved),),
+            devices=tuple(
+                DeviceStatus(device_id=d, kind="cpu", budget_bytes=self.budget, reserved_bytes=self.reserved) for d in self.devices
+            ),
             instances=tuple(_status(r, now) for r in self.instances.values()),
+            capabilities=self.capabilities,
+            snapshot_bytes=sum(r.suspension.snapshot_bytes for r in self.instances.values() if r.state.parked),
+            snapshot_budget_bytes=self.snapshot_budget,
         )
 
 

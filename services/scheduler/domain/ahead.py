@@ -1,0 +1,217 @@
+"""Parked ahead of its first request: a model with `park` is started, warmed and suspended while nobody asks for it.
+
+Level-triggered: a model that is to be parked and has no instance gets one, as long as
+
+1. requests come first: nothing waits, and nothing is being started for somebody;
+2. no more than `park_at_once` such starts run on a node;
+3. it could be suspended there, its bytes are free now, and so is room for its snapshot: nobody leaves for it;
+4. it has not failed `park_tries` times, or been found to be of no use to suspend.
+
+In the order of priority, then the smallest first. Once it is ready it is suspended (retire.py). A start for parking is the first to leave
+when somebody else needs its bytes, and becomes one like any other as soon as somebody asks for its model. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.entities import Instance, Model
+from services.scheduler.domain.estimates import Forecast
+from services.scheduler.domain.heard import ParkTrouble
+from services.scheduler.domain.lifecycle import begin
+from services.scheduler.domain.needs import need_to_start
+from services.scheduler.domain.placement import Placement
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.words import gib
+from shared.contracts.admin import ParkView
+from shared.contracts.models import ModelCard
+from shared.contracts.node import InstanceState, NodeStatus
+from shared.contracts.plans import Candidate
+
+TRIGGER = "park"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A device on which something may be parked: bytes free now, those free for snapshots, and starts for parking that may still begin."""
+
+    booking: Booking
+    status: NodeStatus
+    kind: str
+    snapshots: int
+    starts: int
+
+
+def park_some(d: Draft, names: Iterable[str]) -> None:
+    """Begin what may be begun now of the models of these names that are to be parked and are not."""
+    waiting = [m for n in names if n in d.state.to_park and (m := d.state.models.get(n)) and not _held_back(d.state, m, d.now)]
+    if not waiting or requests_first(d.state, d.now, d.policy):
+        return
+    rooms = find_rooms(d.state, d.now, d.policy)
+    for model in sorted(waiting, key=lambda m: (-m.card.spec.priority, need_to_start(d.state, m.card), m.key)):
+        if not rooms:
+            return
+        placement = _placed(d, model, rooms)
+        if placement is not None:
+            begin(d, model, placement, TRIGGER, d.now)
+            rooms = find_rooms(d.state, d.now, d.policy)
+
+
+def _placed(d: Draft, model: Model, rooms: list[Room]) -> Placement | None:
+    need = need_to_start(d.state, model.card)
+    trouble = d.state.trouble.get(model.key)
+    avoid = trouble.avoid if trouble else ()
+    fitting = [r for r in rooms if not obstacle(r, model.card, need)]
+    if not fitting:
+        return None
+    forecast = Forecast(d.state, model.card)
+    times = {r.booking.key: forecast.on(r.booking, leaving=False) for r in fitting}
+    best = min(fitting, key=lambda r: (r.booking.key in avoid, times[r.booking.key][1], -r.booking.free, r.booking.key)).booking
+    phases, ms = times[best.key]
+    chosen = Candidate(
+        node=best.node,
+        device_ids=(best.device_id,),
+        way="load",
+        predicted=phases,
+        predicted_ms=ms,
+        needed_bytes=need,
+        free_bytes=best.free,
+    )
+    return Placement("load", f"parked ahead of its first request: {best.key} has room", (chosen,), chosen)
+
+
+def requests_first(state: ClusterState, now: float, policy: Policy) -> str:
+    """Why nothing is started for parking now, whatever the room; empty if something may be."""
+    if now - state.recovered_at < policy.demand_settle:
+        return "the scheduler has just begun"
+    if any(m.waiting for m in state.demand.values()) or any(w.kind == "wake" for w in state.waiters.values()) or state.unmet:
+        return "requests come first"
+    if any(i.state.starting and i.trigger != TRIGGER for i in state.instances.values()):
+        return "starts that somebody waits for come first"
+    return ""
+
+
+def find_rooms(state: ClusterState, now: float, policy: Policy) -> list[Room]:
+    """Devices where something may be started now, with what is free there."""
+    found = []
+    starting: dict[str, list[Instance]] = {}
+    for i in state.instances.values():
+        if being_parked(i):
+            starting.setdefault(i.node, []).append(i)
+    for b in state.bookings.values():
+        presence = state.presence.get(b.node)
+        status = presence.status if presence else None
+        pause = state.pauses.get(b.key)
+        busy = starting.get(b.node, [])
+        if status is None or b.closed or (pause is not None and pause.until > now) or len(busy) >= policy.park_at_once:
+            continue
+        kind = next((x.kind for x in status.devices if x.device_id == b.device_id), "")
+        snapshots = status.snapshot_budget_bytes - status.snapshot_bytes - sum(i.reserve_bytes for i in busy)
+        found.append(Room(b, status, kind, snapshots, policy.park_at_once - len(busy)))
+    return found
+
+
+def being_parked(i: Instance) -> bool:
+    """Whether it was started to be parked and is not yet."""
+    return i.trigger == TRIGGER and not i.state.parked
+
+
+def obstacle(room: Room, card: ModelCard, need: int) -> str:
+    """Why the model is not parked on a device; empty if it can be."""
+    at = room.booking.key
+    if why := cannot_suspend(room.status, room.kind, card):
+        return f"{at}: {why}"
+    if need > room.booking.free:
+        return f"{at}: needs {gib(need)}, {gib(max(0, room.booking.free))} free"
+    if need > room.snapshots:
+        return f"{at}: needs {gib(need)} for its snapshot, {gib(max(0, room.snapshots))} free (THAW_SNAPSHOT_BYTES)"
+    return ""
+
+
+def cannot_suspend(status: NodeStatus, kind: str, card: ModelCard) -> str:
+    """Why a node cannot suspend the model's engine on a device of that kind; empty if it can."""
+    ways = {c.name: c for c in status.capabilities}
+    own = ways.get("suspend:sleep")
+    if own is not None and own.available and card.capabilities.sleep_levels and (kind == "cuda" or card.spec.engine == "ollama"):
+        return ""
+    if not card.capabilities.snapshot:
+        return f"engine {card.spec.engine} cannot be suspended"
+    way = ways.get(f"suspend:{kind}")
+    if way is None:
+        return f"its node suspends nothing on {kind} (THAW_SUSPEND)"
+    return "" if way.available else f"it cannot suspend: {way.reason}"
+
+
+def _held_back(state: ClusterState, model: Model, now: float) -> bool:
+    trouble = state.park_trouble.get(model.key)
+    return trouble is not None and (bool(trouble.final) or trouble.not_before > now)
+
+
+# What becomes of them.
+
+
+def taken_up(d: Draft, names: Iterable[str]) -> None:
+    """Starts for parking that somebody waits for by now are starts like any other from here on."""
+    for name in names:
+        if d.state.waiting(name):
+            for i in d.state.of_model(name):
+                if i.trigger == TRIGGER:
+                    d.put(replace(i, trigger="demand"))
+
+
+def failed(d: Draft, name: str, reason: str, *, hopeless: bool = False) -> None:
+    """It could not be parked, or did not stay so: once more after a while, a few times."""
+    model, known = d.state.models.get(name), d.state.park_trouble.get(name)
+    if model is None or not model.card.spec.park:
+        return
+    in_a_row = known is not None and d.now - known.failed_at < d.policy.park_forgets
+    tries = known.tries + 1 if known is not None and in_a_row else 1
+    final: Literal["", "failed"] = "failed" if hopeless or tries >= d.policy.park_tries else ""
+    d.put(ParkTrouble(name, tries, d.now, d.now + d.policy.backoff(tries), reason, final))
+
+
+def useless(d: Draft, name: str, reason: str) -> None:
+    """Its engine runs, and there is no use in suspending it, or no way to."""
+    d.put(ParkTrouble(name, 0, d.now, d.now, reason, "impossible"))
+
+
+def view_of(state: ClusterState, model: Model, now: float, policy: Policy) -> ParkView | None:
+    """How far the model is on its way; None if it is not to be parked."""
+    if not model.card.spec.park or model.card.spec.base is not None:
+        return None
+    there = [i for i in state.of_model(model.key) if i.generation == model.card.generation]
+    if any(i.state.parked for i in there):
+        return ParkView(state="parked")
+    if any(not being_parked(i) for i in there):
+        up = any(i.state is InstanceState.READY for i in there)
+        return ParkView(state="up" if up else "queued", reason="" if up else "it is being started or is leaving")
+    if there:
+        return ParkView(state="starting" if there[0].state.starting else "suspending")
+    trouble = state.park_trouble.get(model.key)
+    if trouble is not None and trouble.final:
+        return ParkView(state=trouble.final, reason=trouble.reason)
+    if trouble is not None and trouble.not_before > now:
+        return ParkView(state="queued", reason=f"once more in {trouble.not_before - now:.0f} s: {trouble.reason}")
+    return _waits(state, model, now, policy)
+
+
+def _waits(state: ClusterState, model: Model, now: float, policy: Policy) -> ParkView:
+    """Nowhere may it be suspended: impossible. Otherwise it waits, for its turn or for room."""
+    devices = [(n, x) for n, p in sorted(state.presence.items()) if p.alive and p.status for x in p.status.devices]
+    against = [(f"{n}/{x.device_id}", cannot_suspend(state.presence[n].status, x.kind, model.card)) for n, x in devices]  # type: ignore[arg-type]  # those with a status
+    if against and all(why for _, why in against):
+        return ParkView(state="impossible", reason="; ".join(dict.fromkeys(f"{at}: {why}" for at, why in against)))
+    if first := requests_first(state, now, policy):
+        return ParkView(state="queued", reason=first)
+    rooms, need = find_rooms(state, now, policy), need_to_start(state, model.card)
+    if any(being_parked(i) for i in state.instances.values()):
+        return ParkView(state="queued", reason="others are being parked")
+    reasons = [obstacle(r, model.card, need) for r in rooms]
+    if rooms and all(reasons):
+        return ParkView(state="waiting", reason="; ".join(reasons))
+    return ParkView(state="queued", reason="" if rooms else "no node may be used now")

@@ -1,0 +1,309 @@
+"""Models that are parked ahead of their first request: when, where, in which order, and never in anybody's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.scheduler.domain.ahead import view_of
+from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
+from services.scheduler.domain.policy import Policy
+from shared.contracts.admin import ParkView
+from shared.contracts.node import Capability, InstanceState, Suspension
+from shared.errors import EngineFailed
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import Agent, World
+
+READY, SUSPENDED, LOADING = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.LOADING
+# A model of 100 MiB of weights needs 324 MiB: two fit 700 MiB, three do not.
+TWO = 700 * MIB
+ABLE = Capability(name="suspend:cpu", available=True)
+
+
+@pytest.fixture
+def w() -> World:
+    return World()
+
+
+def able(w: World, budget: int = 1000 * MIB, name: str = "n1", **more: Any) -> Agent:
+    """A node that can suspend."""
+    agent = w.node(name, budget)
+    agent.capabilities, agent.snapshot_budget = (ABLE,), 10_000 * MIB
+    for key, value in more.items():
+        setattr(agent, key, value)
+    w.hear()
+    return agent
+
+
+def warm(w: World, *models: str, reason: str = "") -> None:
+    """Starts for these succeed, and their node finds whether they can be suspended."""
+    for agent in w.agents.values():
+        for r in agent.instances.values():
+            if r.state is LOADING and (not models or r.command.card.name in models):
+                need = r.command.reserve_bytes
+                r.suspension = Suspension(possible=not reason, reason=reason, way="cpu", need_bytes=need, snapshot_bytes=need // 2)
+    w.get_ready(*models)
+
+
+def park(w: World, *models: str) -> None:
+    warm(w, *models)
+    w.finish_stops()
+    w.tick(1)
+
+
+def seen(w: World, model: str) -> ParkView:
+    found = view_of(w.state, w.state.models[model], w.now, w.policy)
+    assert found is not None
+    return found
+
+
+def test_it_is_started_suspended_and_resumed_by_its_first_request(w: World) -> None:
+    able(w)
+    w.model("a", park=True)
+    w.tick(1)
+    assert seen(w, "a").state == "starting"
+    assert [e.command.card.name for e in w.starts("a")] == ["a"]
+    warm(w)
+    assert [e.command.only_if_idle for e in w.sent(SendSuspend)] == [True]
+    assert seen(w, "a").state == "suspending"
+    w.finish_stops()
+    assert seen(w, "a").state == "parked"
+    for _ in range(5):
+        w.tick(60)
+    assert len(w.starts("a")) == 1, "and stays so"
+    w.demand("a")
+    assert len(w.sent(SendResume)) == 1
+    w.get_ready()
+    assert seen(w, "a").state == "up"
+
+
+def test_others_are_not_started_ahead(w: World) -> None:
+    able(w)
+    w.model("a")
+    w.tick(60)
+    assert not w.starts("a")
+    assert view_of(w.state, w.state.models["a"], w.now, w.policy) is None
+
+
+def test_priority_then_the_smallest_first_two_at_a_time(w: World) -> None:
+    able(w, 4000 * MIB)
+    w.agents["n1"].capabilities = ()
+    w.hear()
+    for name, weights, priority in (("big", 300, 0), ("small", 50, 0), ("first", 200, 5), ("middle", 100, 0)):
+        w.model(name, weights * MIB, park=True, priority=priority)
+    w.agents["n1"].capabilities = (ABLE,)
+    order = []
+    for _ in range(6):
+        w.tick(1)
+        now = [r.command.card.name for r in w.agents["n1"].instances.values() if r.state is LOADING]
+        assert len(now) <= 2
+        order += [n for n in now if n not in order]
+        park(w, *now[:1])
+    assert order == ["first", "small", "middle", "big"]
+
+
+def test_what_does_not_fit_now_waits_and_smaller_ones_pass(w: World) -> None:
+    able(w, TWO)
+    w.model("here")
+    w.up("here")
+    w.model("big", 300 * MIB, park=True)
+    w.model("small", 100 * MIB, park=True)
+    w.tick(5)
+    assert [r.command.card.name for r in w.of("small")] == ["small"]
+    park(w)
+    assert seen(w, "small").state == "parked"
+    assert seen(w, "big").state == "waiting"
+    assert "n1/cpu:0: needs" in seen(w, "big").reason
+    assert not w.sent(SendStop), "nobody leaves for it"
+
+
+def test_requests_come_first(w: World) -> None:
+    able(w)
+    w.model("real")
+    w.demand("real")
+    w.model("a", park=True)
+    w.tick(1)
+    assert not w.starts("a")
+    assert seen(w, "a") == ParkView(state="queued", reason="requests come first")
+    w.get_ready("real")
+    w.demand("real", 0)
+    w.tick(1)
+    assert w.starts("a")
+
+
+def test_it_makes_way_for_a_request_and_is_tried_again(w: World) -> None:
+    able(w, 400 * MIB)
+    w.model("a", park=True)
+    w.model("real")
+    w.tick(1)
+    assert w.of("a", LOADING)
+    w.demand("real")
+    assert len(w.stops("a")) == 1, "at once, though it is not idle but starting"
+    w.finish_stops()
+    w.get_ready("real")
+    w.demand("real", 0)
+    assert w.of("real", READY)
+    w.tick(1)
+    assert seen(w, "a").state == "waiting"
+    assert not w.state.park_trouble, "it was not its fault"
+    w.remove("real")
+    w.finish_stops()
+    w.tick(1)
+    assert len(w.starts("a")) == 2
+
+
+def test_a_request_for_it_takes_the_start_over(w: World) -> None:
+    able(w, keep_alive=300)
+    w.model("a", park=True)
+    w.tick(1)
+    w.demand("a")
+    warm(w)
+    w.demand("a", 0)
+    for _ in range(5):
+        w.tick(3)
+    assert len(w.starts("a")) == 1
+    assert not w.sent(SendSuspend), "it serves, and stays for its keep_alive"
+    w.tick(400)
+    assert w.sent(SendSuspend)
+
+
+def test_where_nothing_can_be_suspended_nothing_is_started(w: World) -> None:
+    able(w, capabilities=(Capability(name="suspend:cpu", available=False, reason="there is no swap"),))
+    w.model("a", park=True)
+    w.tick(5)
+    assert not w.starts("a")
+    assert seen(w, "a") == ParkView(state="impossible", reason="n1/cpu:0: it cannot suspend: there is no swap")
+    w.agents["n1"].capabilities = (ABLE,)
+    w.tick(1)
+    assert w.starts("a"), "swap was set up meanwhile"
+
+
+def test_suspending_switched_off(w: World) -> None:
+    able(w, capabilities=())
+    w.model("a", park=True)
+    w.tick(5)
+    assert not w.starts("a")
+    assert "THAW_SUSPEND" in seen(w, "a").reason
+
+
+def test_one_that_turns_out_to_be_of_no_use_is_stopped_and_says_why(w: World) -> None:
+    able(w)
+    w.model("a", park=True)
+    w.tick(1)
+    warm(w, reason="it comes back no sooner (2.00 s) than it starts cold (1.00 s)")
+    w.tick(1)
+    assert not w.sent(SendStop), "its node may not have looked yet"
+    w.tick(30)
+    w.finish_stops()
+    w.tick(600)
+    assert len(w.starts("a")) == 1
+    assert seen(w, "a").state == "impossible"
+    assert "no sooner" in seen(w, "a").reason
+
+
+def test_failures_are_tried_again_three_times_in_all(w: World) -> None:
+    able(w)
+    w.model("a", park=True)
+    for _ in range(6):
+        w.tick(40)
+        w.fail("a", EngineFailed("it would not").body())
+    w.tick(40)
+    assert len(w.starts("a")) == 3
+    assert seen(w, "a") == ParkView(state="failed", reason="it would not")
+    w.model("a", park=True, max_concurrency=3)
+    w.tick(1)
+    assert len(w.starts("a")) == 4, "its change is a new beginning"
+
+
+def test_a_request_is_not_refused_for_what_parking_met(w: World) -> None:
+    able(w)
+    w.model("a", park=True)
+    for _ in range(6):
+        w.tick(40)
+        w.fail("a", EngineFailed("it would not").body())
+    w.demand("a")
+    assert len(w.starts("a")) == 4
+
+
+def test_a_suspension_that_fails_counts(w: World) -> None:
+    able(w)
+    w.model("a", park=True)
+    for _ in range(6):
+        w.tick(40)
+        warm(w)
+        for r in w.of("a"):
+            r.suspending = False  # its node gives up, and stops it
+        w.finish_stops()
+    assert len(w.starts("a")) == 3
+    assert seen(w, "a").state == "failed"
+
+
+def test_room_for_snapshots_is_counted(w: World) -> None:
+    able(w, snapshot_budget=400 * MIB)
+    w.model("a", park=True)
+    w.model("b", park=True)
+    w.tick(1)
+    park(w)
+    w.tick(1)
+    assert seen(w, "a").state == "parked"
+    assert not w.starts("b"), "what is parked first would be dropped for it"
+    assert "THAW_SNAPSHOT_BYTES" in seen(w, "b").reason
+
+
+def test_a_node_that_comes_back_empty_is_parked_on_again(w: World) -> None:
+    agent = able(w)
+    w.model("a", park=True)
+    w.tick(1)
+    park(w)
+    agent.instances.clear()
+    agent.boot, agent.seq = "boot-2", 5
+    for _ in range(3):
+        w.tick(3)
+    assert len(w.starts("a")) == 2
+
+
+def test_one_that_dies_while_parked_is_parked_again_but_not_for_ever(w: World) -> None:
+    able(w)
+    w.model("a", park=True)
+    for _ in range(6):
+        w.tick(40)
+        park(w)
+        for r in w.of("a", SUSPENDED):
+            r.state = InstanceState.FAILED
+        w.hear()
+    assert len(w.starts("a")) == 3
+
+
+def test_a_new_leader_goes_on_after_it_has_heard_of_requests() -> None:
+    w = World(policy=Policy(demand_settle=3.0))
+    able(w)
+    w.state.recovered_at = w.now
+    w.model("a", park=True)
+    w.tick(1)
+    assert not w.starts("a")
+    w.tick(3)
+    assert w.starts("a")
+
+
+def test_told_to_sleep_it_stays_told(w: World) -> None:
+    able(w)
+    w.model("a", park=True, replicas={"min": 1, "max": 1})
+    warm(w)
+    w.sleep("a")
+    w.finish_stops()
+    w.of("a", SUSPENDED)[0].state = InstanceState.FAILED
+    for _ in range(4):
+        w.tick(5)
+        park(w)
+    assert len(w.starts("a")) == 2
+    assert not w.of("a", READY), "parked again, and not brought up"
+    assert seen(w, "a").state == "parked"
+
+
+def test_none_at_once_means_none() -> None:
+    w = World(policy=Policy(park_at_once=0))
+    able(w)
+    w.model("a", park=True)
+    w.tick(9)
+    assert not w.starts("a")

@@ -27,16 +27,19 @@ from shared.contracts.loader import (
 from shared.contracts.models import ModelInfo
 from shared.contracts.node import (
     NODE_COMMAND,
+    Capability,
     DeviceStatus,
     InstanceMemory,
     InstanceState,
     InstanceStatus,
     NodeCommand,
     NodeStatus,
+    ResumeInstance,
     StartInstance,
     StatusWanted,
     StopInstance,
     SuspendInstance,
+    Suspension,
 )
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.errors import CheckpointInvalid, InstanceBusy, InsufficientMemory, InvalidRequest, NotFound, StaleToken
@@ -84,6 +87,8 @@ class FakeNode:
     fail_starts: list[ErrorBody] = field(default_factory=list)
     refuse_starts: list[ErrorBody] = field(default_factory=list)
     hold_starts: asyncio.Event | None = None
+    suspends: bool = False
+    """Whether it can suspend; else it stops instead."""
     instances: dict[str, FakeInstance] = field(default_factory=dict)
     commands: list[NodeCommand | LoaderCommand] = field(default_factory=list)
     highest_token: int = 0
@@ -147,7 +152,9 @@ class FakeNode:
             boot_id=self.boot_id,
             seq=self.seq,
             devices=(DeviceStatus(device_id="cpu:0", kind="cpu", budget_bytes=self.budget, reserved_bytes=self.reserved),),
-            instances=tuple(_report(i) for i in self.instances.values()),
+            instances=tuple(_report(i, self.suspends) for i in self.instances.values()),
+            capabilities=(Capability(name="suspend:cpu", available=self.suspends, reason="" if self.suspends else "it is a fake"),),
+            snapshot_budget_bytes=self.budget,
         )
 
     async def publish(self) -> None:
@@ -177,10 +184,10 @@ class FakeNode:
         self.highest_token = command.token
         if isinstance(command, StartInstance):
             self._start(command)
-        elif isinstance(command, StopInstance | SuspendInstance):  # it cannot suspend: it stops
+        elif isinstance(command, StopInstance | SuspendInstance):
             self._stop(command)
         else:
-            raise NotFound(f"{command.instance_id} is not here")
+            self._resume(command)
         await self.publish()
         return Done()
 
@@ -224,11 +231,21 @@ class FakeNode:
         if i.load.active and command.only_if_idle:
             raise InstanceBusy()
         i.state = InstanceState.DRAINING
-        self._spawn(self._leave(i))
+        self._spawn(self._leave(i, suspend=self.suspends and isinstance(command, SuspendInstance)))
 
-    async def _leave(self, i: FakeInstance) -> None:
+    def _resume(self, command: ResumeInstance) -> None:
+        i = self.instances.get(command.instance_id)
+        if i is None or not i.state.parked:
+            raise NotFound(f"{command.instance_id} is not here")
+        i.state = InstanceState.RESUMING
+        self._spawn(self._enter(i, InstanceState.READY))
+
+    async def _leave(self, i: FakeInstance, *, suspend: bool) -> None:
         async with self.changed:
             await self.changed.wait_for(lambda: i.load.active == 0)
+        if suspend:
+            await self._enter(i, InstanceState.SUSPENDED)
+            return
         i.freed_bytes = i.command.reserve_bytes
         await self._enter(i, InstanceState.STOPPED)
 
@@ -247,8 +264,9 @@ class FakeNode:
                 raise InvalidRequest("a fake loader attaches nothing")
 
 
-def _report(i: FakeInstance) -> InstanceStatus:
+def _report(i: FakeInstance, suspends: bool) -> InstanceStatus:
     c = i.command
+    way = Suspension(possible=True, way="cpu", need_bytes=c.reserve_bytes, resume_ms=1.0)
     return InstanceStatus(
         instance_id=c.instance_id,
         plan_id=c.plan_id,
@@ -258,7 +276,8 @@ def _report(i: FakeInstance) -> InstanceStatus:
         revision=c.card.info.revision,
         device_ids=c.device_ids,
         state=i.state,
-        memory=InstanceMemory(reserved=c.reserve_bytes, kv=c.kv_bytes),
+        memory=InstanceMemory(reserved=0 if i.state.parked else c.reserve_bytes, kv=c.kv_bytes),
+        suspension=way if suspends else Suspension(reason="it is a fake"),
         freed_bytes=i.freed_bytes,
         capacity=c.card.spec.max_concurrency,
         load=i.load,

@@ -15,6 +15,7 @@ from shared.contracts.models import ModelCard, ModelSpec
 from shared.sizing import need_of
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.park import park_cell
 from thaw.config import load_config
 from thaw.config.faults import dotted, message_of
 from thaw.config.units import format_size, parse_duration, parse_size
@@ -145,7 +146,7 @@ def list_models(as_json: Json = False) -> Document:
     cluster = Api.find().cluster()
     out = screen(as_json)
     table = Table(box=None, header_style="dim")
-    for column in ("MODEL", "ALIASES", "ARCHITECTURE", "WEIGHTS", "NEEDS", "CONTEXT", "SOURCE"):
+    for column in ("MODEL", "ALIASES", "ARCHITECTURE", "WEIGHTS", "NEEDS", "CONTEXT", "PARKED", "SOURCE"):
         table.add_column(column, overflow="fold")
     for view in adapters_after_bases(cluster.models):
         card = view.card
@@ -156,6 +157,7 @@ def list_models(as_json: Json = False) -> Document:
             format_size(card.info.weights_bytes),
             format_size(need_of(card).total) if card.spec.base is None else "",
             f"{card.context_length}",
+            park_cell(view),
             card.spec.source,
         )
     if cluster.models:

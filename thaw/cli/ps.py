@@ -14,6 +14,7 @@ from shared.contracts.node import InstanceState, InstanceStatus
 from thaw.cli.api import Api
 from thaw.cli.models import adapters_after_bases, shown_name
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.park import park_line
 from thaw.config.units import format_duration, format_size
 
 _COLOURS = {
@@ -125,6 +126,8 @@ def show_models(out: Console, cluster: ClusterView) -> None:
     else:
         out.print(table)
     for view in cluster.models:
+        if view.park is not None and view.park.state not in ("parked", "up"):
+            out.print(park_line(view.card.name, view.park))
         if view.error:
             out.print(f"[red]{escape(view.card.name)}: {escape(view.error)}[/]")
 

@@ -17,6 +17,7 @@ from thaw.cli import demo as demos
 from thaw.cli.api import Api
 from thaw.cli.apply import apply_models, await_ready, differences
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.park import follow_parking
 from thaw.config import ThawFile, load_config
 from thaw.errors import CommandError
 from thaw.launcher import control
@@ -61,16 +62,28 @@ def up(
         return _already_running(home, file, wanted, demo, out)
     supervisor, document = _start(home, file, wanted, demo, out, detach)
     if detach:
+        if not as_json:
+            _follow(Api.find(home), out)
         return document
     try:
         if as_json:
             print(json.dumps(document), flush=True)
         out.print("\n[dim]Ctrl-C stops the mesh.[/]")
+        if not as_json:
+            follow_parking(Api.find(home), out)
         _stay(home, supervisor)
         out.print("The mesh was stopped.")
     except KeyboardInterrupt:
         _stop(home, out)
     return None
+
+
+def _follow(api: Api, out: Console) -> None:
+    """The mesh is up and stays so: whoever does not want to watch need not."""
+    try:
+        follow_parking(api, out)
+    except KeyboardInterrupt:
+        out.print("[dim]Models are still being parked; `thaw ps` shows how they get on.[/]")
 
 
 def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> Document:
@@ -86,6 +99,8 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
         specs = demos.make_models(home, out)
         apply_models(api, home, specs, out, declared=False)
         document["demo"] = demos.ask_each(api, specs, out)
+    if not out.quiet:
+        _follow(api, out)
     return document
 
 

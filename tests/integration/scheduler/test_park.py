@@ -1,0 +1,76 @@
+"""Models parked ahead of their first request, on real NATS and Postgres: also after the scheduler, or the node, has been started again."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.contracts.node import InstanceState, ResumeInstance
+from tests.integration.scheduler.conftest import Site, spec
+from tests.support.fake_node import MIB, FakeNode
+
+
+def parked(node: FakeNode, model: str) -> bool:
+    return any(i.state is InstanceState.SUSPENDED for i in node.instances.values() if i.command.card.name == model)
+
+
+async def shown(site: Site, model: str) -> str:
+    (view,) = (m for m in (await site.view()).models if m.card.name == model)
+    return view.park.state if view.park is not None else ""
+
+
+async def test_all_are_parked_and_a_request_resumes(site: Site) -> None:
+    site.scheduler()
+    node = await site.node(suspends=True, budget=700 * MIB)
+    await site.add(*(spec(name, park=True) for name in ("a", "b", "c")), spec("d"))
+    await site.until(lambda: all(parked(node, name) for name in ("a", "b", "c")))
+    assert not node.starts("d")
+
+    async def told() -> bool:
+        return [await shown(site, name) for name in ("a", "b", "c", "d")] == ["parked"] * 3 + [""]
+
+    await site.until(told)
+    await site.demand("b", 1)
+    await site.until(lambda: bool(node.of("b")))
+    assert len(node.starts("b")) == 1
+    assert [c for c in node.commands if isinstance(c, ResumeInstance)]
+
+
+async def test_the_next_scheduler_goes_on_where_the_last_one_was(site: Site) -> None:
+    task = site.scheduler()
+    node = await site.node(suspends=True, hold_starts=asyncio.Event())
+    await site.add(spec("a", park=True), spec("b", park=True), spec("c", park=True))
+    await site.until(lambda: len(node.starts()) == 2)
+    stop, _ = site.schedulers.pop()
+    stop.set()
+    await task
+    assert node.hold_starts is not None
+    node.hold_starts.set()
+    site.scheduler()
+    await site.until(lambda: all(parked(node, name) for name in ("a", "b", "c")))
+    assert len(node.starts()) == 3
+
+
+async def test_a_node_that_lost_all_is_parked_on_again(site: Site) -> None:
+    site.scheduler()
+    node = await site.node(suspends=True)
+    await site.add(spec("a", park=True))
+    await site.until(lambda: parked(node, "a"))
+    node.instances.clear()
+    await node.restart()
+    await site.until(lambda: parked(node, "a"))
+    assert len(node.starts("a")) == 2
+
+
+async def test_where_it_cannot_be_suspended_nothing_is_started(site: Site) -> None:
+    site.scheduler()
+    node = await site.node()
+    await site.add(spec("a", park=True))
+
+    async def told() -> bool:
+        return await shown(site, "a") == "impossible"
+
+    await site.until(told)
+    (view,) = (await site.view()).models
+    assert view.park is not None
+    assert "it is a fake" in view.park.reason
+    assert not node.starts("a")

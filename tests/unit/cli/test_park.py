@@ -1,0 +1,62 @@
+"""How models get on that are parked ahead of their first request, as people are told."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from shared.contracts.admin import ClusterView, ModelView, ParkView
+from tests.unit.cli.test_ps import VIEW
+from thaw.cli.park import changes, park_cell, park_line
+from thaw.cli.ps import show_models
+
+
+def look(**states: str) -> tuple[ModelView, ...]:
+    def view(name: str, state: str) -> ModelView:
+        card = VIEW.card.model_copy(update={"spec": VIEW.card.spec.model_copy(update={"name": name, "park": True})})
+        return ModelView(card=card, park=ParkView.model_validate({"state": state, "reason": f"why {name}"}))
+
+    return (*(view(n, s) for n, s in states.items()), VIEW)
+
+
+def told(*looks: tuple[ModelView, ...]) -> list[tuple[str, str]]:
+    return [(name, park.state) for name, park in changes(looks)]
+
+
+def test_each_change_is_told_once_and_the_end_is_when_nothing_moves() -> None:
+    looks = (
+        look(a="queued", b="queued"),
+        look(a="starting", b="queued"),
+        look(a="starting", b="queued"),
+        look(a="suspending", b="starting"),
+        look(a="parked", b="failed"),
+        look(a="parked", b="starting"),
+    )
+    assert told(*looks) == [
+        ("a", "queued"), ("b", "queued"), ("a", "starting"), ("a", "suspending"), ("b", "starting"), ("a", "parked"), ("b", "failed"),
+    ]  # fmt: skip
+
+
+def test_what_waits_for_room_or_cannot_be_is_not_waited_for() -> None:
+    assert told(look(a="waiting", b="impossible", c="up"), look(a="starting")) == [
+        ("a", "waiting"),
+        ("b", "impossible"),
+        ("c", "up"),
+    ]
+
+
+def test_nothing_is_said_where_nothing_is_to_be_parked() -> None:
+    assert told((VIEW,)) == []
+    assert park_cell(VIEW) == ""
+
+
+def test_reasons_are_shown_as_they_are() -> None:
+    assert "m is not started ahead[/][dim]: no \\[swap]" in park_line("m", ParkView(state="impossible", reason="no [swap]"))
+
+
+def test_ps_says_what_is_not_parked_and_why() -> None:
+    out = io.StringIO()
+    show_models(Console(file=out, width=140), ClusterView(scheduler="s", epoch=1, models=look(a="impossible", b="parked")))
+    assert "a is not started ahead: why a" in out.getvalue()
+    assert "why b" not in out.getvalue()

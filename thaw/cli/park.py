@@ -1,0 +1,66 @@
+"""The progress of models that are parked ahead of their first request, as `thaw up`, `thaw ps` and `thaw models list` tell it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from rich.console import Console
+from rich.markup import escape
+
+from shared.contracts.admin import ModelView, ParkView
+from thaw.cli.api import Api
+from thaw.errors import CommandError
+
+_POLL_S = 0.5
+_COLOURS = {"parked": "blue", "up": "green", "failed": "red", "impossible": "yellow", "waiting": "yellow"}
+WORDS = {
+    "queued": "its turn comes",
+    "waiting": "waits for room",
+    "starting": "is being started",
+    "suspending": "is being suspended",
+    "parked": "is parked",
+    "up": "is up",
+    "failed": "could not be parked",
+    "impossible": "is not started ahead",
+}
+
+
+def park_line(name: str, park: ParkView) -> str:
+    """One model's progress, for people."""
+    reason = f": {park.reason}" if park.reason else ""
+    return f"[{_COLOURS.get(park.state, 'dim')}]{escape(name)} {WORDS[park.state]}[/][dim]{escape(reason)}[/]"
+
+
+def park_cell(view: ModelView) -> str:
+    return f"[{_COLOURS.get(view.park.state, 'cyan')}]{view.park.state}[/]" if view.park is not None else ""
+
+
+def changes(looks: Iterable[tuple[ModelView, ...]]) -> Iterator[tuple[str, ParkView]]:
+    """Each model's state when it becomes another one, until none is on its way any more: each parked, up, failed, impossible or waiting
+    for room."""
+    shown: dict[str, str] = {}
+    for models in looks:
+        parks = {m.card.name: m.park for m in models if m.park is not None}
+        for name, park in parks.items():
+            if shown.get(name) != park.state:
+                shown[name] = park.state
+                yield name, park
+        if not any(p.moving for p in parks.values()):
+            return
+
+
+def follow_parking(api: Api, out: Console, pause: Callable[[float], None] = time.sleep) -> None:
+    """Show how the models that are to be parked get on, until none does any more."""
+
+    def looks() -> Iterator[tuple[ModelView, ...]]:
+        yield api.cluster().models
+        while True:
+            pause(_POLL_S)
+            yield api.cluster().models
+
+    try:
+        for name, park in changes(looks()):
+            out.print("  " + park_line(name, park))
+    except CommandError:
+        out.print("[dim]The mesh does not answer; `thaw ps` shows later how they get on.[/]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,22 +15,27 @@ from tests.support.launcher import Thaw
 from thaw.demo.models import make_demo_model
 
 
-@pytest.fixture
-def mesh() -> Iterator[Thaw]:
+@contextlib.contextmanager
+def home_with_a_model(options: str) -> Iterator[Thaw]:
     if why := CpuWay(open_groups("trial")).unavailable():
         pytest.skip(f"cannot suspend by page-out here: {why}")
     thaw = Thaw(THAW_SUSPEND="auto")
     try:
         model = make_demo_model(thaw.home / "models" / "m", "60m")
-        config = thaw.home / "thaw.yaml"
-        config.write_text(
+        (thaw.home / "thaw.yaml").write_text(
             f"mesh:\n  port: {thaw.port}\n  nodes:\n    node-0: {{cpu:0: 600MiB}}\n"
-            f"defaults: {{keep_alive: -1}}\nmodels:\n  - {{name: m, source: {model}}}\n"
+            f"defaults: {{keep_alive: -1{options}}}\nmodels:\n  - {{name: m, source: {model}}}\n"
         )
-        thaw.json("up", "--detach", "--config", str(config))
         yield thaw
     finally:
         thaw.close()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Thaw]:
+    with home_with_a_model("") as thaw:
+        thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
+        yield thaw
 
 
 def facts(mesh: Thaw) -> dict[str, Any]:
@@ -61,3 +67,16 @@ def test_a_model_sleeps_and_wakes_as_it_was(mesh: Thaw) -> None:
     assert awake["last_resume"]["took_ms"] > 0
     plan = mesh.json("explain", "m")
     assert plan["way"] == "restore"
+
+
+def test_models_are_parked_ahead_of_their_first_request() -> None:
+    with home_with_a_model(", park: true") as mesh:
+        up = mesh.run("up", "--detach", "--config", str(mesh.home / "thaw.yaml"))
+        assert up.returncode == 0, up.stdout + up.stderr + mesh.last_words()
+        assert "m is parked" in up.stdout
+        (m,) = mesh.json("ps")["models"]
+        assert (m["state"], m["park"]["state"]) == ("suspended", "parked")
+        parked = facts(mesh)
+        assert text(mesh)
+        assert facts(mesh)["pids"] == parked["pids"], "the first request finds it there"
+        assert mesh.json("explain", "m")["way"] == "restore"

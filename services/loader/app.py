@@ -11,6 +11,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable
+from functools import partial
 
 from pydantic import TypeAdapter
 
@@ -18,6 +19,9 @@ from services.loader.adapters.records import Records
 from services.loader.adapters.runs import Runs, Threads
 from services.loader.adapters.shm import SHM, default_dram_bytes, physical_memory
 from services.loader.cache.sharing import Sharing
+from services.loader.devices.copies import Copies
+from services.loader.devices.opening import Devices, has_driver, load_driver
+from services.loader.devices.probe import group_bytes
 from services.loader.domain.chunks import CHUNK_BYTES, Chunks
 from services.loader.domain.events import Event
 from services.loader.handlers import Loader
@@ -53,11 +57,13 @@ async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
 async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records) -> int:
     """The pool stays behind if this process is killed, or if instances hold weights in it: a loader that ends in good order with nothing
     held takes the memory with it."""
-    pool = PoolMemory(records.pool_name, pool_bytes(), keep=True)
+    gpus = _gpus(settings)
+    hooks = {"on_populated": gpus.pin, "on_punch": gpus.unpin} if gpus is not None else {}
+    pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, **hooks)
     sharing = Sharing(settings)
     held = True
     try:
-        loader = await _adopting(settings, records, pool, sharing)
+        loader = await _adopting(settings, records, pool, sharing, gpus)
         readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}")
         async with listening(loader_socket(settings.node_state), readers):
             status = await _serve_mesh(settings, stop, loader, sharing)
@@ -68,12 +74,20 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
         pool.close(unlink=not held)
 
 
-async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory, sharing: Sharing) -> Loader:
+def _gpus(settings: LoaderSettings) -> Devices | None:
+    """The GPUs, none of them open yet; None without a driver."""
+    if not has_driver():
+        return None
+    return Devices(load_driver, partial(group_bytes, cache=settings.node_state / "loader" / "buses.json"))
+
+
+async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory, sharing: Sharing, gpus: Devices | None) -> Loader:
     """A loader that knows what an earlier one left."""
 
     def workers(emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
         threads = Threads(settings.loader_threads, settings.loader_remote_threads)
-        runs = Runs(pool, sharing.sources, emit, threads, settings.loader_order)
+        copies = Copies(gpus, pool, emit) if gpus is not None else None
+        runs = Runs(pool, sharing.sources, emit, threads, settings.loader_order, copies)
         sharing.measure_by(runs.speed_of)
         return runs, GivingBack(pool, emit)
 

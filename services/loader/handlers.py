@@ -27,6 +27,7 @@ from services.loader.domain.events import (
     Attach,
     Attached,
     CancelRun,
+    CloseArena,
     Deny,
     Effect,
     Event,
@@ -35,6 +36,7 @@ from services.loader.domain.events import (
     Grant,
     Hurry,
     NodeHeard,
+    OpenArena,
     Prepare,
     Pressed,
     Refused,
@@ -62,7 +64,7 @@ from shared.contracts.loader import (
     WeightsReleased,
 )
 from shared.contracts.models import ModelCard
-from shared.contracts.node import InstanceState, NodeStatus
+from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeStatus
 from shared.errors import NotFound, ShuttingDown, from_body
 
 log = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class Loader:
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._numbers = itertools.count(1)
         self._runs, self._giving_back = workers(self._from_thread)
+        self._shares = False
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
         self.changed = asyncio.Event()
         self._moved = asyncio.Event()
@@ -101,15 +104,27 @@ class Loader:
                 return await self._inspect(command)
             case PrepareWeights():
                 return await self._ask(
-                    lambda n: Prepare(n, command.instance_id, command.card, command.token, command.traceparent, command.background)
+                    lambda n: Prepare(
+                        n,
+                        command.instance_id,
+                        command.card,
+                        command.token,
+                        command.traceparent,
+                        command.background,
+                        self._device(command.device),
+                    )
                 )
             case AttachWeights():
-                return await self._ask(lambda n: Attach(n, command.instance_id, command.card, command.until, command.traceparent))
+                device = self._device(command.device)
+                return await self._ask(
+                    lambda n: Attach(n, command.instance_id, command.card, command.until, command.traceparent, device=device)
+                )
             case ReleaseWeights():
                 return await self._ask(lambda n: Release(n, command.instance_id))
 
     async def hear_node(self, status: NodeStatus) -> None:
         """A status of this node's nodeagent."""
+        self._shares = any(c.name == WEIGHTS_ON_GPU and c.available for c in status.capabilities)
         known = frozenset(i.instance_id for i in status.instances if i.state is not InstanceState.STOPPED)
         self.dispatch(NodeHeard(known))
         if (short := short_of_memory()) > 0:
@@ -191,6 +206,10 @@ class Loader:
             raise NotFound(f"this node has no weights {weights_id}; attach with their source")
         return card_for(entry.source, entry.weights_id, entry.total_bytes)
 
+    def _device(self, wanted: str | None) -> str | None:
+        """Where weights are to be brought to: nowhere unless the nodeagent has said that its engines may map them there."""
+        return wanted if wanted is not None and self._shares and self._runs.copies is not None else None
+
     def _from_thread(self, event: Event) -> None:
         self._loop.call_soon_threadsafe(self.dispatch, event)
 
@@ -218,6 +237,12 @@ class Loader:
                 self._runs.grant(effect.run, effect.chunks)
             case Deny():
                 self._runs.grant(effect.run, None)
+            case OpenArena():
+                assert self._runs.copies is not None
+                self._runs.copies.open(effect)
+            case CloseArena():
+                assert self._runs.copies is not None
+                self._runs.copies.close(effect)
             case Forget():
                 self._records.remove(effect.weights_id)
             case Vacate():
@@ -230,9 +255,12 @@ class Loader:
             case Accepted():
                 self._answer(effect.reply, Done())
             case Attached():
-                self._answer(effect.reply, self._attached(self._state.entries[effect.weights_id]))
+                self._answer(effect.reply, self._attached(self._state.entries[effect.weights_id], effect.device))
             case Freed():
-                self._answer(effect.reply, WeightsReleased(freed_bytes=effect.freed, cached_bytes=effect.cached))
+                self._answer(
+                    effect.reply,
+                    WeightsReleased(freed_bytes=effect.freed, cached_bytes=effect.cached, device_bytes=effect.on_devices),
+                )
             case Refused():
                 if (waiting := self._replies.get(effect.reply)) is not None and not waiting.done():
                     waiting.set_exception(from_body(effect.error))
@@ -243,12 +271,15 @@ class Loader:
 
     # -- out ---------------------------------------------------------------------------------------------------------------------
 
-    def _attached(self, e: Entry) -> WeightsAttached:
-        timeline = self._runs.timeline(e.run)
-        return telling.attached(self._state, e, self._records.pool_name, timeline.spans() if timeline else ())
+    def _attached(self, e: Entry, device: str | None) -> WeightsAttached:
+        timeline, copies = self._runs.timeline(e.run), self._runs.copies
+        handle = copies.handle(e.run, device) if copies is not None and device is not None else None
+        told = telling.attached(self._state, e, self._records.pool_name, timeline.spans() if timeline else ())
+        return told.model_copy(update={"handle": handle, "boot_id": self._boot_id})
 
     def status(self, shared: Shared) -> LoaderStatus:
         """`shared`: what is on this host's disk for other nodes too."""
         self.changed.clear()
-        status = telling.status(self._state, self._records.pool_name, self._node, self._boot_id, shared)
+        on_devices = self._runs.copies.on_devices if self._runs.copies is not None else lambda _: {}
+        status = telling.status(self._state, self._records.pool_name, self._node, self._boot_id, shared, on_devices)
         return status.model_copy(update={"bytes_per_second": self._runs.bytes_per_second, "links": self._runs.links()})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from services.loader.adapters.records import WeightsRecord
 from services.loader.cache.sharing import Shared
 from services.loader.domain.state import Entry, Stage, State
@@ -36,7 +38,10 @@ def record(state: State, e: Entry) -> WeightsRecord:
     )
 
 
-def status(state: State, pool: str, node: str, boot_id: str, shared: Shared) -> LoaderStatus:
+def status(
+    state: State, pool: str, node: str, boot_id: str, shared: Shared, on_devices: Callable[[int], dict[str, int]]
+) -> LoaderStatus:
+    """`on_devices`: bytes of a run's arenas by device."""
     entries, chunks = state.entries.values(), state.chunks
     cached = tuple(
         CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)
@@ -46,7 +51,7 @@ def status(state: State, pool: str, node: str, boot_id: str, shared: Shared) -> 
     return LoaderStatus(
         node=node,
         boot_id=boot_id,
-        segments=tuple(_segment(e, pool) for e in entries if e.stage is not Stage.CACHED),
+        segments=tuple(_segment(e, pool, on_devices(e.run)) for e in entries if e.stage is not Stage.CACHED),
         cached=(*cached, *shared.cached),
         dram_bytes=chunks.cached_bytes + chunks.spare_bytes + chunks.leaving_bytes,
         dram_budget_bytes=chunks.budget,
@@ -57,7 +62,7 @@ def status(state: State, pool: str, node: str, boot_id: str, shared: Shared) -> 
     )
 
 
-def _segment(e: Entry, pool: str) -> SegmentStatus:
+def _segment(e: Entry, pool: str, on_devices: dict[str, int]) -> SegmentStatus:
     return SegmentStatus(
         weights_id=e.weights_id,
         model=e.model,
@@ -67,4 +72,5 @@ def _segment(e: Entry, pool: str) -> SegmentStatus:
         fetched_bytes=e.fetched_bytes,
         holders=tuple(e.holders),
         error=e.error,
+        on_devices=on_devices,
     )

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from services.loader.adapters.reader import FilesReader, ReadOptions, ReadStats
 from services.loader.adapters.shm import free_bytes, no_room
+from services.loader.devices.copies import Copies
 from services.loader.domain.events import Completed, Ended, Event, Failed, Fetched, Indexed, Laid, Progressed, StartRun
 from services.loader.domain.links import Order
 from services.loader.format.checkpoint import Checkpoint
@@ -68,8 +70,16 @@ class Runs:
     """`emit` is called from the threads; the shell brings its events to the loop."""
 
     def __init__(
-        self, pool: PoolMemory, sources: Sources, emit: Callable[[Event], None], threads: Threads, order: Order = "fair"
+        self,
+        pool: PoolMemory,
+        sources: Sources,
+        emit: Callable[[Event], None],
+        threads: Threads,
+        order: Order = "fair",
+        copies: Copies | None = None,
     ) -> None:
+        """`copies`: brings what arrives to devices; None where there are none but the CPU."""
+        self.copies = copies
         self._pool, self._sources, self._emit = pool, sources, emit
         self._thread_counts, self._order = threads, order
         self._runs: dict[int, Run] = {}
@@ -90,7 +100,8 @@ class Runs:
         return found.status().bytes_per_second if found else None
 
     def links(self) -> tuple[LinkStatus, ...]:
-        return tuple(link.status() for link in list(self._links.values()))
+        own = tuple(link.status() for link in list(self._links.values()))
+        return own if self.copies is None else (*own, *self.copies.links())
 
     def timeline(self, run: int) -> Timeline | None:
         """The phases of a run that is part of the present start; None for weights that were cached, or adopted from an earlier loader."""
@@ -116,6 +127,8 @@ class Runs:
             found.background = False
             if found.filling is not None:
                 found.filling.hurry()
+            if self.copies is not None:
+                self.copies.hurry(run)
 
     def grant(self, run: int, chunks: tuple[int, ...] | None) -> None:
         """Chunks for a run that waits for them; None: there are none for it."""
@@ -126,11 +139,18 @@ class Runs:
                 found.granted.set_result(chunks)
             found.wake.set()
 
-    def forget(self, run: int) -> Callable[[], None]:
-        """The run's weights leave. Before its memory is given to others, what is returned must be called: it ends the copy
-        to the SSD cache that may still be written from there, and may take a moment."""
+    def forget(self, run: int) -> Callable[[], int]:
+        """The run's weights leave. Before its memory is given to others, what is returned must be called: it ends the copies to the SSD cache
+        and to devices that may still be made from there, and may take a moment. It tells how many bytes devices got back."""
         found = self._runs.pop(run, None)
-        return lambda: _close(found) if found is not None else None
+        bring_back = self.copies.forget(run) if self.copies is not None else None
+
+        def end() -> int:
+            if found is not None:
+                _close(found)
+            return bring_back() if bring_back is not None else 0
+
+        return end
 
     def close(self) -> None:
         """Call off what runs, and wait for it."""
@@ -141,6 +161,8 @@ class Runs:
             link.close()
         for found in list(self._runs.values()):
             _close(found)
+        if self.copies is not None:
+            self.copies.shut_down()
 
     def _guarded(self, run: Run) -> None:
         order = run.order
@@ -239,7 +261,19 @@ class Runs:
                     self._emit(Fetched(order.weights_id, order.run, watermark))
 
         pieces = cut(layout)
-        run.filling = Filling(layout, region, pieces, background=run.background, cancelled=run.cancelled, on_loaded=on_loaded)
+        on_arrived: Callable[[int, int], None] | None = None
+        if self.copies is not None:
+            self.copies.begin(order.run, region)
+            on_arrived = partial(self.copies.arrived, order.run)
+        run.filling = Filling(
+            layout,
+            region,
+            pieces,
+            background=run.background,
+            cancelled=run.cancelled,
+            on_loaded=on_loaded,
+            on_arrived=on_arrived,
+        )
         run.filling.write_head()
         self._emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
         on_loaded(run.filling.loaded)

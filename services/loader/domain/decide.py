@@ -5,13 +5,15 @@ Prepare and attach
  2. the instance holds other weights → refused;
  3. unknown weights, or failed ones and a new holder → a load run;
  4. weights just leaving → a load run as soon as they have left;
- 5. else the instance joins (cached weights are held again at once, a background load hurries for a holder that is waited for); an attach is
-    answered once its index or its last byte is there, with the run's error if it failed.
+ 5. else the instance joins, with an arena on its device if it has one (cached weights are held again at once, a background load hurries for a
+    holder that is waited for); an attach is answered once its index or its last byte is there (on its device too), with the run's error
+    if it failed.
 
 Release
  6. others hold them → nothing is freed;
  7. the last holder of a running load → the run is called off;
- 8. of complete weights → they stay cached if the budget holds them, and others leave for them; else they leave, answered when memory is free.
+ 8. of complete weights → they stay cached if the budget holds them, and others leave for them; else they leave, answered when memory is free;
+ 9. the last holder on a device → its arena is closed, which the answer waits for.
 
 A report of a run other than the entry's own is stale and changes nothing.
 """
@@ -20,15 +22,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.loader.domain import chunks, room
-from services.loader.domain.entries import put, reached, start
+from services.loader.domain import arenas, chunks, room
+from services.loader.domain.entries import device_of, put, reached, start
 from services.loader.domain.events import (
     Abandoned,
     Accepted,
     Adopt,
     Adopted,
+    ArenaClosed,
     Attach,
     Attached,
+    Brought,
     Effect,
     Event,
     Hurry,
@@ -65,6 +69,10 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return adopt(state, event, now), ()
         case Adopted():
             return adopted(state, event)
+        case Brought():
+            return arenas.on_brought(state, event)
+        case ArenaClosed():
+            return arenas.on_closed(state, event)
         case Pressed():
             return room.trim(state, event.nbytes)
         case Stop():
@@ -82,13 +90,15 @@ def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
     if isinstance(event, Prepare):
         state = replace(state, epoch=max(state.epoch, event.token >> 32))
     state, effects = _join(state, event, now)
+    state, opening = arenas.opened(state, event.card.info.revision)
+    effects = (*effects, *opening)
     if isinstance(event, Prepare):
         return state, (*effects, Accepted(event.reply))
     entry = state.entries[event.card.info.revision]
     if entry.stage is Stage.FAILED and entry.error is not None:
         return state, (*effects, Refused(event.reply, entry.error))
-    if reached(entry, event.until):
-        return state, (*effects, Attached(event.reply, entry.weights_id))
+    if reached(entry, event.instance_id, event.until):
+        return state, (*effects, Attached(event.reply, entry.weights_id, device_of(entry, event.instance_id)))
     waiter = Waiter(event.reply, event.instance_id, event.until)
     return put(state, replace(entry, waiters=(*entry.waiters, waiter))), effects
 
@@ -135,9 +145,10 @@ def _join(state: State, event: Prepare | Attach, now: float) -> Decision:
 
 def _holder(entry: Entry | None, event: Prepare | Attach, now: float) -> Holder:
     before = entry.holders.get(event.instance_id) if entry is not None else None
+    device = before.device if before is not None and before.device is not None else event.device
     if isinstance(event, Prepare):
-        return Holder(now, background=event.background)
+        return Holder(now, background=event.background, device=device)
     background = event.background
     if background is None:
         background = before.background if before is not None else False
-    return Holder(now, local=event.local, background=background)
+    return Holder(now, local=event.local, background=background, device=device)

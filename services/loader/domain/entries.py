@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.loader.domain.events import Attached, Effect, StartRun
-from services.loader.domain.state import Entry, Stage, State, Until, Wanted
+from services.loader.domain.state import Entry, OnDevice, Stage, State, Until, Wanted
 
 
 def put(state: State, entry: Entry) -> State:
@@ -33,12 +33,21 @@ def start(state: State, entry: Entry, wanted: Wanted) -> tuple[State, tuple[Effe
     return put(replace(state, runs=run), entry), (order,)
 
 
-def reached(entry: Entry, until: Until) -> bool:
-    return entry.stage is Stage.COMPLETE or (entry.stage is Stage.INDEXED and until == "index")
+def reached(entry: Entry, instance_id: str, until: Until) -> bool:
+    """Whether an attach of this holder may be answered: where it computes on a device, all must be there too, or have failed to come."""
+    if until == "index":
+        return entry.stage in (Stage.INDEXED, Stage.COMPLETE)
+    arena = entry.arenas.get(device_of(entry, instance_id) or "")
+    return entry.stage is Stage.COMPLETE and (arena is None or arena.stage is not OnDevice.COMING)
+
+
+def device_of(entry: Entry, instance_id: str) -> str | None:
+    holder = entry.holders.get(instance_id)
+    return holder.device if holder is not None else None
 
 
 def answered(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
     """Answer the waiters whose wait is over."""
-    over = tuple(w for w in entry.waiters if reached(entry, w.until))
+    over = tuple(w for w in entry.waiters if reached(entry, w.instance_id, w.until))
     left = tuple(w for w in entry.waiters if w not in over)
-    return replace(entry, waiters=left), tuple(Attached(w.reply, entry.weights_id) for w in over)
+    return replace(entry, waiters=left), tuple(Attached(w.reply, entry.weights_id, device_of(entry, w.instance_id)) for w in over)

@@ -19,11 +19,13 @@ class Prepare:
     token: int
     traceparent: str | None = None
     background: bool = False
+    device: str | None = None
 
 
 @dataclass(frozen=True)
 class Attach:
-    """`local`: the holder is a connection; the nodeagent does not know it. `background`: None: as the holder's prepare said."""
+    """`local`: the holder is a connection; the nodeagent does not know it. `background`: None: as the holder's prepare said. `device`: one
+    that weights can be brought to."""
 
     reply: int
     instance_id: str
@@ -32,6 +34,7 @@ class Attach:
     traceparent: str | None = None
     local: bool = False
     background: bool | None = None
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,31 @@ class Ended:
 
 @dataclass(frozen=True)
 class Left:
-    """Weights are gone: `freed` bytes are proved to be free (0: somebody maps them still), `kept` bytes stay spare."""
+    """Weights are gone: `freed` bytes are proved to be free (0: somebody maps them still), `kept` bytes stay spare, `on_devices` were given
+    back there."""
 
     weights_id: str
     run: int
     freed: int
     kept: int = 0
+    on_devices: int = 0
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Every byte is in the arena, or (`failed`) will never be."""
+
+    weights_id: str
+    number: int
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class ArenaClosed:
+    """The arena's memory, `freed` bytes, is the device's again."""
+
+    number: int
+    freed: int
 
 
 @dataclass(frozen=True)
@@ -170,7 +192,7 @@ class Stop:
 
 Event = (
     Prepare | Attach | Release | Abandoned | NodeHeard | Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Left
-    | Vacated | Adopt | Adopted | Pressed | Stop
+    | Vacated | Brought | ArenaClosed | Adopt | Adopted | Pressed | Stop
 )  # fmt: skip
 
 # -- effects -------------------------------------------------------------------------------------------------------------------------
@@ -226,6 +248,26 @@ class Vacate:
 
 
 @dataclass(frozen=True)
+class OpenArena:
+    """Bring the run's bytes to `device` as they come, those in `chunks` that are there already first; `Brought` follows."""
+
+    weights_id: str
+    run: int
+    number: int
+    device: str
+    chunks: tuple[int, ...]
+    total_bytes: int
+    background: bool = False
+
+
+@dataclass(frozen=True)
+class CloseArena:
+    """Call the arena's copies off and give its memory back; `ArenaClosed` follows."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Remember:
     """Write down where complete weights lie and who holds them."""
 
@@ -248,6 +290,7 @@ class Accepted:
 class Attached:
     reply: int
     weights_id: str
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -255,6 +298,7 @@ class Freed:
     reply: int
     freed: int
     cached: int = 0
+    on_devices: int = 0
 
 
 @dataclass(frozen=True)
@@ -263,4 +307,6 @@ class Refused:
     error: ErrorBody = field(repr=False)
 
 
-Effect = StartRun | CancelRun | Hurry | Grant | Deny | Vacate | Remember | Forget | Accepted | Attached | Freed | Refused
+Effect = (
+    StartRun | CancelRun | Hurry | Grant | Deny | Vacate | OpenArena | CloseArena | Remember | Forget | Accepted | Attached | Freed | Refused
+)  # fmt: skip

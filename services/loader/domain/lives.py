@@ -92,7 +92,7 @@ def stop(state: State) -> Decision:
         entry = replace(entry, waiters=())
         if entry.stage in (Stage.LOADING, Stage.INDEXED):
             effects.append(CancelRun(entry.weights_id, entry.run))
-            entry = replace(entry, stage=Stage.LEAVING, wants=0, holders={})
+            entry = replace(entry, stage=Stage.LEAVING, wants=0, holders={}, arenas={})
         elif entry.stage is Stage.LEAVING:
             entry = replace(entry, holders={}, again=None)
         state = put(state, entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.loader.domain import chunks, room
+from services.loader.domain import arenas, chunks, room
 from services.loader.domain.entries import drop, put
 from services.loader.domain.events import CancelRun, Effect, Freed, Refused, Release, Remember
 from services.loader.domain.state import Entry, Stage, State
@@ -29,6 +29,8 @@ def release(state: State, event: Release, now: float) -> Decision:
     if left is not None and left.stage is Stage.LEAVING and event.instance_id in left.released_by:
         return put(state, replace(left, releases=(*left.releases, event.reply))), effects
     cached = left.total_bytes if left is not None and left.stage is Stage.CACHED else 0
+    if (waiting := arenas.awaited(state, event.instance_id, event.reply, cached)) is not None:
+        return waiting, effects
     return state, (*effects, Freed(event.reply, 0, cached))
 
 
@@ -55,14 +57,15 @@ def let_go(state: State, entry: Entry, instance_id: str, now: float) -> Decision
     )
     if entry.holders:
         remember = (Remember(entry.weights_id),) if entry.stage is Stage.COMPLETE else ()
-        return put(state, entry), (*refused, *remember)
+        state, closing = arenas.closed(put(state, entry), entry.weights_id, instance_id)
+        return state, (*refused, *remember, *closing)
     if entry.stage is Stage.FAILED:
         return drop(state, entry.weights_id), refused
     if entry.stage is Stage.LEAVING:  # it had come back while the weights were leaving, and goes again
         return put(state, replace(entry, again=None, released_by=entry.released_by | {instance_id})), refused
     if entry.stage is not Stage.COMPLETE:
         entry = replace(entry, stage=Stage.LEAVING, wants=0, released_by=frozenset({instance_id}))
-        return put(state, entry), (*refused, CancelRun(entry.weights_id, entry.run))
+        return put(state, arenas.forsaken(entry)), (*refused, CancelRun(entry.weights_id, entry.run))
     state, effects = _unheld(state, entry, instance_id)
     return state, (*refused, *effects)
 
@@ -70,9 +73,10 @@ def let_go(state: State, entry: Entry, instance_id: str, now: float) -> Decision
 def _unheld(state: State, entry: Entry, instance_id: str) -> Decision:
     if room.may_cache(state, entry) and not state.closing:
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=True))
-        state, trimmed = room.trim(put(state, replace(entry, stage=Stage.CACHED)))
-        return state, (Remember(entry.weights_id), *trimmed)
-    entry = replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id}))
+        state, closing = arenas.closed(put(state, replace(entry, stage=Stage.CACHED)), entry.weights_id, instance_id)
+        state, trimmed = room.trim(state)
+        return state, (Remember(entry.weights_id), *closing, *trimmed)
+    entry = arenas.forsaken(replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id})))
     return room.leave(put(state, entry), entry, room.spare_room(state), told=True)
 
 

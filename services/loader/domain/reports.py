@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.loader.domain import chunks, room
+from services.loader.domain import arenas, chunks, room
 from services.loader.domain.entries import answered, drop, put, start
 from services.loader.domain.events import (
     Completed,
@@ -50,6 +50,8 @@ def _running(state: State, entry: Entry, event: Report, now: float) -> Decision:
             return room.settle(put(state, replace(entry, wants=event.total_bytes)), event.room)
         case Indexed():
             entry, effects = answered(replace(entry, stage=Stage.INDEXED, directory=event.directory, total_bytes=event.total_bytes))
+            state, opening = arenas.opened(put(state, entry), entry.weights_id)
+            return state, (*effects, *opening)
         case Progressed():
             entry = replace(entry, loaded_bytes=min(max(entry.loaded_bytes, event.loaded), entry.total_bytes))
         case Completed():
@@ -67,7 +69,7 @@ def _failed(state: State, entry: Entry, event: Failed) -> Decision:
     if entry.run in state.chunks.owned:
         state, vacate = room.leave(state, entry, room.spare_room(state))
         effects = (*effects, *(e for e in vacate if not isinstance(e, Forget)))
-    failed = replace(entry, stage=Stage.FAILED, error=event.error, wants=0, loaded_bytes=0, waiters=())
+    failed = replace(arenas.forsaken(entry), stage=Stage.FAILED, error=event.error, wants=0, loaded_bytes=0, waiters=())
     return put(state, failed), effects
 
 
@@ -89,7 +91,7 @@ def _leaving(state: State, entry: Entry, event: Report) -> Decision:
 
 
 def _gone(state: State, entry: Entry, event: Left) -> Decision:
-    told = tuple(Freed(reply, event.freed, event.kept) for reply in entry.releases)
+    told = tuple(Freed(reply, event.freed, event.kept, event.on_devices) for reply in entry.releases)
     if entry.again is None:
         return drop(state, entry.weights_id), told
     state, started = start(state, entry, entry.again)

@@ -41,6 +41,31 @@ class Holder:
     missing: float | None = None
     local: bool = False
     background: bool = False
+    device: str | None = None
+    """Which it computes on, where weights are brought there; None: it takes them from host memory."""
+
+
+class OnDevice(StrEnum):
+    COMING = "coming"
+    THERE = "there"
+    FAILED = "failed"
+    """No room there, or the device failed: its holders are told of no arena, and copy for themselves."""
+
+
+@dataclass(frozen=True)
+class Arena:
+    """An entry's memory on one device. `number` names it to the shell."""
+
+    number: int
+    stage: OnDevice = OnDevice.COMING
+
+
+@dataclass(frozen=True)
+class Closing:
+    """An arena without holders, being given back. `replies`: releases answered then, with the bytes that stay cached."""
+
+    released_by: str
+    replies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +112,8 @@ class Entry:
     """Whose release made it leave: a repeated one waits as well."""
     again: Wanted | None = None
     """Load once more as soon as it has left."""
+    arenas: Mapping[str, Arena] = field(default_factory=dict)
+    """By device."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +126,9 @@ class State:
     released: tuple[str, ...] = ()
     closing: bool = False
     chunks: Chunks = field(default_factory=Chunks)
+    arenas: int = 0
+    """How many were opened so far."""
+    closing_arenas: Mapping[int, Closing] = field(default_factory=dict)
 
     @property
     def settled(self) -> bool:

@@ -34,12 +34,15 @@ class Filling:
         background: bool = False,
         cancelled: threading.Event | None = None,
         on_loaded: Callable[[int], None] | None = None,
+        on_arrived: Callable[[int, int], None] | None = None,
         zap: bool = True,
     ) -> None:
-        """`zap`: complete chunks are unmapped here; their readers map them."""
+        """`on_arrived`: told the offset and the length of each range of the segment that has come, each byte once: padding goes with what lies
+        before it. `zap`: complete chunks are unmapped here; their readers map them."""
         self._zap = zap
         self._layout, self._region, self._pieces = layout, region, pieces
-        self._on_loaded = on_loaded
+        self._on_loaded, self._on_arrived = on_loaded, on_arrived
+        self._starts = (*(p.target for p in pieces), layout.total_bytes)
         self._watermark = Watermark(pieces, len(layout.head), layout.total_bytes)
         self._transfer = Transfer(pieces, self._read, background, cancelled)
         self._link: Link | None = None
@@ -53,6 +56,8 @@ class Filling:
     def write_head(self) -> None:
         """Raises `InsufficientMemory`."""
         self._region.write(0, self._layout.head)
+        if self._on_arrived is not None:
+            self._on_arrived(0, self._starts[0])
 
     def run(self, reader: PieceReader, link: Link) -> None:
         """Read every piece over `link`; returns or raises only when no thread touches the segment any more. Closes `reader`.
@@ -74,6 +79,8 @@ class Filling:
     def _read(self, piece: Piece) -> None:
         assert self._reader is not None
         self._reader.read(piece)
+        if self._on_arrived is not None:
+            self._on_arrived(piece.target, self._starts[piece.index + 1] - piece.target)
         complete = self._watermark.arrived(piece)
         if complete is not None and self._zap:
             self._region.zap(complete)

@@ -32,8 +32,9 @@ class GivingBack:
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._watch: threading.Thread | None = None
 
-    def start(self, order: Vacate, before: Callable[[], None] = lambda: None) -> None:
-        """`before` is called first, in the thread: it ends what this process itself may still do with the memory."""
+    def start(self, order: Vacate, before: Callable[[], int] = lambda: 0) -> None:
+        """`before` is called first, in the thread: it ends what this process itself may still do with the memory, and tells the
+        bytes of devices that were given back with it."""
         self._threads.submit(self._give_back, order, before)
 
     def close(self) -> None:
@@ -43,15 +44,16 @@ class GivingBack:
         if self._watch is not None:
             self._watch.join()
 
-    def _give_back(self, order: Vacate, before: Callable[[], None]) -> None:
+    def _give_back(self, order: Vacate, before: Callable[[], int]) -> None:
+        on_devices = 0
         try:
-            before()
+            on_devices = before()
             if self._unmapped(order):
-                self._done(order)
+                self._done(order, on_devices)
                 return
             log.warning("weights that were let go are still mapped", extra={"run": order.run, "pids": self._mappers(order)})
             if order.weights_id is not None:
-                self._emit(Left(order.weights_id, order.run, 0))
+                self._emit(Left(order.weights_id, order.run, 0, on_devices=on_devices))
             with self._lock:
                 self._stuck[order.run] = order
                 if self._watch is None:
@@ -60,15 +62,15 @@ class GivingBack:
         except OSError:
             log.exception("memory of the pool could not be given back; these chunks stay out of use", extra={"run": order.run})
             if order.weights_id is not None:
-                self._emit(Left(order.weights_id, order.run, 0))
+                self._emit(Left(order.weights_id, order.run, 0, on_devices=on_devices))
 
-    def _done(self, order: Vacate, *, told: bool = True) -> None:
+    def _done(self, order: Vacate, on_devices: int = 0, *, told: bool = True) -> None:
         freed = self._pool.punch(order.chunks[order.keep :])
         for chunk in order.chunks[: order.keep]:
             self._pool.prepare(chunk)
         self._emit(Vacated(order.run, free_bytes()))
         if order.weights_id is not None and told:
-            self._emit(Left(order.weights_id, order.run, freed, order.nbytes - freed if order.keep else 0))
+            self._emit(Left(order.weights_id, order.run, freed, order.nbytes - freed if order.keep else 0, on_devices))
 
     def _unmapped(self, order: Vacate) -> bool:
         deadline = time.monotonic() + self._wait

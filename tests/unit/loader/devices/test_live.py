@@ -1,0 +1,231 @@
+"""Weights brought to GPUs by the loader's own loop, on a driver that copies in host memory: held, shared, given back, and what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ctypes
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from services.loader.adapters.runs import Runs, Threads
+from services.loader.devices.copies import Copies
+from services.loader.devices.opening import Devices
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.domain.events import Event
+from services.loader.pool.giving_back import GivingBack
+from services.loader.pool.memory import PoolMemory
+from shared.contracts.loader import AttachWeights, PrepareWeights, ReleaseWeights, WeightsAttached, WeightsReleased
+from shared.contracts.models import ModelCard
+from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
+from shared.contracts.segment import CudaIpcHandle
+from shared.errors import InsufficientMemory
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.devices.fake_driver import FakeDriver
+from tests.unit.loader.test_handlers import Bench
+
+GROUP = 2 * 1024 * 1024
+
+
+class GpuBench(Bench):
+    def __init__(self, home: Path, budget: int = 0) -> None:
+        self.driver = FakeDriver(devices=2)
+        self.devices = Devices(lambda: self.driver, lambda *_: GROUP)
+        super().__init__(home)
+        self.pool.close(unlink=True)
+        self.pool = PoolMemory(self.records.pool_name, 8 * CHUNK_BYTES, on_populated=self.devices.pin, on_punch=self.devices.unpin)
+        self.loader = self.another("boot", budget)
+
+    def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
+        copies = Copies(self.devices, self.pool, emit)
+        return Runs(self.pool, self.sources, emit, Threads(2, 2), copies=copies), GivingBack(self.pool, emit)
+
+    async def engines_may_map(self, *, yes: bool = True) -> None:
+        said = (Capability(name=WEIGHTS_ON_GPU, available=yes),)
+        await self.loader.hear_node(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=said))
+
+    async def on(self, device: str, instance: str, card: ModelCard) -> WeightsAttached:
+        asked = AttachWeights(instance_id=instance, card=card, until="complete", device=device)
+        found = await self.loader.handle(asked)
+        assert isinstance(found, WeightsAttached)
+        return found
+
+    async def release(self, instance: str) -> WeightsReleased:
+        found = await self.loader.handle(ReleaseWeights(instance_id=instance))
+        assert isinstance(found, WeightsReleased)
+        return found
+
+    def in_host_memory(self, found: WeightsAttached) -> bytes:
+        parts = [bytes(self.pool.view(e.offset, e.nbytes)) for e in found.extents]
+        return b"".join(parts)
+
+    def on_device(self, found: WeightsAttached) -> bytes:
+        assert isinstance(found.handle, CudaIpcHandle)
+        assert found.handle.nbytes == found.total_bytes
+        return ctypes.string_at(self.driver.open(base64.b64decode(found.handle.ipc_handle)), found.total_bytes)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[GpuBench]:
+    bench = GpuBench(tmp_path / "home")
+    await bench.engines_may_map()
+    yield bench
+    await bench.loader.stop()
+    assert bench.driver.memory == {}
+    assert bench.driver.pinned == {}
+    assert bench.driver.streams == []
+    bench.pool.close(unlink=True)
+
+
+@pytest.fixture
+async def card(bench: GpuBench, tmp_path: Path) -> ModelCard:
+    """Of a model that fills more than one chunk, in two files."""
+    write_checkpoint(tmp_path / "m", tensors(1.5 * CHUNK_BYTES / 1e6), shards=2)
+    return await bench.card(tmp_path / "m")
+
+
+async def test_chunks_reach_the_device_as_they_come_and_leave_with_the_last_holder(bench: GpuBench, card: ModelCard) -> None:
+    await bench.loader.handle(PrepareWeights(token=1 << 32, instance_id="a", card=card, device="cuda:0"))
+    found = await bench.on("cuda:0", "a", card)
+    assert isinstance(found.handle, CudaIpcHandle)
+    assert (found.handle.device, found.boot_id) == ("cuda:0", "boot")
+    assert bench.on_device(found) == bench.in_host_memory(found)
+    shared = await bench.on("cuda:0", "b", card)
+    assert shared.handle == found.handle
+    [segment] = bench.status().segments
+    assert segment.on_devices == {"cuda:0": found.total_bytes}
+    [bus] = [x for x in bench.status().links if x.link.startswith("bus:")]
+    assert (bus.link, bus.queued_bytes, bus.loads) == ("bus:cuda:0", 0, 0)
+    assert bus.bytes_per_second
+    assert (await bench.release("a")).device_bytes == 0
+    assert len(bench.driver.memory) == 1
+    left = await bench.release("b")
+    assert (left.device_bytes, left.freed_bytes) == (found.total_bytes, found.total_bytes)
+    assert (bench.driver.memory, bench.driver.pinned) == ({}, {})
+
+
+async def test_whole_chunks_are_copied_from_page_locked_memory(bench: GpuBench, card: ModelCard) -> None:
+    found = await bench.on("cuda:0", "a", card)
+    assert sorted(bench.driver.pinned.values()) == [CHUNK_BYTES] * (found.total_bytes // CHUNK_BYTES)
+    again = await bench.on("cuda:1", "b", card)
+    assert bench.on_device(again) == bench.on_device(found)
+
+
+def _two_busy(driver: FakeDriver) -> None:
+    with driver.issued:
+        assert driver.issued.wait_for(lambda: sum(s.work.qsize() > 0 for s in driver.streams) >= 2, 10)
+
+
+async def test_devices_in_parallel_each_with_its_own(bench: GpuBench, card: ModelCard) -> None:
+    bench.driver.gate.clear()
+    both = [asyncio.create_task(bench.on(f"cuda:{i}", f"i{i}", card)) for i in range(2)]
+    host_only = await bench.attach("host", card)
+    assert host_only.handle is None
+    await asyncio.to_thread(_two_busy, bench.driver)
+    assert sorted(x.link for x in bench.status().links if x.loads) == ["bus:cuda:0", "bus:cuda:1"]
+    assert not any(task.done() for task in both)
+    bench.driver.gate.set()
+    first, second = await asyncio.gather(*both)
+    assert bench.on_device(first) == bench.on_device(second) == bench.in_host_memory(host_only)
+    assert (await bench.release("i0")).device_bytes == first.total_bytes
+    assert list(bench.status().segments[0].on_devices) == ["cuda:1"]
+
+
+async def test_the_index_is_told_before_the_bytes_are_there(bench: GpuBench, card: ModelCard) -> None:
+    bench.driver.gate.clear()
+    index = await bench.loader.handle(AttachWeights(instance_id="a", card=card, until="index", device="cuda:0"))
+    assert isinstance(index, WeightsAttached)
+    whole = asyncio.create_task(bench.on("cuda:0", "a", card))
+    await asyncio.to_thread(bench.driver.await_copies, 1)
+    assert not whole.done()
+    bench.driver.gate.set()
+    assert bench.on_device(await whole) == bench.in_host_memory(index)
+
+
+async def test_a_release_under_way_ends_the_copies_first(bench: GpuBench, card: ModelCard) -> None:
+    bench.driver.gate.clear()
+    whole = asyncio.create_task(bench.on("cuda:0", "a", card))
+    await asyncio.to_thread(bench.driver.await_copies, 1)
+    released = asyncio.create_task(bench.release("a"))
+    with pytest.raises(Exception, match="released"):
+        await whole
+    assert not released.done()
+    bench.driver.gate.set()
+    await released
+    assert bench.driver.memory == {}
+
+
+async def test_without_room_there_the_engine_copies_for_itself(
+    bench: GpuBench, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: int) -> int:
+        raise InsufficientMemory("cudaMalloc: out of memory", should_retry=True)
+
+    monkeypatch.setattr(bench.driver, "allocate", none)
+    found = await bench.on("cuda:0", "a", card)
+    assert found.handle is None
+    assert bench.status().segments[0].on_devices == {}
+    monkeypatch.undo()
+    await bench.release("a")
+    assert (await bench.on("cuda:0", "b", card)).handle is not None
+
+
+@pytest.mark.parametrize("fault", ["fail_copy", "fail_event"])
+async def test_a_device_that_fails_keeps_nothing(bench: GpuBench, card: ModelCard, fault: str) -> None:
+    setattr(bench.driver, fault, True)
+    found = await bench.on("cuda:0", "a", card)
+    assert found.handle is None
+    assert bench.driver.memory == {}
+    assert len(bench.in_host_memory(found)) == found.total_bytes
+
+
+async def test_a_device_that_is_not_there(bench: GpuBench, card: ModelCard) -> None:
+    assert (await bench.on("cuda:7", "a", card)).handle is None
+
+
+async def test_engines_that_may_not_map_get_no_handle(bench: GpuBench, card: ModelCard) -> None:
+    await bench.engines_may_map(yes=False)
+    assert (await bench.on("cuda:0", "a", card)).handle is None
+    assert bench.devices.opened == ()
+
+
+async def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
+    bench: GpuBench, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: int) -> None:
+        raise InsufficientMemory("cudaHostRegister: out of memory")
+
+    monkeypatch.setattr(bench.driver, "register", none)
+    found = await bench.on("cuda:0", "a", card)
+    assert bench.on_device(found) == bench.in_host_memory(found)
+
+
+async def test_cached_weights_come_back_to_a_device(tmp_path: Path) -> None:
+    bench = GpuBench(tmp_path / "home", budget=4 * CHUNK_BYTES)
+    await bench.engines_may_map()
+    write_checkpoint(tmp_path / "m", tensors(1.2 * CHUNK_BYTES / 1e6))
+    card = await bench.card(tmp_path / "m")
+    first = await bench.on("cuda:0", "a", card)
+    released = await bench.release("a")
+    assert (released.cached_bytes, released.device_bytes) == (first.total_bytes, first.total_bytes)
+    assert bench.driver.memory == {}
+    again = await bench.on("cuda:0", "b", card)
+    assert bench.on_device(again) == bench.in_host_memory(first)
+    [record], mapped = bench.records.recover(bench.pool)
+    after = bench.another("next")
+    after.adopt([record], mapped)  # holders of an earlier loader have nothing of this one's on a device
+    assert [s.on_devices for s in bench.status(after).segments] == [{}]
+    await after.stop()
+    await bench.loader.stop()
+    assert (bench.driver.memory, bench.driver.pinned) == ({}, {})
+    bench.pool.close(unlink=True)
+
+
+def test_a_loader_imports_nothing_of_cuda_on_its_own() -> None:
+    code = "import sys, services.loader.app; print([m for m in sys.modules if m.split('.')[0] in ('cuda', 'torch', 'pynvml')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -74,6 +74,8 @@ class Engine:
         self._connected = False
         self._weights = Weights(self._mesh, start)
         self._adapters: Adapters | None = None
+        self._owner: str | None = None
+        self._owner_gone = asyncio.Event()
 
     def _on_compute_thread(self) -> None:
         if self._settings.engine_threads:
@@ -98,10 +100,11 @@ class Engine:
             self._close()
 
     async def _until_ended(self) -> int:
-        """0: told to leave, or drained. 1: the mesh is gone for good."""
+        """0: told to leave, or drained. 1: the mesh is gone for good, or the loader that owns the weights' memory."""
         names = {
             asyncio.create_task(self._stop.wait()): 0,
             asyncio.create_task(self._mesh.lost.wait()): 1,
+            asyncio.create_task(self._owner_gone.wait()): 1,
             asyncio.create_task(self._serving.drained.wait()): 0,
         }
         try:
@@ -135,7 +138,7 @@ class Engine:
         return await self._serve(computable)
 
     async def _fail(self, error: ThawError) -> int:
-        log.error("the start failed", extra={"code": error.code, "error": error.message})
+        log.error("failed", extra={"code": error.code, "error": error.message})
         self._reporter.enter("failed", error=error.body())
         await self._reporter.publish()
         await self._mesh.nc.flush(timeout=int(_FLUSH_WITHIN_S))
@@ -158,7 +161,9 @@ class Engine:
             bound = await loop.run_in_executor(self._compute, loading.bind_early, directory, attached, self._start)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
-            computable = await loop.run_in_executor(self._compute, loading.complete, bound, small, self._start, self._settings)
+            finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle)
+            computable = await loop.run_in_executor(self._compute, finish)
+        self._owner = attached.boot_id if attached.handle is not None else None
         self._tokenization = small.tokenization
         record_phases(
             (s for s in self._timeline.spans() if s.process == self._timeline.process), context_of(self._start.traceparent)
@@ -213,6 +218,8 @@ class Engine:
 
     async def _on_loader(self, status: LoaderStatus) -> None:
         self._weights.loader_heard()
+        if self._owner is not None and status.boot_id != self._owner:
+            self._owner_gone.set()
         for segment in status.segments:
             if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
                 self._reporter.advance(_BOUND + 0.8 * segment.loaded_bytes / segment.total_bytes, Phase.LOAD)
@@ -220,6 +227,9 @@ class Engine:
     async def _leave(self, status: int) -> int:
         self._serving.drain(only_if_idle=False)
         self._serving.abandon()
+        if self._owner_gone.is_set() and not self._mesh.lost.is_set():
+            await self._serving.flush()
+            return await self._fail(EngineFailed("the loader that owned the weights' GPU memory has gone; start again"))
         if status or not self._connected:
             log.error("left without NATS")
             return status

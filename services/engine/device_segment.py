@@ -6,7 +6,7 @@ import base64
 import ctypes
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -52,6 +52,28 @@ class DeviceSegment:
                 f"tensor {t.name} does not start at a multiple of its {dtype.itemsize} bytes: thaw convert aligns it"
             )
         return self._base[t.offset : t.offset + t.nbytes].view(dtype).view(t.shape)
+
+
+def rebind(model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | None], base: torch.Tensor) -> int:
+    """Have the model's tensors lie in `base`, the whole segment's bytes on a device; those that do not lie in the segment are copied there.
+
+    `offset_of` says where in the segment a tensor of the model lies. Every byte must be there. Returns the bytes that were copied.
+    """
+    copied = 0
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal copied
+        offset = offset_of(tensor)
+        if offset is None or offset % tensor.itemsize:  # converted, computed, or at an address that kernels refuse
+            copied += tensor.nbytes if tensor.device != base.device else 0
+            return tensor.to(base.device)
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = base[offset : offset + (last + 1) * tensor.itemsize]
+        return span.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    # What `Module.to` does, with another function: tied parameters stay tied.
+    model._apply(moved)  # type: ignore[no-untyped-call]  # torch gives it no types
+    return copied
 
 
 class _Opened:

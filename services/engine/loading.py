@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from services.engine import attention, checkpoint, lora
+from services.engine import attention, checkpoint, device_segment, lora
 from services.engine.domain.planning import BLOCK_TOKENS, AdapterRoom, Limits, adapter_room
 from services.engine.embedding import Embedder, Pooling, read_pooling
 from services.engine.kv import SequenceKV
@@ -24,6 +24,7 @@ from services.engine.tokenization import Tokenization
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
 from shared.contracts.models import ModelCard
+from shared.contracts.segment import ArenaHandle, CudaIpcHandle
 from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,16 @@ class Files:
 
 @dataclass
 class Bound:
-    """`copied` names parameters that do not lie in the segment, because they are converted."""
+    """`copied` names parameters that do not lie in the segment, because they are converted. `memory`: the segment on the device, opened by
+    `handle`; None where the loader has it in host memory only."""
 
     model: PreTrainedModel
     config: PreTrainedConfig
     segment: Segment
     is_packed: bool
     copied: list[str]
+    handle: ArenaHandle | None = None
+    memory: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,24 @@ def bind_early(directory: Path, attached: WeightsAttached, start: EngineStart) -
     segment = Segment(attached.segment, attached.extents, attached.weights_id)
     model = checkpoint.bind(kind, config, segment, checkpoint.torch_dtype(start.card))
     is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
-    return Bound(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
+    bound = Bound(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
+    _open(bound, attached.handle)
+    return bound
 
 
-def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSettings) -> Computable:
-    """Every byte is there: convert what must be, move to the device, and compute a few tokens, so that the first request finds all warm.
+def _open(bound: Bound, handle: ArenaHandle | None) -> None:
+    """Have the device's memory that `handle` names; early, a GPU's context is made while the bytes still arrive."""
+    if handle != bound.handle:
+        bound.handle, bound.memory = handle, None
+        if isinstance(handle, CudaIpcHandle):
+            bound.memory = device_segment.open_on_gpu(handle)
+
+
+def complete(
+    bound: Bound, files: Files, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None = None
+) -> Computable:
+    """Every byte is there: convert what must be, bind to the device's memory (`handle`) or move there, and compute a few tokens, so that
+    the first request finds all warm.
 
     Raises `InsufficientMemory` if the granted KV bytes hold nothing.
     """
@@ -95,9 +112,8 @@ def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSet
         # Converted above from bytes that may not have been there yet.
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
         bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
-    device = torch_device(start.device)
-    if device.type != "cpu":
-        bound.model.to(device)
+    _open(bound, handle)
+    device = _to_device(bound, start)
     causal = start.card.info.task == "generate"
     embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)
     runner: Runner | None = None
@@ -125,6 +141,17 @@ def complete(bound: Bound, files: Files, start: EngineStart, settings: EngineSet
     reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal)
     room = adapter_room(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
     return Computable(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
+
+
+def _to_device(bound: Bound, start: EngineStart) -> torch.device:
+    if bound.memory is not None:
+        copied = device_segment.rebind(bound.model, bound.segment.offset_of, bound.memory)
+        log.info("weights are mapped on the device", extra={"device": str(bound.memory.device), "copied_bytes": copied})
+        return bound.memory.device
+    device = torch_device(start.device)
+    if device.type != "cpu":
+        bound.model.to(device)
+    return device
 
 
 def bind_adapter(computable: Computable, card: ModelCard, attached: WeightsAttached) -> Adapter:

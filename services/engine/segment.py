@@ -60,6 +60,10 @@ class Segment:
         """Whether `tensor`'s memory lies in the segment."""
         return self._start <= tensor.data_ptr() < self._start + len(self._map)
 
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where in the segment `tensor` begins; None if it does not lie there."""
+        return tensor.data_ptr() - self._start if tensor.device.type == "cpu" and self.holds(tensor) else None
+
     def _tensor(self, t: SegmentTensor) -> torch.Tensor:
         dtype, shape = _DTYPES.get(t.dtype), packed_shape(t.dtype, t.shape)
         if dtype is None or shape is None:

@@ -35,7 +35,11 @@ class Weights:
     async def attach(self, card: ModelCard, holder: str, until: Literal["index", "complete"]) -> WeightsAttached:
         """Asks until there is an answer: how long it may take is the caller's to judge, and a loader may be restarted."""
         parent = self._start.traceparent
-        request = AttachWeights(instance_id=holder, card=card, until=until, traceparent=parent, deadline_ms=_ASK_AGAIN_MS)
+        # Adapters are small, and are kept beside the weights.
+        device = self._start.device if holder == self._start.instance_id and self._start.device.startswith("cuda:") else None
+        request = AttachWeights(
+            instance_id=holder, card=card, until=until, traceparent=parent, device=device, deadline_ms=_ASK_AGAIN_MS
+        )
         with carried({"traceparent": parent} if parent else None):
             while True:
                 try:

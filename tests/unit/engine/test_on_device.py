@@ -1,0 +1,127 @@
+"""A model bound to a segment in a device's memory, which is a block of the host's here: no parameter is copied, and it computes the same."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+from services.engine import device_segment, loading
+from services.engine.runner import Row
+from services.engine.settings import EngineSettings
+from shared.contracts.engine import EngineStart
+from shared.contracts.segment import CudaIpcHandle
+from tests.support.segments import WrittenSegment, card_of
+
+HANDLE = CudaIpcHandle(device="cuda:0", nbytes=1, bus_id="0000:00:00.0", ipc_handle=base64.b64encode(bytes(64)).decode())
+IDS = [5, 6, 7, 8]
+
+
+def logits(computable: loading.Computable) -> torch.Tensor:
+    assert computable.runner is not None
+    return computable.runner.forward([Row(computable.runner.new_state(), 0, IDS)])[0]
+
+
+class OnDevice:
+    """A checkpoint bound as an engine binds it; `device` is what its loader would have on a GPU."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **spec: str) -> None:
+        self.segment = WrittenSegment(directory).write()
+        self.device = torch.frombuffer(bytearray(self.segment.path.read_bytes()), dtype=torch.uint8)
+        self.opened: list[CudaIpcHandle] = []
+        monkeypatch.setattr(device_segment, "open_on_gpu", self.open)
+        self.directory = directory
+        card = card_of(directory, **spec)
+        self.start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=64 << 20, log_path="unused")
+        attached = self.segment.attached().model_copy(update={"handle": HANDLE})
+        self.bound = loading.bind_early(directory, attached, self.start)
+
+    def open(self, handle: CudaIpcHandle) -> torch.Tensor:
+        self.opened.append(handle)
+        return self.device
+
+    def complete(self, handle: CudaIpcHandle | None = HANDLE) -> loading.Computable:
+        files = loading.read_files(self.directory, self.start)
+        return loading.complete(self.bound, files, self.start, EngineSettings(), handle)
+
+    def copied(self) -> list[str]:
+        """Parameters that do not lie on the device."""
+        start, end = self.device.data_ptr(), self.device.data_ptr() + self.device.numel()
+        return [n for n, p in self.bound.model.named_parameters() if not start <= p.data_ptr() < end]
+
+
+@pytest.fixture
+def on_device(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevice]:
+    found = OnDevice(demo_directory, monkeypatch)
+    yield found
+    found.segment.unlink()
+
+
+def test_every_parameter_is_the_devices_memory(on_device: OnDevice, demo_directory: Path) -> None:
+    computable = on_device.complete()
+    assert on_device.opened == [HANDLE]  # early, and once: a handle is opened once in a process
+    assert on_device.copied() == []
+    reference = tf.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=on_device.bound.model.dtype).eval()
+    torch.testing.assert_close(
+        logits(computable).float(), reference(torch.tensor([IDS])).logits[0, -1].float(), rtol=1e-3, atol=1e-3
+    )
+    on_device.device[on_device.segment.index.tensors[0].offset :] = 0
+    assert all(p.count_nonzero() == 0 for p in on_device.bound.model.parameters())
+
+
+def test_without_a_handle_in_the_end_it_stays_where_it_was(on_device: OnDevice) -> None:
+    on_device.complete(None)
+    assert len(on_device.copied()) == len(list(on_device.bound.model.parameters()))
+    assert on_device.bound.memory is None
+
+
+def test_another_handle_in_the_end_is_opened_anew(on_device: OnDevice) -> None:
+    other = HANDLE.model_copy(update={"nbytes": 2})
+    on_device.complete(other)
+    assert on_device.opened == [HANDLE, other]
+
+
+def test_converted_parameters_are_copied(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = OnDevice(demo_directory, monkeypatch, dtype="float16")
+    try:
+        computable = found.complete()
+        assert len(found.copied()) == len(list(found.bound.model.parameters()))
+        assert torch.isfinite(logits(computable)).all()
+    finally:
+        found.segment.unlink()
+
+
+def test_tied_parameters_stay_tied_and_odd_addresses_are_copied() -> None:
+    base = torch.arange(64, dtype=torch.uint8)
+    model = torch.nn.Module()
+    model.first = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+    model.tied = model.first
+    model.turned = torch.nn.Parameter(torch.zeros(3, 2).t(), requires_grad=False)
+    model.odd = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    model.empty = torch.nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+    offsets = {model.first.data_ptr(): 8, model.turned.data_ptr(): 32, model.odd.data_ptr(): 57}
+    device_segment.rebind(model, lambda t: offsets.get(t.data_ptr()) if t.numel() else None, base)
+    assert model.tied is model.first
+    assert model.first.data_ptr() == base.data_ptr() + 8
+    assert (model.turned.data_ptr(), model.turned.stride()) == (base.data_ptr() + 32, (1, 2))
+    assert model.odd.tolist() == [1, 1]
+
+
+def test_a_model_on_disk_with_tied_embeddings(tmp_path: Path, demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tf.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=1024)
+    config.tie_word_embeddings = True
+    model = tf.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((demo_directory / name).read_bytes())
+    found = OnDevice(tmp_path, monkeypatch)
+    try:
+        found.complete()
+        assert found.copied() == []
+        assert found.bound.model.lm_head.weight is found.bound.model.model.embed_tokens.weight
+    finally:
+        found.segment.unlink()

@@ -131,7 +131,7 @@ class Engine:
         ended = asyncio.ensure_future(self._running.wait())
         watching = asyncio.create_task(self._tell_signs_of_life(self._running), name="signs of life")
         try:
-            while not await self.driver.healthy(self.client):
+            while not await self._answers(ended):
                 await asyncio.wait({ended}, timeout=_POLL_S)
                 if ended.done():
                     await self._explain_end(ended.result())
@@ -141,6 +141,16 @@ class Engine:
             watching.cancel()
             ended.cancel()
         self._reporter.advance(_UP, Phase.INIT)
+
+    async def _answers(self, ended: asyncio.Future[Ended]) -> bool:
+        """Whether it is healthy. Who took its port may take connections and never answer: the engine's end ends the waiting."""
+        asking = asyncio.ensure_future(self.driver.healthy(self.client))
+        try:
+            waited: set[asyncio.Future[Any]] = {asking, ended}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            return asking.done() and asking.result()
+        finally:
+            asking.cancel()
 
     async def _explain_end(self, ended: Ended) -> None:
         words = log_tail(Path(self._start.log_path))

@@ -33,9 +33,10 @@ class NodeagentSettings(NodeSettings):
     adopt_timeout: float = Field(default=10.0, gt=0, description="Seconds an engine has to answer a restarted nodeagent.")
     kill_grace: float = Field(default=5.0, gt=0, description="Seconds from SIGTERM to SIGKILL.")
 
-    suspend: Literal["auto", "off"] = Field(
+    suspend: Literal["auto", "sleep", "off"] = Field(
         default="auto",
-        description="auto: instances are suspended rather than stopped where that is possible and worth it; off: never.",
+        description="auto: instances are suspended rather than stopped where that is possible and worth it; sleep: only by an "
+        "engine's own means; off: never.",
     )
     snapshot_bytes: str = Field(
         default="auto",

@@ -6,6 +6,9 @@ misbehaves as told. `--like NAME` has it take the options and serve the endpoint
     --fork            has a child that leaves its session and ignores SIGTERM
     --ignore-term     SIGTERM is ignored
     --die-after S     ends by itself with status 3
+    --ballast MIB     has so many MiB of weights, which its sleep gives back and its waking gets again
+    --hoard           sleeps with a 200 and keeps its memory
+    --no-reload       after a sleep of level 2 its weights are never read again, and it talks nonsense
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status}; {"mute": true} holds from then on, {"eat": true}
 takes memory without end. GET /stats tells what has been seen.
@@ -78,7 +81,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--like", default="openai")
     for name in ("--ready-after", "--die-after"):
         parser.add_argument(name, type=float, default=0.0)
-    for name in ("--mute", "--fork", "--ignore-term"):
+    parser.add_argument("--ballast", type=int, default=0)
+    for name in ("--mute", "--fork", "--ignore-term", "--hoard", "--no-reload"):
         parser.add_argument(name, action="store_true")
     like = parser.parse_known_args(argv)[0].like
     for name in _OPTIONS[like]:
@@ -100,6 +104,9 @@ class Fake:
         self.cancelled = 0
         self.asleep: list[str] = []
         self.stored: set[str] = set()
+        self.weights = b"w" * (options.ballast << 20)
+        self.dropped = False
+        """The weights were given up, and not read again."""
         self.key = os.environ.get(_KEYS.get(self.like, ""), "")
         self.name = getattr(options, "served_model_name", None) or getattr(options, "alias", None) or "m"
 
@@ -180,7 +187,7 @@ class Fake:
         if body.get("stream"):
             events = self._events(request, body, chat, tokens, float(fake.get("pace", 0.0)))
             return StreamingResponse(events, media_type="text/event-stream")
-        text = "".join(_token(i) for i in range(tokens))
+        text = "".join(_token(i, "x" if self.dropped else "t") for i in range(tokens))
         message = {"role": "assistant", "content": text, "tool_calls": _calls(body)}
         choice = {"index": 0, "finish_reason": "stop", **({"message": message} if chat else {"text": text})}
         return JSONResponse({"id": "x", "model": body.get("model"), "choices": [choice], "usage": _usage(tokens)})
@@ -209,16 +216,27 @@ class Fake:
     async def sleep(self, request: Request) -> Response:
         told = await self._note(request)
         self.asleep = list(told["tags"]) if isinstance(told, dict) else ["all"]
+        self._forget(dropped=request.query_params.get("level") == "2")
         return JSONResponse({})
+
+    def _forget(self, *, dropped: bool) -> None:
+        self.dropped = dropped
+        if not self.options.hoard:
+            self.weights = b""
+
+    def _bring_back(self) -> None:
+        self.weights = self.weights or b"w" * (self.options.ballast << 20)
 
     async def wake(self, request: Request) -> Response:
         told = await self._note(request)
         tags = told["tags"] if isinstance(told, dict) else [request.query_params.get("tags")]
         self.asleep = [] if tags == [None] or "kv_cache" in tags else self.asleep
+        self._bring_back()
         return JSONResponse({})
 
     async def rpc(self, request: Request) -> Response:
         await self._note(request)
+        self.dropped = self.dropped and self.options.no_reload
         return JSONResponse({})
 
     # Ollama
@@ -246,11 +264,15 @@ class Fake:
     async def load(self, request: Request) -> Response:
         body = await self._note(request)
         self.asleep = ["all"] if body.get("keep_alive") == 0 else []
+        if self.asleep:
+            self._forget(dropped=self.options.no_reload)
+        else:
+            self._bring_back()
         return JSONResponse({}, 200 if body["model"] in self.stored else 404)
 
 
-def _token(i: int) -> str:
-    return f"t{i} "
+def _token(i: int, letter: str = "t") -> str:
+    return f"{letter}{i} "
 
 
 def _calls(body: Any) -> Any:

@@ -117,6 +117,15 @@ def hosted_card(source: Path | str, engine: str = "openai", *, context: int = 25
 FAKE = [sys.executable, "-m", "tests.support.fake_openai", "--port", "{port}"]
 
 
+def fake_program(directory: Path, like: str, *options: str) -> str:
+    """An executable that stands for the engine's own."""
+    found = directory / "engine"
+    said = " ".join(("--like", like, *options))
+    found.write_text(f'#!/bin/sh\ncd {Path.cwd()}\nexec {sys.executable} -m tests.support.fake_openai {said} "$@"\n')
+    found.chmod(0o755)
+    return str(found)
+
+
 def fake_card(*options: str, **more: Any) -> ModelCard:
     """Served by tests/support/fake_openai.py."""
     return hosted_card("engine://m", command=[*FAKE, *options], memory=MIB, **more)

@@ -38,16 +38,16 @@ def open_keeper(settings: NodeagentSettings, devices: Mapping[str, Device], mesh
     groups = open_groups(settings.scope)
     gauge = Gauge(devices)
     ways: dict[SuspendWay, Way] = {}
-    if settings.suspend == "auto":
+    if settings.suspend != "off":
         kinds = {d.info.kind for d in devices.values()}
 
         async def sleep(instance_id: str, level: int) -> EngineAsleep:
             request = SleepEngine(level=level, deadline_ms=SleepEngine.DEADLINE_MS)
             return await mesh.request(subjects.engine_control(instance_id), request, EngineAsleep)
 
-        if "cpu" in kinds:
+        if settings.suspend == "auto" and "cpu" in kinds:
             ways["cpu"] = CpuWay(groups)
-        if "cuda" in kinds:
+        if settings.suspend == "auto" and "cuda" in kinds:
             ways["cuda"] = CudaWay(*open_driver(load_nvml()), groups, gauge)
         ways["sleep"] = SleepWay(gauge, sleep)
     log.info(

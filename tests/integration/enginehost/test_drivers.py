@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.models import ModelCard
 from shared.errors import UnsupportedParameter
-from tests.support.hosted import MIB, Hosts, hosted_card
+from tests.support.hosted import MIB, Hosts, fake_program, hosted_card
 
 SETTINGS = {
     "vllm": "THAW_VLLM_PYTHON",
@@ -22,14 +21,6 @@ SETTINGS = {
     "ollama": "THAW_OLLAMA_PROGRAM",
 }
 ENGINES = sorted(SETTINGS)
-
-
-def program(tmp_path: Path, like: str) -> str:
-    """An executable that stands for the engine's own."""
-    found = tmp_path / "engine"
-    found.write_text(f'#!/bin/sh\ncd {Path.cwd()}\nexec {sys.executable} -m tests.support.fake_openai --like {like} "$@"\n')
-    found.chmod(0o755)
-    return str(found)
 
 
 def card_of(tmp_path: Path, engine: str, **more: Any) -> ModelCard:
@@ -56,7 +47,7 @@ class Driven:
 
 
 async def drive(hosts: Hosts, tmp_path: Path, engine: str, *, device: str = "cpu:0", **more: Any) -> Driven:
-    start = hosts.host(card_of(tmp_path, engine, **more), device=device, **{SETTINGS[engine]: program(tmp_path, engine)})
+    start = hosts.host(card_of(tmp_path, engine, **more), device=device, **{SETTINGS[engine]: fake_program(tmp_path, engine)})
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
     return Driven(hosts, start.instance_id)
@@ -135,7 +126,7 @@ async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_
 
 async def test_a_model_that_ollama_cannot_pull_is_named(hosts: Hosts, tmp_path: Path) -> None:
     card = hosted_card("engine://nowhere", "ollama", memory=MIB)
-    start = hosts.host(card, THAW_OLLAMA_PROGRAM=program(tmp_path, "ollama"))
+    start = hosts.host(card, THAW_OLLAMA_PROGRAM=fake_program(tmp_path, "ollama"))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
     assert "nowhere" in report.error.message
@@ -145,7 +136,7 @@ async def test_a_model_that_ollama_cannot_pull_is_named(hosts: Hosts, tmp_path: 
 async def test_a_gguf_file_is_given_to_ollama_under_its_digest(hosts: Hosts, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF" + bytes(100))
-    start = hosts.host(hosted_card(file, "ollama"), THAW_OLLAMA_PROGRAM=program(tmp_path, "ollama"))
+    start = hosts.host(hosted_card(file, "ollama"), THAW_OLLAMA_PROGRAM=fake_program(tmp_path, "ollama"))
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
     driven = Driven(hosts, start.instance_id)

@@ -1,0 +1,105 @@
+"""The port that an engine was given is taken by another process before the engine binds it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.contracts.models import ModelCard
+from tests.support.hosted import MIB, Hosts, hosted_card
+
+_LATE = """\
+echo >"{place}/$1.asked"
+until [ -e "{place}/$1.go" ]; do sleep 0.02; done
+{bind}
+"""
+
+
+def late_card(place: Path, bind: str = "") -> ModelCard:
+    """An engine that says which port it was given and waits for the word before it binds it (or does `bind`)."""
+    bind = bind or f'exec {sys.executable} -m tests.support.fake_openai --port "$1"'
+    script = _LATE.format(place=place, bind=bind)
+    return hosted_card("engine://m", command=["sh", "-c", script, "engine", "{port}"], memory=MIB)
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Somebody else's server, which is well too."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def thief() -> Iterator[list[Any]]:
+    """What has been taken; closed at the end."""
+    taken: list[Any] = []
+    yield taken
+    for held in taken:
+        held.close() if isinstance(held, socket.socket) else (held.shutdown(), held.server_close())
+
+
+async def asked(place: Path, known: set[str]) -> str:
+    """The next port that the engine has been given."""
+    async with asyncio.timeout(30):
+        while True:
+            for path in place.glob("*.asked"):
+                if path.stem not in known:
+                    known.add(path.stem)
+                    return path.stem
+            await asyncio.sleep(0.02)
+
+
+async def test_it_gets_another_one(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
+    start = hosts.host(late_card(tmp_path))
+    known: set[str] = set()
+    first = await asked(tmp_path, known)
+    thief.append(socket.create_server(("127.0.0.1", int(first))))
+    (tmp_path / f"{first}.go").touch()
+    second = await asked(tmp_path, known)
+    (tmp_path / f"{second}.go").touch()
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    assert (await hosts.whole(start.instance_id, "chat", messages=[], max_tokens=2)).status == 200
+    assert len([s for s in report.phases if s.phase.value == "init"]) == 2, "both attempts are told"
+
+
+async def test_after_three_it_gives_up_and_says_so(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
+    start = hosts.host(late_card(tmp_path))
+    known: set[str] = set()
+    for _ in range(3):
+        port = await asked(tmp_path, known)
+        thief.append(socket.create_server(("127.0.0.1", int(port))))
+        (tmp_path / f"{port}.go").touch()
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "failed"
+    assert report.error is not None
+    assert report.error.message == "the engine found its port taken 3 times in a row"
+    await hosts.left_nothing(start.instance_id)
+
+
+async def test_somebody_elses_health_is_not_the_engines(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
+    """The engine never notices; who listens there is looked at before a request goes there."""
+    start = hosts.host(late_card(tmp_path, f'exec {sys.executable} -m tests.support.fake_openai --port "$1" --ready-after 2'))
+    known: set[str] = set()
+    first = await asked(tmp_path, known)
+    other = ThreadingHTTPServer(("127.0.0.1", int(first)), Healthy)
+    thief.append(other)
+    threading.Thread(target=other.serve_forever, args=(0.05,), daemon=True).start()
+    (tmp_path / f"{first}.go").touch()
+    second = await asked(tmp_path, known)
+    (tmp_path / f"{second}.go").touch()
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    assert (await hosts.whole(start.instance_id, "chat", messages=[], max_tokens=2)).status == 200

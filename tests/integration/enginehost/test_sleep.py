@@ -1,0 +1,103 @@
+"""vLLM's own sleep, through its host, against a server with its published endpoints which really gives memory back: a 200 proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from services.nodeagent.devices.port import DeviceInfo
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.memory import footprint
+from services.nodeagent.suspend.port import CannotSuspend, Target
+from services.nodeagent.suspend.sleep import SleepWay
+from shared.contracts import subjects
+from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
+from shared.errors import EngineFailed
+from tests.integration.enginehost.test_drivers import card_of
+from tests.support.hosted import MIB, Hosts, fake_program
+
+BALLAST_MIB = 200
+
+
+class HostMemoryAsGpu:
+    """`cuda:0` whose memory is what the engine's processes really have in host memory."""
+
+    info = DeviceInfo("cuda:0", "cuda", "host memory", 1 << 40, 1 << 40)
+
+    def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
+        return {pid: footprint([pid]).pss for pid in pids}
+
+    def used_bytes(self, private: int, shared: int) -> int:
+        return private + shared
+
+
+GAUGE = Gauge({"cuda:0": HostMemoryAsGpu()})
+
+
+class Asleep:
+    """A ready engine, and the way that has it sleep."""
+
+    def __init__(self, hosts: Hosts, instance_id: str, pids: tuple[int, ...], levels: tuple[int, ...]) -> None:
+        self.hosts = hosts
+        self.control = subjects.engine_control(instance_id)
+        self.instance_id = instance_id
+        self.target = Target(instance_id, "vllm", ("cuda:0",), pids, hosted=True, sleep_levels=levels)
+        self.way = SleepWay(GAUGE, self._sleep)
+
+    async def _sleep(self, instance_id: str, level: int) -> EngineAsleep:
+        return await self.hosts.mesh.request(subjects.engine_control(instance_id), SleepEngine(level=level), EngineAsleep)
+
+    async def wake(self) -> EngineProbed:
+        await self.way.resume(self.target)
+        return await self.hosts.mesh.request(self.control, WakeEngine(), EngineProbed)
+
+    async def calls(self) -> list[str]:
+        stats = (await self.hosts.other(self.instance_id, "/stats", "GET")).json
+        return [path for _, path, _ in stats["calls"] if path.startswith(("/sleep", "/wake", "/coll"))]
+
+
+async def engine(hosts: Hosts, tmp_path: Path, level: int, *options: str) -> Asleep:
+    program = fake_program(tmp_path, "vllm", "--ballast", str(BALLAST_MIB), *options)
+    start = hosts.host(card_of(tmp_path, "vllm"), device="cuda:0", THAW_VLLM_PYTHON=program)
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    assert report.hosted is not None
+    return Asleep(hosts, start.instance_id, report.hosted.pids, tuple(n for n in report.hosted.sleep_levels if n >= level))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_its_memory_goes_and_comes_back_and_it_says_the_same(hosts: Hosts, tmp_path: Path, level: int) -> None:
+    found = await engine(hosts, tmp_path, level)
+    before = GAUGE.used(found.target)
+    outlook = found.way.outlook(found.target)
+    assert outlook.way == "sleep"
+    assert (outlook.snapshot_bytes > 0) is (level == 1), "level 1 keeps the weights in host memory"
+    taken = await found.way.suspend(found.target)
+    assert taken.freed_bytes > 0.9 * BALLAST_MIB * MIB
+    assert GAUGE.used(found.target) < before - 0.9 * BALLAST_MIB * MIB, "read back"
+    assert (await hosts.whole(found.instance_id, "chat", messages=[])).error is not None, "it takes nothing meanwhile"
+    assert (await found.wake()).same
+    assert GAUGE.used(found.target) > 0.9 * before
+    asked = {
+        1: ["/sleep?level=1", "/wake_up"],
+        2: ["/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"],
+    }
+    assert await found.calls() == asked[level]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_200_that_freed_nothing_is_a_failure_and_says_so(hosts: Hosts, tmp_path: Path, level: int) -> None:
+    found = await engine(hosts, tmp_path, level, "--hoard")
+    with pytest.raises(CannotSuspend, match=r"says that it sleeps, and .* MiB are still in use"):
+        await found.way.suspend(found.target)
+    assert (await found.wake()).same, "it can be brought back"
+    assert (await hosts.whole(found.instance_id, "chat", messages=[])).status == 200
+
+
+async def test_weights_that_are_not_read_again_show_in_the_probe(hosts: Hosts, tmp_path: Path) -> None:
+    found = await engine(hosts, tmp_path, 2, "--no-reload")
+    await found.way.suspend(found.target)
+    with pytest.raises(EngineFailed, match="answers otherwise than before it slept"):
+        await found.wake()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.loader.domain.chunks import CHUNK_BYTES, Chunks, parts
 from services.loader.domain.events import (
     Abandoned,
     Accepted,
     Adopted,
+    ArenaClosed,
     Attach,
     Attached,
+    Brought,
     CancelRun,
+    CloseArena,
     Completed,
     Deny,
     Ended,
@@ -26,6 +29,7 @@ from services.loader.domain.events import (
     Laid,
     Left,
     NodeHeard,
+    OpenArena,
     Prepare,
     Pressed,
     Progressed,
@@ -37,19 +41,19 @@ from services.loader.domain.events import (
     Vacate,
     Vacated,
 )
-from services.loader.domain.state import Stage, State
+from services.loader.domain.state import OnDevice, Stage, State, Until
 from tests.unit.loader.test_decide import ERROR, Played, card
 
 SIZES = {"w1": 2 * CHUNK_BYTES + 100, "w2": CHUNK_BYTES, "w3": 5000, "w4": 3 * CHUNK_BYTES}
 PINNED = "w2"
 CHUNKS = 8
 WEIGHTS = st.sampled_from(sorted(SIZES))
+INSTANCES = st.sampled_from([f"i{n}" for n in range(6)])
+DEVICES = st.sampled_from([None, None, "cuda:0", "cuda:1"])
 
 
 class Shell(RuleBasedStateMachine):
     """Runs and those who give memory back report when and how Hypothesis likes; replies are counted; every chunk's memory is tracked."""
-
-    instances = Bundle("instances")
 
     @initialize(budget=st.integers(0, 6), memory=st.integers(1, 8), ready=st.integers(0, 3))
     def begin(self, budget: int, memory: int, ready: int) -> None:
@@ -67,6 +71,8 @@ class Shell(RuleBasedStateMachine):
         self.told: set[int] = set()
         self.memory: dict[int, int] = {}
         self.records: set[str] = set()
+        self.arenas: dict[int, OpenArena] = {}
+        self.closing: set[int] = set()
         self.epoch = 1
         self.do(Adopted(spare=ready))
 
@@ -88,6 +94,12 @@ class Shell(RuleBasedStateMachine):
                 case Deny():
                     assert effect.run in self.laid
                     self.denied.add(effect.run)
+                case OpenArena():
+                    assert effect.chunks == self.owned[effect.run], "copied from chunks that are another's"
+                    self.arenas[effect.number] = effect
+                case CloseArena():
+                    del self.arenas[effect.number]
+                    self.closing.add(effect.number)
                 case Forget():
                     self.records.discard(effect.weights_id)
                 case Vacate():
@@ -122,6 +134,7 @@ class Shell(RuleBasedStateMachine):
         assert owned in (None, order.chunks)
         assert order.run not in self.running or order.run in self.cancelled, "chunks taken from a run that writes them"
         self.vacating[order.run] = order
+        self.arenas = {n: a for n, a in self.arenas.items() if a.run != order.run}
 
     def number(self, what: str) -> int:
         number = len(self.replies) + 1
@@ -130,21 +143,18 @@ class Shell(RuleBasedStateMachine):
 
     # -- those who ask -------------------------------------------------------------------------------------------------------------
 
-    @rule(target=instances, n=st.integers(0, 5))
-    def instance(self, n: int) -> str:
-        return f"i{n}"
-
-    @rule(i=instances, w=WEIGHTS, old=st.booleans(), background=st.booleans())
-    def prepare(self, i: str, w: str, old: bool, background: bool) -> None:
+    @rule(i=INSTANCES, w=WEIGHTS, old=st.booleans(), background=st.booleans(), device=DEVICES)
+    def prepare(self, i: str, w: str, old: bool, background: bool, device: str | None) -> None:
         number = self.number("prepare")
-        self.do(Prepare(number, i, card(w, pin=w == PINNED), (self.epoch - old) << 32, background=background))
+        self.do(Prepare(number, i, card(w, pin=w == PINNED), (self.epoch - old) << 32, background=background, device=device))
         assert number in self.answered
 
-    @rule(i=instances, w=WEIGHTS, index=st.booleans())
-    def attach(self, i: str, w: str, index: bool) -> None:
-        self.do(Attach(self.number("attach"), i, card(w, pin=w == PINNED), "index" if index else "complete"))
+    @rule(i=INSTANCES, w=WEIGHTS, index=st.booleans(), device=DEVICES)
+    def attach(self, i: str, w: str, index: bool, device: str | None) -> None:
+        until: Until = "index" if index else "complete"
+        self.do(Attach(self.number("attach"), i, card(w, pin=w == PINNED), until, device=device))
 
-    @rule(i=instances)
+    @rule(i=INSTANCES)
     def release(self, i: str) -> None:
         self.do(Release(self.number("release"), i))
         assert self.played.state.held_by(i) is None
@@ -164,11 +174,13 @@ class Shell(RuleBasedStateMachine):
     # -- those who work ------------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), step=st.sampled_from(["lay", "index", "progress", "complete", "complete", "fail", "end"]))
+    @rule(data=st.data(), step=st.sampled_from(["on", "on", "on", "on", "on", "progress", "fail", "end"]))
     def run_reports(self, data: st.DataObject, step: str) -> None:
         run = data.draw(st.sampled_from(sorted(self.running)))
         weights_id = self.running[run]
         size = SIZES[weights_id]
+        if step == "on":
+            step = "lay" if run not in self.laid else "index" if run not in self.indexed else "complete"
         if step == "lay" and run not in self.laid:
             self.laid.add(run)
             self.do(Laid(weights_id, run, size, self.room))
@@ -192,6 +204,19 @@ class Shell(RuleBasedStateMachine):
     def fill(self, run: int, nbytes: int) -> None:
         for chunk, need in zip(self.owned[run], parts(nbytes), strict=False):
             self.memory[chunk] = max(self.memory.get(chunk, 0), need)
+
+    @precondition(lambda self: self.arenas)
+    @rule(data=st.data(), failed=st.booleans())
+    def brought(self, data: st.DataObject, failed: bool) -> None:
+        arena = self.arenas[data.draw(st.sampled_from(sorted(self.arenas)))]
+        self.do(Brought(arena.weights_id, arena.number, failed))
+
+    @precondition(lambda self: self.closing)
+    @rule(data=st.data())
+    def arena_closed(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.closing)))
+        self.closing.remove(number)
+        self.do(ArenaClosed(number, 1))
 
     @precondition(lambda self: self.vacating)
     @rule(data=st.data(), late=st.booleans())
@@ -223,9 +248,11 @@ class Shell(RuleBasedStateMachine):
     def pressed(self, chunks: int) -> None:
         self.do(Pressed(chunks * CHUNK_BYTES))
 
-    @rule()
-    def stop(self) -> None:
-        self.do(Stop())
+    @rule(really=st.integers(0, 19))
+    def stop(self, really: int) -> None:
+        """Rarely: nothing comes after it."""
+        if really == 7:
+            self.do(Stop())
 
     # -- what must hold ------------------------------------------------------------------------------------------------------------
 
@@ -246,7 +273,8 @@ class Shell(RuleBasedStateMachine):
                 case Stage.COMPLETE:
                     assert entry.run in self.owned
                     assert entry.holders
-                    assert not entry.waiters
+                    coming = {d for d, a in entry.arenas.items() if a.stage is OnDevice.COMING}
+                    assert {entry.holders[w.instance_id].device for w in entry.waiters} <= coming
                 case Stage.CACHED:
                     assert entry.run in self.owned
                     assert not entry.holders
@@ -257,6 +285,10 @@ class Shell(RuleBasedStateMachine):
                 case Stage.LEAVING:
                     assert entry.run in self.cancelled or entry.run in self.vacating or entry.run in self.told
                     assert bool(entry.holders) == (entry.again is not None)
+            if entry.stage in (Stage.INDEXED, Stage.COMPLETE, Stage.CACHED):
+                assert set(entry.arenas) == {h.device for h in entry.holders.values()} - {None}
+                assert {a.number for a in entry.arenas.values()} == {n for n, a in self.arenas.items() if a.run == entry.run}
+        assert set(state.closing_arenas) == self.closing
         assert len(held) == len(set(held)), "an instance holds two models"
         assert {*self.owned, *self.running} <= {e.run for e in state.entries.values()}, "memory or a run that nobody knows of"
 
@@ -285,7 +317,10 @@ class Shell(RuleBasedStateMachine):
             return
         for n in range(6):
             self.do(Release(self.number("release"), f"i{n}"))
-        while self.running or self.vacating:
+        while self.running or self.vacating or self.closing:
+            for number in list(self.closing):
+                self.closing.remove(number)
+                self.do(ArenaClosed(number, 1))
             for run in list(self.running):
                 weights_id = self.running.pop(run)
                 self.do(Ended(weights_id, run))

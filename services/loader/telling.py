@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from services.loader.adapters.records import WeightsRecord
@@ -51,6 +52,7 @@ def status(
     return LoaderStatus(
         node=node,
         boot_id=boot_id,
+        pid=os.getpid(),
         segments=tuple(_segment(e, pool, on_devices(e.run)) for e in entries if e.stage is not Stage.CACHED),
         cached=(*cached, *shared.cached),
         dram_bytes=chunks.cached_bytes + chunks.spare_bytes + chunks.leaving_bytes,

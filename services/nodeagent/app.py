@@ -18,6 +18,7 @@ from typing import Any
 from services.nodeagent.devices.inventory import open_devices
 from services.nodeagent.devices.parse import labels
 from services.nodeagent.devices.port import Device, DeviceMissing
+from services.nodeagent.devices.weights import weights_on_gpu
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import NodeState, Policy, Process
@@ -98,7 +99,7 @@ class Nodeagent:
             lambda: self.loop.state,
             self.meter,
             self.timelines,
-            self.keeper.capabilities,
+            lambda: (*(found := self.keeper.capabilities()), *weights_on_gpu({d.info.kind for d in devices.values()}, found)),
         )
         self.performer = Performer(
             Parts(self.mesh, self.launcher, records, self.timelines, self.meter, self.publisher, self.keeper),

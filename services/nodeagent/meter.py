@@ -22,6 +22,7 @@ _GONE_WITHIN_S = 10.0
 class _Segment:
     loaded_bytes: int
     holders: tuple[str, ...]
+    on_devices: Mapping[str, int]
 
 
 class Meter:
@@ -39,6 +40,7 @@ class Meter:
         self._private: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self._segments: dict[str, _Segment] = {}
+        self._loader_pid = 0
         self._oom_kills = [oom_kills()] * 2
 
     def private(self, instance_id: str) -> int:
@@ -46,15 +48,23 @@ class Meter:
         return self._private.get(instance_id, 0)
 
     def weights(self, instance_id: str) -> int:
-        """Bytes of the segments that the instance holds, shared with others or not."""
-        return sum(s.loaded_bytes for s in self._segments.values() if instance_id in s.holders)
+        """Bytes of the segments that the instance holds, shared with others or not: on its GPU what the loader has there, which is none where
+        the engine has a copy of its own."""
+        held = [s for s in self._segments.values() if instance_id in s.holders]
+        gpus = self._gpus(instance_id)
+        if gpus:
+            return sum(s.on_devices.get(device_id, 0) for s in held for device_id in gpus)
+        return sum(s.loaded_bytes for s in held)
 
     def used(self, device_id: str) -> int:
         return self._used.get(device_id, 0)
 
     def loader_said(self, status: LoaderStatus) -> dict[str, int]:
         """Take over what the loader holds; returns the bytes it has loaded so far by holder."""
-        self._segments = {s.weights_id: _Segment(s.loaded_bytes, tuple(map(instance_of, s.holders))) for s in status.segments}
+        self._segments = {
+            s.weights_id: _Segment(s.loaded_bytes, tuple(map(instance_of, s.holders)), s.on_devices) for s in status.segments
+        }
+        self._loader_pid = status.pid
         return {holder: s.loaded_bytes for s in status.segments for holder in s.holders}
 
     async def run(self) -> None:
@@ -113,6 +123,29 @@ class Meter:
             await asyncio.sleep(_GONE_POLL_S)
         self._private.pop(instance.instance_id, None)
         return before
+
+    async def loader_holds(self, instance_id: str) -> int:
+        """Bytes of the instance's GPUs that the loader's process has; all that are in use where NVML knows it by another pid."""
+        pid, total = self._loader_pid, 0
+        for device in self._gpus(instance_id).values():
+            own = await asyncio.to_thread(device.private_bytes, (pid,))
+            total += own.get(pid, 0) or await asyncio.to_thread(device.used_bytes, 0, 0)
+        return total
+
+    async def prove_returned(self, instance_id: str, before: int, nbytes: int) -> bool:
+        """Wait, a bounded time, until `nbytes` fewer than `before` are held. The loader may have taken as much for others meanwhile: then it
+        cannot be told."""
+        deadline = time.monotonic() + _GONE_WITHIN_S
+        while await self.loader_holds(instance_id) > before - nbytes:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_GONE_POLL_S)
+        return True
+
+    def _gpus(self, instance_id: str) -> dict[str, Device]:
+        instance = self._state().instances.get(instance_id)
+        ids = instance.command.device_ids if instance is not None else ()
+        return {d: self._devices[d] for d in ids if d in self._devices and self._devices[d].info.kind == "cuda"}
 
     def forget(self, instance_id: str) -> None:
         self._private.pop(instance_id, None)

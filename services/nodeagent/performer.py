@@ -277,6 +277,7 @@ class Performer:
             return
 
     async def _release(self, instance_id: str) -> None:
+        before = await self._meter.loader_holds(instance_id)
         request = ReleaseWeights(instance_id=instance_id, deadline_ms=5_000)
         try:
             released = await self._ask(subjects.loader_command(self._node), request, WeightsReleased)
@@ -284,7 +285,13 @@ class Performer:
             log.warning("weights not released yet; trying again", extra={"instance": instance_id, "error": error.message})
             self._post(e.ReleaseFailed(instance_id, error.body()))
             return
-        self._post(e.WeightsReleased(instance_id, released.freed_bytes))
+        freed = released.freed_bytes
+        if released.device_bytes:
+            if await self._meter.prove_returned(instance_id, before, released.device_bytes):
+                freed += released.device_bytes
+            else:
+                log.warning("GPU memory that the loader gave back is not seen to be free", extra={"instance": instance_id})
+        self._post(e.WeightsReleased(instance_id, freed))
 
     def _forget(self, instance_id: str) -> None:
         self._records.forget(instance_id)

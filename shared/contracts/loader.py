@@ -158,6 +158,7 @@ class LoaderStatus(Message):
     kind: Literal["loader_status"] = "loader_status"
     node: str
     boot_id: str
+    pid: int = 0
     segments: tuple[SegmentStatus, ...] = ()
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     links: tuple[LinkStatus, ...] = ()

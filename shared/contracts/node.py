@@ -121,7 +121,7 @@ NODE_COMMAND: TypeAdapter[NodeCommand] = TypeAdapter(NodeCommand)
 
 
 class InstanceMemory(Frozen):
-    """Bytes of one instance. `weights` counts shared memory; several instances of one node share it."""
+    """Bytes of one instance. `weights` counts shared memory, or on a GPU what the loader has there; several instances of one node share it."""
 
     weights: int = 0
     private: int = 0

@@ -108,7 +108,15 @@ def send_start(d: Draft, instance: Instance) -> None:
         d.emit(SendResume(sent.node, resume, sent.requested_at, sent.planned_at, d.now > sent.planned_at))
         return
     if not model.card.spec.loads_itself:
-        prepare = PrepareWeights(token=sent.token, instance_id=sent.instance_id, card=model.card, traceparent=sent.traceparent)
+        # Engines of other makes take the weights from host memory.
+        on_gpu = model.card.spec.engine == "builtin" and sent.device_ids[0].startswith("cuda:")
+        prepare = PrepareWeights(
+            token=sent.token,
+            instance_id=sent.instance_id,
+            card=model.card,
+            traceparent=sent.traceparent,
+            device=sent.device_ids[0] if on_gpu else None,
+        )
         d.emit(SendPrepare(sent.node, prepare))
     command = StartInstance(
         token=sent.token,

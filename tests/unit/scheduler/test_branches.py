@@ -94,6 +94,14 @@ def test_3_what_can_never_fit_is_told_at_once(w: World) -> None:
     assert w.state.last_plan_of("big").way == "impossible"  # type: ignore[union-attr]
 
 
+def test_the_loader_is_told_which_gpu_the_builtin_engine_computes_on(w: World) -> None:
+    w.node().devices = ("cuda:0",)
+    w.hear("n1")
+    w.model("a")
+    w.demand("a")
+    assert [s.command.device for s in w.sent(SendPrepare)] == ["cuda:0"]
+
+
 def test_4_one_load_for_many_waiters(w: World) -> None:
     w.node()
     w.model("a")

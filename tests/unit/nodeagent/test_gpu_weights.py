@@ -1,0 +1,98 @@
+"""Weights that the loader has on a GPU, as the nodeagent accounts for them: told, charged once, and read back when they are released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from services.nodeagent import meter as meters
+from services.nodeagent.devices.port import DeviceInfo
+from services.nodeagent.devices.weights import weights_on_gpu
+from services.nodeagent.meter import Meter
+from shared.contracts.loader import LoaderStatus, SegmentStatus
+from shared.contracts.node import WEIGHTS_ON_GPU, Capability
+from tests.unit.nodeagent.world import World
+
+LOADER = 7
+
+
+class Gpu:
+    """`cuda:0` as NVML tells of it; a process without a byte is not listed."""
+
+    info = DeviceInfo("cuda:0", "cuda", "fake", 100, 100)
+
+    def __init__(self) -> None:
+        self.by_pid: dict[int, int] = {}
+        self.used = 0
+        self.readings = 0
+
+    def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
+        self.readings += 1
+        return {p: n for p, n in self.by_pid.items() if p in set(pids)}
+
+    def used_bytes(self, private: int, shared: int) -> int:
+        return self.used
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return Gpu()
+
+
+@pytest.fixture
+def meter(gpu: Gpu) -> Meter:
+    """Of a node with two instances of one model on the GPU and one on the CPU, all of which hold its weights."""
+    world = World("cpu:0", "cuda:0")
+    for name, device in (("a", "cuda:0"), ("b", "cuda:0"), ("c", "cpu:0")):
+        world.ready(name, reserve=20, devices=(device,))
+    found = Meter({"cuda:0": gpu}, lambda: world.state, lambda: None, lambda *_: None)
+    heard(found, {"cuda:0": 40})
+    return found
+
+
+def heard(meter: Meter, on_devices: dict[str, int]) -> None:
+    held = ("a", "b", "c")
+    segment = SegmentStatus(
+        weights_id="w", model="m", segment="s", total_bytes=40, loaded_bytes=30, holders=held, on_devices=on_devices
+    )
+    meter.loader_said(LoaderStatus(node="n", boot_id="l", pid=LOADER, segments=(segment,)))
+
+
+def test_weights_are_charged_where_the_instance_computes(meter: Meter) -> None:
+    assert [meter.weights(i) for i in ("a", "b", "c")] == [40, 40, 30]
+    heard(meter, {})  # the engine has copied them into its own memory, which is measured as that
+    assert [meter.weights(i) for i in ("a", "c")] == [0, 30]
+
+
+async def test_the_loaders_bytes_are_read_back(meter: Meter, gpu: Gpu) -> None:
+    gpu.by_pid = {LOADER: 60}
+    before = await meter.loader_holds("a")
+    assert (before, await meter.loader_holds("c")) == (60, 0)
+    gpu.by_pid[LOADER] = 20
+    assert await meter.prove_returned("a", before, 40)
+
+
+async def test_where_pids_are_others_all_use_counts(meter: Meter, gpu: Gpu) -> None:
+    gpu.used = 90
+    before = await meter.loader_holds("a")
+    gpu.used = 50
+    assert await meter.prove_returned("a", before, 40)
+
+
+async def test_bytes_that_stay_in_use_are_not_taken_for_free(meter: Meter, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "_GONE_WITHIN_S", 0.05)
+    gpu.by_pid = {LOADER: 60}
+    assert not await meter.prove_returned("a", 60, 40)
+    assert gpu.readings > 1
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_engines_that_cuda_may_checkpoint_have_their_weights_to_themselves(*, available: bool) -> None:
+    [told] = weights_on_gpu({"cpu", "cuda"}, [Capability(name="suspend:cuda", available=available)])
+    assert (told.name, told.available) == (WEIGHTS_ON_GPU, not available)
+    assert ("610" in told.reason) is available
+
+
+def test_a_node_without_a_gpu_says_nothing() -> None:
+    assert weights_on_gpu({"cpu"}, [Capability(name="suspend:cpu", available=True)]) == ()

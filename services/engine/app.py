@@ -218,7 +218,7 @@ class Engine:
 
     async def _on_loader(self, status: LoaderStatus) -> None:
         self._weights.loader_heard()
-        if self._owner is not None and status.boot_id != self._owner:
+        if self._owner is not None and (status.stopping or status.boot_id != self._owner):
             self._owner_gone.set()
         for segment in status.segments:
             if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
@@ -229,7 +229,7 @@ class Engine:
         self._serving.abandon()
         if self._owner_gone.is_set() and not self._mesh.lost.is_set():
             await self._serving.flush()
-            return await self._fail(EngineFailed("the loader that owned the weights' GPU memory has gone; start again"))
+            return await self._fail(EngineFailed("the loader that owns the weights' GPU memory has ended; start again"))
         if status or not self._connected:
             log.error("left without NATS")
             return status

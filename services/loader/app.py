@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 
+from nats.errors import Error as NatsError
 from pydantic import TypeAdapter
 
 from services.loader.adapters.records import Records
@@ -38,6 +39,7 @@ from shared.errors import Conflict
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
+_WARN_WITHIN_S = 2
 _BETWEEN_STATUSES_S = 0.05
 """Changes within this time share one status."""
 
@@ -113,6 +115,7 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
         broadcast = tasks.create_task(_broadcast(mesh, loader, sharing, subject), name="broadcast")
         await _first(stop, mesh.lost)
         broadcast.cancel()
+    await _warn_engines(mesh, subject, loader.status(await asyncio.to_thread(sharing.status)))
     await loader.stop()
     await commands.stop()
     await files.stop()
@@ -121,6 +124,15 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
     await mesh.publish(subject, loader.status(await asyncio.to_thread(sharing.status)))
     await mesh.stop()
     return 0
+
+
+async def _warn_engines(mesh: Mesh, subject: str, status: LoaderStatus) -> None:
+    """Have engines on GPU memory of this loader's end before that memory does. One that does not hear it does so with the next loader."""
+    if mesh.lost.is_set() or not any(s.on_devices for s in status.segments):
+        return
+    with contextlib.suppress(NatsError, TimeoutError):
+        await mesh.publish(subject, status.model_copy(update={"stopping": True}))
+        await mesh.nc.flush(timeout=_WARN_WITHIN_S)
 
 
 def pool_bytes() -> int:

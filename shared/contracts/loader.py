@@ -159,6 +159,7 @@ class LoaderStatus(Message):
     node: str
     boot_id: str
     pid: int = 0
+    stopping: bool = Field(default=False, description="It is about to end, and what it has on devices with it.")
     segments: tuple[SegmentStatus, ...] = ()
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     links: tuple[LinkStatus, ...] = ()

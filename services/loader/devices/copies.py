@@ -69,6 +69,8 @@ class Copies:
             self._pin(source.region, offset, nbytes)
         with self._lock:
             source.ranges.append((offset, nbytes))
+            if source.copies:  # one may have come meanwhile; what is locked already costs nothing
+                self._pin(source.region, offset, nbytes)
             arenas = [c.arena for c in source.copies if c.arena is not None and not c.closing]
             for arena in arenas:  # within the lock: an arena that is opened meanwhile gets every range once
                 self._fill(source.region, arena, offset, nbytes)
@@ -181,6 +183,7 @@ class Copies:
             with self._lock:
                 copy.arena = arena
                 for offset, nbytes in source.ranges:
+                    self._pin(region, offset, nbytes)
                     self._fill(region, arena, offset, nbytes)
             copy.handle = arena.handle()
         return arena

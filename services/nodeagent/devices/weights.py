@@ -21,7 +21,7 @@ def weights_on_gpu(kinds: Iterable[str], found: Iterable[Capability]) -> tuple[C
     if any(c.name == "suspend:cuda" and c.available for c in found):
         why = (
             "engines here can be suspended by CUDA checkpoint, which takes along only memory of their own (and fails with the loader's before "
-            f"driver {LEAST_DRIVER}); THAW_SUSPEND=off shares weights instead"
+            f"driver {LEAST_DRIVER}); THAW_SUSPEND=off or sleep shares weights instead"
         )
         return (Capability(name=WEIGHTS_ON_GPU, available=False, reason=why),)
     return (Capability(name=WEIGHTS_ON_GPU, available=True),)

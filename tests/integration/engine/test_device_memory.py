@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from shared.contracts import subjects
 from shared.contracts.base import Message
@@ -32,8 +35,9 @@ class GpuLoader(FakeLoader):
         return found.model_copy(update={"handle": handle, "boot_id": "first"})
 
 
+@pytest.mark.parametrize("gone", [{"boot_id": "second"}, {"boot_id": "first", "stopping": True}], ids=["restarted", "stopping"])
 async def test_it_serves_from_the_loaders_memory_and_fails_with_its_loader(
-    mesh: Mesh, engines: Engines, demo_directory: Path
+    mesh: Mesh, engines: Engines, demo_directory: Path, gone: dict[str, Any]
 ) -> None:
     loader = GpuLoader(mesh, engines.node)
     await loader.start()
@@ -46,7 +50,7 @@ async def test_it_serves_from_the_loaders_memory_and_fails_with_its_loader(
         assert isinstance(await stream.last(), InferFinished)
         status = subjects.loader_status(engines.node)
         await mesh.publish(status, LoaderStatus(node=engines.node, boot_id="first"))
-        await mesh.publish(status, LoaderStatus(node=engines.node, boot_id="second"))
+        await mesh.publish(status, LoaderStatus(node=engines.node, **gone))
         report = await engines.reported(start.instance_id, lambda r: r.state == "failed")
         assert report.error is not None
         assert "loader" in report.error.message

@@ -80,15 +80,20 @@ class Agent:
     snapshot_budget: int = 0
     devices: tuple[str, ...] = ("cpu:0",)
 
-    @property
-    def reserved(self) -> int:
-        return sum(r.reserved for r in self.instances.values())
+    def reserved(self, device_id: str) -> int:
+        """On that device: each instance's bytes lie evenly on its devices."""
+        on_it = (r for r in self.instances.values() if device_id in r.command.device_ids)
+        return sum(r.reserved // len(r.command.device_ids) for r in on_it)
+
+    def fits(self, command: StartInstance, more: int) -> bool:
+        each = more // len(command.device_ids)
+        return all(self.reserved(d) + each <= self.budget for d in command.device_ids)
 
     def start(self, command: StartInstance) -> ErrorBody | None:
         if command.token < self.highest:
             return StaleToken().body()
         self.highest = command.token
-        assert self.reserved + command.reserve_bytes <= self.budget, "the scheduler booked more than there is"
+        assert self.fits(command, command.reserve_bytes), "the scheduler booked more than there is"
         self.instances.setdefault(command.instance_id, Running(command))
         return None
 
@@ -122,7 +127,7 @@ class Agent:
         if r is None or not r.state.parked:
             return NotFound(f"{effect.command.instance_id} is not here").body()
         more = r.suspension.need_bytes - r.left
-        if self.reserved + more > self.budget:
+        if not self.fits(r.command, more):
             return InsufficientMemory("no room", should_retry=True).body()
         r.state = InstanceState.RESUMING
         return None
@@ -141,7 +146,8 @@ class Agent:
             boot_id=self.boot,
             seq=self.seq,
             devices=tuple(
-                DeviceStatus(device_id=d, kind="cpu", budget_bytes=self.budget, reserved_bytes=self.reserved) for d in self.devices
+                DeviceStatus(device_id=d, kind="cpu", budget_bytes=self.budget, reserved_bytes=self.reserved(d))
+                for d in self.devices
             ),
             instances=tuple(_status(r, now) for r in self.instances.values()),
             capabilities=self.capabilities,

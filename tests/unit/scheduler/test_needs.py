@@ -1,0 +1,117 @@
+"""What is booked for a start once an engine has been measured; and what lies on each of several devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.domain.booking import booking
+from services.scheduler.domain.effects import SendResume
+from shared.contracts.node import InstanceState
+from shared.sizing import need_of
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import Running, World
+
+
+@pytest.fixture
+def w() -> World:
+    return World()
+
+
+def measured(w: World, model: str, nbytes: int) -> Running:
+    """One instance of the model, suspended, of which its node has measured that it needs so much; then it is gone."""
+    running = w.up(model)
+    w.suspendable(running)
+    running.suspension = running.suspension.model_copy(update={"need_bytes": nbytes})
+    w.sleep(model)
+    w.finish_stops()
+    running.stopped = True
+    running.state = InstanceState.STOPPED
+    w.hear()
+    return running
+
+
+def hosted(w: World, **more: object) -> int:
+    """A model of vLLM's; what it is configured to need."""
+    w.model("a", engine="vllm", **more)
+    return need_of(w.state.models["a"].card).total
+
+
+def test_the_next_start_books_what_was_measured(w: World) -> None:
+    w.node(budget=8000 * MIB)
+    configured = hosted(w)
+    measured(w, "a", configured - 2000 * MIB)
+    w.demand("a")
+    assert [e.command.reserve_bytes for e in w.starts("a")] == [configured, configured - 2000 * MIB]
+
+
+def test_more_than_configured_counts_too(w: World) -> None:
+    w.node(budget=8000 * MIB)
+    configured = hosted(w)
+    measured(w, "a", configured + 500 * MIB)
+    w.demand("a")
+    assert w.starts("a")[-1].command.reserve_bytes == configured + 500 * MIB
+
+
+def test_weights_and_cache_are_never_booked_below_their_size(w: World) -> None:
+    w.node(budget=8000 * MIB)
+    hosted(w)
+    measured(w, "a", 1 * MIB)
+    w.demand("a")
+    need = need_of(w.state.models["a"].card)
+    assert w.starts("a")[-1].command.reserve_bytes == need.weights + need.kv
+
+
+def test_another_generation_and_the_builtin_engine_are_reckoned(w: World) -> None:
+    w.node(budget=8000 * MIB)
+    hosted(w)
+    measured(w, "a", 1 * MIB)
+    configured = hosted(w, max_concurrency=1)
+    w.demand("a")
+    assert w.starts("a")[-1].command.reserve_bytes == configured
+    w.model("b")
+    measured(w, "b", 1 * MIB)
+    w.demand("b")
+    assert w.starts("b")[-1].command.reserve_bytes == need_of(w.state.models["b"].card).total
+
+
+def over_two(w: World, need: int) -> Running:
+    """A suspended instance that lies on two devices, evenly."""
+    agent = w.node(budget=400 * MIB)
+    agent.devices = ("cpu:0", "cpu:1")
+    w.hear()
+    w.model("a")
+    running = w.up("a")
+    running.command = running.command.model_copy(update={"device_ids": ("cpu:0", "cpu:1"), "reserve_bytes": need})
+    for i in list(w.state.instances):
+        del w.state.instances[i]
+    for index in (w.state.by_model, w.state.by_node, w.state.by_device):
+        index.clear()
+    w.suspendable(running)
+    w.sleep("a")
+    w.finish_stops()
+    assert running.state is InstanceState.SUSPENDED
+    return running
+
+
+def test_each_device_holds_its_share(w: World) -> None:
+    running = over_two(w, 600 * MIB)
+    w.demand("a")
+    assert running.state is InstanceState.RESUMING, "300 MiB on each of two devices of 400"
+    plan = w.state.last_plan_of("a")
+    assert plan is not None
+    assert plan.chosen is not None
+    assert plan.chosen.device_ids == ("cpu:0", "cpu:1")
+    assert plan.chosen.needed_bytes == 300 * MIB
+    assert [booking(w.state, "n1", d).held for d in ("cpu:0", "cpu:1")] == [300 * MIB, 300 * MIB]
+
+
+def test_it_waits_until_the_last_of_its_devices_has_room(w: World) -> None:
+    running = over_two(w, 600 * MIB)
+    w.model("b", pin=True)
+    w.demand("b")
+    w.get_ready("b")
+    w.demand("b", 0)
+    (b,) = w.state.of_model("b")
+    w.demand("a")
+    assert not w.sent(SendResume), f"{b.device_ids} is taken, though the other one is free"
+    assert running.state is InstanceState.SUSPENDED

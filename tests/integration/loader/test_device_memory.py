@@ -9,6 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from services.loader import app
+from services.loader.adapters.shm import SHM
 from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
 from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
@@ -67,6 +68,7 @@ async def test_engines_are_warned_before_the_memory_goes(
     [warned] = [s for s in heard if s.stopping]
     assert warned.boot_id == found.boot_id
     assert warned.segments[0].on_devices == {"cuda:0": found.total_bytes}
-    assert driver.memory == driver.pinned == {}
+    assert driver.memory == {}
+    assert driver.pinned == {}
     await mesh.stop()
-    app.PoolMemory(found.segment, 1 << 24, keep=True).close(unlink=True)
+    (SHM / found.segment).unlink()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.scheduler.domain.booking import booking
@@ -30,7 +32,7 @@ def measured(w: World, model: str, nbytes: int) -> Running:
     return running
 
 
-def hosted(w: World, **more: object) -> int:
+def hosted(w: World, **more: Any) -> int:
     """A model of vLLM's; what it is configured to need."""
     w.model("a", engine="vllm", **more)
     return need_of(w.state.models["a"].card).total

@@ -89,7 +89,7 @@ def requests_first(state: ClusterState, now: float, policy: Policy) -> str:
     """Why nothing is started for parking now, whatever the room; empty if something may be."""
     if now - state.recovered_at < policy.demand_settle:
         return "the scheduler has just begun"
-    if any(m.waiting for m in state.demand.values()) or any(w.kind == "wake" for w in state.waiters.values()) or state.unmet:
+    if any(m.waiting for m in state.demand.values()) or any(w.kind == "wake" for w in state.waiters.values()):
         return "requests come first"
     if any(i.state.starting and i.trigger != TRIGGER for i in state.instances.values()):
         return "starts that somebody waits for come first"

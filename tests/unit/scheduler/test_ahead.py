@@ -301,6 +301,18 @@ def test_told_to_sleep_it_stays_told(w: World) -> None:
     assert seen(w, "a").state == "parked"
 
 
+def test_a_floor_that_never_fits_holds_nobody_up(w: World) -> None:
+    able(w, 400 * MIB)
+    w.model("pinned", 10 * MIB, pin=True)
+    w.up("pinned")
+    w.model("kept", 100 * MIB, replicas={"min": 1, "max": 1})
+    w.tick(1)
+    assert "kept" in w.state.unmet
+    w.model("a", 1 * MIB, park=True, engine_args={"kv_cache_bytes": MIB}, memory=20 * MIB)
+    w.tick(1)
+    assert w.starts("a")
+
+
 def test_none_at_once_means_none() -> None:
     w = World(policy=Policy(park_at_once=0))
     able(w)

@@ -14,7 +14,7 @@ from services.scheduler.domain.events import Recovered
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.retire import must_leave
 from services.scheduler.domain.state import ClusterState, Put, apply
-from shared.contracts.node import InstanceState
+from shared.contracts.node import Capability, InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
@@ -40,8 +40,11 @@ class Cluster(RuleBasedStateMachine):
     def begin(self) -> None:
         self.w.node("n1", 700 * MIB)
         self.w.node("n2", 400 * MIB)
+        for agent in self.w.agents.values():
+            agent.capabilities, agent.snapshot_budget = (Capability(name="suspend:cpu", available=True),), 10_000 * MIB
         for n in NAMES:
-            self.w.model(n, pin=n == "pinned", keep_alive=20, replicas={"min": 0, "max": 2 if n == "many" else 1})
+            replicas = {"min": 0, "max": 2 if n == "many" else 1}
+            self.w.model(n, pin=n == "pinned", park=n in NAMES[:2], keep_alive=20, replicas=replicas)
 
     def speakers(self) -> tuple[str, ...]:
         return tuple(n for n in NODES if n not in self.silent)

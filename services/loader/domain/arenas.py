@@ -56,6 +56,14 @@ def awaited(state: State, instance_id: str, reply: int, cached: int) -> State | 
     return replace(state, closing_arenas={**state.closing_arenas, number: waiting})
 
 
+def abandoned(state: State, reply: int) -> State:
+    """Without the release `reply` among those that wait."""
+    if not any(r == reply for c in state.closing_arenas.values() for r, _ in c.replies):
+        return state
+    left = {n: replace(c, replies=tuple(x for x in c.replies if x[0] != reply)) for n, c in state.closing_arenas.items()}
+    return replace(state, closing_arenas=left)
+
+
 def on_closed(state: State, event: ArenaClosed) -> Decision:
     before = state.closing_arenas.get(event.number)
     left = {n: c for n, c in state.closing_arenas.items() if n != event.number}

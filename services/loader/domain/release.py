@@ -81,6 +81,7 @@ def _unheld(state: State, entry: Entry, instance_id: str) -> Decision:
 
 
 def abandoned(state: State, reply: int) -> State:
+    state = arenas.abandoned(state, reply)
     for entry in state.entries.values():
         if reply in entry.releases or any(w.reply == reply for w in entry.waiters):
             waiters = tuple(w for w in entry.waiters if w.reply != reply)

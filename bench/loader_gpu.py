@@ -39,8 +39,9 @@ from services.loader.devices.cuda_runtime import load_cuda
 from services.loader.devices.curve import elbow
 from services.loader.devices.driver import CudaDriver, DeviceFacts
 from services.loader.devices.pinning import Pins
-from services.loader.devices.port import DeviceFailed, DeviceMissing, Place
+from services.loader.devices.port import DeviceFailed, Place
 from services.loader.devices.probe import measure
+from shared.errors import DeviceMissing
 from thaw.config.units import parse_size
 
 CHUNK = 16 * 1024 * 1024

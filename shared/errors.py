@@ -178,6 +178,12 @@ class EngineFailed(ThawError):
     code = "engine_failed"
 
 
+class DeviceMissing(ThawError):
+    """A device that was asked for is not there."""
+
+    code = "device_missing"
+
+
 class Unavailable(ThawError):
     """A part of the mesh that this needs is not there now."""
 

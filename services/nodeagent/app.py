@@ -17,7 +17,7 @@ from typing import Any
 
 from services.nodeagent.devices.inventory import open_devices
 from services.nodeagent.devices.parse import labels
-from services.nodeagent.devices.port import Device, DeviceMissing
+from services.nodeagent.devices.port import Device
 from services.nodeagent.devices.weights import weights_on_gpu
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
@@ -41,6 +41,7 @@ from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, StartInstance, StatusWanted, SuspendInstance
+from shared.errors import DeviceMissing
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)

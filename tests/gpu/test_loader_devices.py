@@ -12,9 +12,9 @@ import pytest
 
 from services.loader.devices.cuda import CudaArena, CudaDevice
 from services.loader.devices.cuda_runtime import CudaRuntime, load_cuda
-from services.loader.devices.port import Arena, Device, DeviceMissing, Place
+from services.loader.devices.port import Arena, Device, Place
 from services.loader.devices.probe import measure
-from shared.errors import InsufficientMemory
+from shared.errors import DeviceMissing, InsufficientMemory
 from tests.unit.loader.devices.behaviour import PAGE, SEGMENT, DeviceBehaviour, Host
 
 pytestmark = pytest.mark.gpu

@@ -9,12 +9,12 @@ import pytest
 from pydantic import SecretStr
 
 from services.loader.devices.cuda_runtime import CudaRuntime, load_cuda
-from services.loader.devices.port import DeviceMissing
 from shared.contracts import subjects
 from shared.contracts.loader import AttachWeights, ReleaseWeights, WeightsAttached, WeightsReleased
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
 from shared.contracts.segment import CudaIpcHandle
+from shared.errors import DeviceMissing
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.integration.loader.conftest import Client, LoaderProcess

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from nats.aio.msg import Msg
 
 from shared.contracts import subjects
@@ -40,6 +41,10 @@ class ZygoteProcess:
         return ZygoteClient(reader, writer)
 
     def close(self) -> None:
+        """Ends the zygote and the engines that a test has left: they would outlive it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for engine in psutil.Process(self.process.pid).children():
+                engine.kill()
         self.process.terminate()
         self.process.wait(10)
         if self.process.stdout is not None:

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 from services.loader.devices.driver import IPC_HANDLE_BYTES, DeviceFacts, Event, Stream
-from services.loader.devices.port import DeviceFailed, DeviceMissing
-from shared.errors import InsufficientMemory
+from services.loader.devices.port import DeviceFailed
+from shared.errors import DeviceMissing, InsufficientMemory
 
 _BUS_ID_CHARS = 32
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from services.loader.devices.cuda import CudaDevice
 from services.loader.devices.driver import CudaDriver, DeviceFacts
 from services.loader.devices.pinning import Pins
-from services.loader.devices.port import DeviceMissing
-from shared.errors import ThawError
+from shared.errors import DeviceMissing, ThawError
 
 log = logging.getLogger(__name__)
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))

@@ -23,12 +23,6 @@ from shared.contracts.segment import ArenaHandle, Extent
 from shared.errors import ThawError
 
 
-class DeviceMissing(ThawError):
-    """A device that was asked for is not there."""
-
-    code = "device_missing"
-
-
 class DeviceFailed(ThawError):
     """A call to the device's driver failed."""
 

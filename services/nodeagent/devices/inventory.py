@@ -9,9 +9,10 @@ from pathlib import Path
 from services.nodeagent.devices.cpu import CpuDevice, available_bytes
 from services.nodeagent.devices.cuda import CudaDevice, load_nvml
 from services.nodeagent.devices.parse import WantedDevice, parse_bytes, parse_devices
-from services.nodeagent.devices.port import Device, DeviceMissing
+from services.nodeagent.devices.port import Device
 from services.nodeagent.settings import NodeagentSettings
 from shared.contracts.node import DeviceStatus
+from shared.errors import DeviceMissing
 
 log = logging.getLogger(__name__)
 

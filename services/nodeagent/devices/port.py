@@ -6,14 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from shared.errors import ThawError
-
-
-class DeviceMissing(ThawError):
-    """A device that was asked for is not there."""
-
-    code = "device_missing"
-
 
 @dataclass(frozen=True)
 class DeviceInfo:

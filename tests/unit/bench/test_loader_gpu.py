@@ -8,7 +8,8 @@ import pytest
 
 from bench import loader_gpu
 from bench.loader_gpu import CHUNK, NO_DEVICE, Bench, disk_file, figures_of, main
-from services.loader.devices.port import DeviceFailed, DeviceMissing
+from services.loader.devices.port import DeviceFailed
+from shared.errors import DeviceMissing
 from tests.unit.loader.devices.fake_driver import FakeDriver
 
 

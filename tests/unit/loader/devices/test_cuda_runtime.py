@@ -12,7 +12,8 @@ import pytest
 
 from services.loader.devices.cuda_runtime import CudaRuntime, load_cuda
 from services.loader.devices.driver import Event, Stream
-from services.loader.devices.port import DeviceFailed, DeviceMissing
+from services.loader.devices.port import DeviceFailed
+from shared.errors import DeviceMissing
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """From this host's files into the pool, as fast as the disk goes: large pieces, several threads, no copy through the page cache.
 
-Each piece is taken from the page cache as far as it is there (`RWF_NOWAIT`), through a buffer that stays in the CPU's cache: written from
-there, the segment's new pages are not zeroed first. The rest is read by O_DIRECT straight into the chunk, whose pages were allocated just
-before. Files start on pages of the segment, so file offset, memory address and length are aligned alike; only a file's last, partial page
-goes through a buffered read. File systems that refuse O_DIRECT are read buffered, and that is logged once.
+A piece of which the page cache holds half or more is taken from there as far as it goes (`RWF_NOWAIT`), through a buffer that stays in the
+CPU's cache: written from there, the segment's new pages are not zeroed first. The rest is read by O_DIRECT straight into the chunk, whose
+pages were allocated just before. Files start on pages of the segment, so file offset, memory address and length are aligned alike; only a
+file's last, partial page goes through a buffered read. File systems that refuse O_DIRECT are read buffered, and that is logged once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.loader.adapters.page_cache import cached_bytes
 from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.checkpoint import WeightFile
 from services.loader.format.segment import Place
@@ -150,7 +151,7 @@ class FilesReader:
 def _read_piece(file: _File, piece: Piece, region: Region, buffer: memoryview, options: ReadOptions) -> ReadStats:
     fd, direct = file.open()
     began = time.perf_counter()
-    resident = _resident(fd, piece, region, buffer)
+    resident = _resident(fd, piece, region, buffer) if direct < 0 or _worth_copying(fd, piece) else 0
     copied = time.perf_counter()
     # Back to the page: a direct read may start nowhere else.
     done = resident if resident == piece.length else resident // PAGE * PAGE
@@ -174,6 +175,12 @@ def _pread(fd: int, into: memoryview, start: int, end: int, offset: int, flags: 
         start:end
     ] as part:  # released even while an error's traceback still refers to it, or the segment could not be unmapped
         return os.preadv(fd, [part], offset + start, flags)
+
+
+def _worth_copying(fd: int, piece: Piece) -> bool:
+    """Whether the page cache holds so much of the piece that reading it past the cache would be a waste, as far as the kernel tells."""
+    cached = cached_bytes(fd, piece.offset, piece.length)
+    return cached is None or 2 * cached >= piece.length
 
 
 def _resident(fd: int, piece: Piece, region: Region, buffer: memoryview) -> int:

@@ -1,0 +1,43 @@
+"""What of a file the page cache holds, asked without a side effect: a read that must not wait (`RWF_NOWAIT`) begins a read-ahead where
+nothing is cached, and those bytes then come from the disk twice."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+from shared.contracts.segment import PAGE
+
+_CACHESTAT = 451
+"""Linux 6.5, the same number on every architecture."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Stat(ctypes.Structure):
+    _fields_ = (
+        ("cached", ctypes.c_uint64),
+        ("dirty", ctypes.c_uint64),
+        ("writeback", ctypes.c_uint64),
+        ("evicted", ctypes.c_uint64),
+        ("recently_evicted", ctypes.c_uint64),
+    )
+
+
+def cached_bytes(fd: int, offset: int, length: int) -> int | None:
+    """Bytes of that range of the file that are in the page cache, in whole pages; None where the kernel does not tell. Raises `OSError`."""
+    asked, told = _Range(offset, length), _Stat()
+    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(told), 0) == 0:
+        return int(told.cached) * PAGE
+    code = ctypes.get_errno()
+    if code in (
+        errno.ENOSYS,
+        errno.EOPNOTSUPP,
+        errno.EPERM,
+    ):  # an older kernel; a file system without it; a filter that does not know it
+        return None
+    raise OSError(code, os.strerror(code))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -155,7 +154,9 @@ async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:
     # Held still, as by a freezer: nobody asks it anything meanwhile.
     process = psutil.Process(report.hosted.pids[0])
     process.suspend()
-    await asyncio.sleep(0.5)
+    heard = len(hosts.reports[start.instance_id])
+    # Two more reports: a second at least, in which ten probes would have been due.
+    await hosts.reported(start.instance_id, lambda r: len(hosts.reports[start.instance_id]) > heard + 1)
     process.resume()
     probed = await hosts.mesh.request(control, WakeEngine(), EngineProbed)
     assert probed.same

@@ -23,7 +23,7 @@ def test_no_gpu_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_every_figure_and_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_gpu, "run_fio", lambda files: (1e9, 0.1))
+    monkeypatch.setattr(loader_gpu, "run_fio", lambda files, block, depth: (1e9, 0.1))
     driver = FakeDriver(2)
     bench = Bench(driver, [driver.facts(n) for n in (0, 1)], CHUNK + 4096, 1024 * 1024)
     with disk_file(tmp_path, bench) as file:

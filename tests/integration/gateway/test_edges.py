@@ -224,7 +224,7 @@ async def test_the_admin_api_asks_the_scheduler(gateway: Served, node: FakeNode)
     views: list[httpx.Response] = []
 
     async def answered() -> bool:
-        """The server may take a moment to tell one connection of another's subscription."""
+        """Seen: nobody is heard for a moment after the flush. Why is not known."""
         views.append(await gateway.http.get("/admin/v1/cluster"))
         assert views[-1].status_code in (200, 503), views[-1].text
         return views[-1].status_code == 200

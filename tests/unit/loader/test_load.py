@@ -136,9 +136,9 @@ def test_the_watermark_grows_to_the_end(tmp_path: Path, name: str) -> None:
         with (SHM / name).open("rb") as file:
             seen.append((watermark, os.lseek(file.fileno(), 0, os.SEEK_HOLE)))
 
-    report = load_segment(tmp_path, name, on_loaded=look)
+    report = load_segment(tmp_path, name, ReadOptions(chunk_bytes=1 << 20), on_loaded=look)
     assert max(seen)[0] == report.total_bytes
-    assert len({watermark for watermark, _ in seen}) >= 3, "the head, what came before the end, and the end"
+    assert len({watermark for watermark, _ in seen}) > 3
     assert all(there >= watermark for watermark, there in seen)
     assert_same(name, weights)
 

@@ -43,7 +43,7 @@ from shared.contracts.engine import (
 from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, ThawError
+from shared.errors import EngineFailed, ThawError, UnsupportedParameter
 from shared.messaging import Mesh
 from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
@@ -214,6 +214,8 @@ class Engine:
                 return await self._suspension.wake()
             case ProbeEngine():
                 return await self._suspension.probe()
+            case _:
+                raise UnsupportedParameter(f"this engine does not know {command.kind}")
         return Done()
 
     async def _on_loader(self, status: LoaderStatus) -> None:

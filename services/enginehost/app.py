@@ -36,7 +36,7 @@ from shared.contracts.engine import (
 from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, ThawError
+from shared.errors import EngineFailed, ThawError, UnsupportedParameter
 from shared.messaging import Mesh
 from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
@@ -215,6 +215,8 @@ class Host:
                 async with self._control_lock:
                     same, took_ms = await self._engine.probe()
                     return EngineProbed(same=same, took_ms=took_ms)
+            case _:
+                raise UnsupportedParameter(f"this engine does not know {command.kind}")
         return Done()
 
     async def _sleep(self, level: int) -> Message:

@@ -34,10 +34,12 @@ from shared.contracts.admin import (
     AdminRequest,
     ChangeNode,
     ExplainPlan,
+    Migrate,
     PlanExplained,
     RemoveModel,
     SleepModel,
     ViewCluster,
+    ViewMigrations,
     WakeModel,
 )
 from shared.contracts.base import ErrorBody, Message
@@ -137,6 +139,8 @@ class Handlers:
                 return await self._ask(lambda w: ChangeNodeAsked(at, w, node, action))
             case ExplainPlan():
                 return await self._explain(request)
+            case Migrate() | ViewMigrations():
+                raise Unavailable("this mesh has no migrator yet", should_retry=False)
             case ViewCluster():
                 return view(self._loop.state, self._name, at, self._policy)
 

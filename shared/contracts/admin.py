@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import Frozen, Message, Request
+from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceStatus
 from shared.contracts.plans import PlanRecord
@@ -132,7 +133,35 @@ class ClusterView(Message):
     nodes: tuple[NodeView, ...] = ()
 
 
+class Migrate(Request):
+    """Move a running request, or everything that an instance serves, to a ready instance of the same model on `node` (`device`), which is started
+    there if there is none; without `node` the scheduler chooses. Answered with `MigrationsViewed`: at the end with `wait`, else once it is
+    ordered."""
+
+    DEADLINE_MS: ClassVar[int] = 600_000
+    kind: Literal["migrate"] = "migrate"
+    request_id: str | None = None
+    instance_id: str | None = None
+    node: str | None = None
+    device: str | None = None
+    wait: bool = True
+
+
+class ViewMigrations(Request):
+    """Those under way, and those of the last hour, the latest first."""
+
+    kind: Literal["view_migrations"] = "view_migrations"
+    migration_id: str | None = None
+    limit: int = Field(default=50, gt=0, le=1000)
+
+
+class MigrationsViewed(Message):
+    kind: Literal["migrations"] = "migrations"
+    migrations: tuple[MigrationRecord, ...] = ()
+
+
 AdminRequest = Annotated[
-    AddModels | RemoveModel | WakeModel | SleepModel | ExplainPlan | ChangeNode | ViewCluster, Field(discriminator="kind")
+    AddModels | RemoveModel | WakeModel | SleepModel | ExplainPlan | ChangeNode | ViewCluster | Migrate | ViewMigrations,
+    Field(discriminator="kind"),
 ]
 ADMIN_REQUEST: TypeAdapter[AdminRequest] = TypeAdapter(AdminRequest)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.contracts import admin, base, demand, engine, inference, loader, node, subjects, traces
+from shared.contracts import admin, base, demand, engine, inference, loader, migration, node, subjects, traces
 from shared.contracts.base import Message
 
 
@@ -47,6 +47,8 @@ CHANNELS: tuple[Channel, ...] = (
             admin.ExplainPlan,
             admin.ChangeNode,
             admin.ViewCluster,
+            admin.Migrate,
+            admin.ViewMigrations,
         ),
         (
             admin.ModelsAdded,
@@ -54,6 +56,7 @@ CHANNELS: tuple[Channel, ...] = (
             admin.ModelAsleep,
             admin.PlanExplained,
             admin.ClusterView,
+            admin.MigrationsViewed,
             base.Done,
             base.Failure,
         ),
@@ -116,7 +119,7 @@ CHANNELS: tuple[Channel, ...] = (
         "engineControl",
         f"{_P}.engine.{{instance}}.control",
         "engine",
-        "Ping, drain, cancel, drop an adapter; sleep, wake and probe a hosted engine.",
+        "Ping, drain, cancel, drop an adapter; sleep, wake and probe a hosted engine; what it serves, and taking it elsewhere.",
         (
             engine.PingEngine,
             engine.DrainEngine,
@@ -125,8 +128,22 @@ CHANNELS: tuple[Channel, ...] = (
             engine.SleepEngine,
             engine.WakeEngine,
             engine.ProbeEngine,
+            migration.ListRequests,
+            migration.ReadTokens,
+            migration.PrepareResume,
+            migration.ForgetResume,
+            migration.YieldInfer,
         ),
-        (engine.EngineReport, engine.EngineAsleep, engine.EngineProbed, base.Done, base.Failure),
+        (
+            engine.EngineReport,
+            engine.EngineAsleep,
+            engine.EngineProbed,
+            migration.RequestsListed,
+            migration.TokensRead,
+            migration.ResumePrepared,
+            base.Done,
+            base.Failure,
+        ),
     ),
     Channel(
         "replies",
@@ -142,8 +159,24 @@ CHANNELS: tuple[Channel, ...] = (
             inference.InferData,
             inference.InferEnd,
             inference.InferRaw,
+            inference.InferYielded,
             inference.InferFailed,
         ),
+    ),
+    Channel(
+        "gatewayControl",
+        f"{_P}.gateway.{{gateway}}.control",
+        "gateway",
+        "Go on with a running request on another instance.",
+        (migration.MoveRequest,),
+        (migration.RequestMoved, base.Failure),
+    ),
+    Channel(
+        "migrations",
+        f"$KV.{subjects.MIGRATIONS_BUCKET}.{{migration}}",
+        "migrator, scheduler",
+        "Orders to move requests and how far they are, written with compare-and-set by the scheduler first and then by whoever has the lease.",
+        (migration.MigrationRecord,),
     ),
     Channel(
         "requestTrace",

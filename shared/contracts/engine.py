@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import ErrorBody, Frozen, Message, Request
 from shared.contracts.inference import CancelInfer
+from shared.contracts.migration import ForgetResume, ListRequests, PrepareResume, ReadTokens, YieldInfer
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 
@@ -166,6 +167,18 @@ class DropAdapter(Request):
 
 
 EngineControl = Annotated[
-    PingEngine | DrainEngine | CancelInfer | DropAdapter | SleepEngine | WakeEngine | ProbeEngine, Field(discriminator="kind")
+    PingEngine
+    | DrainEngine
+    | CancelInfer
+    | DropAdapter
+    | SleepEngine
+    | WakeEngine
+    | ProbeEngine
+    | ListRequests
+    | ReadTokens
+    | PrepareResume
+    | ForgetResume
+    | YieldInfer,
+    Field(discriminator="kind"),
 ]
 ENGINE_CONTROL: TypeAdapter[EngineControl] = TypeAdapter(EngineControl)

@@ -7,6 +7,9 @@ Tokens (`chat`, `completion`, `embedding`): one `InferStarted`, any number of `I
 HTTP (any endpoint; the only form of `other`): one `InferResponse`, any number of `InferData`, then `InferEnd`. The client gets status, content
 type and bytes as they are, an error status too. `InferStarted` may come first. `InferRaw` is the short form of all three.
 
+`InferYielded` ends either form when the engine was asked to stop there (`YieldInfer`): what has come is a part of the answer, which another
+engine goes on with (`InferRequest.resume`).
+
 `InferFailed` ends either form, at any point, when the engine broke. A refusal to take the request at all (`instance_draining`) is an
 `InferFailed` with number 0. With nobody listening, NATS itself answers on the reply subject with a 503 header. `CancelInfer` goes to the
 engine's control subject; a cancelled request ends without a last message.
@@ -30,6 +33,29 @@ DATA_BYTES = 256 * 1024
 a long answer's cost."""
 
 
+class ResumedChoice(Frozen):
+    """One choice as far as it was made. An engine that goes on with it sends what comes after `token_ids`, and after `text_chars` characters
+    of text (the tokens may have made more, which was held back: an incomplete character, the beginning of a stop string)."""
+
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    text_chars: int = 0
+    finish_reason: FinishReason | None = Field(default=None, description="It is whole, and not to be gone on with.")
+
+
+class Resume(Frozen):
+    """Go on with an answer that another engine of the same weights has begun. Messages are numbered from 0 again; `usage` counts everything."""
+
+    revision: str = Field(description="Of the weights; any other refuses (`conflict`).")
+    choices: tuple[ResumedChoice, ...]
+    prompt_tokens: int = Field(description="As the first engine counted; one that counts otherwise refuses (`conflict`).")
+    seed: int | None = Field(default=None, description="`InferStarted.seed`: the stream of random numbers goes on, too.")
+    prepared: str = Field(default="", description="Keys and values that `PrepareResume` has made of it here.")
+    head: dict[str, Any] = Field(
+        default={}, description="Of an answer in HTTP's form: what its parts have in common, as id and created."
+    )
+
+
 class InferRequest(Request):
     DEADLINE_MS: ClassVar[int] = 600_000
     kind: Literal["infer"] = "infer"
@@ -49,6 +75,7 @@ class InferRequest(Request):
     data: str | None = Field(
         default=None, description="The body's bytes in base64, where it is no JSON (a form with a file); `body` is empty then."
     )
+    resume: Resume | None = Field(default=None, description="The answer was begun elsewhere.")
 
 
 FORWARDED = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")
@@ -99,6 +126,10 @@ class InferStarted(Message):
     phases: tuple[PhaseSpan, ...] = ()
     ignored: tuple[str, ...] = Field(default=(), description="Fields of the body that the engine knows no meaning for.")
     prompt_token_ids: tuple[int, ...] | None = None
+    fixed: str = Field(
+        default="", description="Why nobody else could go on with this answer; empty: another engine can, from its tokens."
+    )
+    seed: int | None = Field(default=None, description="That the tokens are drawn with, whoever chose it.")
 
 
 class InferChunk(Message):
@@ -131,15 +162,21 @@ class InferResponse(Message):
     content_type: str = "application/json"
     headers: dict[str, str] = Field(default={}, description="Others that the client is to get, in lower case, as retry-after.")
     phases: tuple[PhaseSpan, ...] = ()
+    fixed: str = Field(default="not known", description="As of `InferStarted`.")
+    seed: int | None = None
+    prompt_tokens: int = 0
+    resume_head: dict[str, Any] = Field(default={}, description="What `Resume.head` is to be.")
 
 
 class InferData(Message):
-    """More bytes of an HTTP answer, at most DATA_BYTES, sent as they come."""
+    """More bytes of an HTTP answer, at most DATA_BYTES, sent as they come. `progress`: the tokens that they tell, of an answer that another
+    engine could go on with."""
 
     kind: Literal["data"] = "data"
     seq: int
     data: str = Field(description="Base64.")
     phases: tuple[PhaseSpan, ...] = Field(default=(), description="On the first: prefill. Relative to its sending.")
+    progress: tuple[ChoiceDelta, ...] = ()
 
 
 class InferEnd(Message):
@@ -169,7 +206,16 @@ class InferFailed(Message):
     )
 
 
+class InferYielded(Message):
+    """The engine has stopped as it was asked to; every token that it generated has been sent before this."""
+
+    kind: Literal["yielded"] = "yielded"
+    seq: int
+
+
 Answered = InferFinished | EmbeddingsFinished | InferRaw | InferEnd
 """The last message of a request that went well."""
-InferReply = Annotated[InferStarted | InferChunk | InferResponse | InferData | Answered | InferFailed, Field(discriminator="kind")]
+InferReply = Annotated[
+    InferStarted | InferChunk | InferResponse | InferData | Answered | InferYielded | InferFailed, Field(discriminator="kind")
+]
 INFER_REPLY: TypeAdapter[InferReply] = TypeAdapter(InferReply)

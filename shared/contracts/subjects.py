@@ -28,6 +28,7 @@ KEYED_STREAM = "THAW_KEYED_REPLIES"
 KEYED_SUBJECTS = f"{PREFIX}.replies.keyed.>"
 IDEMPOTENCY_BUCKET = "thaw_idempotency"
 KEYS_BUCKET = "thaw_keys"
+MIGRATIONS_BUCKET = "thaw_migrations"
 
 
 def token(name: str) -> str:
@@ -72,6 +73,11 @@ def infer(instance_id: str) -> str:
 
 def engine_control(instance_id: str) -> str:
     return f"{PREFIX}.engine.{instance_id}.control"
+
+
+def gateway_control(gateway_id: str) -> str:
+    """Where a gateway is asked to swap the route of a request that it holds."""
+    return f"{PREFIX}.gateway.{gateway_id}.control"
 
 
 def replies(gateway_id: str) -> str:

@@ -1,0 +1,186 @@
+"""Moving a running request to another engine: only its tokens travel (ServerlessLLM §5). See docs/adr/0030-moving-a-request.md.
+
+Three conversations. *Engines* (`EngineControl`): what runs here (`ListRequests`), what it has said so far (`ReadTokens`), compute the keys and
+values of these tokens ahead (`PrepareResume`, `ForgetResume`), stop at the next token (`YieldInfer`, whose effect is an `InferYielded` as
+the last message of the request's stream). *Gateways*: `MoveRequest` has the one that holds a request swap its route. *Migrators*: a
+`MigrationRecord` in the KV bucket `subjects.MIGRATIONS_BUCKET` is both the order and the state; whoever holds its lease works on it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.contracts.base import ErrorBody, Frozen, Message, Request
+from shared.contracts.inference import FinishReason
+from shared.contracts.models import ModelCard
+
+
+class RunningChoice(Frozen):
+    index: int = 0
+    token_ids: tuple[int, ...] = Field(default=(), description="Generated so far.")
+    finish_reason: FinishReason | None = None
+
+
+class RunningRequest(Frozen):
+    """A request that an engine serves. `fixed`: why it cannot be continued elsewhere; empty: it can."""
+
+    request_id: str
+    gateway_id: str
+    prompt_tokens: int
+    generated_tokens: int
+    tokens_per_second: float = Field(default=0.0, description="Of each of its choices, measured.")
+    choices: int = 1
+    fixed: str = ""
+
+
+class ListRequests(Request):
+    """What the engine serves now, those waiting in it included. Answered with `RequestsListed`."""
+
+    kind: Literal["list_requests"] = "list_requests"
+
+
+class RequestsListed(Message):
+    kind: Literal["requests_listed"] = "requests_listed"
+    requests: tuple[RunningRequest, ...] = ()
+
+
+class ReadTokens(Request):
+    """The prompt and what was generated so far. Answered with `TokensRead`, or `not_found` if it is over."""
+
+    kind: Literal["read_tokens"] = "read_tokens"
+    request_id: str
+
+
+class TokensRead(Message):
+    kind: Literal["tokens_read"] = "tokens_read"
+    running: RunningRequest
+    prompt_token_ids: tuple[tuple[int, ...], ...] = Field(description="Of each choice, in their order.")
+    choices: tuple[RunningChoice, ...] = ()
+    adapter: ModelCard | None = None
+
+
+class PrepareResume(Request):
+    """Compute the keys and values of `sequences` ahead of what runs here, in chunks and behind it, and keep them as `prepared` until they are
+    resumed, forgotten or `keep_ms` have passed. Repeated with longer sequences only the rest is computed. Answered with `ResumePrepared`
+    when all is computed, with `insufficient_memory` if they have no room, `unsupported_parameter` if this engine resumes by its own cache."""
+
+    DEADLINE_MS: ClassVar[int] = 60_000
+    kind: Literal["prepare_resume"] = "prepare_resume"
+    prepared: str = Field(description="A name that is the caller's own: the migration's id and the request's.")
+    revision: str = Field(description="Of the weights; another one's are refused (`conflict`).")
+    sequences: tuple[tuple[int, ...], ...]
+    adapter: ModelCard | None = None
+    keep_ms: int = Field(default=30_000, gt=0)
+
+
+class ResumePrepared(Message):
+    kind: Literal["resume_prepared"] = "resume_prepared"
+    tokens: int = Field(description="Computed by this call.")
+    took_ms: float
+
+
+class ForgetResume(Request):
+    """Let go of what `PrepareResume` keeps. Harmless if there is nothing (any more)."""
+
+    kind: Literal["forget_resume"] = "forget_resume"
+    prepared: str
+
+
+class YieldInfer(Request):
+    """Stop generating for the request at the next token and end its stream with `InferYielded`. `Done`, or `not_found` if it is over."""
+
+    kind: Literal["yield"] = "yield"
+    request_id: str
+
+
+class MoveRequest(Request):
+    """Have the gateway go on with a request on another instance. Answered with `RequestMoved` when the first token has come from there; with
+    `not_found` when the request is over, `conflict` when it cannot be moved, or not now (another move, nothing heard yet), with the
+    instance's error if it could not be resumed there (it then runs where it did, or anywhere else: nothing is lost)."""
+
+    DEADLINE_MS: ClassVar[int] = 30_000
+    kind: Literal["move_request"] = "move_request"
+    request_id: str
+    migration_id: str
+    token: int = Field(
+        description="Fencing token of the migration: an older one than the request has seen is refused (`stale_token`)."
+    )
+    source_instance: str
+    instance_id: str
+    prepared: str = ""
+
+
+class RequestMoved(Message):
+    kind: Literal["request_moved"] = "request_moved"
+    instance_id: str = Field(description="Where it runs now.")
+    tokens: int = Field(description="Generated when it was handed over.")
+    pause_ms: float = Field(description="From the last token of the one to the first of the other, as the gateway heard them.")
+
+
+GatewayControl = Annotated[MoveRequest, Field(discriminator="kind")]
+GATEWAY_CONTROL: TypeAdapter[MoveRequest] = TypeAdapter(MoveRequest)
+
+MigrationState = Literal["asked", "preparing", "handing_over", "done", "given_up", "failed", "cancelled"]
+"""asked: nobody has begun. preparing: rounds at the destination, the source goes on. handing_over: gateways swap routes. given_up: it would
+not have converged, or nothing was left to move; unharmed. failed: a request could not be moved; it runs on where it can."""
+FINAL: tuple[MigrationState, ...] = ("done", "given_up", "failed", "cancelled")
+
+
+class MigrationRound(Frozen):
+    """One recomputation at the destination. Durations in milliseconds."""
+
+    request_id: str
+    number: int
+    tokens: int = Field(description="Recomputed by this round.")
+    took_ms: float
+    gap: int = Field(description="Tokens that the source generated meanwhile.")
+
+
+class MovedRequest(Frozen):
+    """What became of one request."""
+
+    request_id: str
+    outcome: Literal["moving", "moved", "finished", "elsewhere", "fixed", "failed"] = "moving"
+    tokens: int = 0
+    pause_ms: float | None = None
+    predicted_ms: float | None = Field(default=None, description="a·(t_in + t_out) + b, when it began.")
+    reason: str = ""
+
+
+class MigrationRecord(Message):
+    """An order to move one request, or all of an instance's, and how far it is. Written with compare-and-set only.
+
+    `owner` works on it; its lease is over when the record has not changed for `LEASE_S` by the watcher's own clock (clocks are not compared).
+    """
+
+    kind: Literal["migration"] = "migration"
+    migration_id: str
+    token: int
+    model: str
+    revision: str
+    source_instance: str
+    source_node: str
+    instance_id: str = Field(description="The destination.")
+    node: str
+    request_id: str | None = Field(default=None, description="None: everything that the source serves.")
+    reason: str = Field(default="", description="operator, drain, placement, preemption, rebalance.")
+    plan_id: str | None = Field(default=None, description="The plan that waits for its end.")
+    created: float = Field(description="Unix seconds, for people.")
+    state: MigrationState = "asked"
+    owner: str = ""
+    beats: int = Field(default=0, description="Raised by the owner to keep its lease.")
+    rounds: tuple[MigrationRound, ...] = ()
+    requests: tuple[MovedRequest, ...] = ()
+    error: ErrorBody | None = None
+    traceparent: str | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.state in FINAL
+
+
+LEASE_S = 3.0
+BEAT_S = 1.0
+MIGRATION_KEPT_S = 3_600

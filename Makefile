@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
 # An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=
+# Test processes at a time. Much of the suite waits for processes to start, so two are worth it on two cores.
+WORKERS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ down: ## Stop the mesh
 	@$(BIN)/thaw down
 
 test: $(STAMP) ## Run the whole test suite
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 lint: $(STAMP) ## Check style, types and imports
 	@$(BIN)/ruff check

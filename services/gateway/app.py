@@ -18,7 +18,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from services.gateway.adapters.buckets import BucketWatcher
 from services.gateway.adapters.catalog import CatalogCopy
 from services.gateway.http.admin import Admin
 from services.gateway.http.edge import Edge, RequestIds
@@ -32,6 +31,7 @@ from shared.contracts import subjects
 from shared.contracts.demand import LoadFailed
 from shared.contracts.node import NodeStatus, StatusWanted
 from shared.messaging import Mesh
+from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import catalog_bucket, keys_bucket
 
 log = logging.getLogger(__name__)

@@ -33,6 +33,7 @@ class RunningRequest(Frozen):
     tokens_per_second: float = Field(default=0.0, description="Of each of its choices, measured.")
     choices: int = 1
     fixed: str = ""
+    traceparent: str | None = Field(default=None, description="That the request came with.")
 
 
 class ListRequests(Request):
@@ -136,6 +137,7 @@ class MigrationRound(Frozen):
     tokens: int = Field(description="Recomputed by this round.")
     took_ms: float
     gap: int = Field(description="Tokens that the source generated meanwhile.")
+    start_ms: float = Field(default=0.0, description="Since the owner had taken the migration up.")
 
 
 class MovedRequest(Frozen):
@@ -147,6 +149,8 @@ class MovedRequest(Frozen):
     pause_ms: float | None = None
     predicted_ms: float | None = Field(default=None, description="a·(t_in + t_out) + b, when it began.")
     reason: str = ""
+    start_ms: float = Field(default=0.0, description="When it began, since the owner had taken the migration up.")
+    took_ms: float | None = Field(default=None, description="Until its outcome was known.")
 
 
 class MigrationRecord(Message):
@@ -175,6 +179,9 @@ class MigrationRecord(Message):
     requests: tuple[MovedRequest, ...] = ()
     error: ErrorBody | None = None
     traceparent: str | None = None
+    ms_per_token: float | None = Field(default=None, description="a, as the scheduler has learned it; None: not yet.")
+    ms_fixed: float | None = Field(default=None, description="b.")
+    duration_ms: float | None = Field(default=None, description="From being taken up to its end, as its last owner measured.")
 
     @property
     def over(self) -> bool:

@@ -8,6 +8,7 @@ from nats.js.errors import BadRequestError
 from nats.js.kv import KeyValue
 
 from shared.contracts import subjects
+from shared.contracts.migration import MIGRATION_KEPT_S
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
 
 _NAME_IN_USE = 10058
@@ -66,6 +67,11 @@ async def idempotency_bucket(js: JetStreamContext, ttl_s: float) -> KeyValue:
 async def keys_bucket(js: JetStreamContext) -> KeyValue:
     """The bucket of API keys (key: SHA-256 of the API key, in hex)."""
     return await _bucket(js, subjects.KEYS_BUCKET, None)
+
+
+async def migrations_bucket(js: JetStreamContext) -> KeyValue:
+    """The bucket of migrations (key: the migration's id); what has not changed for MIGRATION_KEPT_S goes away."""
+    return await _bucket(js, subjects.MIGRATIONS_BUCKET, MIGRATION_KEPT_S)
 
 
 async def _bucket(js: JetStreamContext, name: str, ttl_s: float | None) -> KeyValue:

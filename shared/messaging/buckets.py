@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
 
-from shared.messaging import Mesh
+from shared.messaging.mesh import Mesh
 
 log = logging.getLogger(__name__)
 _CHECK_S = 2.0

@@ -27,6 +27,10 @@ class Ask:
     requests: int = 1
     request_id: str = ""
     deadline: float | None = None
+    slo_ttft: float | None = None
+    """Seconds from arrival within which the first token is wanted; None: no objective."""
+    slo_tpot: float | None = None
+    """Seconds for each further token."""
     priority: int = 0
     heavy: bool = False
     extra: bool = False
@@ -35,6 +39,20 @@ class Ask:
     """Expected time of one of its requests on a device."""
     prompt_tokens: int = 0
     output_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Somewhere that a resident's requests could go on. `seconds`: to load it there (0 if it is there already) and to take them over;
+    `free`: bytes that are free there. Moves to devices of one node are loaded one after another."""
+
+    device: str
+    seconds: float
+    free: int
+
+    @property
+    def node(self) -> str:
+        return self.device.rsplit("/", 1)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +79,8 @@ class Resident:
     """Seconds to move what it serves elsewhere, a·(t_in + t_out) + b (ServerlessLLM §6.2); None: it cannot move."""
     move_to: str = ""
     """The device that `resume_s` is for."""
+    moves: tuple[Move, ...] = ()
+    """All the devices that it could move to, where more than one is known."""
     left_s: float = 0.0
     """Expected seconds until what it serves is done."""
     copies: int = 1
@@ -152,6 +172,7 @@ class Demand:
     capacity: int
     """Requests that one instance runs at once."""
     window: int = 0
+    peak: int = 0
     minimum: int = 0
     maximum: int = 1
 

@@ -1,0 +1,40 @@
+"""HydraServe §6.1: the sliding-window autoscaler, and the groups in which a surge is started.
+
+"The number of requests received in the previous window is recorded and used to predict the maximum number of requests likely to arrive in the next
+window. The required number of workers is then determined based on the current waiting queue length combined with the predicted maximum."
+The paper does not state the window; the published code (LLMServe/hydraserve, scripts/kubernetes/vllm/src/scheduler.py, autoscaling_time_window)
+has 1 second.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.domain.policies.common import bounded
+from services.scheduler.domain.policies.port import Demand
+
+WINDOW_S = 1.0
+GROUP = 4
+"""Workers of one pipeline at most (§4.1)."""
+
+
+def predicted(demand: Demand) -> int:
+    """Requests of the next window at most: those of the last one, or of the fullest lately where that is known."""
+    return max(demand.window, demand.peak)
+
+
+def scale(demand: Demand) -> int:
+    """Instances for who waits, who is served and who is expected. None, while nobody asks: instances leave by their keep-alive."""
+    if not demand.waiting:
+        return bounded(demand, demand.live)
+    needed = -(-(demand.waiting + demand.running + predicted(demand)) // max(1, demand.capacity))
+    return bounded(demand, max(demand.live, needed))
+
+
+def groups(workers: int, stages: int = 1) -> list[int]:
+    """Sizes of the pipelines that `workers` new instances are started as: "no smaller than the required number of new workers", several
+    for a sudden surge; `stages`: what Algorithm 1 wants for one anyway."""
+    sizes = []
+    while workers > 0:
+        size = min(GROUP, max(stages, workers))
+        sizes.append(size)
+        workers -= size
+    return sizes

@@ -1,0 +1,121 @@
+"""What the papers compare with, as far as it is a policy: ServerlessLLM §7.3 and §7.4, Torpor §7.3 and §7.4.
+
+Ray Serve with an SSD cache is keep-alive on machines that have one; NonSwap is native with a smaller footprint of each function: both are a matter
+of the simulated machine, not of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.scheduler.domain.policies.common import (
+    arrivals,
+    evict_lru,
+    evict_nobody,
+    in_order,
+    inactive,
+    keep_load_time,
+    keep_setting,
+    keep_until_needed,
+    one_each,
+    per_request,
+)
+from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, drawn
+
+
+def any_device(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    """ServerlessLLM §7.3's "de-facto serverless scheduler": "randomly chooses any GPU available and does not comprise any optimization for
+    loading time". Drawn from the devices, so that one with two ways is not twice as likely; its quickest way is taken."""
+    devices = sorted({o.key for o in options})
+    if not devices:
+        return None
+    device = devices[int(drawn(seed, ask.model, ask.request_id) * len(devices))]
+    return min((o for o in options if o.key == device), key=lambda o: (o.cost.total, o.way))
+
+
+def first_fit(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    """The first device in the list that has room as it is, else the first that others have to leave."""
+    return min(options, key=lambda o: (o.way != "ready", o.clearance.how not in ("none", "leaving"), o.key), default=None)
+
+
+def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    """Where there is room, the most of it; else where those that have to leave were used longest ago."""
+
+    def place(o: Option) -> tuple[bool, bool, float, tuple[str, ...]]:
+        leaving = [r.last_used for d in o.devices for r in d.residents if r.key in o.clearance.victims]
+        return (o.way != "ready", bool(leaving), max(leaving, default=-o.free), o.key)
+
+    return min(options, key=place, default=None)
+
+
+def evict_first_in(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
+    """Idle ones leave, the one that was loaded first first."""
+    return in_order(sorted(inactive(device, ask.model), key=lambda r: (r.ready_at, r.key)), short)
+
+
+def infless_keep(short_term: Sequence[float], long_term: Sequence[float], default: float, share: float = 0.5) -> float:
+    """INFless-KA (Torpor §7.3: "a function keep-alive policy to set the lifespan of individual functions based on historical traces"):
+    seconds that an idle instance stays. Torpor says no more of it. Ours: both arguments are idle times of the function between requests;
+    the tails (99th percentile) of a long history and of a short one are weighed by `share`; `default` while there is no history.
+    """
+    tails = [sorted(t)[min(len(t) - 1, int(len(t) * 0.99))] for t in (long_term, short_term) if t]
+    if not tails:
+        return default
+    return tails[0] if len(tails) == 1 else share * tails[0] + (1 - share) * tails[1]
+
+
+RANDOM = Profile(
+    "serverless-random",
+    order=arrivals,
+    clear=evict_lru,
+    choose=any_device,
+    keep=keep_load_time,
+    scale=per_request,
+    about="Any available device, drawn at random (the serverless scheduler of ServerlessLLM, section 7.3).",
+)
+LRU = Profile(
+    "lru",
+    order=arrivals,
+    clear=evict_lru,
+    choose=least_recently_used,
+    keep=keep_setting,
+    scale=one_each,
+    about="What fits, else what was used longest ago leaves.",
+)
+FIFO = Profile(
+    "fifo",
+    order=arrivals,
+    clear=evict_first_in,
+    choose=first_fit,
+    keep=keep_setting,
+    scale=one_each,
+    about="Requests in the order of arrival; what was loaded first leaves first.",
+)
+NATIVE = Profile(
+    "native",
+    order=arrivals,
+    clear=evict_nobody,
+    choose=first_fit,
+    keep=keep_until_needed,
+    scale=one_each,
+    about="Early binding: an instance stays on its device for good (Native and NonSwap of Torpor, section 7).",
+)
+KEEP_ALIVE = Profile(
+    "keep-alive",
+    order=arrivals,
+    clear=evict_nobody,
+    choose=any_device,
+    keep=keep_load_time,
+    scale=per_request,
+    about="Instances leave when they have been idle as long as loading took, and not before (Ray Serve of ServerlessLLM, section 7.4).",
+)
+SIMPLE_SWAP = Profile(
+    "simple-swap",
+    order=arrivals,
+    clear=evict_lru,
+    choose=any_device,
+    keep=keep_until_needed,
+    scale=one_each,
+    uses=frozenset({"reuse"}),
+    about="Torpor's swapping with arrival order, random devices and least recently used eviction (SimpleSwap of Torpor, section 7.4).",
+)

@@ -1,0 +1,163 @@
+"""HydraServe §4.1: Algorithm 1, how many stages s and full-memory workers w a cold start gets, and on which servers.
+
+A cold model's layers are split over s <= 4 servers, each of which fetches 1/s of it. A full-memory worker holds memory for the whole model
+(it prefills and decodes its stage in 1/s of the time), a low-memory worker for its stage alone (its device may be shared by others: the worst
+case, that each stage takes the whole time). Eq. 1, 2 and 5 predict. Placement by contention (Eq. 3, 4): `hydraserve_ledger`; the autoscaler:
+`autoscaling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from services.scheduler.domain.policies.autoscaling import scale
+from services.scheduler.domain.policies.common import arrivals, evict_lru, keep_setting
+from services.scheduler.domain.policies.port import Ask, Option, Profile
+
+STAGES = 4
+"""§4.1: "larger parallelism sizes yield little improvement"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A device that could take a worker. `network` and `pcie`: bytes per second (b and p); `sharing`: workers on its device already."""
+
+    key: str
+    node: str
+    free: int
+    network: float
+    pcie: float
+    sharing: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """1/b + 1/p: seconds for each byte, fetched and then loaded."""
+        return 1 / self.network + 1 / self.pcie
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds. `runtime` is t_c, `prefill` t_p, `decode` t_d, `hop` t_n; with overlapped workers t_c's parts `container` (t_cc), `context`
+    (t_cu) and `library` (t_l) take its place."""
+
+    prefill: float
+    decode: float
+    hop: float
+    runtime: float = 0.0
+    container: float = 0.0
+    context: float = 0.0
+    library: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """(s, w, g): the first w of `servers` hold the whole model. `ttft` and `tpot` in seconds."""
+
+    stages: int
+    full: int
+    servers: tuple[Server, ...]
+    ttft: float
+    tpot: float
+
+    @property
+    def sharing(self) -> int:
+        return sum(s.sharing for s in self.servers)
+
+
+def slowdown(s: int, w: int) -> float:
+    """How much longer than on one whole device a step takes at worst: s - w + w/s."""
+    return s - w + w / s
+
+
+def ttft_in_turn(nbytes: int, s: int, w: int, servers: Sequence[Server], t: Times) -> float:
+    """Eq. 1: runtime, then fetching and loading the stage on the slowest server, then prefill and a hop for each stage."""
+    return t.runtime + nbytes / s * max(x.ratio for x in servers) + t.prefill * slowdown(s, w) + t.hop * s
+
+
+def ttft_overlapped(nbytes: int, s: int, w: int, servers: Sequence[Server], t: Times) -> float:
+    """Eq. 5: container and context, then libraries beside copying; all of this beside fetching."""
+    stage = nbytes / s
+    ready = max(max(t.container + t.context + max(stage / x.pcie, t.library), stage / x.network) for x in servers)
+    return ready + t.prefill * slowdown(s, w) + t.hop * s
+
+
+def tpot(s: int, w: int, t: Times) -> float:
+    """Eq. 2."""
+    return t.decode * slowdown(s, w) + t.hop * s
+
+
+def schemes(nbytes: int, whole: int, servers: Sequence[Server], t: Times, *, overlapped: bool = True) -> Iterator[Scheme]:
+    """Every (s, w) with the best servers for it. `nbytes`: the model's weights, M of the formulas; `whole`: memory of a full worker.
+
+    The w servers with the least 1/b + 1/p among those that fit `whole`; then of all the others the best that fit a stage's share of it. Stages of
+    one pipeline are on different nodes, since they are to use different links.
+    """
+    ttft = ttft_overlapped if overlapped else ttft_in_turn
+    ranked = sorted(servers, key=lambda x: (x.ratio, x.sharing, -x.free, x.key))
+    for s in range(1, STAGES + 1):
+        for w in range(s + 1):
+            full = _best(ranked, w, whole, ())
+            low = _best(ranked, s - w, -(-whole // s), full)
+            if len(full) + len(low) == s:
+                group = (*full, *low)
+                yield Scheme(s, w, group, ttft(nbytes, s, w, group, t), tpot(s, w, t))
+
+
+def _best(ranked: Sequence[Server], count: int, need: int, taken: tuple[Server, ...]) -> tuple[Server, ...]:
+    nodes = {x.node for x in taken}
+    found: list[Server] = []
+    for server in ranked:
+        if len(found) == count:
+            break
+        if server.free >= need and server.node not in nodes:
+            found.append(server)
+            nodes.add(server.node)
+    return tuple(found)
+
+
+def allocate(
+    nbytes: int,
+    whole: int,
+    servers: Sequence[Server],
+    t: Times,
+    slo_ttft: float,
+    slo_tpot: float,
+    *,
+    overlapped: bool = True,
+    at_least: int = 1,
+) -> Scheme | None:
+    """Algorithm 1. Of the schemes within both objectives the one with the least sharing of devices; of these (the paper does not say) the one
+    that holds least memory, then the first to answer. None within them: one full-memory worker on the best server. `at_least`: stages that
+    become instances of their own (§6.1). None: not even that fits.
+    """
+    found = list(schemes(nbytes, whole, servers, t, overlapped=overlapped))
+    within = [x for x in found if x.ttft <= slo_ttft and x.tpot <= slo_tpot and x.stages >= at_least]
+    if within:
+        return min(within, key=lambda x: (x.sharing, x.full + (x.stages - x.full) / x.stages, x.ttft, x.stages))
+    return next((x for x in found if (x.stages, x.full) == (1, 1)), None)
+
+
+def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    """Algorithm 1's last step over options: `cost.total` is its TTFT, `tpot_s` its TPOT. What is ready or warm is an option of one stage like
+    any other, and is taken before sharing is compared: it starts nothing."""
+    if ready := [o for o in options if o.way == "ready"]:
+        return min(ready, key=lambda o: (o.cost.total, o.key))
+    limit, step = ask.slo_ttft, ask.slo_tpot
+    within = [o for o in options if (limit is None or o.cost.total <= limit) and (step is None or o.tpot_s <= step)]
+    if within:
+        return min(within, key=lambda o: (o.sharing, o.full_workers + (o.stages - o.full_workers) / o.stages, o.cost.total, o.key))
+    alone = [o for o in options if (o.stages, o.full_workers) == (1, 1)]
+    return min(alone, key=lambda o: (o.cost.total, o.clearance.penalty, o.key), default=None)
+
+
+PROFILE = Profile(
+    "hydraserve",
+    order=arrivals,
+    clear=evict_lru,
+    choose=choose,
+    keep=keep_setting,
+    scale=scale,
+    uses=frozenset({"pipeline"}),
+    about="Pipeline-parallel cold starts within both objectives, and a sliding-window autoscaler (HydraServe, sections 4 and 6).",
+)

@@ -1,0 +1,144 @@
+"""ServerlessLLM §6: the server with the least estimated startup time, over loading here and migrating away first.
+
+`soonest` over the options is §6.3's "the one offering the lowest estimated startup time"; an option's cost is q + n/b (§6.1), and one that has
+to migrate first has the time of that in it. §6.2 names "a dynamic programming approach to minimize migration time" and gives no recurrence;
+this is ours. Victims 1..n of a device hold s_i bytes; victim i can go to device d in t(i, d) seconds (its model loaded there, and
+a·(t_in + t_out) + b to take the tokens over), where F_d bytes are free; one that serves nobody leaves for nothing. Let T(i, f, u) be the least
+total time in which the first i free f bytes (counted up to `short`) with u_d bytes taken at each destination:
+
+    T(0, 0, 0) = 0
+    T(i, f, u) = min( T(i-1, f, u)                                          i stays
+                    , T(i-1, f', u)                       if i is inactive   it is unloaded
+                    , min over d of T(i-1, f', u - s_i·e_d) + t(i, d)        it moves, while u_d <= F_d )      with f = min(short, f' + s_i)
+
+and the answer is the least T(n, short, u) over all u. Equal times: fewer victims, then those used least recently. States that another one
+beats in every respect are dropped, so that the table stays as small as its Pareto front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.scheduler.domain.policies.common import arrivals, inactive, keep_load_time, movable, per_request, soonest
+from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Move, Option, Profile, Resident
+
+FRONT = 1024
+"""States kept at each step; beyond, the dearest are dropped. The plan is still one that works, and the best one up to 9 victims with
+one destination each whatever their sizes are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A victim and its ways out. `seconds` with no destination: it is unloaded, or interrupted."""
+
+    key: str
+    nbytes: int
+    last_used: float = 0.0
+    moves: tuple[Move, ...] = ()
+    unload_s: float | None = None
+    """Seconds that unloading it costs; None: it must move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departures:
+    """Who leaves, and where to (empty: nowhere). `seconds`: of all together."""
+
+    moves: tuple[tuple[str, str], ...]
+    seconds: float
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    cost: tuple[float, int, float]
+    """Seconds, victims, how recently they were used."""
+    freed: int
+    used: tuple[int, ...]
+    moves: tuple[tuple[str, str], ...]
+
+
+def least_time(victims: Sequence[Departure], short: int) -> Departures | None:
+    """The recurrence above. None: they cannot free `short` bytes."""
+    devices = sorted({m.device for v in victims for m in v.moves})
+    free = {m.device: m.free for v in victims for m in v.moves}
+    at = {d: n for n, d in enumerate(devices)}
+    front = [_State((0.0, 0, 0.0), 0, (0,) * len(devices), ())]
+    for victim in sorted(victims, key=lambda v: (v.last_used, v.key)):
+        reached = list(front)
+        for state in front:
+            if state.freed >= short:
+                continue  # nobody more has to leave
+            if victim.unload_s is not None:
+                reached.append(_left(state, victim, "", victim.unload_s, state.used))
+            for move in victim.moves:
+                n = at[move.device]
+                taken = state.used[n] + victim.nbytes
+                if taken <= free[move.device]:
+                    used = (*state.used[:n], taken, *state.used[n + 1 :])
+                    reached.append(_left(state, victim, move.device, move.seconds, used))
+        front = _front(reached, short)
+    best = min((s for s in front if s.freed >= short), key=lambda s: (s.cost, s.moves), default=None)
+    return Departures(best.moves, best.cost[0], best.freed) if best is not None else None
+
+
+def _left(state: _State, victim: Departure, device: str, seconds: float, used: tuple[int, ...]) -> _State:
+    total, count, recency = state.cost
+    cost = (total + seconds, count + 1, recency + victim.last_used)
+    return _State(cost, state.freed + victim.nbytes, used, (*state.moves, (victim.key, device)))
+
+
+def _front(states: list[_State], short: int) -> list[_State]:
+    kept: list[_State] = []
+    for state in sorted(states, key=lambda s: (s.cost, -s.freed, s.used, s.moves)):
+        freed = min(short, state.freed)
+        if not any(min(short, k.freed) >= freed and all(a <= b for a, b in zip(k.used, state.used, strict=True)) for k in kept):
+            kept.append(state)
+            if len(kept) == FRONT:
+                break
+    return kept
+
+
+def ways_out(resident: Resident) -> tuple[Move, ...]:
+    if resident.moves or resident.resume_s is None:
+        return resident.moves
+    return (Move(resident.move_to, resident.resume_s, resident.nbytes),)
+
+
+def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
+    """Those that serve nobody are unloaded, those that serve move, in the least total time. Loads on one node come one after another,
+    on several at once: the bytes are free after the longest of these queues. The penalty is the total time.
+    """
+    idle = [Departure(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in inactive(device, ask.model)]
+    serving = [Departure(r.key, r.nbytes, r.last_used, ways_out(r)) for r in movable(device, ask.model)]
+    found = least_time([*idle, *serving], short)
+    if found is None:
+        return None
+    moves = {key: to for key, to in found.moves if to}
+    seconds = {(v.key, m.device): (m.node, m.seconds) for v in serving for m in v.moves}
+    queues: dict[str, float] = {}
+    for pair in moves.items():
+        node, took = seconds[pair]
+        queues[node] = queues.get(node, 0.0) + took
+    delay = max(queues.values(), default=0.0)
+    return Clearance(
+        "migrate" if moves else "evict", tuple(k for k, _ in found.moves), found.freed, delay, penalty=found.seconds, moves=moves
+    )
+
+
+def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    """§6.3: "evaluates all servers for loading the forthcoming model, selecting the one offering the lowest estimated startup time";
+    none, "even after considering migration": "the loading task is held pending"."""
+    return soonest(ask, options, seed)
+
+
+PROFILE = Profile(
+    "serverlessllm",
+    order=arrivals,
+    clear=clear,
+    choose=choose,
+    keep=keep_load_time,
+    scale=per_request,
+    uses=frozenset({"migrate"}),
+    about="Least estimated startup time; those that serve move elsewhere with their tokens (ServerlessLLM, section 6).",
+)

@@ -1,0 +1,33 @@
+"""SwapServeLLM §3.5: demand-aware preemption. Backends with the shortest request queue go first, of those the least recently accessed;
+one after another, each locked before it goes, until the reservation fits. Pinned ones never go (ours), and what a backend serves is
+answered before it is suspended (ours: the paper freezes it)."""
+
+from __future__ import annotations
+
+from services.scheduler.domain.policies.common import arrivals, in_order, inactive, keep_until_needed, movable, one_each, soonest
+from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Profile
+
+
+def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
+    """Suspends to host memory. `delay_s`: what the victims still serve, one after another."""
+    running = sorted(
+        [*inactive(device, ask.model), *movable(device, ask.model)],
+        key=lambda r: (r.queued + r.active, r.last_used, r.key),
+    )
+    found = in_order(running, short, "suspend")
+    if found is None:
+        return None
+    left = sum(r.left_s for r in running if r.key in found.victims)
+    return Clearance(found.how, found.victims, found.freed, left, found.penalty)
+
+
+PROFILE = Profile(
+    "swapservellm",
+    order=arrivals,
+    clear=clear,
+    choose=soonest,
+    keep=keep_until_needed,
+    scale=one_each,
+    uses=frozenset({"sleep", "suspend"}),
+    about="Hot swap: engines are suspended to host memory, the shortest queue first, then least recently used (SwapServeLLM, section 3.5).",
+)

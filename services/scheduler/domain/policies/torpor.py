@@ -1,0 +1,56 @@
+"""Torpor §5.3 (Algorithm 1, interference-aware request scheduling) and §5.4 (eviction). A device executes one request at a time (§4.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.scheduler.domain.policies.common import in_order, inactive, keep_until_needed, one_each
+from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, Resident
+from services.scheduler.domain.policies.torpor_queue import order
+
+
+def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    """Algorithm 1. A: devices that execute nothing.
+
+    1. The model is on a device of A: execute there (line 8); which one of several is not stated, ours is the one with the least key.
+    2. It is on busy devices only: the pair with the fastest link, copied device to device (line 11).
+    3. It is on none: from host memory, on a device of A
+       a. whose neighbour is not loading (line 13), else
+       b. whose neighbour loads a light model (line 15), else
+       c. any (line 17); of several, ours is the one whose victims slow down least, then the one with the most free memory.
+    4. A is empty: it is queued.
+    """
+    available = [o for o in options if not any(d.running for d in o.devices)]
+    if here := [o for o in available if o.way == "ready"]:
+        return min(here, key=lambda o: o.key)
+    if copies := [o for o in available if o.way == "peer_copy"]:
+        return min(copies, key=lambda o: (o.cost.total, o.clearance.penalty, o.key))
+    for quiet in (("none",), ("none", "light"), ("none", "light", "heavy")):
+        if from_host := [o for o in available if all(d.neighbour_loads in quiet for d in o.devices)]:
+            return min(from_host, key=lambda o: (o.clearance.penalty, -o.free, o.key))
+    return None
+
+
+def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
+    """§5.4: while memory is full a model keeps one replica at most, so those that are elsewhere too go first; then light models, whose
+    swapping slows nobody; then heavy ones; least recently used within each. The penalty is what swapping them in again will slow down:
+    a heavy model's `reload_s`, nothing for the others. Nothing is written back (a host copy is always kept, §4.3)."""
+    victims = sorted(inactive(device, ask.model), key=lambda r: (_class(r), r.last_used, r.key))
+    return in_order(victims, short, penalties={r.key: r.reload_s if _class(r) == 2 else 0.0 for r in victims})
+
+
+def _class(r: Resident) -> int:
+    return 0 if r.copies > 1 else 2 if r.heavy else 1
+
+
+PROFILE = Profile(
+    "torpor",
+    order=order,
+    clear=clear,
+    choose=choose,
+    keep=keep_until_needed,
+    scale=one_each,
+    uses=frozenset({"peer_copy", "reuse"}),
+    slo_queue=True,
+    about="Late binding with interference-aware swapping and SLO-aware queueing (Torpor, section 5).",
+)

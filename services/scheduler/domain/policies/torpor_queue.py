@@ -1,0 +1,72 @@
+"""Torpor §5.2 and Appendix A.3: SLO-aware request queueing, and the auto-configuration of alpha.
+
+The paper states the scale factor 2 and the threshold 0.04 (Algorithm 2). It states neither the period, nor the first alpha, and an alpha near 0
+recovers by doubling only: the first alpha, the period and the floor here are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+
+from services.scheduler.domain.policies.port import Ask, Usage
+
+SCALE = 2.0
+THRESHOLD = 0.04
+FIRST_ALPHA = 0.5
+"""Ours: as far from none as from all."""
+FLOOR = 1 / 64
+"""Ours: six doublings lead back to 1."""
+PERIOD_S = 10.0
+"""Ours, in seconds: long enough for a function with 6 requests a minute to be heard of once."""
+
+
+def required_requests(usage: Usage) -> float:
+    """RRC = (p·n - m) / (1 - p): the further requests that have to be served in time, without a miss, until the function complies."""
+    return (usage.percentile * usage.total - usage.met) / (1.0 - usage.percentile)
+
+
+def complies(usage: Usage) -> bool:
+    return required_requests(usage) <= 0
+
+
+def compliant_ratio(book: Iterable[Usage]) -> float:
+    """The share of functions that comply; 1 of none."""
+    found = [complies(u) for u in book]
+    return sum(found) / len(found) if found else 1.0
+
+
+def high_priority(book: Mapping[str, Usage], alpha: float) -> frozenset[str]:
+    """In ascending order of RRC, the largest k with sum over j <= k of max(RRC_j, 0) <= alpha · sum over all of max(RRC_i, 0)."""
+    rrc = sorted((required_requests(u), name) for name, u in book.items())
+    limit = alpha * sum(max(0.0, r) for r, _ in rrc)
+    total = 0.0
+    within = []
+    for needed, name in rrc:
+        total += max(0.0, needed)
+        within.append((total <= limit or alpha >= 1.0, name))
+    return frozenset(name for _, name in takewhile(lambda w: w[0], within))
+
+
+def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
+    """Two queues. High priority: larger RRC first, so that a function that nearly complies goes before those that do already. Low priority,
+    after all of these: smaller RRC first. Requests of equal RRC: who waited longest."""
+    high = high_priority(book, alpha)
+
+    def place(ask: Ask) -> tuple[bool, float, float, str, str]:
+        usage = book.get(ask.model)
+        needed = required_requests(usage) if usage is not None else 0.0
+        low = usage is not None and ask.model not in high
+        return (low, needed if low else -needed, -ask.waited, ask.model, ask.request_id)
+
+    return sorted(asks, key=place)
+
+
+def next_alpha(alpha: float, last_ratio: float, ratio: float) -> float:
+    """Algorithm 2: the ratio of compliant functions rose by more than the threshold since the last period: doubled, up to 1; it fell by
+    more: halved, down to our floor; else as it is."""
+    if ratio - last_ratio > THRESHOLD:
+        return min(alpha * SCALE, 1.0)
+    if ratio - last_ratio < -THRESHOLD:
+        return max(alpha / SCALE, FLOOR)
+    return alpha

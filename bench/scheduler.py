@@ -169,7 +169,7 @@ def run(state: ClusterState, events: Iterator[Event], seconds: float, expected: 
         above = state.overlay()
         started = time.process_time()
         decision = decide(state, event, NOW, POLICY)
-        apply(above, decision.changes)
+        above.absorb(decision.above)
         took.append(time.process_time() - started)
         if expected is not None and not any(expected(e) for e in decision.effects):
             raise RuntimeError(f"not the decision that is to be measured: {decision.effects}")

@@ -76,9 +76,10 @@ class SchedulerLoop:
             if waiter is not None:
                 effects.append(ReplyTo(waiter, ThawError(f"{type(e).__name__} while deciding: {e}").body()))
             return
-        made = [*decision.changes, *self._trace(decision.effects)]
-        apply(self.state, made)
-        changes += made
+        traced = self._trace(decision.effects)
+        self.state.absorb(decision.above)
+        apply(self.state, traced)
+        changes += (*decision.changes, *traced)
         effects += decision.effects
 
     def _trace(self, effects: Iterable[Effect]) -> list[Traced]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.domain.demand import answer_demand, forget_old_demand, hear_demand
 from services.scheduler.domain.draft import Draft
@@ -44,11 +44,14 @@ EPOCHS_SKIPPED = 63
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`changes` are persisted and applied, in order; `effects` are carried out after that; `plans` are those that start something."""
+    """`changes` are persisted and applied, in order; `effects` are carried out after that; `plans` are those that start something.
+
+    `above` is the state with the changes applied, an overlay: `state.absorb` takes it over for less than applying them again."""
 
     changes: tuple[Change, ...]
     effects: tuple[Effect, ...]
     plans: tuple[PlanRecord, ...]
+    above: ClusterState = field(compare=False, repr=False)
 
 
 def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Decision:
@@ -85,7 +88,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
     settle(d, everything=recovering or isinstance(event, Recovered | Tick), only_due=not recovering and isinstance(event, Tick))
     if isinstance(event, DemandHeard):
         answer_demand(d, event)
-    return Decision(d.net(), tuple(d.effects), tuple(d.plans))
+    return Decision(d.net(), tuple(d.effects), tuple(d.plans), d.state)
 
 
 def _start_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:

@@ -38,7 +38,7 @@ def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
         case Model():
             _model(state, old, new)  # type: ignore[arg-type]
         case Estimate(model=model, node=node):
-            _regroup(state.measured_on, {model} if old else (), {model} if new else (), node)
+            _regroup(state, "measured_on", {model} if old else (), {model} if new else (), node)
         case PlanRecord():
             pass
 
@@ -49,16 +49,19 @@ def _counts(seen: Seen | None) -> tuple[object, ...]:
         return ()
     status = seen.status
     kept = status.memory.reserved if status.state.parked else None
-    return (status.state, seen.idle_since, kept, status.suspension.possible, status.suspension.left_bytes)
+    possible = (status.suspension.possible, status.suspension.assessed)
+    return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes)
 
 
 def _remind(state: ClusterState, i: Instance) -> None:
     """Keep when the instance is due (retire.py, observe.py): never too late; too early only costs a look."""
-    due = _due(state, i)
+    due, known = _due(state, i), state.dues.get(i.instance_id)
+    if due == known:
+        return
     if due is None:
-        state.dues.pop(i.instance_id, None)
-    elif state.dues.get(i.instance_id) != due:
-        state.dues[i.instance_id] = due
+        state.own("dues").pop(i.instance_id, None)
+    else:
+        state.own("dues")[i.instance_id] = due
 
 
 def _due(state: ClusterState, i: Instance) -> float | None:
@@ -84,9 +87,12 @@ def _offers(presence: Presence | None) -> tuple[object, ...]:
     return (presence.alive, status.stopping, status.devices) if presence and status else ()
 
 
-def _regroup(groups: Groups, old: Iterable[str], new: Iterable[str], member: str) -> None:
-    """`member` was in the `old` groups and is in the `new` ones."""
+def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[str], member: str) -> None:
+    """`member` was in the `old` groups of that index and is in the `new` ones."""
     before, after = set(old), set(new)
+    if before == after:
+        return
+    groups: Groups = state.own(name)
     for group in before - after:
         left = tuple(m for m in groups.get(group, ()) if m != member)
         if left:
@@ -102,15 +108,15 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
     assert present is not None
     if old is None or new is None or (old.node, old.device_ids, old.model) != (new.node, new.device_ids, new.model):
         key = present.instance_id
-        _regroup(state.by_model, [old.model] if old else (), [new.model] if new else (), key)
-        _regroup(state.by_node, [old.node] if old else (), [new.node] if new else (), key)
-        _regroup(state.by_device, _devices(old), _devices(new), key)
+        _regroup(state, "by_model", [old.model] if old else (), [new.model] if new else (), key)
+        _regroup(state, "by_node", [old.node] if old else (), [new.node] if new else (), key)
+        _regroup(state, "by_device", _devices(old), _devices(new), key)
         for model in {x.model for x in (old, new) if x is not None}:
             _park(state, model)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
     if new is None:
-        state.dues.pop(present.instance_id, None)
+        _forget(state, "dues", present.instance_id)
     else:
         _remind(state, new)
     if new is not None and (old is None or old.device_ids != new.device_ids or old.node != new.node):
@@ -125,7 +131,7 @@ def _node(state: ClusterState, name: str, old: Node | None, new: Node | None) ->
     gone = {d.device_id for d in old.devices} if old else set()
     gone -= {d.device_id for d in new.devices} if new else set()
     for device in gone:
-        state.bookings.pop(device_key(name, device), None)
+        _forget(state, "bookings", device_key(name, device))
     _rebook_node(state, name)
     if old is None or new is None or old.drain_since != new.drain_since:
         for i in state.on_node(name):
@@ -135,7 +141,7 @@ def _node(state: ClusterState, name: str, old: Node | None, new: Node | None) ->
 def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence | None) -> None:
     present = new or old
     assert present is not None
-    _regroup(state.resident_on, old.resident if old else (), new.resident if new else (), present.node)
+    _regroup(state, "resident_on", old.resident if old else (), new.resident if new else (), present.node)
     if _speed(old) != _speed(new):
         _rebook_node(state, present.node)
 
@@ -147,12 +153,13 @@ def _speed(loader: LoaderPresence | None) -> float | None:
 def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
     if old is not None:
         for alias in old.card.spec.aliases:
-            state.aliases.pop(alias, None)
-        state.kept_up.pop(old.key, None)
+            _forget(state, "aliases", alias)
+        _forget(state, "kept_up", old.key)
     if new is not None:
-        state.aliases.update(dict.fromkeys(new.card.spec.aliases, new.key))
+        if new.card.spec.aliases:
+            state.own("aliases").update(dict.fromkeys(new.card.spec.aliases, new.key))
         if new.card.spec.replicas.min > 0 and new.card.spec.base is None:
-            state.kept_up[new.key] = True
+            state.own("kept_up")[new.key] = True
     _park(state, (new or old).key)  # type: ignore[union-attr]  # one of them is there
     if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
@@ -164,9 +171,15 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
 def _park(state: ClusterState, name: str) -> None:
     model = state.models.get(name)
     if model is not None and model.card.spec.park and model.card.spec.base is None and not state.by_model.get(name):
-        state.to_park[name] = True
+        state.own("to_park")[name] = True
     else:
-        state.to_park.pop(name, None)
+        _forget(state, "to_park", name)
+
+
+def _forget(state: ClusterState, name: str, key: str) -> None:
+    """Drop `key` from the index of that name."""
+    if state.__dict__[name].get(key) is not None:
+        state.own(name).pop(key)
 
 
 def _rebook_node(state: ClusterState, name: str) -> None:
@@ -180,8 +193,9 @@ def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
     for device in device_ids:
         key, booked = device_key(node, device), book(state, node, device)
         if device in known and state.bookings.get(key) != booked:
-            state.bookings[key] = booked
+            state.own("bookings")[key] = booked
         if booked.claimed:
-            state.claimed[key] = (node, device)
+            if key not in state.claimed:
+                state.own("claimed")[key] = (node, device)
         else:
-            state.claimed.pop(key, None)
+            _forget(state, "claimed", key)

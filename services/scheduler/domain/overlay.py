@@ -56,6 +56,14 @@ class Overlay(MutableMapping[str, V]):
             raise KeyError(key)
         self._above[key] = _GONE
 
+    def pour(self, into: MutableMapping[str, V]) -> None:
+        """Do to `into` what was done to this."""
+        for key, value in self._above.items():
+            if value is _GONE:
+                into.pop(key, None)
+            else:
+                into[key] = value
+
     def _merged(self) -> Mapping[str, V]:
         if not self._above:
             return self._below

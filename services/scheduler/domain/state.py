@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from services.scheduler.domain.booking import Booking, device_key
@@ -101,17 +100,38 @@ class ClusterState:
     """By instance: from when on the mere passing of time may change something for it; those without one are left alone by the timer."""
     claimed: Table[tuple[str, str]] = field(default_factory=dict)
     """Devices that instances wait for, as (node, device)."""
+    borrowed: set[str] = field(default_factory=set, compare=False, repr=False)
+    """Of an overlay: the tables that nothing was written to, which are still those of the state below."""
 
     def fork(self) -> ClusterState:
         """A copy that can be changed without changing this one (entities are frozen and shared)."""
-        copied = ClusterState(self.epoch, self.recovered_at, *map(dict, _mappings(self)))
+        tables: dict[str, Any] = {name: dict(self.__dict__[name]) for name in _MAPPINGS}
+        copied = ClusterState(self.epoch, self.recovered_at, **tables)
         copied.bookings = Bookings(self.bookings.items())
         copied.dues = Dues(self.dues.items())
         return copied
 
     def overlay(self) -> ClusterState:
         """As `fork`, at no cost, while this one does not change."""
-        return ClusterState(self.epoch, self.recovered_at, *map(Overlay, _mappings(self)))
+        above = object.__new__(ClusterState)
+        above.__dict__.update(self.__dict__)
+        above.borrowed = set(_MAPPINGS)
+        return above
+
+    def own(self, name: str) -> Table[Any]:
+        """The table or index of that name, to be written to."""
+        found: Table[Any] = self.__dict__[name]
+        if name in self.borrowed:
+            self.borrowed.discard(name)
+            self.__dict__[name] = found = Overlay(found)
+        return found
+
+    def absorb(self, above: ClusterState) -> None:
+        """Make what was written to `above`, an overlay of this state, this state's own; as applying its changes, but nothing is reckoned anew."""
+        for name in _MAPPINGS:
+            if name not in above.borrowed:
+                written: Overlay[Any] = above.__dict__[name]
+                written.pour(self.own(name))
 
     def model_named(self, name: str) -> Model | None:
         """By name or alias."""
@@ -161,9 +181,7 @@ class ClusterState:
         return loader is not None and now - loader.heard_at <= within
 
 
-_mappings: Callable[[ClusterState], tuple[Any, ...]] = attrgetter(
-    *(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at"))
-)
+_MAPPINGS = tuple(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at", "borrowed"))
 
 _TABLES: dict[type[Any], str] = {
     Model: "models",
@@ -184,9 +202,11 @@ _TABLES: dict[type[Any], str] = {
     Estimate: "estimates",
     Counter: "counter",
 }
+KINDS: tuple[type[Any], ...] = tuple(_TABLES)
 
 
 def table(state: ClusterState, kind: type[Entity]) -> Table[Any]:
+    """To be read; `apply` and `put` write."""
     found: Table[Any] = getattr(state, _TABLES[kind])
     return found
 
@@ -198,26 +218,25 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
             case Put(entity):
                 put(state, entity)
             case Drop(kind, key):
-                old = table(state, kind).pop(key, None)
-                if old is not None:
-                    index(state, old, None)
+                if table(state, kind).get(key) is not None:
+                    index(state, state.own(_TABLES[kind]).pop(key), None)
             case Traced(plan_id, instance_id, traceparent):
-                if plan_id in state.plans:
-                    state.plans[plan_id] = state.plans[plan_id].model_copy(update={"traceparent": traceparent})
-                if instance_id in state.instances:
-                    state.instances[instance_id] = replace(state.instances[instance_id], traceparent=traceparent)
+                if (plan := state.plans.get(plan_id)) is not None:
+                    state.own("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
+                if (instance := state.instances.get(instance_id)) is not None:
+                    state.own("instances")[instance_id] = replace(instance, traceparent=traceparent)
 
 
 def put(state: ClusterState, entity: Entity) -> bool:
     """Insert or replace an entity; False if it is there already as it is."""
-    rows, key = table(state, type(entity)), key_of(entity)
-    old = rows.get(key)
+    kind, key = type(entity), key_of(entity)
+    old = table(state, kind).get(key)
     if old == entity:
         return False
     if isinstance(entity, PlanRecord):
         _put_plan(state, entity)
     else:
-        rows[key] = entity
+        state.own(_TABLES[kind])[key] = entity
         index(state, old, entity)
     return True
 
@@ -228,9 +247,9 @@ def _put_plan(state: ClusterState, plan: PlanRecord) -> None:
     last = state.last_plan.get(plan.model)
     if key not in state.plans and last != key:
         if last is not None and (old := state.plans.get(last)) is not None and old.outcome != "pending":
-            del state.plans[last]
-        state.last_plan[plan.model] = last = key
+            del state.own("plans")[last]
+        state.own("last_plan")[plan.model] = last = key
     if plan.outcome == "pending" or last == key:
-        state.plans[key] = plan
+        state.own("plans")[key] = plan
     else:
-        state.plans.pop(key, None)
+        state.own("plans").pop(key, None)

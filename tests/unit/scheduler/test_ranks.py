@@ -94,9 +94,9 @@ def draft_of(seed: int) -> Draft:
         state.bookings[f"n{n}/cuda:{i}"] = booking(random, n, i)
     d = Draft(state, 10.0, Policy())
     for n, i in random.choices(places, k=random.randrange(5)):
-        d.state.bookings[f"n{n}/cuda:{i}"] = booking(random, n, i)
+        d.state.own("bookings")[f"n{n}/cuda:{i}"] = booking(random, n, i)
     for n, i in random.choices(places, k=random.randrange(3)):
-        d.state.bookings.pop(f"n{n}/cuda:{i}", None)
+        d.state.own("bookings").pop(f"n{n}/cuda:{i}", None)
     return d
 
 

@@ -23,7 +23,7 @@ from services.scheduler.domain.events import (
     WakeAsked,
 )
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state import ClusterState, apply
+from services.scheduler.domain.state import KINDS, ClusterState, apply, table
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
@@ -198,7 +198,9 @@ class World:
         before = self.state.fork()
         decision = decide(self.state, event, self.now, self.policy)
         assert self.state == before, "decide must not change the state"
-        apply(self.state, decision.changes)
+        self.state.absorb(decision.above)
+        apply(before, decision.changes)
+        assert all(table(self.state, kind) == table(before, kind) for kind in KINDS), "taken over and applied are the same"
         self.decisions.append(decision)
         self.effects += decision.effects
         for effect in decision.effects:

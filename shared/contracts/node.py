@@ -144,6 +144,10 @@ class Suspension(Frozen):
     """How an instance is suspended, and what that was measured to do."""
 
     possible: bool = False
+    assessed: bool = Field(
+        default=True,
+        description="False: its node has not looked at it yet. Asked to suspend it, it looks first, and stops it if need be.",
+    )
     reason: str = Field(default="", description="Why it is not possible.")
     way: SuspendWay | None = Field(default=None, description="By which it was suspended last, or would be.")
     freed_bytes: int = Field(default=0, description="Of device memory by the last one, read back.")

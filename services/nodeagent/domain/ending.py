@@ -48,6 +48,7 @@ def process_gone(turn: Turn, instance: Instance, error: ErrorBody | None) -> Non
     instance = turn.change(instance, **update)
     stopping.on_drain_answer(turn, DrainAnswered(instance.instance_id, only_if_idle=True))
     parking.on_hold_answer(turn, HoldAnswered(instance.instance_id, only_if_idle=True))
+    parking.ask_again(turn, instance.instance_id)
     turn.emit(ProveMemory(instance.instance_id))
     release(turn, instance)
 

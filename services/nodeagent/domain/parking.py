@@ -26,7 +26,7 @@ from services.nodeagent.domain.events import (
     SuspendFailed,
 )
 from services.nodeagent.domain.fencing import stale
-from services.nodeagent.domain.state import IdleAsk, Instance, Lap, NodeState, Parking, Process
+from services.nodeagent.domain.state import EarlyAsk, IdleAsk, Instance, Lap, NodeState, Parking, Process
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
@@ -67,7 +67,8 @@ def leaks(parking: Parking) -> bool:
 
 def on_suspend(turn: Turn, event: SuspendCommand) -> None:
     """1. Stale → refused. 2. Unknown, gone, failed or suspended already → done. 3. Being suspended → its drain can only become shorter.
-    4. Not ready, or not to be suspended → a stop. 5. Only if idle → the engine is asked, its answer is the reply. 6. It drains."""
+    4. Just ready, and not looked at yet → once it was: what nobody knows is not impossible. 5. Not ready, or not to be suspended → a stop.
+    6. Only if idle → the engine is asked, its answer is the reply. 7. It drains."""
     command, instance = event.command, turn.find(event.command.instance_id)
     refused = stale(turn, command.token, instance)
     if refused is not None:  # 1
@@ -87,7 +88,11 @@ def on_suspend(turn: Turn, event: SuspendCommand) -> None:
             turn.put(turn.state.instances[instance.instance_id].model_copy(update={"drain_until": until}))
         turn.reply(event.reply)
         return
-    if instance.state is not InstanceState.READY or instance.stop_asked or why_not(turn.state, instance):  # 4
+    if instance.state is InstanceState.READY and not instance.stop_asked and not instance.parking.outlook.looked:  # 4
+        asks = (*turn.state.early_asks.get(instance.instance_id, ()), EarlyAsk(command, event.reply))
+        turn.state = replace(turn.state, early_asks={**turn.state.early_asks, instance.instance_id: asks})
+        return
+    if instance.state is not InstanceState.READY or instance.stop_asked or why_not(turn.state, instance):  # 5
         stop = StopInstance(
             token=command.token,
             instance_id=command.instance_id,
@@ -98,14 +103,22 @@ def on_suspend(turn: Turn, event: SuspendCommand) -> None:
         stopping.on_stop(turn, StopCommand(stop, event.reply))
         return
     instance = turn.put(instance.model_copy(update={"token": command.token}))
-    if command.only_if_idle:  # 5
-        asks = turn.state.hold_asks.get(instance.instance_id, ())
-        asked = {**turn.state.hold_asks, instance.instance_id: (*asks, IdleAsk(event.reply, command.drain_timeout_ms / 1000))}
+    if command.only_if_idle:  # 6
+        waiting = turn.state.hold_asks.get(instance.instance_id, ())
+        asked = {**turn.state.hold_asks, instance.instance_id: (*waiting, IdleAsk(event.reply, command.drain_timeout_ms / 1000))}
         turn.state = replace(turn.state, hold_asks=asked)
         turn.emit(AskHold(instance.instance_id, only_if_idle=True))
         return
-    hold(turn, instance, until)  # 6
+    hold(turn, instance, until)  # 7
     turn.reply(event.reply)
+
+
+def ask_again(turn: Turn, instance_id: str) -> None:
+    """Suspensions that came before anybody had looked: somebody has, or it is gone."""
+    asks = turn.state.early_asks.get(instance_id, ())
+    turn.state = replace(turn.state, early_asks={k: a for k, a in turn.state.early_asks.items() if k != instance_id})
+    for ask in asks:
+        on_suspend(turn, SuspendCommand(ask.command, ask.reply))
 
 
 def hold(turn: Turn, instance: Instance, until: float) -> None:
@@ -231,7 +244,8 @@ def make_room(turn: Turn, wanted: int, but: str) -> bool:
 
 
 def on_assessed(turn: Turn, event: Assessed) -> None:
-    """1. The first look since its start: what it uses now is what a leak is told by, and it is parked if it was started for that."""
+    """1. The first look since its start: what it uses now is what a leak is told by, and it is parked if it was started for that.
+    2. Whoever wanted it suspended before gets that, or a stop."""
     instance = turn.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE:
         return
@@ -248,6 +262,7 @@ def on_assessed(turn: Turn, event: Assessed) -> None:
     instance = turn.state.instances[event.instance_id]
     if first and instance.command.park and instance.state is InstanceState.READY and not why_not(turn.state, instance):  # 1
         hold(turn, instance, turn.now + turn.state.policy.kill_grace_s)
+    ask_again(turn, event.instance_id)  # 2
 
 
 def on_measured(turn: Turn, event: Measured) -> None:

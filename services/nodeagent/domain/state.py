@@ -10,7 +10,7 @@ from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import Reservation
 from shared.contracts.base import ErrorBody, Frozen
 from shared.contracts.engine import EngineLoad
-from shared.contracts.node import InstanceState, StartInstance, SuspendWay
+from shared.contracts.node import InstanceState, StartInstance, SuspendInstance, SuspendWay
 from shared.contracts.phases import Phase
 
 EPOCH_SHIFT = 32
@@ -47,6 +47,11 @@ class Outlook(Frozen):
     left_bytes: int = 0
     snapshot_bytes: int = 0
     resume_s: float = 0.0
+
+    @property
+    def looked(self) -> bool:
+        """Whether anybody has looked: an engine is not asked about before it is ready."""
+        return self.way is not None or bool(self.reason)
 
 
 class Parking(Frozen):
@@ -137,12 +142,21 @@ class IdleAsk:
 
 
 @dataclass(frozen=True)
+class EarlyAsk:
+    """A suspension of an instance that nobody has looked at yet: carried out, or turned into a stop, once somebody has."""
+
+    command: SuspendInstance
+    reply: int
+
+
+@dataclass(frozen=True)
 class NodeState:
     ledger: Ledger
     policy: Policy = Policy()
     instances: Mapping[str, Instance] = field(default_factory=dict)
     idle_asks: Mapping[str, tuple[IdleAsk, ...]] = field(default_factory=dict)
     hold_asks: Mapping[str, tuple[IdleAsk, ...]] = field(default_factory=dict)
+    early_asks: Mapping[str, tuple[EarlyAsk, ...]] = field(default_factory=dict)
     strays: Mapping[str, float] = field(default_factory=dict)
     newest_epoch: int = 0
     stopping: bool = False

@@ -55,6 +55,7 @@ def suspension(state: NodeState, instance: Instance) -> Suspension:
     expected = p.resume_s if p.resume_s is not None else p.outlook.resume_s
     return Suspension(
         possible=not against,
+        assessed=p.outlook.looked,
         reason=against,
         way=p.outlook.way,
         freed_bytes=p.frees_bytes,

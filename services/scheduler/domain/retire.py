@@ -8,7 +8,7 @@ from services.scheduler.domain.ahead import TRIGGER, useless
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.lifecycle import leave
-from services.scheduler.domain.suspending import gently, suspendable
+from services.scheduler.domain.suspending import gently
 from shared.contracts.node import InstanceState
 
 
@@ -52,7 +52,7 @@ def _parks(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
     seen = d.state.seen.get(i.instance_id)
     if seen is None or d.state.waiting(i.model) or seen.status.load.completed:  # 1
         return None
-    if suspendable(d.state, i):  # 2
+    if seen.status.suspension.possible:  # 2
         return "suspend_if_idle", "parked ahead of its first request"
     if i.ready_at is not None and d.now - i.ready_at > d.policy.park_patience:  # 3
         reason = seen.status.suspension.reason or "its node cannot suspend it"

@@ -45,9 +45,11 @@ def need_bytes(state: ClusterState, i: Instance) -> int:
 
 
 def suspendable(state: ClusterState, i: Instance) -> bool:
-    """Whether its node says that it would be suspended rather than stopped."""
+    """Whether its node says that it would be suspended rather than stopped, or has not found out yet: asked to, it does."""
     seen = state.seen.get(i.instance_id)
-    return i.state is InstanceState.READY and seen is not None and seen.status.suspension.possible
+    if i.state is not InstanceState.READY or seen is None:
+        return False
+    return seen.status.suspension.possible or not seen.status.suspension.assessed
 
 
 def gently(d: Draft, i: Instance, how: Leaving) -> Leaving:

@@ -10,7 +10,7 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, InstanceBusy, StaleToken
-from tests.unit.nodeagent.world import EPOCH, ERROR, POSSIBLE, World, report, start, suspend
+from tests.unit.nodeagent.world import EPOCH, ERROR, POSSIBLE, World, report, resume, start, suspend
 
 READY, DRAINING, SUSPENDED = InstanceState.READY, InstanceState.DRAINING, InstanceState.SUSPENDED
 RESUMING, FAILED, PREPARING = InstanceState.RESUMING, InstanceState.FAILED, InstanceState.PREPARING
@@ -54,6 +54,45 @@ def test_3_a_second_suspension_can_only_shorten_the_drain(w: World) -> None:
     assert w["i"].drain_until == w.now + 1.0
 
 
+def just_ready(w: World) -> None:
+    w.hear(e.StartCommand(start(), 1))
+    w.hear(e.EngineForked("i", 7, 1))
+    assert e.Assess("i") in w.hear(e.EngineReported(report()), after=5.0)
+
+
+def test_4_nobody_has_looked_at_it_yet(w: World) -> None:
+    """Asked to make room the moment it is ready: unknown is not impossible."""
+    just_ready(w)
+    assert not w.hear(e.SuspendCommand(suspend(), 2))
+    effects = w.hear(e.Assessed("i", POSSIBLE, 60))
+    assert replies(effects) == [None]
+    assert e.AskHold("i", only_if_idle=False) in effects
+    assert not w.state.early_asks
+
+
+def test_4_looked_at_and_found_impossible_it_is_stopped(w: World) -> None:
+    just_ready(w)
+    w.hear(e.SuspendCommand(suspend(), 2))
+    effects = w.hear(e.Assessed("i", Outlook(reason="no swap"), 60))
+    assert replies(effects) == [None]
+    assert w["i"].stop_asked
+
+
+def test_4_it_dies_before_anybody_has_looked(w: World) -> None:
+    just_ready(w)
+    w.hear(e.SuspendCommand(suspend(), 2))
+    assert replies(w.hear(e.EngineExited("i", 7, 1, ERROR))) == [None]
+    assert not w.state.early_asks
+
+
+def test_4_who_wants_it_back_meanwhile_has_the_last_word(w: World) -> None:
+    just_ready(w)
+    w.hear(e.SuspendCommand(suspend(), 2))
+    w.hear(e.ResumeCommand(resume(token=EPOCH + 1), 3))
+    assert code(w.hear(e.Assessed("i", POSSIBLE, 60))) == StaleToken.code
+    assert w["i"].state is READY
+
+
 @pytest.mark.parametrize(
     "outlook",
     [
@@ -63,7 +102,7 @@ def test_3_a_second_suspension_can_only_shorten_the_drain(w: World) -> None:
     ],
     ids=["no way", "over the budget", "no sooner than a cold start"],
 )
-def test_4_what_cannot_be_suspended_is_stopped(w: World, outlook: Outlook) -> None:
+def test_5_what_cannot_be_suspended_is_stopped(w: World, outlook: Outlook) -> None:
     w.ready()
     w.hear(e.Assessed("i", outlook, 60))
     effects = w.hear(e.SuspendCommand(suspend(), 2))
@@ -72,14 +111,14 @@ def test_4_what_cannot_be_suspended_is_stopped(w: World, outlook: Outlook) -> No
     assert w["i"].stop_asked
 
 
-def test_4_a_start_that_is_called_off_is_killed(w: World) -> None:
+def test_5_a_start_that_is_called_off_is_killed(w: World) -> None:
     w.hear(e.StartCommand(start(), 1))
     w.hear(e.EngineForked("i", 7, 1))
     effects = w.hear(e.SuspendCommand(suspend(), 2))
     assert e.Signal("i", "kill") in effects
 
 
-def test_5_only_if_idle_the_engines_answer_is_the_reply(w: World) -> None:
+def test_6_only_if_idle_the_engines_answer_is_the_reply(w: World) -> None:
     w.ready()
     assert replies(w.hear(e.SuspendCommand(suspend(only_if_idle=True), 2))) == []
     assert w["i"].state is READY
@@ -91,7 +130,7 @@ def test_5_only_if_idle_the_engines_answer_is_the_reply(w: World) -> None:
     assert e.Suspend("i", "cpu") in effects
 
 
-def test_6_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:
+def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:
     w.ready()
     w.hear(e.EngineReported(report(pid=7).model_copy(update={"load": EngineLoad(active=1)})))
     effects = w.hear(e.SuspendCommand(suspend(), 2))

@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.domain.booking import booking
 from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
 from shared.contracts.admin import ModelAsleep, ModelAwake
-from shared.contracts.node import InstanceState
+from shared.contracts.node import InstanceState, Suspension
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import Running, World
 
@@ -47,6 +47,19 @@ def test_sleep_suspends_and_tells_what_came_free(w: World) -> None:
     answer = w.answer(waiter)
     assert isinstance(answer, ModelAsleep)
     assert answer.freed_bytes == 7
+
+
+def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> None:
+    """Two models in turn on a device that holds one: the one just started makes room before its node knows whether it can be suspended."""
+    w.node(budget=NEED + 100 * MIB)
+    w.model("a")
+    w.model("b")
+    running = w.up("a")
+    running.suspension = Suspension(assessed=False)
+    w.hear()
+    w.demand("b", 1)
+    assert [e.command.instance_id for e in w.sent(SendSuspend)] == [running.command.instance_id]
+    assert not w.sent(SendStop)
 
 
 def test_what_cannot_be_suspended_is_stopped(w: World) -> None:

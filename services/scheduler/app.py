@@ -89,7 +89,7 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
 async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, term: Term, name: str) -> int:
     """One term. Returns the epoch that the next one must exceed."""
     repository = Repository(engine)
-    policy = settings.policy()
+    policy = settings.rules()
     loads = Loads()
     loop = SchedulerLoop(await repository.load(term.epoch, clock.now()), repository, loads, policy)
     js = mesh.nc.jetstream()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field, SecretStr, field_validator
 
+from services.scheduler.domain.policies.profiles import profile_named
 from services.scheduler.domain.policy import Policy
+from shared.errors import InvalidRequest
 from shared.settings import CommonSettings
 
 
@@ -14,6 +16,9 @@ class SchedulerSettings(CommonSettings):
         description="PostgreSQL, as postgresql://user:password@host:port/name (postgresql+asyncpg:// is accepted too).",
     )
     scheduler_name: str = Field(default="", description="Name of this scheduler in views and logs; host and process id by default.")
+    policy: str = Field(
+        default="thaw", description="The scheduling policy, as `scheduler.policy` in thaw.yaml; see docs/scheduling.md."
+    )
     preempt_after: float = Field(
         default=15.0, ge=0, description="Seconds a model waits before a serving, unpinned instance may be drained for it."
     )
@@ -42,8 +47,18 @@ class SchedulerSettings(CommonSettings):
             raise ValueError("Thaw keeps its state in PostgreSQL: write postgresql://user:password@host:port/name")
         return value
 
-    def policy(self) -> Policy:
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        try:
+            return profile_named(value).name
+        except InvalidRequest as e:
+            raise ValueError(e.message) from None
+
+    def rules(self) -> Policy:
+        """What decisions depend on."""
         return Policy(
+            profile=profile_named(self.policy),
             preempt_after=self.preempt_after,
             min_active=self.min_active,
             no_node_timeout=self.no_node_timeout,

@@ -92,9 +92,13 @@ class Draft:
 
     def count(self) -> int:
         """The next number of this epoch."""
-        counter = self.state.counter.get("counter", Counter(0)).value + 1
+        counter = self.counted() + 1
         self.put(Counter(counter))
         return counter
+
+    def counted(self) -> int:
+        """Numbers given out in this epoch so far."""
+        return self.state.counter.get("counter", Counter(0)).value
 
     def token(self) -> int:
         """A fencing token, larger than every one before it."""

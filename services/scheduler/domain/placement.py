@@ -1,37 +1,42 @@
-"""Where one more instance of a model goes. The branches, in this order; the code carries the same numbers:
+"""Where one more instance of a model goes. The rules, in this order; the code carries the same numbers:
 
  1. The model has failed and `replicas.min` alone asks: wait until its back-off is over.
  2. No node is alive: wait, and after `no_node_timeout` tell those who wait (`Unavailable`).
  3. No device of a live node could hold the model even if it were empty: impossible, told at once (`InsufficientMemory`).
- 4. Some device has room: take the one predicted to be ready soonest. A suspended instance of the model is one more candidate, on its own
-    device with what it needs to come back; its victims leave as in 5 to 7, and of what is to be had the soonest is taken.
- 5. Some device has room once those that are leaving already have left: claim it there.
- 6. Some device has room once idle instances have left: the longest idle leave (victims.py), the new one claims their bytes.
+ 4. Some device has room. A suspended instance of the model is one more way, on its own devices, with what it needs to come back.
+ 5. Some device has room once those that are leaving already have left: it is claimed there.
+ 6. Some device has room once idle instances have left (victims.py): the new one claims their bytes.
  7. The model has waited longer than `preempt_after`: as 6, but instances that serve may be drained too.
  8. Otherwise it waits; the reason names what is in the way.
 
-Among devices of one branch: not where it has just failed, then soonest ready, then fewest bytes evicted, then where one is idle the
-longest, then tightest fit.
-Of many devices only a shortlist is considered (shortlist.py).
+Whatever 4 to 7 make possible is an option; who leaves and which option is taken are the profile's choice (policies/port.py). Of many devices only
+a shortlist is considered (shortlist.py). A model that has waited for `starve_after` is placed by Thaw's own profile, whatever the profile says.
 An extra replica (`extra`) stops after 6, and never displaces a model that has demand. Pure: the state is only read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from services.scheduler.domain.booking import Booking, booking
+from services.scheduler.domain.cost.cost import Cost
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.heard import Presence
 from services.scheduler.domain.needs import need_to_start
+from services.scheduler.domain.policies import thaw
+from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Clearance, DeviceView, Option, Profile
 from services.scheduler.domain.shortlist import SHORTLIST, shortlists
 from services.scheduler.domain.suspending import left_bytes, need_bytes, share
-from services.scheduler.domain.victims import Victims, choose_victims
+from services.scheduler.domain.victims import Asking, cleared, view_of
 from services.scheduler.domain.words import gib
 from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
+
+_SEVERITY = ("none", "leaving", "evict", "suspend", "migrate", "preempt")
+_LEAVING = Clearance("leaving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +56,38 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Option:
-    candidate: Candidate
-    branch: int
-    victims: Victims
-    avoid: bool
-    idle_since: float
-    resume: str | None = None
+class _Possible:
+    """An option, and what carrying it out and its record need. `short`: bytes that its victims have to free."""
+
+    option: Option
+    node: str
+    device_ids: tuple[str, ...]
+    need: int
+    predicted: dict[str, float]
+    predicted_ms: float
     short: int = 0
+    resume: str | None = None
 
     @property
-    def order(self) -> tuple[object, ...]:
-        c = self.candidate
-        # What is suspended competes by time, unless somebody who serves would have to go for it.
-        branch = 4 if self.resume is not None and self.branch < 7 else self.branch
-        return (branch, self.avoid, c.predicted_ms, self.victims.freed, self.idle_since, c.free_bytes, c.node, c.device_ids)
+    def labels(self) -> tuple[str, ...]:
+        names = {r.key: f"{r.model} ({r.key})" for device in self.option.devices for r in device.residents}
+        return tuple(names[v] for v in self.option.clearance.victims)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
     """What is to be placed. `avoid`: devices (node/device) where it has just failed."""
 
-    model: Model
+    asking: Asking
+    profile: Profile
     need: int
-    waited: float
-    extra: bool
     avoid: tuple[str, ...]
     forecast: Forecast
     any_paused: bool
-    restored: Instance | None = None
+
+    @property
+    def model(self) -> Model:
+        return self.asking.model
 
 
 def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up_only: bool = False) -> Placement:
@@ -91,44 +99,67 @@ def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up
         reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
         hopeless = waited > d.policy.no_node_timeout
         return Placement("wait", reason, error=Unavailable(f"{model.key}: {reason}") if hopeless else None)
+    need = need_to_start(d.state, model.card)
     request = _Request(
-        model,
-        need_to_start(d.state, model.card),
-        waited,
-        extra,
+        Asking(model, ask_of(d, model, need, waited, extra=extra), not extra and waited >= d.policy.preempt_after, extra),
+        thaw.PROFILE if starving(d, waited) else d.policy.profile,
+        need,
         trouble.avoid if trouble else (),
         Forecast(d.state, model.card),
         bool(d.state.pauses),
     )
-    restores = [] if extra else [_consider_restore(d, request, i) for i in d.state.parked(model)]
-    considered: list[Candidate | _Option] = list(restores)
-    possible = [r for r in restores if isinstance(r, _Option)]
-    for devices in shortlists(d, request.need, request.avoid, request.forecast):
+    considered: list[Candidate | _Possible] = [] if extra else [_consider_restore(d, request, i) for i in d.state.parked(model)]
+    for devices in shortlists(d, need, request.avoid, request.forecast):
         considered += (found := [_consider(d, request, device) for device in devices])
-        if options := [f for f in found if isinstance(f, _Option)]:  # 4 to 7
-            return _chosen(min([*possible, *options], key=lambda o: o.order), considered)
-    if possible:
-        return _chosen(min(possible, key=lambda o: o.order), considered)
+        if any(isinstance(f, _Possible) for f in found):
+            break
+    if possible := [c for c in considered if isinstance(c, _Possible)]:  # 4 to 7
+        return _chosen(d, request, possible, considered)
     candidates = _candidates(considered)
     largest = d.bookings().largest_budget()
-    if request.need > largest:  # 3
-        text = impossible(model.key, request.need, largest)
+    if need > largest:  # 3
+        text = impossible(model.key, need, largest)
         return Placement("impossible", text, candidates, error=InsufficientMemory(text))
     return Placement("wait", _obstacles(candidates, len(d.state.bookings)), candidates)  # 8
 
 
-def _chosen(best: _Option, considered: list[Candidate | _Option]) -> Placement:
-    c = best.candidate
-    return Placement(c.way, _why(best), _candidates(considered), c, best.victims.ids, resume=best.resume, short=best.short)
+def ask_of(d: Draft, model: Model, need: int, waited: float, *, extra: bool) -> Ask:
+    spec = model.card.spec
+    return Ask(
+        model.key,
+        need,
+        waited,
+        requests=max(1, d.state.waiting(model.key)),
+        slo_ttft=spec.slo.ttft,
+        slo_tpot=spec.slo.tpot,
+        priority=spec.priority,
+        extra=extra,
+    )
+
+
+def starving(d: Draft, waited: float) -> bool:
+    """Whether nobody goes before it any more."""
+    return waited >= max(d.policy.starve_after, d.policy.preempt_after)
+
+
+def _chosen(d: Draft, r: _Request, possible: list[_Possible], considered: list[Candidate | _Possible]) -> Placement:
+    seed = f"{d.state.epoch}/{d.counted()}/{r.model.key}"
+    option = r.profile.choose(r.asking.ask, [p.option for p in possible], seed)
+    candidates = _candidates(considered)
+    if option is None:
+        return Placement("wait", f"the policy {r.profile.name} takes none of the ways that there are", candidates)
+    best = next(p for p in possible if p.option is option)
+    chosen = _recorded(best)
+    return Placement(chosen.way, _why(best), candidates, chosen, option.clearance.victims, resume=best.resume, short=best.short)
 
 
 def alive(presence: Presence) -> bool:
     return presence.alive and presence.status is not None and not presence.status.stopping
 
 
-def _candidates(considered: list[Candidate | _Option]) -> tuple[Candidate, ...]:
+def _candidates(considered: list[Candidate | _Possible]) -> tuple[Candidate, ...]:
     """Those of the first list, for the record, by name."""
-    found = [c.candidate if isinstance(c, _Option) else c for c in considered[:SHORTLIST]]
+    found = [_recorded(c) if isinstance(c, _Possible) else c for c in considered[:SHORTLIST]]
     return tuple(sorted(found, key=lambda c: (c.node, c.device_ids)))
 
 
@@ -146,100 +177,108 @@ def impossible(name: str, need: int, largest: int) -> str:
     )
 
 
-def _consider(d: Draft, r: _Request, b: Booking) -> Candidate | _Option:
-    """One device: an option with its branch, or a candidate that says why not."""
+def _consider(d: Draft, r: _Request, b: Booking) -> Candidate | _Possible:
+    """One device: an option, or a candidate that says why not."""
     if b.closed:
-        return _excluded(r, b, b.closed)
+        return _excluded(b, r.need, b.closed)
     if r.need > b.budget:
-        return _excluded(r, b, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
-    return _fit(d, r, b)
+        return _excluded(b, r.need, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
+    fit = _fit(d, r, b, r.need)
+    if isinstance(fit, str):
+        return _excluded(b, r.need, fit)
+    view, clearance, short = fit
+    predicted, ms = r.forecast.on(b, leaving=clearance is not NOTHING_TO_CLEAR)
+    option = Option((view,), "load", Cost(ms / 1e3, predicted), clearance)
+    return _Possible(option, b.node, (b.device_id,), r.need, predicted, ms, short)
 
 
-def _consider_restore(d: Draft, r: _Request, i: Instance) -> Candidate | _Option:
+def _consider_restore(d: Draft, r: _Request, i: Instance) -> Candidate | _Possible:
     """The devices of a suspended instance, all of them, for what it lacks to come back: it comes back when the last of them has room."""
-    need = share(i, need_bytes(d.state, i))
-    request = replace(r, need=max(0, need - left_bytes(d.state, i)), restored=i)
-    options = []
+    whole = share(i, need_bytes(d.state, i))
+    need = max(0, whole - left_bytes(d.state, i))
+    fits: list[tuple[DeviceView, Clearance, int]] = []
     for device_id in i.device_ids:
         b = booking(d.state, i.node, device_id)
         # A node that is cordoned takes nothing new; what is on it may come back.
         if not b.reachable:
-            return _excluded(request, b, b.closed)
-        if need > b.budget:
-            return _excluded(request, b, f"needs {gib(need)}, its budget is {gib(b.budget)}", "impossible")
-        found = _fit(d, request, b)
-        if isinstance(found, Candidate):
-            return found
-        options.append(found)
-    worst = max(options, key=lambda o: (o.branch, -o.candidate.free_bytes))
-    return replace(worst, victims=_together(options), candidate=_over(i, worst, options), avoid=any(o.avoid for o in options))
+            return _excluded(b, need, b.closed)
+        if whole > b.budget:
+            return _excluded(b, need, f"needs {gib(whole)}, its budget is {gib(b.budget)}", "impossible")
+        fit = _fit(d, r, b, need)
+        if isinstance(fit, str):
+            return _excluded(b, need, fit)
+        fits.append(fit)
+    clearance = together([c for _, c, _ in fits])
+    predicted, ms = r.forecast.restore(i, leaving=clearance is not NOTHING_TO_CLEAR)
+    option = Option(tuple(view for view, *_ in fits), "restore", Cost(ms / 1e3, predicted), clearance)
+    return _Possible(option, i.node, i.device_ids, need, predicted, ms, max(short for *_, short in fits), i.instance_id)
 
 
-def _together(options: list[_Option]) -> Victims:
-    """Those that leave on any of the devices, each once."""
-    named = {n: label for o in options for n, label in zip(o.victims.ids, o.victims.labels, strict=True)}
-    return Victims(tuple(named), tuple(named.values()), sum(o.victims.freed for o in options))
-
-
-def _over(i: Instance, worst: _Option, options: list[_Option]) -> Candidate:
-    return worst.candidate.model_copy(update={"device_ids": i.device_ids, "victims": _together(options).labels})
-
-
-def _fit(d: Draft, r: _Request, b: Booking) -> Candidate | _Option:
-    if r.any_paused and d.paused(b.key):
-        return _excluded(r, b, "its nodeagent has just refused a reservation")
-    if r.need <= b.free:  # 4
-        return _option(r, b, 4, Victims())
-    if r.need <= b.coming:  # 5
-        return _option(r, b, 5, Victims())
-    short = r.need - b.coming
-    idle = choose_victims(d, b.node, b.device_id, short, r.model, serving=False, spare_wanted=r.extra)
-    if idle.enough:  # 6
-        return _option(r, b, 6, idle, short)
-    if not r.extra and r.waited >= d.policy.preempt_after:  # 7
-        serving = choose_victims(d, b.node, b.device_id, short, r.model, serving=True, spare_wanted=False)
-        if serving.enough:
-            return _option(r, b, 7, serving, short)
-    return _excluded(r, b, f"needs {gib(r.need)}, {gib(max(0, b.free))} free of {gib(b.budget)}; {idle.obstacles}")
-
-
-def _excluded(r: _Request, b: Booking, why: str, way: Way = "wait") -> Candidate:
-    return Candidate(node=b.node, device_ids=(b.device_id,), way=way, needed_bytes=r.need, free_bytes=max(0, b.free), excluded=why)
-
-
-def _option(r: _Request, b: Booking, branch: int, victims: Victims, short: int = 0) -> _Option:
-    way: Way = "load" if branch == 4 else "evict_then_load"
-    predicted, predicted_ms = r.forecast.on(b, leaving=branch > 4)
-    if r.restored is not None:
-        way = "restore" if branch == 4 else "evict_then_restore"
-        predicted, predicted_ms = r.forecast.restore(r.restored, leaving=branch > 4)
-    candidate = Candidate(
-        node=b.node,
-        device_ids=(b.device_id,),
-        way=way,
-        predicted_ms=predicted_ms,
-        predicted=predicted,
-        needed_bytes=r.need,
-        free_bytes=max(0, b.free),
-        victims=victims.labels,
+def together(clearances: Iterable[Clearance]) -> Clearance:
+    """What has to be cleared on several devices, each victim once: as severe as the severest, and as long as the longest takes."""
+    found = list(clearances)
+    if len(found) == 1:
+        return found[0]
+    worst = max(found, key=lambda c: _SEVERITY.index(c.how))
+    return replace(
+        worst,
+        victims=tuple(dict.fromkeys(v for c in found for v in c.victims)),
+        freed=sum(c.freed for c in found),
+        delay_s=max(c.delay_s for c in found),
+        penalty=sum(c.penalty for c in found),
+        moves={v: to for c in found for v, to in c.moves.items()},
     )
-    idle_since = b.idle_since if branch > 5 else 0.0
-    resume = r.restored.instance_id if r.restored is not None else None
-    return _Option(candidate, branch, victims, b.key in r.avoid, idle_since, resume, short)
 
 
-def _why(best: _Option) -> str:
-    c = best.candidate
-    at = f"{c.node}/{c.device_ids[0]}"
+def _fit(d: Draft, r: _Request, b: Booking, need: int) -> tuple[DeviceView, Clearance, int] | str:
+    """How one device gets room for `need` bytes, and how many of them have to come free; or why it does not."""
+    if r.any_paused and d.paused(b.key):
+        return "its nodeagent has just refused a reservation"
+    failed = b.key in r.avoid
+    if need <= b.free:  # 4
+        return view_of(b, failed=failed), NOTHING_TO_CLEAR, 0
+    if need <= b.coming:  # 5
+        return view_of(b, failed=failed), _LEAVING, 0
+    short = need - b.coming
+    view, clearance = cleared(d, r.asking, b, short, r.profile.clear, failed=failed)
+    if isinstance(clearance, str):
+        return f"needs {gib(need)}, {gib(max(0, b.free))} free of {gib(b.budget)}; {clearance}"
+    return view, clearance, short  # 6, 7
+
+
+def _excluded(b: Booking, need: int, why: str, way: Way = "wait") -> Candidate:
+    return Candidate(node=b.node, device_ids=(b.device_id,), way=way, needed_bytes=need, free_bytes=max(0, b.free), excluded=why)
+
+
+def _recorded(p: _Possible) -> Candidate:
+    free = p.option.clearance.how == "none"
+    if p.resume is None:
+        way: Way = "load" if free else "evict_then_load"
+    else:
+        way = "restore" if free else "evict_then_restore"
+    return Candidate(
+        node=p.node,
+        device_ids=p.device_ids,
+        way=way,
+        predicted_ms=p.predicted_ms,
+        predicted=p.predicted,
+        needed_bytes=p.need,
+        free_bytes=max(0, p.option.free),
+        victims=p.labels,
+    )
+
+
+def _why(best: _Possible) -> str:
+    at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
     if best.resume is not None:
-        gone = f" once these have left: {', '.join(c.victims)}" if c.victims else ""
+        gone = f" once these have left: {labels}" if labels else ""
         return f"{best.resume} is suspended on {at} and comes back soonest{gone}"
-    match best.branch:
-        case 4:
+    match best.option.clearance.how:
+        case "none":
             return f"{at} has room and is predicted to be ready soonest"
-        case 5:
+        case "leaving":
             return f"{at} has room once those already leaving have left"
-        case 6:
-            return f"{at} has room once these idle instances have left: {', '.join(c.victims)}"
+        case "preempt" | "migrate":
+            return f"waited too long: on {at} these are drained though they serve: {labels}"
         case _:
-            return f"waited too long: on {at} these are drained though they serve: {', '.join(c.victims)}"
+            return f"{at} has room once these idle instances have left: {labels}"

@@ -1,17 +1,28 @@
-"""The numbers that decisions depend on, all in seconds."""
+"""What decisions depend on beside the state: the profile, what the mesh can do, and numbers in seconds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.scheduler.domain.policies import thaw
+from services.scheduler.domain.policies.port import Capability, Profile
 from shared.contracts.demand import DEMAND_LOST_AFTER_S
 from shared.contracts.node import NODE_LOST_AFTER_S
+
+LIVE: frozenset[Capability] = frozenset({"sleep", "suspend", "preempt"})
+"""What the mesh can do beside loading and evicting. An option that needs more is not made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
+    profile: Profile = thaw.PROFILE
+    """Its functions choose where the rules (placement.py) leave a choice."""
+    capabilities: frozenset[Capability] = LIVE
     preempt_after: float = 15.0
     """A model that waited this long may have a serving instance of another one drained."""
+    starve_after: float = 60.0
+    """A model that waited this long goes before every other one and takes what there is, whatever its priority and the profile: so long it may
+    be passed over, and no longer."""
     min_active: float = 2.0
     """An instance that became ready is not evicted before this, while requests for it are still on their way."""
     no_node_timeout: float = 30.0

@@ -1,80 +1,83 @@
-"""Who goes: instances that leave a device so that another fits. Pure; least recently used first, by bytes.
+"""Who may go so that another fits: a device's instances as a policy sees them, and what it says checked.
 
 Never: a pinned instance, one that `replicas.min` keeps up, one that is starting or already leaving, one that has just refused.
-Unless `serving`: none that serves, none younger than `min_active` while its own requests are on their way.
+Unless `preempt`: none that serves. Never either: one younger than `min_active` while its own requests are on their way.
+Those that leave already, claims and the asking model's own are left out: their bytes are reckoned with the device's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
+from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
 from services.scheduler.domain.suspending import held_bytes, left_bytes
 from shared.contracts.node import InstanceState
 
 
 @dataclass(frozen=True, slots=True)
-class Victims:
-    """`enough`: with them gone it fits. `obstacles`: why the others may not be taken, in words."""
+class Asking:
+    """For whom room is sought. `preempt`: those that serve may be drained; `extra`: nobody who is wanted goes."""
 
-    ids: tuple[str, ...] = ()
-    labels: tuple[str, ...] = ()
-    freed: int = 0
-    enough: bool = True
-    obstacles: str = ""
-
-
-def choose_victims(d: Draft, node: str, device_id: str, short: int, model: Model, *, serving: bool, spare_wanted: bool) -> Victims:
-    """Instances on the device whose leaving frees at least `short` bytes for `model`.
-
-    Longest idle first; then those that turn out not to be needed are let off, most recently used first.
-    """
-    possible = []
-    obstacles = []
-    for i in d.state.on_device(node, device_id):
-        if i.claim or i.leaving != "no" or i.model == model.key:
-            continue
-        if (why := _protected(d, i, serving, spare_wanted)) is None:
-            possible.append(i)
-        else:
-            obstacles.append(f"{i.label} {why}")
-    possible.sort(key=lambda i: _order(d, i))
-    taken: list[Instance] = []
-    freed = 0
-    for i in possible:
-        if freed >= short:
-            break
-        taken.append(i)
-        freed += held_bytes(d.state, i)
-    if freed < short:
-        return Victims(enough=False, obstacles="; ".join(obstacles) or "nothing there can leave")
-    for i in reversed(taken[:-1]):
-        if freed - held_bytes(d.state, i) >= short:
-            taken.remove(i)
-            freed -= held_bytes(d.state, i)
-    return Victims(tuple(i.instance_id for i in taken), tuple(i.label for i in taken), freed)
+    model: Model
+    ask: Ask
+    preempt: bool
+    extra: bool
 
 
-def _order(d: Draft, i: Instance) -> tuple[object, ...]:
-    """What is started to be parked, then idle before what a suspended one has left, before serving; of the idle the least recently used; of
-    the serving low priority, then the shortest queue, then the longest ready."""
-    idle = d.idle_since(i.instance_id)
+def cleared(d: Draft, asking: Asking, b: Booking, short: int, clear: Clear, *, failed: bool) -> tuple[DeviceView, Clearance | str]:
+    """The device, and who leaves it so that at least `short` bytes come free; or why not enough may, in words."""
+    view = view_of(b, failed=failed, residents=residents(d, asking, b))
+    clearance = clear(asking.ask, view, short, d.now)
+    if clearance is not None and _holds(view, clearance, short):
+        return view, clearance
+    obstacles = "; ".join(f"{r.model} ({r.key}) {r.protected}" for r in view.residents if r.protected)
+    return view, obstacles or "nothing there can leave"
+
+
+def view_of(b: Booking, *, failed: bool, residents: tuple[Resident, ...] = ()) -> DeviceView:
+    return DeviceView(b.key, b.node, b.budget, b.free, b.coming, residents, failed=failed)
+
+
+def residents(d: Draft, asking: Asking, b: Booking) -> tuple[Resident, ...]:
+    """What holds memory of the device and could in principle leave."""
+    there = d.state.on_device(b.node, b.device_id)
+    return tuple([_resident(d, i, asking) for i in there if not i.claim and i.leaving == "no" and i.model != asking.model.key])
+
+
+def _resident(d: Draft, i: Instance, asking: Asking) -> Resident:
     owner = d.state.models.get(i.model)
-    priority = owner.card.spec.priority if owner else -1000
-    if i.trigger == "park" and i.state.starting:
-        return (-1, i.planned_at, i.instance_id)
-    if idle is not None:
-        return (0, idle, i.instance_id)
-    if i.state.parked:
-        return (1, i.ready_at or 0.0, i.instance_id)
     seen = d.state.seen.get(i.instance_id)
-    queue = seen.status.load.active + seen.status.load.waiting if seen is not None else 0
-    return (2, priority, queue, i.ready_at or 0.0, i.instance_id)
+    load = seen.status.load if seen is not None else None
+    idle = seen.idle_since if seen is not None else None
+    ready_at = i.ready_at or 0.0
+    used = ready_at
+    if i.state.parked:
+        state = "parked"
+    elif i.state.starting:
+        state, used = "starting", i.planned_at
+    elif idle is None or d.paused(i.instance_id):
+        state = "serving"
+    else:
+        state, used = "idle", idle
+    return Resident(
+        key=i.instance_id,
+        model=i.model,
+        nbytes=held_bytes(d.state, i),
+        state=state,  # type: ignore[arg-type]  # one of the literals above
+        last_used=used,
+        ready_at=ready_at,
+        active=load.active if load is not None else 0,
+        queued=load.waiting if load is not None else 0,
+        priority=owner.card.spec.priority if owner is not None else -1000,
+        sensitivity=owner.card.spec.latency_sensitivity if owner is not None else 0.0,
+        protected=_protected(d, i, owner, asking) or "",
+    )
 
 
-def _protected(d: Draft, i: Instance, serving: bool, spare_wanted: bool) -> str | None:
-    owner = d.state.models.get(i.model)
+def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking) -> str | None:
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
     if i.state.parked:
@@ -88,14 +91,14 @@ def _protected(d: Draft, i: Instance, serving: bool, spare_wanted: bool) -> str 
         ready = sum(1 for other in d.state.live(owner) if other.state is InstanceState.READY)
         if ready <= owner.card.spec.replicas.min:
             return "is kept up by replicas.min"
-    if not serving and d.paused(i.instance_id):
+    if not asking.preempt and d.paused(i.instance_id):
         return "is serving"
     wanted = d.state.waiting(i.model) > 0
-    if spare_wanted and wanted:
+    if asking.extra and wanted:
         return "is wanted"
     if i.trigger != "park" and d.now - i.ready_at < d.policy.min_active and (wanted or _never_served(d, i)):
         return "has just become ready for those who wait for it"
-    if not serving and d.idle_since(i.instance_id) is None:
+    if not asking.preempt and d.idle_since(i.instance_id) is None:
         return "is serving"
     return None
 
@@ -103,3 +106,10 @@ def _protected(d: Draft, i: Instance, serving: bool, spare_wanted: bool) -> str 
 def _never_served(d: Draft, i: Instance) -> bool:
     seen = d.state.seen.get(i.instance_id)
     return seen is None or seen.status.load.completed == 0
+
+
+def _holds(view: DeviceView, clearance: Clearance, short: int) -> bool:
+    """Whether those who are to leave may, and free enough: a policy is not trusted with more than a choice."""
+    free_to_go = {r.key: r.nbytes for r in view.residents if not r.protected}
+    victims = set(clearance.victims)
+    return victims <= free_to_go.keys() and sum(free_to_go[v] for v in victims) >= short

@@ -10,7 +10,9 @@ from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.failures import give_up
 from services.scheduler.domain.heard import Pressure, Unmet
 from services.scheduler.domain.lifecycle import begin
-from services.scheduler.domain.placement import Placement, place
+from services.scheduler.domain.needs import need_to_start
+from services.scheduler.domain.placement import Placement, ask_of, place, starving
+from services.scheduler.domain.policies.port import Demand
 from shared.contracts.plans import PlanRecord
 
 
@@ -26,16 +28,31 @@ class Wish:
 
 
 def wishes(d: Draft, names: Iterable[str]) -> list[Wish]:
-    """What the models of these names want, in the order in which it is granted."""
-    found = []
+    """What the models of these names want, in the order in which it is granted: those that starve, the longest first, then as the profile says."""
+    found: dict[str, Wish] = {}
     for name in sorted(names):
         model = d.state.models.get(name)
         wish = wish_of(d, model) if model else None
         if wish is not None:
-            found.append(wish)
+            found[name] = wish
         elif name in d.state.unmet:
             _no_longer(d, name)
-    return sorted(found, key=lambda w: (-w.model.card.spec.priority, w.extra, w.since, w.model.key))
+    return _ordered(d, found) if len(found) > 1 else list(found.values())
+
+
+def _ordered(d: Draft, found: dict[str, Wish]) -> list[Wish]:
+    starved = [w for w in found.values() if not w.extra and starving(d, _waited(d, w))]
+    first = sorted(starved, key=lambda w: (min(w.since, w.heard), w.model.key))
+    others = [w for w in found.values() if w not in first]
+    asks = [ask_of(d, w.model, need_to_start(d.state, w.model.card), d.now - w.since, extra=w.extra) for w in others]
+    ordered = [a.model for a in d.policy.profile.order(asks, {}, 1.0)]
+    # Whom a policy does not name is not forgotten.
+    names = dict.fromkeys([*ordered, *(w.model.key for w in others)])
+    return [*first, *(found[n] for n in names)]
+
+
+def _waited(d: Draft, wish: Wish) -> float:
+    return d.now - min(wish.since, wish.heard)
 
 
 def wish_of(d: Draft, model: Model) -> Wish | None:
@@ -58,7 +75,7 @@ def wish_of(d: Draft, model: Model) -> Wish | None:
 
 
 def _more(d: Draft, model: Model, running: list[Instance]) -> Wish | None:
-    """One more replica, if demand has exceeded for some time what the instances there can run at once."""
+    """One more replica, if for some time the profile has wanted more than there are."""
     name = model.key
     if not running or len(running) >= model.card.spec.replicas.max:
         d.drop(Pressure, name)
@@ -68,8 +85,16 @@ def _more(d: Draft, model: Model, running: list[Instance]) -> Wish | None:
     for i in running:
         seen = d.state.seen.get(i.instance_id)
         capacity += seen.status.capacity if seen and i.ready_at is not None else model.card.spec.max_concurrency
-    wanted = demand.waiting + demand.in_flight if demand else 0
-    if wanted <= capacity:
+    asked = Demand(
+        model=name,
+        waiting=demand.waiting if demand else 0,
+        running=demand.in_flight if demand else 0,
+        live=len(running),
+        capacity=max(1, capacity // len(running)),
+        minimum=model.floor,
+        maximum=model.card.spec.replicas.max,
+    )
+    if d.policy.profile.scale(asked) <= len(running):
         d.drop(Pressure, name)
         return None
     pressure = d.state.pressure.get(name) or Pressure(name, d.now)
@@ -89,7 +114,7 @@ def _no_longer(d: Draft, name: str) -> None:
 def grant(d: Draft, wish: Wish) -> bool:
     """Start what is wished for, or keep on record why not. Whether something was begun (then there may be more to wish for)."""
     model = d.state.models[wish.model.key]
-    placement = place(d, model, d.now - min(wish.since, wish.heard), extra=wish.extra, kept_up_only=wish.trigger == "min_replicas")
+    placement = place(d, model, _waited(d, wish), extra=wish.extra, kept_up_only=wish.trigger == "min_replicas")
     if placement.chosen is not None:
         begin(d, model, placement, wish.trigger, wish.heard)
         d.drop(Unmet, model.key)

@@ -19,3 +19,13 @@ def test_a_database_that_is_not_postgres(url: str) -> None:
 def test_a_database_that_is(scheme: str) -> None:
     url = f"{scheme}://thaw@host/thaw"
     assert SchedulerSettings(database_url=SecretStr(url)).database_url.get_secret_value() == url
+
+
+def test_a_policy_that_there_is_not() -> None:
+    with pytest.raises(ValidationError, match=r"no scheduling policy 'lur'; there are .*lru.*thaw"):
+        SchedulerSettings(policy="lur")
+
+
+def test_the_policy_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THAW_POLICY", "lru")
+    assert SchedulerSettings().rules().profile.name == "lru"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.policies import baselines, hydraserve, serverlessllm, shepherd, swapservellm, tangram, torpor
+from services.scheduler.domain.policies import baselines, hydraserve, serverlessllm, shepherd, swapservellm, tangram, thaw, torpor
 from services.scheduler.domain.policies.port import Profile
 from shared.errors import InvalidRequest
 
 PROFILES: dict[str, Profile] = {
     p.name: p
     for p in (
+        thaw.PROFILE,
         serverlessllm.PROFILE,
         shepherd.PROFILE,
         baselines.RANDOM,

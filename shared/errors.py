@@ -11,7 +11,8 @@
     ├── Conflict 409
     │   ├── StaleToken            a command older than one already seen
     │   ├── InstanceDraining      the instance takes no new work
-    │   └── InstanceBusy          asked to leave only if idle, and it is not
+    │   ├── InstanceBusy          asked to leave only if idle, and it is not
+    │   └── MigrationFailed       requests run on where they did, or elsewhere
     ├── PayloadTooLarge 413
     ├── InvalidModel 422          a registration or checkpoint that cannot work
     │   ├── CheckpointInvalid
@@ -138,6 +139,12 @@ class InstanceBusy(Conflict):
     """The instance is serving and was asked to leave only if idle."""
 
     code = "instance_busy"
+
+
+class MigrationFailed(Conflict):
+    """Not everything could be moved; what was not runs on where it did, or elsewhere."""
+
+    code = "migration_failed"
 
 
 class PayloadTooLarge(ThawError):

@@ -1,0 +1,237 @@
+"""Tangram §3.2.2 over the regions of one memory pool: eviction by cost, and Partitioned-Gain Packing (Algorithm 1) against fragmentation.
+
+The pool is a chain of regions, free or allocated. Algorithm 1 begins with "merge all" (every allocated region of a subspace may have to move)
+and splits a subspace at an allocated region, which then stays (its size is the gain), if the new tensors can be divided over the two halves;
+where no split packs, the subspace is final. As printed it misbehaves; so here
+
+- the capacity of a subspace is its *free* bytes (printed: free and allocated ones, so that tensors are packed into memory that is not there);
+- dividing fails when a tensor exceeds the *larger* remaining capacity (printed: the smaller, so that hardly anything is ever divided);
+- split points are tried by descending gain (as the text of §3.2.2 has it; printed: in the order of the list);
+- regions of active models and KV blocks neither move nor are evicted: the pool falls into islands between them, and no merging crosses one.
+
+Then only what a final subspace requires is moved: nothing where its tensors fit into free regions as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`key` empty: free. `fixed`: a tensor of an active model, or KV blocks. `cost`: Eq. 2's, of evicting it."""
+
+    size: int
+    key: str = ""
+    fixed: bool = False
+    cost: float = 0.0
+
+    @property
+    def movable(self) -> bool:
+        return bool(self.key) and not self.fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Offsets in bytes. `places`: of the new tensors; `moves`: new offsets of regions that move; `moved`: their bytes together; `bound`: M of
+    Algorithm 1, the allocated bytes of the final subspaces that take tensors."""
+
+    places: Mapping[str, int] = field(default_factory=dict)
+    moves: Mapping[str, int] = field(default_factory=dict)
+    moved: int = 0
+    bound: int = 0
+
+
+Tensors = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """Consecutive regions from `offset` on; none of them is fixed."""
+
+    offset: int
+    regions: tuple[Region, ...]
+
+    @property
+    def free(self) -> int:
+        return sum(r.size for r in self.regions if not r.key)
+
+    @property
+    def allocated(self) -> int:
+        return sum(r.size for r in self.regions if r.key)
+
+
+def evict(regions: Sequence[Region], need: int) -> list[Region] | None:
+    """Stage 1: inactive tensors leave in ascending cost until `need` bytes are free in total; None: that does not suffice. Neighbouring
+    free regions become one."""
+    short = need - sum(r.size for r in regions if not r.key)
+    leaving: set[str] = set()
+    for r in sorted((r for r in regions if r.movable), key=lambda r: (r.cost, r.key)):
+        if short <= 0:
+            break
+        leaving.add(r.key)
+        short -= r.size
+    return without(regions, leaving) if short <= 0 else None
+
+
+def without(regions: Sequence[Region], leaving: set[str]) -> list[Region]:
+    """The chain once `leaving` are free."""
+    left: list[Region] = []
+    for r in regions:
+        kept = r if r.key and r.key not in leaving else Region(r.size)
+        if not kept.key and left and not left[-1].key:
+            kept = Region(left.pop().size + kept.size)
+        left.append(kept)
+    return left
+
+
+def pack(regions: Sequence[Region], tensors: Mapping[str, int]) -> Packing | None:
+    """Stage 2, Algorithm 1. None: the islands between fixed regions cannot take the tensors, whatever is merged (more must be evicted)."""
+    return _packed(regions, tensors, _partition)
+
+
+def merge_all(regions: Sequence[Region], tensors: Mapping[str, int]) -> Packing | None:
+    """ "GlobalMerge" of §5.4.1: every allocated region of an island is moved to one end, whether it has to be or not."""
+    return _packed(regions, tensors, lambda space, mine: [(space, mine)], needlessly=True)
+
+
+def _packed(
+    regions: Sequence[Region],
+    tensors: Mapping[str, int],
+    partition: Callable[[_Space, Tensors], list[tuple[_Space, Tensors]]],
+    needlessly: bool = False,
+) -> Packing | None:
+    islands = _islands(regions)
+    ordered: Tensors = tuple(sorted(tensors.items(), key=lambda t: (-t[1], t[0])))
+    divided = _divide(ordered, [i.free for i in islands])
+    if divided is None:
+        return None
+    places: dict[str, int] = {}
+    moves: dict[str, int] = {}
+    bound = 0
+    for island, mine in zip(islands, divided, strict=True):
+        for space, theirs in partition(island, mine):
+            if theirs:
+                bound += space.allocated
+                _settle(space, theirs, places, moves, needlessly)
+    sizes = {r.key: r.size for r in regions}
+    return Packing(places, moves, sum(sizes[k] for k in moves), bound)
+
+
+def _islands(regions: Sequence[Region]) -> list[_Space]:
+    spaces: list[_Space] = []
+    offset, start, inside = 0, 0, list[Region]()
+    for r in regions:
+        if r.fixed:
+            spaces.append(_Space(start, tuple(inside)))
+            inside, start = [], offset + r.size
+        else:
+            inside.append(r)
+        offset += r.size
+    return [*spaces, _Space(start, tuple(inside))]
+
+
+def _divide(tensors: Tensors, capacities: Sequence[int]) -> list[Tensors] | None:
+    """Over many bins: each tensor to the largest remaining capacity, as in Algorithm 1; if that fails, to the smallest that holds it."""
+    for prefer in (max, min):
+        left = list(capacities)
+        bins: list[list[tuple[str, int]]] = [[] for _ in capacities]
+        for name, size in tensors:
+            fitting = [n for n, c in enumerate(left) if c >= size]
+            if not fitting:
+                break
+            n = prefer(fitting, key=lambda n: (left[n], -n))
+            bins[n].append((name, size))
+            left[n] -= size
+        else:
+            return [tuple(b) for b in bins]
+    return None
+
+
+def _partition(space: _Space, tensors: Tensors) -> list[tuple[_Space, Tensors]]:
+    """Lines 2 to 15, with an explicit list of what is pending."""
+    pending, final = [(space, tensors)], []
+    while pending:
+        at, mine = pending.pop()
+        halves = _split(at, mine) if mine else None
+        if halves is None:
+            final.append((at, mine))
+        else:
+            pending.extend(halves)
+    return final
+
+
+def _split(space: _Space, tensors: Tensors) -> list[tuple[_Space, Tensors]] | None:
+    """At the largest allocated region at which TryPacking divides the tensors; None: at none."""
+    points = sorted((n for n, r in enumerate(space.regions) if r.key), key=lambda n: (-space.regions[n].size, n))
+    for n in points:
+        before, after = space.regions[:n], space.regions[n + 1 :]
+        first = _Space(space.offset, before)
+        second = _Space(space.offset + sum(r.size for r in before) + space.regions[n].size, after)
+        if (divided := _try_packing(tensors, first.free, second.free)) is not None:
+            return [(first, divided[0]), (second, divided[1])]
+    return None
+
+
+def _try_packing(tensors: Tensors, first: int, second: int) -> tuple[Tensors, Tensors] | None:
+    """Lines 17 to 27: in descending size, each to the half with the larger remaining capacity."""
+    one: list[tuple[str, int]] = []
+    two: list[tuple[str, int]] = []
+    for tensor in tensors:
+        if tensor[1] > max(first, second):
+            return None
+        if first >= second:
+            one.append(tensor)
+            first -= tensor[1]
+        else:
+            two.append(tensor)
+            second -= tensor[1]
+    return tuple(one), tuple(two)
+
+
+def _settle(space: _Space, tensors: Tensors, places: dict[str, int], moves: dict[str, int], needlessly: bool) -> None:
+    """Where the tensors of a final subspace go: into free regions as they are, or behind those that are slid to the cheaper end."""
+    if not needlessly and (found := _as_is(space, tensors)) is not None:
+        places.update(found)
+        return
+    downwards, upwards = _slid(space, up=False), _slid(space, up=True)
+    sizes = {r.key: r.size for r in space.regions}
+    up = sum(sizes[k] for k in upwards) < sum(sizes[k] for k in downwards)
+    moves.update(upwards if up else downwards)
+    at = space.offset if up else space.offset + space.allocated
+    for name, size in tensors:
+        places[name] = at
+        at += size
+
+
+def _as_is(space: _Space, tensors: Tensors) -> dict[str, int] | None:
+    """Best fit decreasing over the free regions."""
+    holes, offset = [], space.offset
+    for r in space.regions:
+        if not r.key:
+            holes.append([r.size, offset])
+        offset += r.size
+    found = {}
+    for name, size in tensors:
+        hole = min((h for h in holes if h[0] >= size), default=None)
+        if hole is None:
+            return None
+        found[name] = hole[1]
+        hole[0] -= size
+        hole[1] += size
+    return found
+
+
+def _slid(space: _Space, *, up: bool) -> dict[str, int]:
+    """New offsets of those that move when all allocated regions are slid to one end."""
+    new = space.offset + (space.free if up else 0)
+    old = space.offset
+    moves = {}
+    for r in space.regions:
+        if r.key:
+            if new != old:
+                moves[r.key] = new
+            new += r.size
+        old += r.size
+    return moves

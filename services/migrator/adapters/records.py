@@ -1,0 +1,141 @@
+"""The bucket of migrations: watched by all, written with compare-and-set by whoever holds the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from nats.errors import Error as NatsError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+from pydantic import ValidationError
+
+from services.migrator.domain.leases import Leases
+from shared.contracts.migration import MigrationRecord
+from shared.messaging import Mesh
+from shared.messaging.streams import migrations_bucket
+
+log = logging.getLogger(__name__)
+_AGAIN_S = 0.2
+
+
+def parse(value: bytes) -> MigrationRecord | None:
+    try:
+        return MigrationRecord.model_validate_json(value)
+    except ValidationError as e:
+        log.warning("dropped a malformed migration", extra={"error": str(e)})
+        return None
+
+
+class Copy:
+    """Keeps `leases` as the bucket is, and says so (`changed`). What a watch tells of one's own writes renews one's own lease only."""
+
+    def __init__(self, leases: Leases, changed: Callable[[MigrationRecord | None, str], None]) -> None:
+        self._leases = leases
+        self._changed = changed
+
+    def replace(self, entries: dict[str, bytes]) -> None:
+        records = [r for value in entries.values() if (r := parse(value)) is not None]
+        gone = self._leases.watched.keys() - {r.migration_id for r in records}
+        self._leases.replace(records, time.monotonic())
+        for record in records:
+            self._changed(record, record.migration_id)
+        for migration_id in gone:
+            self._changed(None, migration_id)
+
+    def put(self, key: str, value: bytes) -> None:
+        if (record := parse(value)) is not None:
+            self._leases.saw(record, time.monotonic())
+            self._changed(record, key)
+
+    def remove(self, key: str) -> None:
+        self._leases.forget(key)
+        self._changed(None, key)
+
+
+class Held:
+    """A record whose lease is this process's. Writes the newest of what it is given, one after the other."""
+
+    def __init__(self, bucket: KeyValue, record: MigrationRecord, revision: int, lost: Callable[[bool], None]) -> None:
+        self._bucket = bucket
+        self._record = record
+        self._revision = revision
+        self._lost = lost
+        self._newest: MigrationRecord | None = None
+        self._given = asyncio.Event()
+        self._written = asyncio.Event()
+        self._written.set()
+
+    @property
+    def migration_id(self) -> str:
+        return self._record.migration_id
+
+    def save(self, record: MigrationRecord) -> None:
+        self._newest = record
+        self._written.clear()
+        self._given.set()
+
+    async def written(self) -> None:
+        """Return when everything given so far is in the bucket."""
+        await self._written.wait()
+
+    async def run(self) -> None:
+        """Write until cancelled, or the lease is lost. While NATS is away, again and again."""
+        while True:
+            await self._given.wait()
+            self._given.clear()
+            record = self._newest
+            if record is None:
+                continue
+            try:
+                if not await self._write(record):
+                    return
+            except (NatsError, TimeoutError) as e:
+                log.info("a migration's record cannot be written now", extra={"error": repr(e), "migration_id": self.migration_id})
+                await asyncio.sleep(_AGAIN_S)
+                self._given.set()
+                continue
+            if self._newest is record:
+                self._written.set()
+
+    async def _write(self, record: MigrationRecord) -> bool:
+        value = record.model_dump_json().encode()
+        try:
+            self._revision = await self._bucket.update(record.migration_id, value, last=self._revision)
+        except KeyWrongLastSequenceError:
+            # A write whose confirmation was lost is still ours.
+            there, revision = await _get(self._bucket, record.migration_id)
+            if there is None or there.owner != self._record.owner or there.over:
+                self._lost(there is None or there.over)
+                return False
+            self._revision = await self._bucket.update(record.migration_id, value, last=revision)
+        return True
+
+
+class Records:
+    def __init__(self, mesh: Mesh, owner: str) -> None:
+        self._mesh = mesh
+        self.owner = owner
+
+    async def claim(self, seen: MigrationRecord, lost: Callable[[bool], None]) -> tuple[MigrationRecord, Held] | None:
+        """Become the owner of a record that is still as it was `seen`; None if it is not. Raises what NATS raises."""
+        bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2))
+        there, revision = await _get(bucket, seen.migration_id)
+        if there != seen or there is None:
+            return None
+        mine = there.model_copy(update={"owner": self.owner, "beats": there.beats + 1})
+        try:
+            revision = await bucket.update(seen.migration_id, mine.model_dump_json().encode(), last=revision)
+        except KeyWrongLastSequenceError:
+            return None
+        return mine, Held(bucket, mine, revision, lost)
+
+
+async def _get(bucket: KeyValue, key: str) -> tuple[MigrationRecord | None, int]:
+    try:
+        entry = await bucket.get(key)
+    except KeyNotFoundError:
+        return None, 0
+    return (parse(entry.value) if entry.value else None), entry.revision or 0

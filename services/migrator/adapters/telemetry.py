@@ -1,0 +1,125 @@
+"""A migration's trace, linked with those of its requests, and the metrics of all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from wsgiref.simple_server import WSGIServer
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.trace import Span, Status, StatusCode
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+
+from shared.contracts.migration import MigrationRecord
+from shared.telemetry.tracing import context_of, link_to, traceparent, tracer
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60)
+TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._provider = MeterProvider(
+            metric_readers=[PrometheusMetricReader(registry=self._registry, scope_info_enabled=False, disable_target_info=True)],
+            shutdown_on_exit=False,
+        )
+        meter = self._provider.get_meter("thaw.migrator")
+        self._pause = meter.create_histogram(
+            "thaw.migration.pause",
+            "s",
+            "From the last token of the one engine to the first of the other.",
+            explicit_bucket_boundaries_advisory=SECONDS,
+        )
+        self._duration = meter.create_histogram(
+            "thaw.migration.duration", "s", "Of a migration, whole.", explicit_bucket_boundaries_advisory=SECONDS
+        )
+        self._rounds = meter.create_counter("thaw.migration.rounds", "{round}", "Recomputations at destinations.")
+        self._recomputed = meter.create_counter("thaw.migration.tokens", "{token}", "Tokens recomputed at destinations.")
+        self._requests = meter.create_counter("thaw.migration.requests", "{request}", "Requests by what became of their move.")
+        self._ended = meter.create_counter("thaw.migrations", "{migration}", "Migrations by outcome and reason.")
+        self._server: WSGIServer | None = None
+
+    def serve(self, port: int) -> None:
+        """Raises `OSError` if the port cannot be had."""
+        self._server, _ = start_http_server(port, registry=self._registry)
+
+    def record(self, record: MigrationRecord) -> None:
+        names = {"gen_ai.request.model": record.model, "thaw.reason": record.reason or "operator"}
+        self._ended.add(1, names | {"thaw.outcome": record.state})
+        if record.duration_ms is not None:
+            self._duration.record(record.duration_ms / 1e3, names)
+        self._rounds.add(len(record.rounds), names)
+        self._recomputed.add(sum(r.tokens for r in record.rounds), names)
+        for moved in record.requests:
+            self._requests.add(1, names | {"thaw.outcome": moved.outcome})
+            if moved.pause_ms is not None:
+                self._pause.record(moved.pause_ms / 1e3, names)
+
+    def render(self) -> str:
+        text: str = generate_latest(self._registry).decode()
+        return text
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        self._provider.shutdown()
+
+
+class MigrationSpan:
+    """The trace of one migration, as far as this owner has to do with it. A later owner's part belongs to the same trace."""
+
+    def __init__(self, record: MigrationRecord) -> None:
+        self._began = time.time_ns()
+        self.span: Span = tracer.start_span(
+            f"migrate {record.model}",
+            context=context_of(record.traceparent),
+            attributes={
+                "gen_ai.request.model": record.model,
+                "thaw.migration_id": record.migration_id,
+                "thaw.source": record.source_instance,
+                "thaw.destination": record.instance_id,
+                "thaw.reason": record.reason,
+            },
+            start_time=self._began,
+        )
+        self.traceparent = record.traceparent or traceparent(self.span)
+        self._told_rounds = len(record.rounds)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """What is sent meanwhile carries this trace."""
+        token = otel_context.attach(trace.set_span_in_context(self.span))
+        try:
+            yield
+        finally:
+            otel_context.detach(token)
+
+    def link(self, parent: str) -> None:
+        found = link_to(parent)
+        if found is not None:
+            self.span.add_link(found.context)
+
+    def end(self, record: MigrationRecord, *, lost: bool) -> None:
+        parent = trace.set_span_in_context(self.span, Context())
+        for r in record.rounds[self._told_rounds :]:
+            start = self._began + int(r.start_ms * 1e6)
+            attributes: dict[str, str | int] = {
+                "thaw.request_id": r.request_id,
+                "thaw.round": r.number,
+                "thaw.tokens": r.tokens,
+                "thaw.gap": r.gap,
+            }
+            tracer.start_span("round", context=parent, attributes=attributes, start_time=start).end(start + int(r.took_ms * 1e6))
+        for m in record.requests:
+            self.span.add_event(m.outcome, {"thaw.request_id": m.request_id, "thaw.pause_ms": m.pause_ms or 0.0})
+        self.span.set_attribute("thaw.outcome", "lost" if lost else record.state)
+        if not lost and record.error is not None:
+            self.span.set_status(Status(StatusCode.ERROR, record.error.message))
+        self.span.end()

@@ -1,0 +1,65 @@
+"""Wires the migrator: one connection, the bucket's watch, one loop.
+
+Order at the end: hand over what is under way, then disconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+
+from services.migrator.adapters.conversations import NatsConversations
+from services.migrator.adapters.records import Records
+from services.migrator.adapters.telemetry import Metrics
+from services.migrator.domain.work import Options
+from services.migrator.loop import Migrator
+from services.migrator.settings import MigratorSettings
+from shared.messaging import Mesh
+from shared.messaging.buckets import BucketWatcher
+from shared.messaging.streams import migrations_bucket
+
+log = logging.getLogger(__name__)
+
+
+async def run(settings: MigratorSettings, stop: asyncio.Event) -> int:
+    """Exit status: 0 when told to stop, 1 when the mesh is lost."""
+    name = settings.migrator_name or f"{socket.gethostname()}-{os.getpid()}"
+    mesh = Mesh(settings, f"migrator-{name}")
+    metrics = Metrics()
+    if settings.migrator_metrics_port is not None:
+        metrics.serve(settings.migrator_metrics_port)
+    # Never the same twice: a process that is started again does not take what its predecessor held for its own.
+    owner = f"{name}-{uuid.uuid4().hex[:8]}"
+    options = Options(settings.migrate_at_once, settings.migrate_pause * 1e3)
+    migrator = Migrator(Records(mesh, owner), NatsConversations(mesh), metrics, options)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(_serve(mesh, migrator, tasks), name="serve")
+            await _first(stop, mesh.lost)
+            serving.cancel()
+    finally:
+        if not mesh.lost.is_set():
+            await mesh.stop()
+        metrics.close()
+    return 1 if mesh.lost.is_set() and not stop.is_set() else 0
+
+
+async def _serve(mesh: Mesh, migrator: Migrator, tasks: asyncio.TaskGroup) -> None:
+    await mesh.start()
+    watching = tasks.create_task(BucketWatcher(mesh, migrations_bucket, migrator.copy).run(), name="watch")
+    try:
+        await migrator.run()
+    finally:
+        watching.cancel()
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(e.wait(), name="wait") for e in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

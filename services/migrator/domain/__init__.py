@@ -1,0 +1,1 @@
+"""Decisions about one migration at a time: no NATS, no clock."""

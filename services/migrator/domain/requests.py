@@ -1,0 +1,170 @@
+"""The course of one request: read, prepared, read again, handed over."""
+
+from __future__ import annotations
+
+from services.migrator.domain.rounds import learned, next_step
+from services.migrator.domain.turn import GIVEN_UP, Turn
+from services.migrator.domain.work import Job, same, sequences_of
+from shared.contracts.base import ErrorBody
+from shared.contracts.migration import (
+    ListRequests,
+    MoveRequest,
+    PrepareResume,
+    ResumePrepared,
+    RunningRequest,
+    TokensRead,
+)
+from shared.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InsufficientMemory,
+    NotFound,
+    StaleToken,
+    Unreachable,
+    UnsupportedParameter,
+)
+
+LEAST_MS = 5_000
+"""A deadline for what is expected to be quick."""
+PATIENT = 3.0
+"""So many times the expected duration is waited."""
+LIST_MS = 2_000
+
+
+def read(t: Turn, name: str, tokens: TokensRead) -> None:
+    """1. It cannot move after all. 2. The first reading: the whole sequence is to be computed. 3. A later one: the gap decides."""
+    job = t.work.jobs.get(name)
+    if job is None:
+        return
+    if tokens.running.fixed:  # 1
+        t.resolve(name, "fixed", reason=tokens.running.fixed)
+        return
+    sequences = sequences_of(tokens)
+    total = sum(map(len, sequences))
+    job = t.job(name, running=tokens.running, total=total, read_at=t.now, rate=_rate(job, tokens, total, t.now))
+    if job.rounds == 0:  # 2
+        t.note(name, "moving", predicted_ms=t.work.speed.of(total), tokens=tokens.running.generated_tokens)
+        t.job(name, last_gap=total)
+        _prepare(t, name, tokens, sequences, total)
+        return
+    gap = total - job.prepared  # 3
+    start_ms = max(0.0, (job.round_began - t.work.began) * 1e3)
+    t.round(name, job.round_tokens, t.now * 1e3 - job.round_began * 1e3, gap, start_ms)
+    match next_step(gap, job.last_gap, job.rounds, t.work.speed, job.rate, t.work.options.pause_ms):
+        case "round":
+            t.job(name, last_gap=gap)
+            _prepare(t, name, tokens, sequences, gap)
+        case "hand_over":
+            _move(t, name, gap)
+        case "give_up":
+            t.set(given_up=True)
+            t.resolve(name, "failed", reason=f"{GIVEN_UP}: {gap} tokens behind after {job.rounds} rounds, which do not shrink")
+
+
+def _rate(job: Job, tokens: TokensRead, total: int, now: float) -> float:
+    """Tokens per second of all its choices: what the engine measured, or else what came between two readings."""
+    running = tokens.running
+    open_choices = sum(1 for c in tokens.choices if c.finish_reason is None) or running.choices
+    if running.tokens_per_second > 0:
+        return running.tokens_per_second * max(1, open_choices)
+    if job.read_at and now > job.read_at:
+        return max(0.0, (total - job.total) / (now - job.read_at))
+    return job.rate
+
+
+def _prepare(t: Turn, name: str, tokens: TokensRead, sequences: tuple[tuple[int, ...], ...], new: int) -> None:
+    t.job(name, stage="preparing", round_began=t.now, round_tokens=new, asked_prepare=True)
+    message = PrepareResume(
+        deadline_ms=max(LEAST_MS, int(PATIENT * t.work.speed.of(new))),
+        prepared=t.prepared_name(name),
+        revision=t.work.record.revision,
+        sequences=sequences,
+        adapter=tokens.adapter,
+    )
+    t.ask(f"prepare:{name}", "engine", t.work.record.instance_id, message)
+
+
+def prepared(t: Turn, name: str, result: ResumePrepared) -> None:
+    job = t.work.jobs.get(name)
+    if job is None:
+        return
+    t.set(speed=learned(t.work.speed, result.tokens, result.took_ms))
+    t.job(name, prepared=job.total, rounds=job.rounds + 1, round_tokens=result.tokens)
+    t.read(name)
+
+
+def not_read(t: Turn, name: str, error: ErrorBody) -> None:
+    """It is over, or has moved already, or its engine is gone: the destination knows which."""
+    if name not in t.work.jobs:
+        return
+    if error.code == UnsupportedParameter.code:
+        t.resolve(name, "fixed", reason=error.message or "its engine does not tell its tokens")
+        return
+    _check(t, name, f"the source is gone: {error.message}" if error.code != NotFound.code else "")
+
+
+def not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
+    """1. The destination resumes by its own cache: that has to do. 2. It has no room, or other weights: nothing moves there."""
+    job = t.work.jobs.get(name)
+    if job is None:
+        return
+    if error.code == UnsupportedParameter.code:  # 1
+        t.job(name, asked_prepare=False)
+        _move(t, name, job.total, prepared=False)
+    else:  # 2
+        t.resolve(name, "failed", reason=f"the destination did not take it: {error.message or error.code}")
+        if error.code == Conflict.code:
+            t.fail(error)
+
+
+def _move(t: Turn, name: str, gap: int, *, prepared: bool = True) -> None:
+    job = t.job(name, stage="moving")
+    record = t.work.record
+    if record.state != "handing_over":
+        t.record(state="handing_over")
+    message = MoveRequest(
+        deadline_ms=max(LEAST_MS, int(PATIENT * t.work.speed.of(gap if prepared else job.total))),
+        request_id=name,
+        migration_id=record.migration_id,
+        token=record.token,
+        source_instance=record.source_instance,
+        instance_id=record.instance_id,
+        prepared=t.prepared_name(name) if prepared else "",
+    )
+    t.ask(f"move:{name}", "gateway", job.running.gateway_id, message)
+
+
+def was_moved(t: Turn, name: str, tokens: int, pause_ms: float | None) -> None:
+    if name in t.work.jobs:
+        t.resolve(name, "moved", tokens=tokens, pause_ms=pause_ms)
+
+
+def not_moved(t: Turn, name: str, error: ErrorBody) -> None:
+    """1. A newer migration has it. 2. The room was lost. 3. Anything else may have been done all the same."""
+    if name not in t.work.jobs:
+        return
+    if error.code == StaleToken.code:  # 1
+        t.resolve(name, "elsewhere", reason="a newer migration moves it")
+    elif error.code == InsufficientMemory.code:  # 2
+        t.resolve(name, "failed", reason=error.message)
+    else:  # 3
+        gone = error.code in (Unreachable.code, DeadlineExceeded.code)
+        _check(t, name, "" if error.code == NotFound.code else f"its gateway is gone: {error.message}" if gone else error.message)
+
+
+def _check(t: Turn, name: str, refusal: str) -> None:
+    t.job(name, stage="checking", refusal=refusal)
+    t.ask(f"check:{name}", "engine", t.work.record.instance_id, ListRequests(deadline_ms=LIST_MS))
+
+
+def destination_known(t: Turn, name: str, requests: tuple[RunningRequest, ...]) -> None:
+    """What the destination serves, for a request that its source or its gateway said no to."""
+    job = t.work.jobs.get(name)
+    if job is None:
+        return
+    if any(same(r.request_id, name) for r in requests):
+        t.resolve(name, "moved")
+    elif not job.refusal:
+        t.resolve(name, "finished")
+    else:
+        t.resolve(name, "elsewhere" if job.refusal.startswith("the source is gone") else "failed", reason=job.refusal)

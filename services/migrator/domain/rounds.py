@@ -1,0 +1,85 @@
+"""How long recomputing takes, how many rounds it is worth, and when to hand over. Times in milliseconds.
+
+A round recomputes `gap` tokens in a·gap + b, while the source goes on at its rate r and makes the next gap: r·(a·gap + b). So gaps shrink towards
+r·b / (1 - r·a) if r·a < 1, and do not if the destination is no faster than the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+MAX_ROUNDS = 8
+"""Of one request: after them it is handed over or given up."""
+MIN_ROUNDS = 2
+"""Nothing is given up on the evidence of fewer."""
+SHRINKS = 0.75
+"""A further round is worth it if it is expected to leave less than this part of the gap."""
+FREAK = 4.0
+"""A measurement counts as at most so many times what was expected of it."""
+_KEEP = 0.85
+_SURE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """a and b as far as they are known: `a` for each token, `b` for each round. The sums are of what was measured, the older the lighter."""
+
+    a: float = 0.5
+    b: float = 20.0
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def of(self, tokens: int) -> float:
+        return self.a * tokens + self.b
+
+
+def learned(speed: Speed, tokens: int, took_ms: float) -> Speed:
+    """`speed` after `tokens` were recomputed in `took_ms`. One freak measurement moves it by a bounded step."""
+    if tokens <= 0:
+        return speed
+    took = min(took_ms, FREAK * speed.of(tokens)) if speed.weight >= _SURE else took_ms
+    s = replace(
+        speed,
+        weight=speed.weight * _KEEP + 1,
+        x=speed.x * _KEEP + tokens,
+        y=speed.y * _KEEP + took,
+        xx=speed.xx * _KEEP + tokens * tokens,
+        xy=speed.xy * _KEEP + tokens * took,
+    )
+    mean_x, mean_y = s.x / s.weight, s.y / s.weight
+    variance = s.xx / s.weight - mean_x * mean_x
+    if variance <= 0.01 * mean_x * mean_x:
+        b = min(s.b, mean_y)
+        return replace(s, a=(mean_y - b) / mean_x, b=b)
+    a = min(max(0.0, (s.xy / s.weight - mean_x * mean_y) / variance), mean_y / mean_x)
+    return replace(s, a=a, b=mean_y - a * mean_x)
+
+
+Next = Literal["round", "hand_over", "give_up"]
+
+
+def next_step(gap: int, last_gap: int, rounds: int, speed: Speed, tokens_per_second: float, pause_ms: float) -> Next:
+    """What follows when the source is `gap` tokens ahead of what the destination has computed, after `rounds` rounds. `last_gap`: before the
+    last of them (the whole sequence, before the first).
+
+    1. The gap costs less than a round's fixed cost: hand over.
+    2. A further round is expected to leave much less, or the last one did; or there was none to judge by: another round.
+    3. The pause is short enough as it is: hand over.
+    4. Rounds do not shrink: give up.
+    """
+    if speed.a * gap <= speed.b and speed.b <= pause_ms:  # 1
+        return "hand_over"
+    leaves = tokens_per_second / 1e3 * speed.of(gap)
+    shrinks = gap < last_gap and (leaves < SHRINKS * gap or gap < SHRINKS * last_gap)
+    if rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and shrinks):  # 2
+        return "round"
+    return "hand_over" if speed.of(gap) <= pause_ms or _only_fixed(gap, leaves, speed) else "give_up"  # 3, 4
+
+
+def _only_fixed(gap: int, leaves: float, speed: Speed) -> bool:
+    """Rounds have shrunk as far as they can: what is left is what a round's fixed cost makes, not a destination that cannot keep up."""
+    return gap <= max(2.0, 1.5 * leaves) and speed.a * gap <= speed.b

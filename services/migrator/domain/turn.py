@@ -1,0 +1,126 @@
+"""One decision in the making."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from services.migrator.domain.events import Ask, Effect, Ended, Forget, Link, Save
+from services.migrator.domain.work import Asked, Job, Work, moved_of, same
+from shared.contracts.base import ErrorBody, Request
+from shared.contracts.migration import ForgetResume, MigrationRound, MovedRequest, ReadTokens, RunningRequest
+
+READ_MS = 2_000
+ROUNDS_KEPT = 400
+GIVEN_UP = "given up"
+Outcome = Literal["moving", "moved", "finished", "elsewhere", "fixed", "failed"]
+
+
+class Turn:
+    def __init__(self, work: Work, now: float) -> None:
+        self.work = work
+        self.now = now
+        self.changed = False
+        self._effects: list[Effect] = []
+
+    def done(self) -> tuple[Work, tuple[Effect, ...]]:
+        if self.changed:
+            self._effects.insert(0, Save(self.work.record))
+        return self.work, tuple(self._effects)
+
+    def set(self, **changes: Any) -> None:
+        self.work = replace(self.work, **changes)
+
+    def record(self, **changes: Any) -> None:
+        self.set(record=self.work.record.model_copy(update=changes))
+        self.changed = True
+
+    # Questions
+
+    def ask(self, key: str, to: Literal["engine", "gateway"], address: str, message: Request) -> None:
+        ask = Ask(key, to, address, message)
+        self.work.asked[key] = Asked(ask, self.now)
+        self._effects.append(ask)
+
+    def answered(self, key: str) -> bool:
+        """Whether this question was open; it is no longer."""
+        return self.work.asked.pop(key, None) is not None
+
+    def later(self, key: str, at: float) -> None:
+        self.work.asked[key] = replace(self.work.asked[key], again_at=at)
+
+    def repeat(self, key: str) -> None:
+        asked = self.work.asked[key]
+        self.work.asked[key] = replace(asked, again_at=None, tries=asked.tries + 1)
+        self._effects.append(asked.ask)
+
+    # Requests
+
+    def start(self, running: RunningRequest) -> None:
+        """Begin to move a request."""
+        self.work.jobs[running.request_id] = Job(running, self.now)
+        if moved_of(self.work.record, running.request_id) is None:
+            self.note(running.request_id, "moving", start_ms=self.since(self.work.began))
+        if running.traceparent:
+            self._effects.append(Link(running.traceparent))
+        self.read(running.request_id)
+
+    def read(self, name: str) -> None:
+        self.job(name, stage="reading")
+        message = ReadTokens(deadline_ms=READ_MS, request_id=name)
+        self.ask(f"read:{name}", "engine", self.work.record.source_instance, message)
+
+    def job(self, name: str, **changes: Any) -> Job:
+        job = replace(self.work.jobs[name], **changes)
+        self.work.jobs[name] = job
+        return job
+
+    def since(self, at: float) -> float:
+        return max(0.0, (self.now - at) * 1e3)
+
+    def note(self, name: str, outcome: Outcome, **more: Any) -> None:
+        """Write down what became of a request."""
+        old = moved_of(self.work.record, name)
+        new = (old or MovedRequest(request_id=name)).model_copy(update={"outcome": outcome, **more})
+        if old is None:
+            self.record(requests=(*self.work.record.requests, new))
+        else:
+            self.record(requests=tuple(new if m is old else m for m in self.work.record.requests))
+
+    def resolve(self, name: str, outcome: Outcome, **more: Any) -> None:
+        """A request is done with. What the destination has prepared for one that does not come is forgotten."""
+        job = self.work.jobs.pop(name)
+        for key in [k for k in self.work.asked if k.partition(":")[2] == name]:
+            del self.work.asked[key]
+        self.note(name, outcome, took_ms=self.since(job.began), **more)
+        if job.asked_prepare and outcome != "moved":
+            self._effects.append(Forget(self.work.record.instance_id, ForgetResume(prepared=self.prepared_name(name))))
+
+    def prepared_name(self, name: str) -> str:
+        """The same for every owner, so that the next one goes on where this one stopped."""
+        request = next((m.request_id for m in self.work.record.requests if same(m.request_id, name)), name)
+        return f"{self.work.record.migration_id}.{request}"
+
+    def round(self, name: str, tokens: int, took_ms: float, gap: int, start_ms: float) -> None:
+        number = 1 + sum(1 for r in self.work.record.rounds if same(r.request_id, name))
+        made = MigrationRound(request_id=name, number=number, tokens=tokens, took_ms=took_ms, gap=gap, start_ms=start_ms)
+        self.record(rounds=(*self.work.record.rounds, made)[-ROUNDS_KEPT:])
+
+    # The end
+
+    def fail(self, error: ErrorBody) -> None:
+        """The migration as a whole cannot go on."""
+        if self.work.record.error is None:
+            self.record(error=error)
+        self.set(queue=())
+
+    def end(self, *, lost: bool = False, forget: bool = True) -> None:
+        """Nothing is done for this migration any more. With `lost` the record is not ours to write; without `forget` its new owner goes on
+        with what is prepared."""
+        if not lost or forget:
+            for name in list(self.work.jobs):
+                self.resolve(name, "failed", reason="called off")
+        self.set(ended=True, asked={}, jobs={}, queue=())
+        if lost:
+            self.changed = False
+        self._effects.append(Ended(self.work.record, lost))

@@ -1,0 +1,95 @@
+"""How far one migration is: the record, and what only its owner knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from services.migrator.domain.events import Ask
+from services.migrator.domain.rounds import Speed
+from shared.contracts.base import ErrorBody
+from shared.contracts.migration import MigrationRecord, MovedRequest, RunningRequest, TokensRead
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`at_once`: requests of an instance moved at the same time; `pause_ms`: a pause that nobody minds."""
+
+    at_once: int = 4
+    pause_ms: float = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question under way. `again_at`: it failed in a way that may pass, and is asked again then."""
+
+    ask: Ask
+    since: float
+    tries: int = 1
+    again_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request on its way. `prepared` and `total`: tokens of all its sequences that the destination has computed, and that there were
+    when the source was last asked, at `read_at`."""
+
+    running: RunningRequest
+    began: float
+    stage: Literal["reading", "preparing", "moving", "checking"] = "reading"
+    prepared: int = 0
+    total: int = 0
+    last_gap: int = 0
+    rounds: int = 0
+    round_began: float = 0.0
+    round_tokens: int = 0
+    read_at: float = 0.0
+    rate: float = 0.0
+    asked_prepare: bool = False
+    refusal: str = ""
+    """Why the gateway did not move it, while the destination is asked whether it is there all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    record: MigrationRecord
+    began: float
+    beat_at: float
+    speed: Speed
+    options: Options = Options()
+    asked: dict[str, Asked] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    """By the request's name at the source."""
+    queue: tuple[RunningRequest, ...] = ()
+    source: tuple[RunningRequest, ...] | None = None
+    destination: tuple[RunningRequest, ...] | None = None
+    passes: int = 0
+    source_error: ErrorBody | None = None
+    """Why the source could not be asked at all."""
+    given_up: bool = False
+    ended: bool = False
+
+    def copy(self) -> Work:
+        return replace(self, asked=dict(self.asked), jobs=dict(self.jobs))
+
+
+def base_of(request_id: str) -> str:
+    """A request's own name. A gateway gives each attempt one of its own, with a number behind a hyphen."""
+    base, _, number = request_id.rpartition("-")
+    return base if base and number.isdigit() else request_id
+
+
+def same(request_id: str, other: str) -> bool:
+    return (
+        request_id == other or base_of(request_id) == base_of(other) or base_of(request_id) == other or request_id == base_of(other)
+    )
+
+
+def sequences_of(tokens: TokensRead) -> tuple[tuple[int, ...], ...]:
+    """What the destination has to know, of each choice."""
+    generated = {c.index: c.token_ids for c in tokens.choices}
+    return tuple((*prompt, *generated.get(i, ())) for i, prompt in enumerate(tokens.prompt_token_ids))
+
+
+def moved_of(record: MigrationRecord, request_id: str) -> MovedRequest | None:
+    return next((m for m in record.requests if same(m.request_id, request_id)), None)

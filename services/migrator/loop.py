@@ -1,0 +1,193 @@
+"""One migration after the other: watch the bucket, claim, decide, carry out.
+
+The loop owns the work. Answers come back to it as events; nothing else changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from nats.errors import Error as NatsError
+
+from services.migrator.adapters.records import Copy, Held, Records
+from services.migrator.adapters.telemetry import Metrics, MigrationSpan
+from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
+from services.migrator.domain.leases import Leases, claimable, next_look
+from services.migrator.domain.machine import begin, deadline, decide, handed_over
+from services.migrator.domain.rounds import Speed
+from services.migrator.domain.work import Options, Work
+from shared.contracts.base import Message
+from shared.contracts.migration import MigrationRecord
+from shared.errors import ThawError
+
+log = logging.getLogger(__name__)
+_LONGEST_S = 5.0
+_REFUSED_S = 0.5
+_LAST_WRITE_S = 2.0
+SPEEDS_KEPT = 1_000
+
+
+class Conversations(Protocol):
+    """Engines and gateways."""
+
+    async def ask(self, ask: Ask) -> Message:
+        """Its answer. Raises `ThawError`."""
+
+    async def forget(self, forget: Forget) -> None:
+        """Harmless if nobody hears it."""
+
+
+class Migrator:
+    def __init__(self, records: Records, conversations: Conversations, metrics: Metrics, options: Options) -> None:
+        self._records = records
+        self._talk = conversations
+        self._metrics = metrics
+        self._options = options
+        self._leases = Leases()
+        self.copy = Copy(self._leases, self._changed)
+        self._speeds: dict[tuple[str, str], Speed] = {}
+        self._refused: dict[str, float] = {}
+        self._looked = asyncio.Event()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._held: Held | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._forgetting: set[asyncio.Task[None]] = set()
+
+    def _changed(self, record: MigrationRecord | None, migration_id: str) -> None:
+        """Something in the bucket has changed."""
+        self._looked.set()
+        if self._held is not None and self._held.migration_id == migration_id:
+            if record is None or record.state == "cancelled":
+                self._events.put_nowait(Lost(over=True))
+            elif record.owner != self._records.owner and not record.over:
+                self._events.put_nowait(Lost())
+
+    async def run(self) -> None:
+        """Until cancelled. A migration under way is then handed over."""
+        try:
+            while True:
+                claimed = await self._claim()
+                if claimed is not None:
+                    await self._migrate(*claimed)
+        finally:
+            if self._forgetting:
+                await asyncio.wait(self._forgetting, timeout=_LAST_WRITE_S)
+
+    async def _claim(self) -> tuple[MigrationRecord, Held] | None:
+        """The next migration that nobody works on; waits for one."""
+        now = time.monotonic()
+        self._looked.clear()
+        wanted = claimable(self._leases.watched, self._refused, now)
+        if wanted is None:
+            times = [t for t in (next_look(self._leases.watched, now), *self._refused.values()) if t is not None and t > now]
+            wait = min([*times, now + _LONGEST_S]) - now
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._looked.wait(), max(0.005, wait + 0.005))
+            return None
+        try:
+            claimed = await self._records.claim(wanted, lambda over: self._events.put_nowait(Lost(over)))
+        except (NatsError, TimeoutError) as e:
+            log.info("a migration cannot be claimed now", extra={"error": repr(e)})
+            claimed = None
+        if claimed is None:
+            self._refused = {k: t for k, t in self._refused.items() if t > now}
+            self._refused[wanted.migration_id] = now + _REFUSED_S
+        return claimed
+
+    async def _migrate(self, record: MigrationRecord, held: Held) -> None:
+        model = (record.model, record.node)
+        span = MigrationSpan(record)
+        self._held, self._events = held, asyncio.Queue()
+        writing = asyncio.create_task(held.run(), name="write record")
+        log.info(
+            "a migration begins", extra={"migration_id": record.migration_id, "from": record.source_instance, "to": record.node}
+        )
+        claimed = record.model_copy(update={"traceparent": span.traceparent})
+        work, effects = begin(claimed, self._records.owner, self._speeds.get(model, Speed()), self._options, time.monotonic())
+        ended = None
+        try:
+            while ended is None:
+                for effect in effects:
+                    ended = self._carry_out(effect, held, span) or ended
+                if ended is None:
+                    work, effects = decide(work, await self._next(work), time.monotonic())
+            if not ended.lost:
+                await held.written()
+        except asyncio.CancelledError:
+            await self._hand_over(work, held)
+            raise
+        finally:
+            self._held = None
+            for task in (writing, *self._tasks):
+                task.cancel()
+            await asyncio.gather(writing, *self._tasks, return_exceptions=True)
+            span.end(work.record, lost=ended is None or ended.lost)
+        self._ended(ended, work, model)
+
+    def _ended(self, ended: Ended, work: Work, model: tuple[str, str]) -> None:
+        self._speeds.pop(model, None)
+        self._speeds[model] = work.speed
+        while len(self._speeds) > SPEEDS_KEPT:
+            del self._speeds[next(iter(self._speeds))]
+        told = {"migration_id": ended.record.migration_id, "state": "lost" if ended.lost else ended.record.state}
+        if not ended.lost:
+            self._leases.forget(ended.record.migration_id)
+            self._metrics.record(ended.record)
+            told["error"] = ended.record.error.message if ended.record.error else ""
+        log.info("a migration ended", extra=told)
+
+    async def _hand_over(self, work: Work, held: Held) -> None:
+        """Another migrator need not wait for the lease to end."""
+        if work.ended:
+            return
+        held.save(handed_over(work))
+        try:
+            await asyncio.wait_for(held.written(), _LAST_WRITE_S)
+        except TimeoutError:
+            log.info("a migration could not be handed over; its lease will end", extra={"migration_id": held.migration_id})
+
+    async def _next(self, work: Work) -> Event:
+        if not self._events.empty():
+            return self._events.get_nowait()
+        try:
+            return await asyncio.wait_for(self._events.get(), max(0.001, deadline(work) - time.monotonic()))
+        except TimeoutError:
+            return Tick()
+
+    def _carry_out(self, effect: Effect, held: Held, span: MigrationSpan) -> Ended | None:
+        match effect:
+            case Save(record):
+                held.save(record)
+            case Ask():
+                with span.current():
+                    self._spawn(self._ask(effect), effect.key, self._tasks)
+            case Forget():
+                with span.current():
+                    self._spawn(self._talk.forget(effect), "forget", self._forgetting)
+            case Link(parent):
+                span.link(parent)
+            case Ended():
+                return effect
+        return None
+
+    async def _ask(self, ask: Ask) -> None:
+        try:
+            reply = await self._talk.ask(ask)
+        except ThawError as e:
+            self._events.put_nowait(Refused(ask.key, e.body()))
+        except Exception as e:  # a process boundary: what is asked must come to an end
+            log.exception("a question failed", extra={"key": ask.key})
+            self._events.put_nowait(Refused(ask.key, ThawError(f"{type(e).__name__}: {e}").body()))
+        else:
+            self._events.put_nowait(Answered(ask.key, reply))
+
+    @staticmethod
+    def _spawn(coroutine: Coroutine[Any, Any, None], name: str, among: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        among.add(task)
+        task.add_done_callback(among.discard)

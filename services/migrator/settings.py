@@ -1,0 +1,20 @@
+"""Settings of the migrator."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shared.settings import CommonSettings
+
+
+class MigratorSettings(CommonSettings):
+    migrator_name: str = Field(default="", description="Name of this migrator in records and logs; host and process id by default.")
+    migrate_at_once: int = Field(default=4, ge=1, description="Requests of one instance that are moved at the same time.")
+    migrate_pause: float = Field(
+        default=0.1,
+        ge=0,
+        description="Longest expected pause in seconds that a stream is handed over with if more rounds gain nothing.",
+    )
+    migrator_metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="Port of Prometheus metrics on all addresses; none: no metrics are served."
+    )

@@ -27,13 +27,28 @@ class Need:
         return self.weights + self.converted + self.kv + self.runtime
 
 
+_KNOWN: dict[int, tuple[ModelCard, Need]] = {}
+_KNOWN_LIMIT = 16_384
+
+
 def need_of(card: ModelCard) -> Need:
-    """The reservation for one instance of `card`.
+    """The reservation for one instance of `card`; reckoned once for a card, which is frozen.
 
     `engine_args.kv_cache_bytes` overrides the KV share; `engine_args.adapter_cache_bytes` are added to it, for adapters alone. A `dtype`
     other than the checkpoint's needs a second, converted copy beside the shared one; an engine that reads the weights itself holds
     only that. vLLM with Thaw's loader copies the shared weights while it starts. `memory` overrides the whole.
     """
+    known = _KNOWN.get(id(card))
+    if known is not None and known[0] is card:
+        return known[1]
+    if len(_KNOWN) >= _KNOWN_LIMIT:
+        _KNOWN.clear()
+    need = _reckoned(card)
+    _KNOWN[id(card)] = (card, need)
+    return need
+
+
+def _reckoned(card: ModelCard) -> Need:
     info, spec = card.info, card.spec
     weights, converted = info.weights_bytes, 0
     if spec.dtype != "auto" and spec.dtype != info.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.domain.entities import Instance
-from services.scheduler.domain.suspending import frees, held_bytes, left_bytes, share
+from services.scheduler.domain.suspending import frees, left_bytes, share
 from shared.contracts.node import InstanceState
 
 if TYPE_CHECKING:
@@ -62,19 +62,20 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     held = claimed = leaving = known = idle = movable = 0
     idle_since = float("inf")
     for i in state.on_device(node, device_id):
-        if i.claim:
+        if i.sent_at is None:
             claimed += share(i, i.reserve_bytes) - left_bytes(state, i)
             continue
-        holds = held_bytes(state, i)
+        parked = i.state.parked
+        holds = left_bytes(state, i) if parked else share(i, i.reserve_bytes)
         held += holds
         seen = state.seen.get(i.instance_id)
-        if seen and (seen.status.state.holds_memory or i.state.parked):
+        if seen is not None and (parked or seen.status.state.holds_memory):
             known += holds
         if i.leaving in ("suspend", "suspend_if_idle"):
             leaving += frees(state, i) if i.state is InstanceState.READY else _drained(state, i)
         elif i.leaving != "no":
             leaving += holds
-        elif i.state.parked:
+        elif parked:
             if holds and not _pinned(state, i):
                 movable += holds
                 idle += holds

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from services.scheduler.domain.booking import book, device_key, rounded_speed
 from services.scheduler.domain.entities import Entity, Instance, Model, Node
 from services.scheduler.domain.heard import Estimate, LoaderPresence, Presence, Seen
 from shared.contracts.node import InstanceState
-from shared.contracts.plans import PlanRecord
 
 if TYPE_CHECKING:
     from services.scheduler.domain.state import ClusterState
@@ -20,27 +19,31 @@ Groups = MutableMapping[str, tuple[str, ...]]
 
 def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
     """`old` was replaced by `new` in its table; None: there was, or is, none."""
-    match new if new is not None else old:
-        case Instance():
-            _instance(state, old, new)  # type: ignore[arg-type]  # old and new are of one type
-        case Seen(instance_id=instance_id):
-            i = state.instances.get(instance_id)
-            if i is not None and _counts(old) != _counts(new):  # type: ignore[arg-type]
-                _rebook(state, i.node, i.device_ids)
-                _remind(state, i)
-        case Presence(node=node):
-            if _offers(old) != _offers(new):  # type: ignore[arg-type]
-                _rebook_node(state, node)
-        case Node(name=node):
-            _node(state, node, old, new)  # type: ignore[arg-type]
-        case LoaderPresence():
-            _loader(state, old, new)  # type: ignore[arg-type]
-        case Model():
-            _model(state, old, new)  # type: ignore[arg-type]
-        case Estimate(model=model, node=node):
-            _regroup(state, "measured_on", {model} if old else (), {model} if new else (), node)
-        case PlanRecord():
-            pass
+    keep = _KEEPERS.get(type(new if new is not None else old))
+    if keep is not None:
+        keep(state, old, new)
+
+
+def _seen(state: ClusterState, old: Seen | None, new: Seen | None) -> None:
+    present = new or old
+    assert present is not None
+    i = state.instances.get(present.instance_id)
+    if i is not None and _counts(old) != _counts(new):
+        _rebook(state, i.node, i.device_ids)
+        _remind(state, i)
+
+
+def _presence(state: ClusterState, old: Presence | None, new: Presence | None) -> None:
+    present = new or old
+    assert present is not None
+    if _offers(old) != _offers(new):
+        _rebook_node(state, present.node)
+
+
+def _estimate(state: ClusterState, old: Estimate | None, new: Estimate | None) -> None:
+    present = new or old
+    assert present is not None
+    _regroup(state, "measured_on", {present.model} if old else (), {present.model} if new else (), present.node)
 
 
 def _counts(seen: Seen | None) -> tuple[object, ...]:
@@ -127,7 +130,10 @@ def _devices(i: Instance | None) -> list[str]:
     return [device_key(i.node, device) for device in i.device_ids] if i else []
 
 
-def _node(state: ClusterState, name: str, old: Node | None, new: Node | None) -> None:
+def _node(state: ClusterState, old: Node | None, new: Node | None) -> None:
+    present = new or old
+    assert present is not None
+    name = present.name
     gone = {d.device_id for d in old.devices} if old else set()
     gone -= {d.device_id for d in new.devices} if new else set()
     for device in gone:
@@ -199,3 +205,15 @@ def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
                 state.own("claimed")[key] = (node, device)
         else:
             _forget(state, "claimed", key)
+
+
+_KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {
+    Instance: _instance,
+    Seen: _seen,
+    Presence: _presence,
+    Node: _node,
+    LoaderPresence: _loader,
+    Model: _model,
+    Estimate: _estimate,
+}
+"""What is kept for each kind of entity; of the others nothing is."""

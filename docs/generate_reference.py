@@ -19,6 +19,7 @@ from services.engine.settings import EngineSettings
 from services.enginehost.settings import HostSettings
 from services.gateway.settings import GatewaySettings
 from services.loader.settings import LoaderSettings
+from services.migrator.settings import MigratorSettings
 from services.nodeagent.settings import NodeagentSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.contracts.models import ModelSpec
@@ -69,6 +70,7 @@ def main() -> None:
     services: dict[str, type[CommonSettings]] = {
         "Gateway": GatewaySettings,
         "Scheduler": SchedulerSettings,
+        "Migrator": MigratorSettings,
         "Nodeagent": NodeagentSettings,
         "Loader": LoaderSettings,
         "Engine": EngineSettings,

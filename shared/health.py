@@ -2,6 +2,7 @@
 
 scheduler             some scheduler leads and answers over NATS: a standby is healthy as long as its mesh has a leader
 nodeagent, loader     this node's status is broadcast over NATS, as it has to be every second
+migrator              NATS can be reached as it reaches it, and the bucket of migrations be read
 gateway               /ready: connected to NATS, the catalogue read, not stopping
 
 It runs beside the service, with the same settings.
@@ -16,7 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 
-SERVICES = ("gateway", "scheduler", "nodeagent", "loader")
+SERVICES = ("gateway", "scheduler", "migrator", "nodeagent", "loader")
 _WITHIN_S = 5.0
 
 
@@ -25,6 +26,7 @@ async def _over_nats(service: str) -> None:
     from shared.contracts import subjects
     from shared.contracts.admin import ClusterView, ViewCluster
     from shared.messaging import Mesh
+    from shared.messaging.streams import migrations_bucket
     from shared.settings import NodeSettings
 
     settings = NodeSettings()
@@ -34,6 +36,9 @@ async def _over_nats(service: str) -> None:
         try:
             if service == "scheduler":
                 await mesh.request(subjects.ADMIN, ViewCluster(deadline_ms=int(_WITHIN_S * 1e3)), ClusterView)
+                return
+            if service == "migrator":
+                await (await migrations_bucket(mesh.nc.jetstream(timeout=_WITHIN_S))).status()
                 return
             subject = (subjects.node_status if service == "nodeagent" else subjects.loader_status)(settings.node)
             await (await mesh.nc.subscribe(subject)).next_msg(timeout=_WITHIN_S)

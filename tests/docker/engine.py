@@ -32,14 +32,14 @@ FILES = (
     "compose/requirements.py",
     "compose/wheels/README.md",
 )
-OURS = ("gateway", "scheduler", "loader", "nodeagent")
+OURS = ("gateway", "scheduler", "migrator", "loader", "nodeagent")
 STAND_INS = {
     "NATS_IMAGE": "nats:2.12-alpine",
     "POSTGRES_IMAGE": "postgres:17-alpine",
     "PYTHON_IMAGE": "python:3.11-slim-bookworm",
 }
 """Where no registry is reached, an engine may hold local images under these names; compose/ pins the patch version of the same."""
-_SERVED = ("gateway", "scheduler", "nodeagent")
+_SERVED = ("gateway", "scheduler", "migrator", "nodeagent")
 """What `up` names; it brings what they depend on. Jaeger is nobody's dependency: the traces go to the test's receiver."""
 
 

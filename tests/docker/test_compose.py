@@ -151,6 +151,7 @@ def test_a_service_sees_its_own_secrets_only(mesh: Project) -> None:
     assert seen == {
         "gateway": {"thaw_nats_url", "thaw_admin_key"},
         "scheduler": {"thaw_nats_url", "thaw_database_url"},
+        "migrator": {"thaw_nats_url"},
         "loader": {"thaw_nats_url"},
         "nodeagent": {"thaw_nats_url"},
     }

@@ -70,7 +70,17 @@ def test_secrets_are_made_once_and_told_again(tmp_path: Path) -> None:
     (tmp_path / "scheduler" / "thaw_nats_url").write_text("of another mesh")
     make_secrets(tmp_path)
     assert first == {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
-    assert {p.parts[0] for p in first} == {"nats", "postgres", "gateway", "scheduler", "node"}
+    assert {p.parts[0] for p in first} == {"nats", "postgres", "gateway", "scheduler", "node", "migrator"}
+
+
+def test_a_user_that_came_with_a_newer_version_gets_a_password(tmp_path: Path) -> None:
+    make_secrets(tmp_path)
+    passwords = tmp_path / "nats" / "passwords.conf"
+    old = "".join(line for line in passwords.read_text().splitlines(keepends=True) if not line.startswith("MIGRATOR"))
+    passwords.write_text(old)
+    make_secrets(tmp_path)
+    assert passwords.read_text().startswith(old)
+    assert "MIGRATOR_PASSWORD" in passwords.read_text()
 
 
 class Guarded:
@@ -89,7 +99,7 @@ class Guarded:
             assert there in text
             text = text.replace(there, here)
         (directory / "nats.conf").write_text(text)
-        self.urls = {user: (directory / user / "thaw_nats_url").read_text() for user in ("gateway", "scheduler", "node")}
+        self.urls = {user: (directory / user / "thaw_nats_url").read_text() for user in ("gateway", "scheduler", "node", "migrator")}
         self.process = subprocess.Popen(
             [wheel_script("nats-server"), "-c", str(directory / "nats.conf")], stderr=subprocess.DEVNULL
         )
@@ -129,6 +139,12 @@ DENIED = [
     ("gateway", f"$JS.API.STREAM.DELETE.KV_{subjects.CATALOG_BUCKET}", "deletes the catalogue"),
     ("gateway", subjects.node_status("node-0"), "speaks for a node"),
     ("scheduler", subjects.infer("i"), "infers"),
+    ("migrator", subjects.infer("i"), "infers"),
+    ("migrator", subjects.node_command("node-0"), "commands a node"),
+    ("migrator", subjects.reply("g", "r"), "answers clients"),
+    ("migrator", f"$KV.{subjects.CATALOG_BUCKET}.x", "changes the catalogue"),
+    ("gateway", f"$KV.{subjects.MIGRATIONS_BUCKET}.x", "orders migrations"),
+    ("node", f"$KV.{subjects.MIGRATIONS_BUCKET}.x", "orders migrations"),
     ("scheduler", subjects.reply("g", "r"), "answers clients"),
 ]
 

@@ -66,6 +66,12 @@ async def test_a_loader_is_healthy_while_its_status_is_heard(mesh: Mesh, own_nat
     telling.cancel()
 
 
+async def test_a_migrator_is_healthy_while_the_bucket_of_migrations_can_be_read(own_nats: NatsServer) -> None:
+    assert await health("migrator", THAW_NATS_URL=own_nats.url) == (0, "")
+    own_nats.kill()
+    assert (await health("migrator", THAW_NATS_URL=own_nats.url))[0] == 1
+
+
 async def test_without_nats_nobody_is_healthy() -> None:
     status, said = await health("nodeagent", THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}")
     assert status == 1

@@ -12,8 +12,8 @@ from thaw.launcher.plan import MeshPlan, NodePlan
 from thaw.launcher.processes import MARK
 from thaw.launcher.servers import Postgres, nats_program
 
-_RANKS = {"gateway": 0, "nodeagent": 1, "loader": 2, "scheduler": 3, "postgres": 4, "nats": 5}
-_BOUNDS_S = {"gateway": 40.0, "nodeagent": 30.0, "loader": 10.0, "scheduler": 10.0, "postgres": 15.0, "nats": 10.0}
+_RANKS = {"gateway": 0, "migrator": 0, "nodeagent": 1, "loader": 2, "scheduler": 3, "postgres": 4, "nats": 5}
+_BOUNDS_S = {"gateway": 40.0, "migrator": 10.0, "nodeagent": 30.0, "loader": 10.0, "scheduler": 10.0, "postgres": 15.0, "nats": 10.0}
 """A gateway lets open requests finish (30 s), a nodeagent has its engines to stop."""
 
 
@@ -48,6 +48,7 @@ def programs_of(home: Home, plan: MeshPlan, postgres: Postgres | None) -> tuple[
         servers.append(Program("postgres", tuple(postgres.server_command(plan)), marks, plan.postgres_port, signal.SIGINT))
     after = tuple(s.name for s in servers)
     programs = [_python("scheduler", "scheduler", {**common, "THAW_DATABASE_URL": plan.effective_database_url}, after)]
+    programs.append(_python("migrator", "migrator", common, after))
     for node in plan.nodes:
         environment = {**common, **_node_environment(node)}
         programs.append(_python(f"loader.{node.name}", "loader", environment, after))

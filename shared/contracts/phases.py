@@ -29,6 +29,10 @@ class Phase(StrEnum):
     MESH = "mesh"  # messages on their way, and what no process claimed
 
 
+NEW_ZYGOTE = "new zygote"
+"""`launcher` of a container phase that a zygote's own start may be part of: it says nothing of the next one."""
+
+
 class PhaseSpan(Frozen):
     """One measured phase. Times are milliseconds on the measuring process's monotonic clock, relative to the origin that the
     enclosing message names; they are never compared with another host's clock."""

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from services.nodeagent.engines.process import find_writer
 from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure
 from shared.contracts.models import ModelCard
+from shared.contracts.phases import NEW_ZYGOTE
 from shared.enginelog import log_tail
 from shared.errors import EngineFailed, from_body
 
@@ -55,7 +56,7 @@ class ZygoteLauncher:
         self._statuses: dict[int, asyncio.Future[int]] = {}
 
     def name_for(self, start: EngineStart) -> str:
-        return "zygote"
+        return "zygote" if self._connected.is_set() and self._spoke else NEW_ZYGOTE
 
     async def run(self) -> None:
         """Keep a connection to a zygote: one that serves the socket already, or a new one."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.booking import Booking, booking
 from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.heard import Estimate, estimate_key
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.models import ModelCard
-from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan
 
 WEIGHT_OF_NEWEST = 0.3
 NODES_KEPT = 64
@@ -92,11 +92,24 @@ def total(phases: Mapping[str, float]) -> float:
     return _of(phases, _FIRST) + max(_of(phases, _BRINGING), _of(phases, _ENGINE)) + _of(phases, _MODEL)
 
 
+def sooner_back(state: ClusterState, i: Instance) -> bool:
+    """Whether a ready instance, suspended, would be back no later than a new one could be started where it is."""
+    seen, model = state.seen.get(i.instance_id), state.models.get(i.model)
+    resume_ms = seen.status.suspension.resume_ms if seen is not None else None
+    if resume_ms is None or model is None:
+        return True
+    _, anew = Forecast(state, model.card).on(booking(state, i.node, i.device_ids[0]), leaving=False)
+    return resume_ms <= anew
+
+
 def learned(old: Estimate | None, model: str, node: str, measured: Iterable[PhaseSpan], was_resident: bool) -> Estimate:
-    """`old` moved towards what a start measured. Waiting for victims and reading from memory say nothing of the next start."""
+    """`old` moved towards what a start measured. Waiting for victims, or for a zygote that was starting itself, and reading from memory say
+    nothing of the next start."""
     sums: dict[str, float] = {}
     for span in measured:
         if span.phase in (Phase.QUEUE, Phase.MESH, Phase.RESERVE) or (was_resident and span.phase.value in _BRINGING):
+            continue
+        if span.phase is Phase.CONTAINER and span.detail.get("launcher") == NEW_ZYGOTE:
             continue
         sums[span.phase.value] = sums.get(span.phase.value, 0.0) + span.duration_ms
     known = dict(old.phases) if old else {}

@@ -17,7 +17,7 @@ from services.scheduler.domain.effects import (
     SendSuspend,
 )
 from services.scheduler.domain.entities import Instance, Leaving, Model
-from services.scheduler.domain.estimates import NODES_KEPT, learned
+from services.scheduler.domain.estimates import NODES_KEPT, learned, sooner_back
 from services.scheduler.domain.heard import Estimate, Pause, Seen, Waiter, estimate_key
 from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.placement import Placement
@@ -88,8 +88,8 @@ def _comes_back(d: Draft, instance_id: str) -> Instance:
 
 
 def _clear(d: Draft, victims: list[Instance], short: int, reason: str) -> None:
-    """Have `victims` leave: suspended where that is possible and frees enough, else stopped."""
-    suspended = make_way(d, victims, short)
+    """Have `victims` leave: suspended where that is possible, frees enough and is the sooner way back, else stopped."""
+    suspended = make_way(d, victims, short, sooner_back)
     for victim in victims:
         # One that has just refused as busy is known to serve, whatever its node reported last: asked for if idle it would refuse again.
         idle = d.idle_since(victim.instance_id) is not None and not d.paused(victim.instance_id)

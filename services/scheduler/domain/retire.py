@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from services.scheduler.domain.ahead import TRIGGER, useless
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Leaving, Model
+from services.scheduler.domain.estimates import sooner_back
 from services.scheduler.domain.lifecycle import leave
 from services.scheduler.domain.suspending import gently
 from shared.contracts.node import InstanceState
@@ -43,7 +44,7 @@ def must_leave(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
     if not ready:
         return ("drain", "nobody waits for it any more") if _unwanted(d, i, model) else None
     if may_ask and idle is not None and _idle_too_long(d, i, model, idle):
-        return gently(d, i, "if_idle"), "idle for longer than keep_alive"
+        return gently(d, i, "if_idle") if sooner_back(d.state, i) else "if_idle", "idle for longer than keep_alive"
     return None
 
 

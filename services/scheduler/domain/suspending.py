@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -59,11 +60,11 @@ def gently(d: Draft, i: Instance, how: Leaving) -> Leaving:
     return "suspend_if_idle" if how == "if_idle" else "suspend"
 
 
-def make_way(d: Draft, victims: list[Instance], short: int) -> dict[str, bool]:
-    """Which of `victims` are suspended (the others are stopped) so that at least `short` bytes come free. Those that a suspension
-    would leave most of are stopped first."""
-    chosen = {i.instance_id: suspendable(d.state, i) for i in victims}
-    coming = sum(frees(d.state, i) for i in victims)
+def make_way(d: Draft, victims: list[Instance], short: int, worth: Callable[[ClusterState, Instance], bool]) -> dict[str, bool]:
+    """Which of `victims` are suspended (the others are stopped) so that at least `short` bytes come free: those for which it is `worth`
+    doing. Those that a suspension would leave most of are stopped first."""
+    chosen = {i.instance_id: suspendable(d.state, i) and worth(d.state, i) for i in victims}
+    coming = sum(frees(d.state, i) if chosen[i.instance_id] else held_bytes(d.state, i) for i in victims)
     for i in sorted(victims, key=lambda i: frees(d.state, i) - held_bytes(d.state, i)):
         if coming >= short:
             break

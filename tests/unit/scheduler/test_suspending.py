@@ -62,6 +62,27 @@ def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> 
     assert not w.sent(SendStop)
 
 
+def test_a_victim_that_starts_anew_sooner_than_it_comes_back_is_stopped(w: World) -> None:
+    """As a built-in engine whose weights stay in host memory, where swap is slow."""
+    w.node(budget=NEED + 100 * MIB)
+    w.model("a")
+    w.model("b")
+    w.suspendable(w.up("a"), resume_ms=60_000)
+    w.demand("b", 1)
+    assert w.sent(SendStop)
+    assert not w.sent(SendSuspend)
+
+
+def test_past_its_keep_alive_it_leaves_by_the_sooner_way_back(w: World) -> None:
+    w.node()
+    for name, resume_ms in (("a", 100.0), ("b", 60_000.0)):
+        w.model(name, keep_alive=0)
+        w.suspendable(w.up(name), resume_ms=resume_ms)
+    w.tick(60)
+    assert [e.command.instance_id for e in w.sent(SendSuspend)] == [w.of("a")[0].command.instance_id]
+    assert [e.command.instance_id for e in w.sent(SendStop)] == [w.of("b")[0].command.instance_id]
+
+
 def test_what_cannot_be_suspended_is_stopped(w: World) -> None:
     w.node()
     w.model("a")

@@ -1,0 +1,96 @@
+"""The papers' formulas, against numbers worked out by hand and the papers' own examples."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.domain.cost.formulas import (
+    AFTER,
+    BEFORE,
+    BRINGING,
+    ENGINE,
+    covered,
+    critical_path,
+    likely_again,
+    load_s,
+    resume_s,
+    reuse_s,
+    tokens_generated,
+    waited_for,
+)
+from services.scheduler.domain.cost.links import busy_until, slowest
+from shared.contracts.loader import LinkStatus, LoaderStatus
+from shared.contracts.phases import Phase
+
+PHASES = (*BEFORE, *BRINGING, *ENGINE, *AFTER)
+phases = st.dictionaries(st.sampled_from(PHASES), st.floats(0, 1e4))
+
+
+def test_q_and_n_over_b() -> None:
+    assert load_s(12_000_000_000, 6e9, queue_s=1.5) == pytest.approx(3.5)
+
+
+def test_only_what_is_missing_is_loaded() -> None:
+    assert reuse_s(10, 4, 2.0) == 3.0
+    assert reuse_s(10, 10, 2.0, queue_s=9.0) == 0.0
+    assert reuse_s(10, 12, 2.0) == 0.0
+
+
+def test_a_request_is_resumed_by_its_tokens() -> None:
+    assert tokens_generated(3.0, 0.05) == pytest.approx(60)
+    assert tokens_generated(3.0, 0.0) == 0
+    assert resume_s(100, 60, 0.001, 0.2) == pytest.approx(0.36)
+
+
+def test_phases_are_the_maps() -> None:
+    assert set(PHASES) <= set(Phase)
+    assert len(set(PHASES)) == len(PHASES)
+
+
+@given(phases)
+def test_what_overlaps_counts_once(some: dict[str, float]) -> None:
+    total = critical_path(some)
+    assert total <= sum(some.values()) + 1e-6
+    assert total >= max(some.values(), default=0.0) - 1e-6
+    assert total == pytest.approx(sum(some.get(p, 0.0) for p in waited_for(some)))
+
+
+@given(phases, st.sampled_from(PHASES), st.floats(0, 100))
+def test_no_phase_makes_it_sooner(some: dict[str, float], phase: str, more: float) -> None:
+    assert critical_path({**some, phase: some.get(phase, 0.0) + more}) >= critical_path(some) - 1e-6
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(1, 1e3))
+def test_the_longer_unused_the_less_likely(a: float, b: float, horizon: float) -> None:
+    low, high = sorted((a, b))
+    assert 0 < likely_again(high, horizon) <= likely_again(low, horizon) <= 1
+
+
+def loader(*links: LinkStatus, speed: float | None = None) -> LoaderStatus:
+    return LoaderStatus(node="n", boot_id="b", bytes_per_second=speed, links=links)
+
+
+def test_the_slowest_link_on_the_way_counts() -> None:
+    links = (LinkStatus(link="ssd:nvme0n1", bytes_per_second=6e9), LinkStatus(link="bus:cuda:0", bytes_per_second=2e9))
+    assert slowest("ssd", "cuda:0", loader(*links)) == 2e9
+    assert slowest("ssd", "cuda:1", loader(*links)) == 6e9
+    assert slowest("dram", "cuda:0", loader(*links)) == 2e9
+    assert slowest("dram", "cuda:1", loader(*links, speed=1e9)) is None
+    assert slowest("remote", "cuda:1", loader(*links, speed=1e9)) == 1e9
+    assert slowest("ssd", "cuda:0", None) is None
+
+
+def test_a_queue_is_what_was_reported_and_what_was_decided_since() -> None:
+    busy = loader(LinkStatus(link="ssd:a", finish_ms=2000.0), LinkStatus(link="remote:b"), speed=1e9)
+    assert busy_until(100.0, busy, ()) == 102.0
+    assert busy_until(100.0, busy, [(101.0, 10**9), (99.0, 10**9)]) == 103.0
+    assert busy_until(100.0, loader(speed=2e9), [(110.0, 10**9)]) == 110.5
+    assert busy_until(100.0, loader(), ()) == 0.0
+    assert busy_until(0.0, None, [(5.0, 10**9)]) == 6.0

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from services.scheduler.domain.policies.common import arrivals, inactive, keep_load_time, movable, per_request, soonest
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Move, Option, Profile, Resident
 
-FRONT = 1024
-"""States kept at each step; beyond, the dearest are dropped. The plan is still one that works, and the best one up to 9 victims with
-one destination each whatever their sizes are."""
+FRONT = 256
+"""States kept at each step at most; beyond, of each part of `short` freed the cheapest few. Up to 8 victims with one way out each that is never
+reached; the plan of more is one that works, not always the best."""
+PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,14 @@ def _front(states: list[_State], short: int) -> list[_State]:
         freed = min(short, state.freed)
         if not any(min(short, k.freed) >= freed and all(a <= b for a, b in zip(k.used, state.used, strict=True)) for k in kept):
             kept.append(state)
-            if len(kept) == FRONT:
-                break
-    return kept
+    if len(kept) <= FRONT:
+        return kept
+    parts: dict[int, list[_State]] = {}
+    for state in kept:
+        part = parts.setdefault(min(short, state.freed) * PARTS // short, [])
+        if len(part) < FRONT // PARTS:
+            part.append(state)
+    return [s for part in parts.values() for s in part]
 
 
 def ways_out(resident: Resident) -> tuple[Move, ...]:

@@ -1,0 +1,139 @@
+"""HydraServe: Eq. 1 to 5 by hand, Algorithm 1 against trying everything, and the autoscaler."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.domain.policies import hydraserve
+from services.scheduler.domain.policies.autoscaling import groups, scale
+from services.scheduler.domain.policies.hydraserve import Server, Times, allocate, schemes, tpot, ttft_in_turn, ttft_overlapped
+from services.scheduler.domain.policies.hydraserve_ledger import Ledger, accepts, begun, ended, settled, share
+from services.scheduler.domain.policies.port import Demand
+from tests.unit.scheduler.policies.views import ask, option
+
+GB = 10**9
+TIMES = Times(prefill=1.5, decode=0.042, hop=0.002, runtime=8.0, container=3.0, context=1.0, library=4.0)
+
+
+def server(n: int, free: float = 22.0, network: float = 2.0, pcie: float = 10.0, sharing: int = 0) -> Server:
+    return Server(f"s{n}/g0", f"s{n}", int(free * GB), network * GB, pcie * GB, sharing)
+
+
+def test_equation_1_by_hand() -> None:
+    """12 GB over 4 servers of 2 GB/s and 10 GB/s: 3 · (1/2 + 1/10) = 1.8 s; prefill 1.5 · (4 - 1 + 1/4) = 4.875 s; 4 hops."""
+    four = [server(n) for n in range(4)]
+    assert ttft_in_turn(12 * GB, 4, 1, four, TIMES) == pytest.approx(8.0 + 1.8 + 4.875 + 0.008)
+    assert ttft_in_turn(12 * GB, 1, 1, four[:1], TIMES) == pytest.approx(8.0 + 7.2 + 1.5 + 0.002)
+
+
+def test_equation_2_by_hand() -> None:
+    assert tpot(4, 1, TIMES) == pytest.approx(0.042 * 3.25 + 0.008)
+    assert tpot(1, 1, TIMES) == pytest.approx(0.042 + 0.002)
+
+
+def test_equation_5_by_hand() -> None:
+    """Fetching 12 GB takes 6 s, less than container, context and libraries (8 s); at 1 GB/s it takes 12 s and hides them."""
+    assert ttft_overlapped(12 * GB, 1, 1, [server(0)], TIMES) == pytest.approx(8.0 + 1.5 + 0.002)
+    assert ttft_overlapped(12 * GB, 1, 1, [server(0, network=1.0)], TIMES) == pytest.approx(12.0 + 1.5 + 0.002)
+    assert ttft_overlapped(12 * GB, 2, 2, [server(0), server(1, pcie=1.0)], TIMES) == pytest.approx(4.0 + 6.0 + 1.5 + 0.004)
+
+
+def test_full_workers_get_the_quickest_servers_that_hold_the_model_and_the_others_what_is_left() -> None:
+    servers = [server(0, free=22, network=1.0), server(1, free=8, network=4.0), server(2, free=22, network=2.0)]
+    found = {(x.stages, x.full): [s.key for s in x.servers] for x in schemes(12 * GB, 17 * GB, servers, TIMES)}
+    assert found[1, 1] == ["s2/g0"]
+    assert found[2, 1] == ["s2/g0", "s0/g0"]  # s1 has no room for half of it
+    assert (3, 0) in found
+    assert found[3, 1] == ["s2/g0", "s1/g0", "s0/g0"]
+    assert (2, 2) in found
+    assert (3, 3) not in found
+
+
+def test_of_the_schemes_within_both_objectives_the_one_that_shares_least() -> None:
+    shared = [server(n, sharing=1) for n in range(4)]
+    free = server(9)
+    found = allocate(12 * GB, 17 * GB, [*shared, free], TIMES, slo_ttft=60, slo_tpot=1)
+    assert found is not None
+    assert (found.stages, found.servers) == (1, (free,))
+
+
+def test_a_tight_objective_takes_more_stages_and_one_that_cannot_be_met_takes_one() -> None:
+    servers = [server(n, network=0.5) for n in range(4)]  # 24 s for the whole of it
+    found = allocate(12 * GB, 17 * GB, servers, TIMES, slo_ttft=20, slo_tpot=0.2)
+    assert found is not None
+    assert found.stages > 1
+    assert found.ttft <= 20
+    none = allocate(12 * GB, 17 * GB, servers, TIMES, slo_ttft=1, slo_tpot=0.2)
+    assert none is not None
+    assert (none.stages, none.full) == (1, 1)
+    assert allocate(12 * GB, 17 * GB, [server(0, free=1)], TIMES, 60, 1) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(3, 30), st.integers(1, 4), st.integers(2, 10)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_no_other_choice_of_servers_is_quicker_with_the_same_workers(servers: list[tuple[int, int, int]], overlapped: bool) -> None:
+    """With links of one kind the algorithm's servers are the best ones for each (s, w)."""
+    made = [server(n, free, b, 10.0) for n, (free, b, _) in enumerate(servers)]
+    formula = ttft_overlapped if overlapped else ttft_in_turn
+    for scheme in schemes(12 * GB, 17 * GB, made, TIMES, overlapped=overlapped):
+        for group in permutations(made, scheme.stages):
+            need = [17 * GB] * scheme.full + [-(-17 * GB // scheme.stages)] * (scheme.stages - scheme.full)
+            if all(x.free >= n for x, n in zip(group, need, strict=True)):
+                assert scheme.ttft <= formula(12 * GB, scheme.stages, scheme.full, group, TIMES) + 1e-9
+
+
+def test_options_are_chosen_as_schemes_are() -> None:
+    wanted = ask(slo_ttft=10.0, slo_tpot=0.1)
+    alone = option("a/0", 14.0)
+    pipeline = option("b/0", 8.0, "pipeline", stages=4, full_workers=1, tpot_s=0.09)
+    crowded = option("c/0", 7.0, "pipeline", stages=2, full_workers=1, tpot_s=0.09, sharing=1)
+    slow = option("d/0", 6.0, "pipeline", stages=4, full_workers=0, tpot_s=0.2)
+    assert hydraserve.choose(wanted, [alone, pipeline, crowded, slow], "") == pipeline
+    assert hydraserve.choose(wanted, [alone, slow], "") == alone
+    assert hydraserve.choose(wanted, [slow], "") is None
+    assert hydraserve.choose(wanted, [pipeline, ready := option("e/0", 0.0, "ready")], "") == ready
+
+
+def test_a_server_takes_another_fetch_only_if_all_keep_their_deadlines() -> None:
+    """2 GB/s. 8 GB until 5 s: alone it needs 4 s; with another from the start it would need 8 s."""
+    ledger = begun(Ledger(2.0 * GB), "a", 8 * GB, 5.0, 0.0)
+    assert share(ledger, 0.0) == 1.0 * GB
+    assert not accepts(ledger, 0.0)
+    assert accepts(ledger, 3.5)  # 1 GB is left, and 1.5 s at 1 GB/s
+    assert settled(ledger, 3.0).fetches["a"].pending == pytest.approx(2 * GB)
+    assert not settled(ledger, 4.1).fetches
+
+
+def test_equation_4_over_changes_of_the_number_of_fetches() -> None:
+    ledger = begun(Ledger(2.0 * GB), "a", 8 * GB, 99.0, 0.0)
+    ledger = begun(ledger, "b", 4 * GB, 99.0, 1.0)  # a has 6 GB left
+    at = settled(ledger, 3.0)
+    assert {k: f.pending for k, f in at.fetches.items()} == pytest.approx({"a": 4 * GB, "b": 2 * GB})
+    alone = ended(at, "b", 3.0)
+    assert settled(alone, 4.0).fetches["a"].pending == pytest.approx(2 * GB)
+    assert share(alone, 5.0) == 2.0 * GB
+
+
+def demand(waiting: int, running: int = 0, live: int = 0, window: int = 0, peak: int = 0) -> Demand:
+    return Demand("m", waiting, running, live, capacity=8, window=window, peak=peak, maximum=16)
+
+
+def test_workers_for_the_queue_and_the_next_window() -> None:
+    assert scale(demand(waiting=1)) == 1
+    assert scale(demand(waiting=20, window=12)) == 4
+    assert scale(demand(waiting=4, window=2, peak=30)) == 5
+    assert scale(demand(waiting=0, live=3, window=90)) == 3
+    assert scale(demand(waiting=400)) == 16
+
+
+def test_a_surge_is_started_in_groups_of_four_at_most() -> None:
+    assert groups(0) == []
+    assert groups(1) == [1]
+    assert groups(1, stages=4) == [4]
+    assert groups(10) == [4, 4, 2]

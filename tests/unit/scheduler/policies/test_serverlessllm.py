@@ -1,0 +1,129 @@
+"""ServerlessLLM's victims in the least total time, Shepherd*'s without a destination, and the choice over loading and migrating."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.domain.policies import serverlessllm, shepherd
+from services.scheduler.domain.policies.port import Clearance, Move, Resident
+from services.scheduler.domain.policies.serverlessllm import Departure, least_time
+from tests.unit.scheduler.policies.views import ask, device, option
+
+FREE = {"a/0": 10, "b/0": 16}
+
+
+@st.composite
+def departures(draw: st.DrawFn) -> list[Departure]:
+    found = []
+    for n in range(draw(st.integers(0, 5))):
+        where = draw(st.lists(st.sampled_from(sorted(FREE)), max_size=2, unique=True))
+        moves = tuple(Move(d, float(draw(st.integers(0, 9))), FREE[d]) for d in where)
+        unload = draw(st.sampled_from([None, None, 0.0, 3.0]))
+        found.append(Departure(f"v{n}", draw(st.integers(1, 12)), float(draw(st.integers(0, 3))), moves, unload))
+    return found
+
+
+def brute_force(victims: list[Departure], short: int) -> float | None:
+    """The least total time over every assignment."""
+    best = None
+    ways = [[None, *v.moves, *([v.unload_s] if v.unload_s is not None else [])] for v in victims]
+    for assignment in product(*ways):
+        used = dict.fromkeys(FREE, 0)
+        freed, seconds = 0, 0.0
+        for victim, way in zip(victims, assignment, strict=True):
+            if way is None:
+                continue
+            freed += victim.nbytes
+            if isinstance(way, Move):
+                used[way.device] += victim.nbytes
+                seconds += way.seconds
+            else:
+                seconds += way
+        if freed >= short and all(used[d] <= FREE[d] for d in FREE) and (best is None or seconds < best):
+            best = seconds
+    return best
+
+
+@given(victims=departures(), short=st.integers(1, 40))
+def test_the_recurrence_finds_what_trying_every_assignment_finds(victims: list[Departure], short: int) -> None:
+    found = least_time(victims, short)
+    best = brute_force(victims, short)
+    assert (found.seconds if found is not None else None) == best
+    if found is not None:
+        by_key = {v.key: v for v in victims}
+        for d, free in FREE.items():
+            assert sum(by_key[k].nbytes for k, to in found.moves if to == d) <= free
+
+
+def resident(key: str, nbytes: int, state: str = "serving", **more: object) -> Resident:
+    return Resident(key, model=key, nbytes=nbytes, state=state, **more)  # type: ignore[arg-type]  # the test's own keywords
+
+
+def test_two_small_ones_move_rather_than_a_large_one_if_that_is_quicker() -> None:
+    there = Move("s2/0", 2.0, 100)
+    view = device(
+        "s1/0",
+        resident("large", 20, moves=(Move("s2/0", 5.0, 100),)),
+        resident("small", 10, moves=(there,)),
+        resident("little", 10, moves=(Move("s3/0", 2.5, 100),)),
+    )
+    found = serverlessllm.clear(ask(), view, 20, 0.0)
+    assert found == Clearance("migrate", ("little", "small"), 20, 2.5, 4.5, {"small": "s2/0", "little": "s3/0"})
+
+
+def test_moves_to_one_server_are_loaded_one_after_another() -> None:
+    view = device("s1/0", *(resident(k, 10, moves=(Move(f"s2/{k}", 2.0, 10),)) for k in "ab"))
+    found = serverlessllm.clear(ask(), view, 20, 0.0)
+    assert found is not None
+    assert found.delay_s == 4.0
+
+
+def test_an_idle_one_is_unloaded_before_anybody_moves() -> None:
+    view = device("s1/0", resident("idle", 10, "idle"), resident("busy", 10, moves=(Move("s2/0", 1.0, 100),)))
+    assert serverlessllm.clear(ask(), view, 10, 0.0) == Clearance("evict", ("idle",), 10)
+
+
+def test_a_destination_takes_no_more_than_is_free_there() -> None:
+    view = device("s1/0", *(resident(k, 10, moves=(Move("s2/0", 1.0, 15),)) for k in "ab"))
+    assert serverlessllm.clear(ask(), view, 20, 0.0) is None
+    assert serverlessllm.clear(ask(), view, 10, 0.0) is not None
+
+
+def test_one_that_cannot_move_stays_and_the_single_destination_of_a_view_is_used() -> None:
+    assert serverlessllm.clear(ask(), device("s1/0", resident("busy", 10)), 10, 0.0) is None
+    view = device("s1/0", resident("busy", 10, resume_s=3.0, move_to="s2/0"))
+    found = serverlessllm.clear(ask(), view, 10, 0.0)
+    assert found == Clearance("migrate", ("busy",), 10, 3.0, 3.0, {"busy": "s2/0"})
+
+
+def test_the_server_with_the_least_startup_time_is_chosen_even_if_somebody_has_to_move_first() -> None:
+    """§5.1: model B is in DRAM of server 2, whose device serves A, and on the SSD of server 1, whose device is free."""
+    from_ssd = option("s1/0", seconds=5.0)
+    migrate = option("s2/0", seconds=1.5 + 0.8, clearance=Clearance("migrate", ("A",), 10, 1.5, 1.5, {"A": "s1/0"}))
+    assert serverlessllm.choose(ask(), [from_ssd, migrate], "") == migrate
+    slow = option("s2/0", seconds=6.0 + 0.8, clearance=migrate.clearance)
+    assert serverlessllm.choose(ask(), [from_ssd, slow], "") == from_ssd
+    assert serverlessllm.choose(ask(), [], "") is None
+
+
+def test_shepherd_interrupts_where_serverlessllm_migrates_and_loses_the_least_time() -> None:
+    view = device(
+        "s1/0",
+        resident("long", 10, reload_s=4.0, resume_s=3.0),
+        resident("short", 10, reload_s=4.0, resume_s=0.5),
+    )
+    assert shepherd.clear(ask(), view, 10, 0.0) == Clearance("preempt", ("short",), 10, 0.0, 4.5)
+    idle = device("s1/0", *view.residents, resident("idle", 10, "idle"))
+    assert shepherd.clear(ask(), idle, 10, 0.0) == Clearance("evict", ("idle",), 10)
+
+
+def test_many_victims_stay_within_the_table() -> None:
+    """Sixteen that serve, each with three ways out (4^16 assignments): bounded work, and a plan that works."""
+    moves = tuple(Move(f"s{d}/0", 1.0 + d, 120) for d in range(3))
+    victims = [Departure(f"v{n}", 10 + n, float(n), moves) for n in range(16)]
+    found = least_time(victims, 200)
+    assert found is not None
+    assert found.freed >= 200

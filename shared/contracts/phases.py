@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from pydantic import Field
@@ -46,3 +47,13 @@ class PhaseSpan(Frozen):
     @property
     def end_ms(self) -> float:
         return self.start_ms + self.duration_ms
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of (start, end): spans that overlap count once."""
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > reached:
+            length += end - max(start, reached)
+            reached = end
+    return length

@@ -7,9 +7,15 @@ from typing import Literal
 from pydantic import Field
 
 from shared.contracts.base import ErrorBody, Frozen
-from shared.contracts.phases import PhaseSpan
+from shared.contracts.phases import PhaseSpan, covered
 
 Way = Literal["warm", "load", "evict_then_load", "restore", "evict_then_restore", "wait", "impossible"]
+ReadyBy = Literal["ready", "wake", "restore", "reuse", "load", "peer_copy", "pipeline"]
+"""How a model becomes ready on a device set: it is; from sleep; from a snapshot; the missing tensors loaded; all of it loaded (from DRAM, SSD or
+remote); copied from another device; its layers over several devices."""
+Clearing = Literal["none", "leaving", "evict", "suspend", "preempt", "migrate"]
+"""What must happen there first: nothing; those on their way out must be out; idle ones leave (for good, or to a snapshot); serving ones are
+interrupted and begin again elsewhere; serving ones move elsewhere with their tokens."""
 RESTORES = ("restore", "evict_then_restore")
 """Ways that bring a suspended instance back: what they measure says nothing of a start."""
 
@@ -26,6 +32,27 @@ class Candidate(Frozen):
     free_bytes: int = 0
     victims: tuple[str, ...] = Field(default=(), description="Instances that would leave, as model (instance).")
     excluded: str | None = None
+    ready_by: ReadyBy = "load"
+    clearing: Clearing = "none"
+    source: str = Field(
+        default="", description="Where its bytes come from: dram, ssd, remote, or a device; empty: nowhere, or unknown."
+    )
+    resident_bytes: int = Field(default=0, description="Of its weights that are there already.")
+    stages: int = 1
+    full_workers: int = 1
+    spread_ms: float | None = Field(
+        default=None, description="Mean absolute error of the parameters that `predicted_ms` is made of."
+    )
+    queued_ms: float = Field(default=0.0, description="Of its load: waiting for loads before it on the same links.")
+    others_ms: float = Field(
+        default=0.0, description="What it is expected to cost those that leave, weighted by how likely they are wanted."
+    )
+    took_ms: float | None = Field(default=None, description="Of the chosen one that became ready: from the decision until then.")
+
+    @property
+    def error_ms(self) -> float | None:
+        """What was measured less what was predicted."""
+        return None if self.took_ms is None or self.predicted_ms is None else self.took_ms - self.predicted_ms
 
 
 class PlanRecord(Frozen):
@@ -40,6 +67,14 @@ class PlanRecord(Frozen):
     instance_id: str | None = None
     outcome: Literal["pending", "ready", "failed", "cancelled"] = "pending"
     measured: tuple[PhaseSpan, ...] = ()
-    measured_ms: float | None = None
+    measured_ms: float | None = Field(default=None, description="From the demand until ready.")
     error: ErrorBody | None = None
     traceparent: str | None = None
+
+    @property
+    def measured_phases(self) -> dict[str, float]:
+        """Milliseconds by phase; spans of one phase that overlap count once."""
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for s in self.measured:
+            spans.setdefault(s.phase.value, []).append((s.start_ms, s.end_ms))
+        return {phase: covered(found) for phase, found in spans.items()}

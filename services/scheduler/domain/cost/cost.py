@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Way = Literal["ready", "wake", "restore", "reuse", "load", "peer_copy", "pipeline"]
-"""How a model becomes ready on a device set: it is; from sleep; from a snapshot; the missing tensors loaded; all of it loaded (from DRAM, SSD or
-remote); copied from another device; its layers over several devices."""
-Clearing = Literal["none", "leaving", "evict", "suspend", "preempt", "migrate"]
-"""What must happen there first: nothing; those on their way out must be out; idle ones leave (for good, or to a snapshot); serving ones are
-interrupted and begin again elsewhere; serving ones move elsewhere with their tokens."""
+from shared.contracts.plans import Clearing as Clearing
+from shared.contracts.plans import ReadyBy
+
+Way = ReadyBy
 
 
 @dataclass(frozen=True, slots=True)

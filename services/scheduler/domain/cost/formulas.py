@@ -56,15 +56,5 @@ def likely_again(unused_s: float, horizon_s: float) -> float:
     return horizon_s / (horizon_s + max(0.0, unused_s))
 
 
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of (start, end): spans that overlap count once."""
-    length, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        if end > reached:
-            length += end - max(start, reached)
-            reached = end
-    return length
-
-
 def _sum(phases: Mapping[str, float], names: Iterable[str]) -> float:
     return sum([phases.get(p, 0.0) for p in names])

@@ -11,7 +11,6 @@ from services.scheduler.domain.cost.formulas import (
     BEFORE,
     BRINGING,
     ENGINE,
-    covered,
     critical_path,
     likely_again,
     load_s,
@@ -22,7 +21,7 @@ from services.scheduler.domain.cost.formulas import (
 )
 from services.scheduler.domain.cost.links import busy_until, slowest
 from shared.contracts.loader import LinkStatus, LoaderStatus
-from shared.contracts.phases import Phase
+from shared.contracts.phases import Phase, covered
 
 PHASES = (*BEFORE, *BRINGING, *ENGINE, *AFTER)
 phases = st.dictionaries(st.sampled_from(PHASES), st.floats(0, 1e4))

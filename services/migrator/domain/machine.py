@@ -25,7 +25,7 @@ from services.migrator.domain.requests import (
     was_moved,
 )
 from services.migrator.domain.rounds import Speed
-from services.migrator.domain.turn import GIVEN_UP, Turn
+from services.migrator.domain.turn import GIVEN_UP, SOURCE_GONE, Turn
 from services.migrator.domain.work import Options, Work, moved_of, same
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import (
@@ -154,6 +154,7 @@ def _not_listed(t: Turn, where: str, error: ErrorBody) -> None:
             _listed(t, where, ())  # it cannot tell, which is no reason not to serve
         else:
             _destination_gone(t, error)
+            _listed(t, where, ())
     elif t.work.passes:
         _listed(t, where, ())
     else:
@@ -179,12 +180,13 @@ def _take_stock(t: Turn, source: tuple[RunningRequest, ...], destination: tuple[
         if moved.outcome != "moving" or any(same(moved.request_id, r) for r in at_source):
             continue
         there = any(same(moved.request_id, r) for r in at_destination)
-        t.note(moved.request_id, "moved" if there else "elsewhere" if t.work.source_error else "finished")
+        lost = t.work.source_error is not None or t.work.record.error is not None
+        t.note(moved.request_id, "moved" if there else "elsewhere" if lost else "finished")
     if wanted is not None and not chosen and moved_of(t.work.record, wanted) is None:
         if any(same(wanted, r) for r in at_destination):
             t.note(wanted, "elsewhere", reason="it is there already")
         elif t.work.source_error is not None:
-            t.note(wanted, "elsewhere", reason="the source is gone")
+            t.note(wanted, "elsewhere", reason=SOURCE_GONE)
         else:
             t.note(wanted, "finished", reason="it was over before it could be moved")
     fresh: list[RunningRequest] = []
@@ -241,7 +243,7 @@ def _verdict(work: Work) -> tuple[MigrationState, ErrorBody | None]:
     stuck = [m for m in record.requests if m.outcome in ("failed", "fixed")]
     error = record.error
     if error is None and work.source_error is not None and ("elsewhere" in outcomes or "moved" not in outcomes):
-        error = work.source_error.model_copy(update={"message": f"the source is gone: {work.source_error.message}"})
+        error = work.source_error.model_copy(update={"message": f"{SOURCE_GONE}: {work.source_error.message}"})
     if error is not None:
         return "failed", error
     if stuck and work.given_up and all(m.reason.startswith(GIVEN_UP) for m in stuck):

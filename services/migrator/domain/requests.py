@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.migrator.domain.rounds import learned, next_step
-from services.migrator.domain.turn import GIVEN_UP, Turn
+from services.migrator.domain.turn import GIVEN_UP, SOURCE_GONE, Turn
 from services.migrator.domain.work import Job, same, sequences_of
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import (
@@ -100,7 +100,10 @@ def not_read(t: Turn, name: str, error: ErrorBody) -> None:
     if error.code == UnsupportedParameter.code:
         t.resolve(name, "fixed", reason=error.message or "its engine does not tell its tokens")
         return
-    _check(t, name, f"the source is gone: {error.message}" if error.code != NotFound.code else "")
+    gone = error.code != NotFound.code
+    if gone:
+        t.set(source_error=error)
+    _check(t, name, f"{SOURCE_GONE}: {error.message}" if gone else "")
 
 
 def not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
@@ -167,4 +170,4 @@ def destination_known(t: Turn, name: str, requests: tuple[RunningRequest, ...]) 
     elif not job.refusal:
         t.resolve(name, "finished")
     else:
-        t.resolve(name, "elsewhere" if job.refusal.startswith("the source is gone") else "failed", reason=job.refusal)
+        t.resolve(name, "elsewhere" if job.refusal.startswith(SOURCE_GONE) else "failed", reason=job.refusal)

@@ -13,6 +13,7 @@ from shared.contracts.migration import ForgetResume, MigrationRound, MovedReques
 READ_MS = 2_000
 ROUNDS_KEPT = 400
 GIVEN_UP = "given up"
+SOURCE_GONE = "the source is gone"
 Outcome = Literal["moving", "moved", "finished", "elsewhere", "fixed", "failed"]
 
 

@@ -1,0 +1,264 @@
+"""One migration, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.migrator.domain.work import Options
+from shared.contracts.migration import LEASE_S, MoveRequest, PrepareResume, ReadTokens
+from tests.unit.migrator.world import PROMPT, Letter, World
+
+
+def until(world: World, kind: type) -> Letter:
+    """Let things happen until such a question is under way."""
+    for _ in range(500):
+        for letter in world.letters:
+            if isinstance(letter.ask.message, kind):
+                return letter
+        world.step()
+    raise AssertionError(f"no {kind}")
+
+
+def test_a_request_moves_in_shrinking_rounds() -> None:
+    world = World()
+    request, other = world.request(), world.request()
+    world.migrator()
+    order = world.order(request)
+    world.settle()
+    record = world.record(order)
+    assert record.state == "done"
+    (moved,) = record.requests
+    assert (moved.outcome, moved.pause_ms) == ("moved", 12.0)
+    assert moved.predicted_ms is not None
+    assert request.at == "b"
+    assert other.at == "a"
+    assert record.rounds[0].tokens >= PROMPT
+    gaps = [r.gap for r in record.rounds]
+    assert gaps == sorted(gaps, reverse=True)
+    assert world.engines["b"].prepared == {}
+
+
+def test_an_instance_moves_with_all_it_serves_and_what_comes_meanwhile() -> None:
+    world = World()
+    requests = [world.request() for _ in range(5)]
+    world.migrator()
+    order = world.order()
+    until(world, MoveRequest)
+    assert sum(isinstance(letter.ask.message, PrepareResume | ReadTokens | MoveRequest) for letter in world.letters) <= 2
+    late = world.request()
+    world.settle()
+    assert {r.at for r in (*requests, late)} == {"b"}
+    assert world.record(order).state == "done"
+    assert len(world.record(order).requests) == 6
+
+
+def test_what_cannot_move_is_told_and_stays() -> None:
+    world = World()
+    fixed, free = world.request(fixed="an embedding"), world.request()
+    world.migrator()
+    order = world.order()
+    world.settle()
+    record = world.record(order)
+    assert (fixed.at, free.at) == ("a", "b")
+    assert record.state == "failed"
+    assert record.error is not None
+    assert "1 of 2 requests were not moved: an embedding" in record.error.message
+
+
+def test_what_would_not_converge_is_given_up_unharmed() -> None:
+    world = World(options=Options(pause_ms=20.0))
+    world.engines["b"].ms_per_token = 40.0
+    request = world.request(tokens=200.0)
+    world.migrator()
+    order = world.order(request)
+    world.settle()
+    record = world.record(order)
+    assert record.state == "given_up"
+    assert record.requests[0].reason.startswith("given up")
+    assert request.at == "a"
+    assert request.moves == []
+    assert world.engines["b"].prepared == {}
+
+
+def test_a_destination_that_prepares_nothing_resumes_by_its_own_cache() -> None:
+    world = World()
+    world.engines["b"].prepares = False
+    request = world.request()
+    world.migrator()
+    order = world.order(request)
+    letter = until(world, MoveRequest)
+    assert isinstance(letter.ask.message, MoveRequest)
+    assert letter.ask.message.prepared == ""
+    world.settle()
+    assert world.record(order).state == "done"
+    assert request.at == "b"
+
+
+@pytest.mark.parametrize("refusal", ["revision", "room"])
+def test_a_destination_that_refuses_ends_it(refusal: str) -> None:
+    world = World()
+    if refusal == "revision":
+        world.engines["b"].revision = "r2"
+    else:
+        world.engines["b"].room = False
+    requests = [world.request(), world.request(), world.request()]
+    world.migrator()
+    order = world.order()
+    world.settle()
+    assert world.record(order).state == "failed"
+    assert {r.at for r in requests} == {"a"}
+
+
+def test_a_request_that_is_over_leaves_nothing_behind() -> None:
+    world = World()
+    request = world.request()
+    world.migrator()
+    order = world.order(request)
+    world.deliver(until(world, PrepareResume))
+    request.at = None
+    world.settle()
+    assert world.record(order).state == "given_up"
+    assert world.record(order).requests[0].outcome == "finished"
+    assert world.engines["b"].prepared == {}
+
+
+def test_a_request_that_was_over_before_it_began() -> None:
+    world = World()
+    request = world.request()
+    request.at = None
+    world.migrator()
+    order = world.order(request)
+    world.settle()
+    assert world.record(order).state == "given_up"
+    assert "over before" in world.record(order).requests[0].reason
+
+
+@pytest.mark.parametrize("step", [ReadTokens, PrepareResume, MoveRequest])
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_an_engine_dies_in_each_step(step: type, victim: str) -> None:
+    world = World()
+    request = world.request()
+    world.migrator()
+    order = world.order(request)
+    until(world, step)
+    world.kill(victim)
+    world.settle()
+    record = world.record(order)
+    assert record.state in ("failed", "given_up")
+    assert request.at == ("c" if victim == "a" else "a")
+    assert record.error is not None
+    assert world.engines["b"].prepared == {}
+
+
+@pytest.mark.parametrize("step", [ReadTokens, PrepareResume, MoveRequest])
+def test_a_migrator_dies_in_each_step_and_another_one_finishes(step: type) -> None:
+    world = World()
+    requests = [world.request(), world.request(), world.request()]
+    first, second = world.migrator(), world.migrator()
+    order = world.order()
+    letter = until(world, step)
+    owner = first if first.work is not None else second
+    owner.alive = False
+    died = world.now
+    world.settle()
+    assert world.now - died >= LEASE_S
+    assert letter.migrator is owner
+    assert world.record(order).state == "done"
+    assert {r.at for r in requests} == {"b"}
+    assert all(r.moves == ["b"] for r in requests)
+    assert all(m.outcome == "moved" for m in world.record(order).requests)
+    assert world.engines["b"].prepared == {}
+
+
+def test_a_migrator_that_lost_its_lease_stops() -> None:
+    world = World()
+    request = world.request()
+    first = world.migrator()
+    order = world.order(request)
+    until(world, PrepareResume)
+    world.put(world.record(order).model_copy(update={"owner": "another"}))
+    first.unsaved = None
+    world.step()
+    assert first.work is None
+    assert first.ended[-1].lost
+    world.settle()  # the other one never comes back: the lease ends
+    assert world.record(order).state == "done"
+
+
+def test_a_cancelled_migration_is_undone() -> None:
+    world = World()
+    request = world.request()
+    migrator = world.migrator()
+    order = world.order(request)
+    world.deliver(until(world, PrepareResume))
+    assert world.engines["b"].prepared
+    world.cancel(order)
+    migrator.look()
+    assert migrator.work is None
+    world.settle()
+    assert request.at == "a"
+    assert world.engines["b"].prepared == {}
+
+
+def test_a_restart_of_the_server_delays_and_changes_nothing() -> None:
+    world = World()
+    requests = [world.request(), world.request()]
+    world.migrator()
+    order = world.order()
+    until(world, PrepareResume)
+    world.connected = False
+    since = world.now
+    while world.now - since < 2.0:
+        world.step()
+    world.connected = True
+    world.settle()
+    assert world.record(order).state == "done"
+    assert {r.at for r in requests} == {"b"}
+
+
+def test_a_move_whose_answer_is_lost_was_done_all_the_same() -> None:
+    world = World()
+    request = world.request()
+    world.migrator()
+    order = world.order(request)
+    world.lose(until(world, MoveRequest), done=True)
+    world.settle()
+    assert world.record(order).state == "done"
+    assert request.moves == ["b"]
+
+
+def test_of_two_migrations_of_one_request_the_newer_wins() -> None:
+    world = World()
+    request = world.request()
+    world.migrator(), world.migrator()
+    old, new = world.order(request, destination="b"), world.order(request, destination="c")
+    world.settle()
+    assert request.at in ("b", "c")
+    assert "done" in (world.record(old).state, world.record(new).state)
+    assert all(e.prepared == {} for e in world.engines.values())
+
+
+def test_two_instances_swap_what_they_serve() -> None:
+    """Foolish, and harmless."""
+    world = World()
+    here, there = world.request("a"), world.request("b")
+    world.migrator(), world.migrator()
+    world.order(source="a", destination="b")
+    world.order(source="b", destination="a")
+    world.settle()
+    assert {here.at, there.at} <= {"a", "b"}
+    assert all(record.over for record, _ in world.bucket.values())
+
+
+def test_a_gateway_that_is_gone_takes_its_requests_with_it() -> None:
+    world = World()
+    request = world.request()
+    world.migrator()
+    order = world.order(request)
+    until(world, MoveRequest)
+    world.gateway_alive = False
+    world.settle()
+    record = world.record(order)
+    assert record.state == "failed"
+    assert "its gateway is gone" in record.requests[0].reason
+    assert world.engines["b"].prepared == {}

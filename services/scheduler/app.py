@@ -91,7 +91,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     repository = Repository(engine)
     policy = settings.rules()
     loads = Loads()
-    loop = SchedulerLoop(await repository.load(term.epoch, clock.now()), repository, loads, policy)
+    loop = SchedulerLoop((await repository.load(term.epoch, clock.now())).keeping(policy.profile.keep), repository, loads, policy)
     js = mesh.nc.jetstream()
     catalog = Catalog(js)
     await ensure_streams(js)

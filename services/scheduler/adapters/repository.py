@@ -12,13 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
 from services.scheduler.domain.entities import Device, Entity, Instance, Model, Node, key_of
-from services.scheduler.domain.estimates import learned
-from services.scheduler.domain.heard import Estimate
+from services.scheduler.domain.estimates import learnt
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, Traced, apply
 from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
-from shared.contracts.phases import Phase
-from shared.contracts.plans import RESTORES, PlanRecord
+from shared.contracts.plans import PlanRecord
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
 
 _KEYS: dict[type[Any], tuple[Table, str]] = {
@@ -207,7 +205,4 @@ def _plan(row: dict[str, Any]) -> PlanRecord:
 
 
 def _learn(state: ClusterState, plan: PlanRecord) -> None:
-    if plan.outcome == "ready" and plan.chosen is not None and plan.way not in RESTORES:
-        key = Estimate(plan.model, plan.chosen.node).key
-        was_resident = plan.chosen.predicted.get(Phase.LOAD.value) == 0.0
-        apply(state, (Put(learned(state.estimates.get(key), plan.model, plan.chosen.node, plan.measured, was_resident)),))
+    apply(state, [Put(e) for e in learnt(state, plan)])

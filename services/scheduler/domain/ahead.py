@@ -69,18 +69,22 @@ def _placed(d: Draft, model: Model, rooms: list[Room]) -> Placement | None:
     fitting = [r for r in rooms if not obstacle(r, model.card, need)]
     if not fitting:
         return None
-    forecast = Forecast(d.state, model.card)
-    times = {r.booking.key: forecast.on(r.booking, leaving=False) for r in fitting}
-    best = min(fitting, key=lambda r: (r.booking.key in avoid, times[r.booking.key][1], -r.booking.free, r.booking.key)).booking
-    phases, ms = times[best.key]
+    forecast = Forecast(d.state, model.card, d.now)
+    times = {r.booking.key: forecast.at(r.booking, leaving=False) for r in fitting}
+    best = min(fitting, key=lambda r: (r.booking.key in avoid, times[r.booking.key].ms, -r.booking.free, r.booking.key)).booking
+    prediction = times[best.key]
     chosen = Candidate(
         node=best.node,
         device_ids=(best.device_id,),
         way="load",
-        predicted=phases,
-        predicted_ms=ms,
+        predicted=prediction.phases,
+        predicted_ms=prediction.ms,
         needed_bytes=need,
         free_bytes=best.free,
+        source=prediction.source,
+        resident_bytes=prediction.there,
+        spread_ms=prediction.cost.spread * 1e3,
+        queued_ms=prediction.queued_ms,
     )
     return Placement("load", f"parked ahead of its first request: {best.key} has room", (chosen,), chosen)
 

@@ -85,5 +85,5 @@ def _left_ms(d: Draft, i: Instance) -> float:
     predicted = plan.chosen.predicted_ms if plan and plan.chosen else None
     if predicted is None and (model := d.state.models.get(i.model)):
         booked = booking(d.state, i.node, i.device_ids[0])
-        predicted = Forecast(d.state, model.card).on(booked, leaving=False)[1]
+        predicted = Forecast(d.state, model.card, d.now).on(booked, leaving=False)[1]
     return max(0.0, (predicted or 0.0) - (d.now - i.planned_at) * 1e3)

@@ -1,30 +1,46 @@
-"""How long a start will take, by phase: what was measured of the same model on the same node, else from its bytes."""
+"""How long a start will take, by phase: from parameters learned of the same model on the same node, else of the model anywhere, else of its bytes.
+
+Bytes are predicted as q + n/b: q is what is queued on the node's links, b the bandwidth learned of this model, node and tier, or else what the loader
+has measured of the slowest link on the way. A start that was measured moves the parameters (`learnt`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from services.scheduler.domain.booking import Booking, booking
+from services.scheduler.domain.cost.cost import Cost
+from services.scheduler.domain.cost.formulas import AFTER, BEFORE, BRINGING, ENGINE, critical_path, load_s, waited_for
+from services.scheduler.domain.cost.learned import Parameter, observe
+from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, slowest
 from services.scheduler.domain.entities import Instance
-from services.scheduler.domain.heard import Estimate, estimate_key
+from services.scheduler.domain.heard import ANYWHERE, Estimate, estimate_key
 from services.scheduler.domain.state import ClusterState
+from shared.contracts.loader import LoaderStatus
 from shared.contracts.models import ModelCard
-from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan
+from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, covered
+from shared.contracts.plans import RESTORES, PlanRecord
 
-WEIGHT_OF_NEWEST = 0.3
 NODES_KEPT = 64
 """So many nodes' measurements of a model are kept, the first learned going first: a place in ten thousand models times a thousand nodes."""
-DEFAULT_BYTES_PER_SECOND = 1e9
-_PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, "profile": 100.0}
+PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, "profile": 100.0}
 DEFAULT_RESUME_MS = 300.0
 LEAVING_MS = 500.0
 """Prior for the time a victim takes to leave."""
-_FIRST = ("schedule", "reserve")
-_BRINGING = ("fetch", "load")
-_ENGINE = ("container", "context", "libraries")
-_MODEL = ("init", "compile", "capture", "restore", "profile")
-_NOTHING_TO_BRING = dict.fromkeys(_BRINGING, 0.0)
-assert {*_FIRST, *_BRINGING, *_ENGINE, *_MODEL} <= set(Phase)
+LEAVING, RESUMING = "leaving", "resuming"
+"""Quantities beside the phases: milliseconds until victims are gone, and until a suspended instance is back."""
+LEAST_MS = 10.0
+"""Differences of milliseconds that do not matter."""
+_LEAST_LOAD_MS = 1.0
+"""A shorter load says nothing of a bandwidth."""
+_NONE: Mapping[str, Parameter] = {}
+_FIXED = frozenset({*BEFORE, *ENGINE, *AFTER})
+
+
+def bandwidth(tier: str) -> str:
+    """The quantity: bytes per second from that tier."""
+    return f"bandwidth:{tier}"
 
 
 def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
@@ -32,64 +48,158 @@ def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
     return node in state.resident_on.get(card.info.revision, ())
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Milliseconds by phase and in all; `queued_ms`: of its load. `source`: the tier that its bytes come from; `there`: bytes that need not."""
+
+    phases: dict[str, float]
+    ms: float
+    cost: Cost
+    source: str = ""
+    there: int = 0
+    queued_ms: float = 0.0
+
+
 class Forecast:
     """How long a start of one model would take on each node, for many nodes: those that nothing tells apart share one reckoning."""
 
-    def __init__(self, state: ClusterState, card: ModelCard) -> None:
-        self._state = state
-        self._card = card
-        self.special = {*state.resident_on.get(card.info.revision, ()), *state.measured_on.get(card.name, ())}
-        """Nodes that hold its weights, or have started it before."""
-        self._found: dict[tuple[str, float | None, bool], tuple[dict[str, float], float]] = {}
+    def __init__(self, state: ClusterState, card: ModelCard, now: float | None = None) -> None:
+        """`now`: what is queued on links counts from then; None: it does not count."""
+        self._state, self._card, self._now = state, card, now
+        self._loads_itself = card.spec.loads_itself
+        revision = card.info.revision
+        queues = (node for node, until in state.queues.items() if until > now) if now is not None else ()
+        self.special = {*state.resident_on.get(revision, ()), *state.kept_on.get(revision, ()), *queues}
+        self.special.update(state.measured_on.get(card.name, ()))
+        """Nodes that hold its weights, have started it before, or whose links are busy."""
+        self._anywhere = _values(state, card.name, ANYWHERE)
+        self._fixed = PRIOR_MS | _phases(self._anywhere)
+        """Milliseconds of the phases that do not bring weights, on nodes of which nothing else is known."""
+        self._before, self._engine, self._after = (sum([self._fixed.get(p, 0.0) for p in part]) for part in (BEFORE, ENGINE, AFTER))
+        own = self._anywhere.get("load") if self._loads_itself else None
+        self._own_load = own.value if own is not None else None
+        """Milliseconds that the engine itself takes to load."""
+        self._found: dict[tuple[str, float | None, bool], Prediction] = {}
 
     def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
         """Milliseconds by phase on a device's node, and in all. `leaving`: others must leave first."""
-        return self._reckoned(b.node if b.node in self.special else "", b.bytes_per_second, leaving)
+        found = self.at(b, leaving=leaving)
+        return found.phases, found.ms
 
-    def elsewhere(self, bytes_per_second: float | None) -> float:
-        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are not special: `total`, without its detail."""
-        load = self._card.info.weights_bytes / (bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
-        return _BEFORE_MS + max(load, _ENGINE_MS) + _AFTER_MS
-
-    def _reckoned(self, node: str, bytes_per_second: float | None, leaving: bool) -> tuple[dict[str, float], float]:
-        key = (node, bytes_per_second, leaving)
+    def at(self, b: Booking, *, leaving: bool) -> Prediction:
+        """The prediction for a device."""
+        special = b.node in self.special
+        key = (b.key if special else "", b.bytes_per_second, leaving)
         found = self._found.get(key)
         if found is None:
-            phases = self._predict(*key)
-            found = self._found[key] = (phases, total(phases))
+            found = self._found[key] = self._predicted(b if special else None, b.bytes_per_second, leaving)
         return found
 
-    def restore(self, i: Instance, *, leaving: bool) -> tuple[dict[str, float], float]:
-        """Milliseconds by phase until a suspended instance is back: as its node has measured it."""
+    def elsewhere(self, bytes_per_second: float | None) -> float:
+        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are not special, without its detail."""
+        return self._before + max(self._load_ms(bytes_per_second), self._engine) + self._after
+
+    def _load_ms(self, bytes_per_second: float | None) -> float:
+        if self._own_load is not None:
+            return self._own_load
+        return load_s(self._card.info.weights_bytes, bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
+
+    def restore(self, i: Instance, *, leaving: bool) -> Prediction:
+        """Until a suspended instance is back: as its node has measured it."""
         seen = self._state.seen.get(i.instance_id)
         known = seen.status.suspension.resume_ms if seen is not None else None
-        phases = {k: _PRIOR_MS[k] for k in _FIRST} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
+        phases = {k: PRIOR_MS[k] for k in BEFORE} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
+        spread = 0.0
+        if (learned := _values(self._state, i.model, i.node).get(RESUMING)) is not None:
+            spread = learned.error
         if leaving:
-            phases["reserve"] += LEAVING_MS
-        return phases, sum(phases.values())
+            phases["reserve"] += self._leaving_ms(i.node)
+        ms = sum(phases.values())
+        return Prediction(phases, ms, _cost(phases, ms, spread))
 
-    def _predict(self, node: str, bytes_per_second: float | None, leaving: bool) -> dict[str, float]:
-        phases = dict(_PRIOR_MS)
-        phases["load"] = self._card.info.weights_bytes / (bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
-        if measured := self._state.estimates.get(estimate_key(self._card.name, node)):
-            phases |= measured.phases
+    def _leaving_ms(self, node: str) -> float:
+        known = _values(self._state, "", node).get(LEAVING) or _values(self._state, "", ANYWHERE).get(LEAVING)
+        return known.value if known is not None else LEAVING_MS
+
+    def _predicted(self, b: Booking | None, bytes_per_second: float | None, leaving: bool) -> Prediction:
+        """`b`: a device of a special node; None: any other of that bandwidth."""
+        phases = dict(self._fixed)
+        own = _NONE
+        if b is not None:
+            own = _values(self._state, self._card.name, b.node)
+            phases |= _phases(own)
+        source, there, queued_ms = self._bring(phases, b, own, bytes_per_second)
+        if leaving:
+            phases["reserve"] += self._leaving_ms(b.node if b is not None else ANYWHERE)
+        ms = critical_path(phases)
+        errors = [self._error(own, p, source) for p in waited_for(phases)]
+        return Prediction(phases, ms, _cost(phases, ms, sum(errors)), source, there, queued_ms)
+
+    def _bring(
+        self, phases: dict[str, float], b: Booking | None, own: Mapping[str, Parameter], bytes_per_second: float | None
+    ) -> tuple[str, int, float]:
+        """Adds the phases of the weights' way; where they come from, how many bytes are there, and milliseconds queued."""
+        info = self._card.info
+        afar = "remote" if "://" in info.source else "ssd"
+        if b is None:
+            phases["load"] = self._load_ms(bytes_per_second)
+            return "" if self._loads_itself else afar, 0, 0.0
+        if self._loads_itself:
+            known = own.get("load")
+            phases["load"] = known.value if known is not None else self._load_ms(bytes_per_second)
+            return "", 0, 0.0
+        tier = self._tier(b.node, afar)
+        loader = self._state.loaders.get(b.node)
+        status = loader.status if loader is not None else None
+        known = own.get(bandwidth(tier))
+        speed = known.value if known is not None else slowest(tier, b.device_id, status)
+        there = on_device(status, info.revision, b.device_id)
+        missing = max(0, info.weights_bytes - there)
+        if tier == "dram":
+            # In a host's own memory weights are mapped where they lie.
+            missing = 0 if speed is None or b.device_id.startswith("cpu") else missing
+            phases["fetch"], phases["load"] = 0.0, load_s(missing, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
+            return tier, info.weights_bytes - missing, 0.0
+        queued = max(0.0, self._state.queues.get(b.node, 0.0) - self._now) if self._now is not None else 0.0
+        phases["load"] = load_s(missing, speed or bytes_per_second or DEFAULT_BYTES_PER_SECOND, queued) * 1e3
+        if tier == "remote":
+            phases["fetch"] = phases["load"]  # piece by piece: both last as long as the slower
+        return tier, there, queued * 1e3
+
+    def _tier(self, node: str, afar: str) -> str:
         if resident(self._state, node, self._card):
-            phases |= _NOTHING_TO_BRING
-        if leaving:
-            phases["reserve"] += LEAVING_MS
-        return phases
+            return "dram"
+        return "ssd" if node in self._state.kept_on.get(self._card.info.revision, ()) else afar
+
+    def _error(self, own: Mapping[str, Parameter], phase: str, source: str) -> float:
+        """Milliseconds by which a phase's prediction is usually out; 0: nothing is known of that."""
+        if phase in BRINGING and source:
+            known = own.get(bandwidth(source))
+            return (
+                known.error / known.value * load_s(self._card.info.weights_bytes, known.value) * 1e3 if known is not None else 0.0
+            )
+        known = own.get(phase) or self._anywhere.get(phase)
+        return known.error if known is not None else 0.0
 
 
-def _of(phases: Mapping[str, float], names: Iterable[str]) -> float:
-    return sum([phases.get(p, 0.0) for p in names])
+def _values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:
+    found = state.estimates.get(estimate_key(model, node))
+    return found.parameters if found is not None else _NONE
 
 
-_BEFORE_MS, _ENGINE_MS, _AFTER_MS = _of(_PRIOR_MS, _FIRST), _of(_PRIOR_MS, _ENGINE), _of(_PRIOR_MS, _MODEL)
+def _phases(parameters: Mapping[str, Parameter]) -> dict[str, float]:
+    """Milliseconds of the phases among them that bring no weights."""
+    return {k: p.value for k, p in parameters.items() if k in _FIXED}
 
 
-def total(phases: Mapping[str, float]) -> float:
-    """Milliseconds from demand to ready: weights arrive while the engine process is made, so only the longer of the two counts."""
-    return _of(phases, _FIRST) + max(_of(phases, _BRINGING), _of(phases, _ENGINE)) + _of(phases, _MODEL)
+def on_device(status: LoaderStatus | None, revision: str, device_id: str) -> int:
+    """Bytes of a revision that a node's loader has on a device already."""
+    segments = status.segments if status is not None else ()
+    return max([s.on_devices.get(device_id, 0) for s in segments if s.weights_id == revision], default=0)
+
+
+def _cost(phases: Mapping[str, float], ms: float, spread_ms: float) -> Cost:
+    return Cost(ms / 1e3, {k: v / 1e3 for k, v in phases.items()}, spread_ms / 1e3)
 
 
 def sooner_back(state: ClusterState, i: Instance) -> bool:
@@ -102,17 +212,57 @@ def sooner_back(state: ClusterState, i: Instance) -> bool:
     return resume_ms <= anew
 
 
-def learned(old: Estimate | None, model: str, node: str, measured: Iterable[PhaseSpan], was_resident: bool) -> Estimate:
-    """`old` moved towards what a start measured. Waiting for victims, or for a zygote that was starting itself, and reading from memory say
-    nothing of the next start."""
-    sums: dict[str, float] = {}
-    for span in measured:
-        if span.phase in (Phase.QUEUE, Phase.MESH, Phase.RESERVE) or (was_resident and span.phase.value in _BRINGING):
-            continue
-        if span.phase is Phase.CONTAINER and span.detail.get("launcher") == NEW_ZYGOTE:
-            continue
-        sums[span.phase.value] = sums.get(span.phase.value, 0.0) + span.duration_ms
-    known = dict(old.phases) if old else {}
-    for phase, ms in sums.items():
-        known[phase] = ms if phase not in known else known[phase] + WEIGHT_OF_NEWEST * (ms - known[phase])
+def learnt(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
+    """The estimates as a plan that came to its end moves them: of the model on its node, of the model anywhere, and of its node.
+
+    Waiting for a zygote that was starting itself says nothing of the next start.
+    """
+    chosen, model = plan.chosen, state.models.get(plan.model)
+    if plan.outcome != "ready" or chosen is None or model is None:
+        return []
+    phases = _by_phase(plan)
+    reserved = phases.pop(Phase.RESERVE.value, None)
+    found = []
+    if chosen.clearing in ("evict", "suspend", "preempt", "migrate") and reserved is not None:
+        found += [_moved(state, "", node, {LEAVING: reserved}, {LEAVING: LEAVING_MS}) for node in (chosen.node, ANYWHERE)]
+    if plan.way in RESTORES:
+        if (took := phases.get(Phase.RESTORE.value)) is not None:
+            found.append(_moved(state, plan.model, chosen.node, {RESUMING: took}, {RESUMING: DEFAULT_RESUME_MS}))
+        return found
+    loads_itself, weights = model.card.spec.loads_itself, model.card.info.weights_bytes
+    own = dict(phases)
+    if not loads_itself:
+        for name in BRINGING:
+            own.pop(name, None)
+        spans = [(s.start_ms, s.end_ms) for s in plan.measured if s.phase.value in BRINGING]
+        ms = covered(spans) - min(chosen.queued_ms, 0.9 * covered(spans))
+        missing = weights - chosen.resident_bytes
+        if ms > _LEAST_LOAD_MS and missing > 0 and chosen.source:
+            own[bandwidth(chosen.source)] = missing / (ms / 1e3)
+    anywhere = {k: v for k, v in own.items() if ":" not in k}
+    return [
+        *found,
+        _moved(state, plan.model, chosen.node, own, PRIOR_MS),
+        _moved(state, plan.model, ANYWHERE, anywhere, PRIOR_MS),
+    ]
+
+
+def _by_phase(plan: PlanRecord) -> dict[str, float]:
+    """Milliseconds by phase, those left out that tell nothing."""
+    told = tuple(s for s in plan.measured if not _of_the_zygote(s) and s.phase not in (Phase.QUEUE, Phase.MESH))
+    return plan.model_copy(update={"measured": told}).measured_phases
+
+
+def _of_the_zygote(span: PhaseSpan) -> bool:
+    return span.phase is Phase.CONTAINER and span.detail.get("launcher") == NEW_ZYGOTE
+
+
+def _moved(state: ClusterState, model: str, node: str, measured: Mapping[str, float], priors: Mapping[str, float]) -> Estimate:
+    known = dict(_values(state, model, node))
+    for quantity, value in measured.items():
+        before = known.get(quantity)
+        if before is None and model and node != ANYWHERE:  # what it takes elsewhere is a better guess than what anything takes
+            prior = _values(state, model, ANYWHERE).get(quantity)
+            before = Parameter(prior.value, prior.error) if prior is not None else None
+        known[quantity] = observe(before, value, priors.get(quantity, value), 0.0 if ":" in quantity else LEAST_MS)
     return Estimate(model, node, known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.scheduler.domain.cost.learned import Parameter
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import InstanceStatus, NodeStatus
@@ -37,6 +38,11 @@ class LoaderPresence:
         """Revisions whose weights lie whole in the node's memory, held or cached. A loader names weights by their revision."""
         held = (s.weights_id for s in self.status.segments if s.error is None and s.loaded_bytes >= s.total_bytes > 0)
         return (*held, *(c.weights_id for c in self.status.cached if c.tier == "dram"))
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Revisions whose files lie on the node's disk, as far as its loader brought them there."""
+        return tuple([c.weights_id for c in self.status.cached if c.tier == "ssd"])
 
     @property
     def key(self) -> str:
@@ -196,13 +202,18 @@ class Pause:
         return self.subject
 
 
+ANYWHERE = ""
+"""In place of a node: what was measured on all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Milliseconds by phase of starting a model on a node: an exponential moving average of what was measured."""
+    """What was learned of starting a model on a node, by quantity: milliseconds of a phase, or bytes per second ("bandwidth:ssd"). With no model:
+    of the node, whatever the model."""
 
     model: str
     node: str
-    phases: dict[str, float] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
 
     @property
     def key(self) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from services.scheduler.domain.booking import book, device_key, rounded_speed
+from services.scheduler.domain.cost.links import busy_until
 from services.scheduler.domain.entities import Entity, Instance, Model, Node
-from services.scheduler.domain.heard import Estimate, LoaderPresence, Presence, Seen
+from services.scheduler.domain.heard import ANYWHERE, Estimate, LoaderPresence, Presence, Seen
 from shared.contracts.node import InstanceState
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def _seen(state: ClusterState, old: Seen | None, new: Seen | None) -> None:
     i = state.instances.get(present.instance_id)
     if i is not None and _counts(old) != _counts(new):
         _rebook(state, i.node, i.device_ids)
-        _remind(state, i)
+        remind(state, i)
 
 
 def _presence(state: ClusterState, old: Presence | None, new: Presence | None) -> None:
@@ -43,7 +44,8 @@ def _presence(state: ClusterState, old: Presence | None, new: Presence | None) -
 def _estimate(state: ClusterState, old: Estimate | None, new: Estimate | None) -> None:
     present = new or old
     assert present is not None
-    _regroup(state, "measured_on", {present.model} if old else (), {present.model} if new else (), present.node)
+    if present.model and present.node != ANYWHERE:
+        _regroup(state, "measured_on", {present.model} if old else (), {present.model} if new else (), present.node)
 
 
 def _counts(seen: Seen | None) -> tuple[object, ...]:
@@ -56,7 +58,7 @@ def _counts(seen: Seen | None) -> tuple[object, ...]:
     return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes)
 
 
-def _remind(state: ClusterState, i: Instance) -> None:
+def remind(state: ClusterState, i: Instance) -> None:
     """Keep when the instance is due (retire.py, observe.py): never too late; too early only costs a look."""
     due, known = _due(state, i), state.dues.get(i.instance_id)
     if due == known:
@@ -80,9 +82,9 @@ def _due(state: ClusterState, i: Instance) -> float | None:
     if i.state is not InstanceState.READY or i.trigger == "park":
         return _AT_ONCE
     spec = model.card.spec
-    if seen.idle_since is None or spec.pin or spec.keep_alive < 0:
+    if seen.idle_since is None or spec.pin or (kept := state.kept_for(i, model)) < 0:
         return None
-    return max(seen.idle_since, i.ready_at or seen.idle_since) + spec.keep_alive
+    return max(seen.idle_since, i.ready_at or seen.idle_since) + kept
 
 
 def _offers(presence: Presence | None) -> tuple[object, ...]:
@@ -118,10 +120,12 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
             _park(state, model)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
+    if (old is not None and old.state.starting) or (new is not None and new.state.starting):
+        _queue(state, present.node)
     if new is None:
         _forget(state, "dues", present.instance_id)
     else:
-        _remind(state, new)
+        remind(state, new)
     if new is not None and (old is None or old.device_ids != new.device_ids or old.node != new.node):
         _rebook(state, new.node, new.device_ids)
 
@@ -141,15 +145,37 @@ def _node(state: ClusterState, old: Node | None, new: Node | None) -> None:
     _rebook_node(state, name)
     if old is None or new is None or old.drain_since != new.drain_since:
         for i in state.on_node(name):
-            _remind(state, i)
+            remind(state, i)
 
 
 def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence | None) -> None:
     present = new or old
     assert present is not None
     _regroup(state, "resident_on", old.resident if old else (), new.resident if new else (), present.node)
+    _regroup(state, "kept_on", old.kept if old else (), new.kept if new else (), present.node)
+    _queue(state, present.node)
     if _speed(old) != _speed(new):
         _rebook_node(state, present.node)
+
+
+def _queue(state: ClusterState, node: str) -> None:
+    """Keep when the node's links will have brought what is queued on them (cost/links.py)."""
+    loader = state.loaders.get(node)
+    heard_at = loader.heard_at if loader is not None else 0.0
+    decided = [
+        (i.planned_at, max(0, i.reserve_bytes - i.kv_bytes))
+        for i in state.on_node(node)
+        if i.state.starting and i.planned_at > heard_at and i.state is not InstanceState.RESUMING and not _resident(state, i)
+    ]
+    until = busy_until(heard_at, loader.status if loader is not None else None, decided)
+    if until <= 0.0:
+        _forget(state, "queues", node)
+    elif state.queues.get(node) != until:
+        state.own("queues")[node] = until
+
+
+def _resident(state: ClusterState, i: Instance) -> bool:
+    return i.node in state.resident_on.get(i.revision, ())
 
 
 def _speed(loader: LoaderPresence | None) -> float | None:
@@ -171,7 +197,7 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
             _rebook(state, i.node, i.device_ids)
     for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
-        _remind(state, i)
+        remind(state, i)
 
 
 def _park(state: ClusterState, name: str) -> None:

@@ -17,8 +17,8 @@ from services.scheduler.domain.effects import (
     SendSuspend,
 )
 from services.scheduler.domain.entities import Instance, Leaving, Model
-from services.scheduler.domain.estimates import NODES_KEPT, learned, sooner_back
-from services.scheduler.domain.heard import Estimate, Pause, Seen, Waiter, estimate_key
+from services.scheduler.domain.estimates import NODES_KEPT, learnt, sooner_back
+from services.scheduler.domain.heard import ANYWHERE, Estimate, Pause, Seen, Waiter, estimate_key
 from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.suspending import gently, make_way, need_bytes, park
@@ -26,8 +26,8 @@ from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
 from shared.contracts.node import InstanceState, InstanceStatus, ResumeInstance, StartInstance, StopInstance, SuspendInstance
-from shared.contracts.phases import Phase, PhaseSpan
-from shared.contracts.plans import RESTORES, Candidate, PlanRecord
+from shared.contracts.phases import PhaseSpan
+from shared.contracts.plans import Candidate, PlanRecord
 from shared.sizing import need_of
 
 
@@ -175,20 +175,23 @@ def became_ready(d: Draft, i: Instance, status: InstanceStatus) -> None:
     plan = d.state.plans.get(i.plan_id)
     measured = on_plan_clock(status.phases, d.now - i.requested_at)
     if plan is not None and plan.outcome == "pending":
-        if plan.way not in RESTORES:
-            was_resident = plan.chosen is not None and plan.chosen.predicted.get(Phase.LOAD.value) == 0.0
-            old = d.state.estimates.get(Estimate(i.model, i.node).key)
-            known = d.state.measured_on.get(i.model, ())
-            if old is None and len(known) >= NODES_KEPT:
-                d.drop(Estimate, estimate_key(i.model, known[0]))
-            d.put(learned(old, i.model, i.node, measured, was_resident))
-        finish_plan(
-            d, i, plan.model_copy(update={"outcome": "ready", "measured": measured, "measured_ms": (d.now - i.requested_at) * 1e3})
-        )
+        chosen = plan.chosen.model_copy(update={"took_ms": (d.now - i.planned_at) * 1e3}) if plan.chosen is not None else None
+        done = {"outcome": "ready", "chosen": chosen, "measured": measured, "measured_ms": (d.now - i.requested_at) * 1e3}
+        ended = plan.model_copy(update=done)
+        _learn(d, ended)
+        finish_plan(d, i, ended)
     if model := d.state.models.get(i.model):
         d.put(replace(model, error=None))
     if trouble := d.state.trouble.get(i.model):
         d.put(replace(trouble, attempts=0, avoid=()))
+
+
+def _learn(d: Draft, plan: PlanRecord) -> None:
+    for estimate in learnt(d.state, plan):
+        known = d.state.measured_on.get(estimate.model, ())
+        if estimate.node != ANYWHERE and estimate.key not in d.state.estimates and len(known) >= NODES_KEPT:
+            d.drop(Estimate, estimate_key(estimate.model, known[0]))
+        d.put(estimate)
 
 
 def on_plan_clock(spans: tuple[PhaseSpan, ...], age: float) -> tuple[PhaseSpan, ...]:

@@ -20,10 +20,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from services.scheduler.domain.booking import Booking, booking
-from services.scheduler.domain.cost.cost import Cost
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
-from services.scheduler.domain.estimates import Forecast
+from services.scheduler.domain.estimates import Forecast, Prediction
 from services.scheduler.domain.heard import Presence
 from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.policies import thaw
@@ -32,7 +31,8 @@ from services.scheduler.domain.shortlist import SHORTLIST, shortlists
 from services.scheduler.domain.suspending import left_bytes, need_bytes, share
 from services.scheduler.domain.victims import Asking, cleared, view_of
 from services.scheduler.domain.words import gib
-from shared.contracts.plans import Candidate, Way
+from shared.contracts.node import InstanceState
+from shared.contracts.plans import Candidate, ReadyBy, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
 
 _SEVERITY = ("none", "leaving", "evict", "suspend", "migrate", "preempt")
@@ -63,8 +63,7 @@ class _Possible:
     node: str
     device_ids: tuple[str, ...]
     need: int
-    predicted: dict[str, float]
-    predicted_ms: float
+    prediction: Prediction
     short: int = 0
     resume: str | None = None
 
@@ -105,7 +104,7 @@ def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up
         thaw.PROFILE if starving(d, waited) else d.policy.profile,
         need,
         trouble.avoid if trouble else (),
-        Forecast(d.state, model.card),
+        Forecast(d.state, model.card, d.now),
         bool(d.state.pauses),
     )
     considered: list[Candidate | _Possible] = [] if extra else [_consider_restore(d, request, i) for i in d.state.parked(model)]
@@ -187,9 +186,9 @@ def _consider(d: Draft, r: _Request, b: Booking) -> Candidate | _Possible:
     if isinstance(fit, str):
         return _excluded(b, r.need, fit)
     view, clearance, short = fit
-    predicted, ms = r.forecast.on(b, leaving=clearance is not NOTHING_TO_CLEAR)
-    option = Option((view,), "load", Cost(ms / 1e3, predicted), clearance)
-    return _Possible(option, b.node, (b.device_id,), r.need, predicted, ms, short)
+    prediction = r.forecast.at(b, leaving=clearance is not NOTHING_TO_CLEAR)
+    option = Option((view,), "load", prediction.cost, clearance, prediction.there, prediction.source)
+    return _Possible(option, b.node, (b.device_id,), r.need, prediction, short)
 
 
 def _consider_restore(d: Draft, r: _Request, i: Instance) -> Candidate | _Possible:
@@ -209,9 +208,10 @@ def _consider_restore(d: Draft, r: _Request, i: Instance) -> Candidate | _Possib
             return _excluded(b, need, fit)
         fits.append(fit)
     clearance = together([c for _, c, _ in fits])
-    predicted, ms = r.forecast.restore(i, leaving=clearance is not NOTHING_TO_CLEAR)
-    option = Option(tuple(view for view, *_ in fits), "restore", Cost(ms / 1e3, predicted), clearance)
-    return _Possible(option, i.node, i.device_ids, need, predicted, ms, max(short for *_, short in fits), i.instance_id)
+    prediction = r.forecast.restore(i, leaving=clearance is not NOTHING_TO_CLEAR)
+    way: ReadyBy = "wake" if i.state is InstanceState.ASLEEP else "restore"
+    option = Option(tuple(view for view, *_ in fits), way, prediction.cost, clearance)
+    return _Possible(option, i.node, i.device_ids, need, prediction, max(short for *_, short in fits), i.instance_id)
 
 
 def together(clearances: Iterable[Clearance]) -> Clearance:
@@ -260,11 +260,20 @@ def _recorded(p: _Possible) -> Candidate:
         node=p.node,
         device_ids=p.device_ids,
         way=way,
-        predicted_ms=p.predicted_ms,
-        predicted=p.predicted,
+        predicted_ms=p.prediction.ms,
+        predicted=p.prediction.phases,
         needed_bytes=p.need,
         free_bytes=max(0, p.option.free),
         victims=p.labels,
+        ready_by=p.option.way,
+        clearing=p.option.clearance.how,
+        source=p.option.source,
+        resident_bytes=p.option.resident_bytes,
+        stages=p.option.stages,
+        full_workers=p.option.full_workers,
+        spread_ms=p.option.cost.spread * 1e3,
+        queued_ms=p.prediction.queued_ms,
+        others_ms=p.option.clearance.penalty * 1e3,
     )
 
 

@@ -75,9 +75,10 @@ def _unwanted(d: Draft, i: Instance, model: Model) -> bool:
 
 def _idle_too_long(d: Draft, i: Instance, model: Model, idle: float) -> bool:
     spec = model.card.spec
-    if spec.pin or spec.keep_alive < 0 or d.state.waiting(model.key):
+    kept = d.state.kept_for(i, model)
+    if spec.pin or kept < 0 or d.state.waiting(model.key):
         return False
-    if d.now - max(idle, i.ready_at or idle) < max(spec.keep_alive, d.policy.min_idle):
+    if d.now - max(idle, i.ready_at or idle) < max(kept, d.policy.min_idle):
         return False
     ready = sum(1 for other in d.state.live(model) if other.state is InstanceState.READY)
     return ready > model.floor

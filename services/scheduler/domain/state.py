@@ -23,8 +23,10 @@ from services.scheduler.domain.heard import (
     Unmet,
     Waiter,
 )
-from services.scheduler.domain.indexes import index
+from services.scheduler.domain.indexes import index, remind
 from services.scheduler.domain.overlay import Overlay
+from services.scheduler.domain.policies import thaw
+from services.scheduler.domain.policies.port import Keep
 from services.scheduler.domain.ranks import Bookings, Dues
 from shared.contracts.plans import PlanRecord
 
@@ -93,6 +95,10 @@ class ClusterState:
     by_device: Table[tuple[str, ...]] = field(default_factory=dict)
     resident_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By revision: nodes whose loaders hold its weights, whole."""
+    kept_on: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By revision: nodes whose loaders have its files on disk."""
+    queues: Table[float] = field(default_factory=dict)
+    """By node: when what its links have to bring will have come. Nodes with idle links are left out."""
     measured_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By model: nodes with an estimate of their own."""
     bookings: Table[Booking] = field(default_factory=Bookings)
@@ -100,13 +106,15 @@ class ClusterState:
     """By instance: from when on the mere passing of time may change something for it; those without one are left alone by the timer."""
     claimed: Table[tuple[str, str]] = field(default_factory=dict)
     """Devices that instances wait for, as (node, device)."""
+    keep: Keep = field(default=thaw.keep, compare=False, repr=False)
+    """How long idle instances stay: the profile's. Whoever makes a state for another profile says so (`keeping`)."""
     borrowed: set[str] = field(default_factory=set, compare=False, repr=False)
     """Of an overlay: the tables that nothing was written to, which are still those of the state below."""
 
     def fork(self) -> ClusterState:
         """A copy that can be changed without changing this one (entities are frozen and shared)."""
         tables: dict[str, Any] = {name: dict(self.__dict__[name]) for name in _MAPPINGS}
-        copied = ClusterState(self.epoch, self.recovered_at, **tables)
+        copied = ClusterState(self.epoch, self.recovered_at, **tables, keep=self.keep)
         copied.bookings = Bookings(self.bookings.items())
         copied.dues = Dues(self.dues.items())
         return copied
@@ -132,6 +140,18 @@ class ClusterState:
             if name not in above.borrowed:
                 written: Overlay[Any] = above.__dict__[name]
                 written.pour(self.own(name))
+
+    def keeping(self, keep: Keep) -> ClusterState:
+        """This state, with idle instances to stay as that function says."""
+        self.keep = keep
+        for i in self.instances.values():
+            remind(self, i)
+        return self
+
+    def kept_for(self, i: Instance, model: Model) -> float:
+        """Seconds that an instance stays when it is idle; -1: until evicted."""
+        took = i.ready_at - i.planned_at if i.ready_at is not None else 0.0
+        return self.keep(model.card.spec.keep_alive, max(0.0, took))
 
     def model_named(self, name: str) -> Model | None:
         """By name or alias."""
@@ -181,7 +201,7 @@ class ClusterState:
         return loader is not None and now - loader.heard_at <= within
 
 
-_MAPPINGS = tuple(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at", "borrowed"))
+_MAPPINGS = tuple(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at", "keep", "borrowed"))
 
 _TABLES: dict[type[Any], str] = {
     Model: "models",

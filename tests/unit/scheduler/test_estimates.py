@@ -1,23 +1,148 @@
-"""What a start teaches about the next one."""
+"""What a start teaches about the next one, and what is predicted from it."""
 
 from __future__ import annotations
 
-from services.scheduler.domain.estimates import learned
+import pytest
+
+from services.scheduler.domain.booking import booking
+from services.scheduler.domain.estimates import PRIOR_MS, Forecast, bandwidth, learnt
+from services.scheduler.domain.events import LoaderStatusHeard
+from services.scheduler.domain.heard import ANYWHERE, Estimate, estimate_key
+from services.scheduler.domain.state import ClusterState, Put, apply
+from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan
+from shared.contracts.plans import Candidate, PlanRecord
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import World
+
+WEIGHTS = 1000 * MIB
 
 
-def span(phase: Phase, ms: float, **detail: str) -> PhaseSpan:
-    return PhaseSpan(phase=phase, start_ms=0, duration_ms=ms, detail=dict(detail))
+def span(phase: Phase, ms: float, start_ms: float = 0, **detail: str) -> PhaseSpan:
+    return PhaseSpan(phase=phase, start_ms=start_ms, duration_ms=ms, detail=dict(detail))
 
 
-def test_a_zygotes_own_start_is_paid_once() -> None:
+def plan(*spans: PhaseSpan, **chosen: object) -> PlanRecord:
+    given: dict[str, object] = {"node": "n", "device_ids": ("cpu:0",), "way": "load", "source": "ssd", **chosen}
+    candidate = Candidate.model_validate(given)
+    return PlanRecord(
+        plan_id="p", model="a", created=0, trigger="demand", way=candidate.way, chosen=candidate, outcome="ready", measured=spans
+    )
+
+
+@pytest.fixture
+def w() -> World:
+    world = World()
+    world.node("n", 4000 * MIB)
+    world.node("other", 4000 * MIB)
+    world.model("a", weights=WEIGHTS)
+    return world
+
+
+def known(state: ClusterState, node: str, quantity: str, model: str = "a") -> float:
+    return state.estimates[estimate_key(model, node)].parameters[quantity].value
+
+
+def teach(state: ClusterState, record: PlanRecord) -> list[Estimate]:
+    found = learnt(state, record)
+    apply(state, [Put(e) for e in found])
+    return found
+
+
+def forecast(w: World, node: str, *, leaving: bool = False) -> tuple[dict[str, float], float]:
+    model = w.state.models["a"]
+    return Forecast(w.state, model.card, w.now).on(booking(w.state, node, "cpu:0"), leaving=leaving)
+
+
+def test_a_zygotes_own_start_is_paid_once(w: World) -> None:
     """The first engine of a node waits for its zygote's imports; the next ones do not."""
-    first = learned(None, "a", "n", (span(Phase.CONTAINER, 9000, launcher=NEW_ZYGOTE), span(Phase.INIT, 80)), False)
-    assert first.phases == {"init": 80.0}
-    then = learned(first, "a", "n", (span(Phase.CONTAINER, 30, launcher="zygote"), span(Phase.INIT, 80)), False)
-    assert then.phases == {"container": 30.0, "init": 80.0}
+    teach(w.state, plan(span(Phase.CONTAINER, 9000, launcher=NEW_ZYGOTE), span(Phase.INIT, 480)))
+    assert "container" not in w.state.estimates[estimate_key("a", "n")].parameters
+    teach(w.state, plan(span(Phase.CONTAINER, 30, launcher="zygote"), span(Phase.INIT, 480)))
+    assert known(w.state, "n", "container") == pytest.approx(30)
+    assert known(w.state, "n", "init") == pytest.approx(480)
 
 
-def test_waiting_and_reading_from_memory_say_nothing() -> None:
-    spans = (span(Phase.RESERVE, 500), span(Phase.LOAD, 1), span(Phase.PROFILE, 100))
-    assert learned(None, "a", "n", spans, True).phases == {"profile": 100.0}
+def test_what_comes_from_memory_says_nothing_of_the_disk(w: World) -> None:
+    teach(w.state, plan(span(Phase.LOAD, 1), span(Phase.PROFILE, 100), source="dram", resident_bytes=WEIGHTS))
+    assert set(w.state.estimates[estimate_key("a", "n")].parameters) == {"profile"}
+
+
+def test_bytes_are_learned_as_a_bandwidth_of_the_tier_without_what_was_queued_before(w: World) -> None:
+    spans = (span(Phase.FETCH, 1000), span(Phase.LOAD, 1000, start_ms=500))
+    teach(w.state, plan(*spans, source="remote", queued_ms=500.0))
+    assert known(w.state, "n", bandwidth("remote")) == pytest.approx(WEIGHTS / 1.0)
+
+
+def test_what_a_model_takes_elsewhere_is_a_better_guess_than_what_any_takes(w: World) -> None:
+    before = forecast(w, "other")[0]["init"]
+    teach(w.state, plan(span(Phase.INIT, 900)))
+    assert before == PRIOR_MS["init"]
+    assert forecast(w, "other")[0]["init"] == known(w.state, ANYWHERE, "init") == pytest.approx(900)
+
+
+def test_how_long_victims_take_is_learned_of_a_node(w: World) -> None:
+    teach(w.state, plan(span(Phase.RESERVE, 1200), clearing="evict", way="evict_then_load"))
+    assert forecast(w, "n", leaving=True)[0]["reserve"] == pytest.approx(PRIOR_MS["reserve"] + 1200)
+    assert known(w.state, "n", "leaving", model="") == pytest.approx(1200)
+
+
+def test_a_failure_teaches_nothing(w: World) -> None:
+    assert learnt(w.state, plan(span(Phase.INIT, 5)).model_copy(update={"outcome": "failed"})) == []
+
+
+def loader(w: World, node: str, *links: LinkStatus, **more: object) -> None:
+    status = LoaderStatus.model_validate({"node": node, "boot_id": "b", "links": links, **more})
+    w.send(LoaderStatusHeard(w.now, status))
+
+
+def test_what_is_queued_on_a_link_comes_first(w: World) -> None:
+    idle = forecast(w, "n")[0]["load"]
+    loader(w, "n", LinkStatus(link="ssd:a", finish_ms=3000.0), bytes_per_second=1e9)
+    assert forecast(w, "n")[0]["load"] == pytest.approx(idle + 3000)
+    w.now += 1.0
+    assert forecast(w, "n")[0]["load"] == pytest.approx(idle + 2000)
+    loader(w, "n", LinkStatus(link="ssd:a"), bytes_per_second=1e9)
+    assert not w.state.queues
+
+
+def test_a_start_that_its_loader_has_not_heard_of_is_queued_too(w: World) -> None:
+    loader(w, "n", bytes_per_second=1e9)
+    w.now += 0.1
+    w.demand("a")
+    assert [s.node for s in w.starts("a")] == ["n"]
+    w.model("b", weights=WEIGHTS)
+    w.demand("b")
+    assert [s.node for s in w.starts("b")] == ["other"], "the other node's disk is idle"
+
+
+def test_files_on_disk_are_sooner_than_from_afar(w: World) -> None:
+    w.state.models["a"] = w.state.models["a"].__class__(
+        w.state.models["a"].card.model_copy(
+            update={"info": w.state.models["a"].card.info.model_copy(update={"source": "s3://bucket/a"})}
+        )
+    )
+    links = (LinkStatus(link="ssd:a", bytes_per_second=4e9), LinkStatus(link="remote:b", bytes_per_second=1e8))
+    revision = w.state.models["a"].card.info.revision
+    loader(w, "other", *links, cached=(CachedModel(weights_id=revision, tier="ssd", nbytes=WEIGHTS),), bytes_per_second=1e8)
+    loader(w, "n", *links, bytes_per_second=1e8)
+    assert forecast(w, "other")[0]["load"] == pytest.approx(WEIGHTS / 4e9 * 1e3)
+    assert forecast(w, "n")[0]["load"] == pytest.approx(WEIGHTS / 1e8 * 1e3)
+    w.demand("a")
+    assert [s.node for s in w.starts("a")] == ["other"]
+    record = w.state.last_plan_of("a")
+    assert record is not None
+    assert record.chosen is not None
+    assert record.chosen.source == "ssd"
+
+
+def test_a_plan_keeps_what_was_predicted_and_how_far_it_was_out(w: World) -> None:
+    w.demand("a")
+    w.now += 2.0
+    w.get_ready("a")
+    record = w.state.last_plan_of("a")
+    assert record is not None
+    assert record.chosen is not None
+    assert record.chosen.took_ms == pytest.approx(2000)
+    assert record.chosen.predicted_ms is not None
+    assert record.chosen.error_ms == pytest.approx(2000 - record.chosen.predicted_ms)

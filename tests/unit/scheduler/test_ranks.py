@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Device, Node
 from services.scheduler.domain.estimates import Forecast
@@ -86,7 +87,7 @@ def draft_of(seed: int) -> Draft:
         ids = tuple(Device(f"cuda:{i}", "cuda", "", 9) for i in range(DEVICES))
         apply(state, [Put(Node(f"n{n}", devices=ids))])
     for node in random.sample(range(NODES), random.randrange(4)):
-        apply(state, [Put(Estimate("a", f"n{node}", {"load": random.randrange(5) * 400.0}))])
+        apply(state, [Put(Estimate("a", f"n{node}", {"init": Parameter(random.randrange(5) * 400.0)}))])
     for paused in random.sample(range(NODES), random.randrange(3)):
         apply(state, [Put(Pause(f"n{paused}/cuda:0", 100.0))])
     places = [(n, i) for n in range(NODES) for i in range(DEVICES)]

@@ -139,7 +139,7 @@ def _move(t: Turn, name: str, gap: int, *, prepared: bool = True) -> None:
 
 def was_moved(t: Turn, name: str, tokens: int, pause_ms: float | None) -> None:
     if name in t.work.jobs:
-        t.resolve(name, "moved", tokens=tokens, pause_ms=pause_ms)
+        t.resolve(name, "moved", resumed=True, tokens=tokens, pause_ms=pause_ms)
 
 
 def not_moved(t: Turn, name: str, error: ErrorBody) -> None:

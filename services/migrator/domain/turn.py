@@ -88,13 +88,13 @@ class Turn:
         else:
             self.record(requests=tuple(new if m is old else m for m in self.work.record.requests))
 
-    def resolve(self, name: str, outcome: Outcome, **more: Any) -> None:
-        """A request is done with. What the destination has prepared for one that does not come is forgotten."""
+    def resolve(self, name: str, outcome: Outcome, *, resumed: bool = False, **more: Any) -> None:
+        """A request is done with. What the destination has prepared is forgotten, unless it has `resumed` from that."""
         job = self.work.jobs.pop(name)
         for key in [k for k in self.work.asked if k.partition(":")[2] == name]:
             del self.work.asked[key]
         self.note(name, outcome, took_ms=self.since(job.began), **more)
-        if job.asked_prepare and outcome != "moved":
+        if job.asked_prepare and not resumed:
             self._effects.append(Forget(self.work.record.instance_id, ForgetResume(prepared=self.prepared_name(name))))
 
     def prepared_name(self, name: str) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, durable
+from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import Effect, LoadStarted, ReplyTo, StepDown
 from services.scheduler.domain.events import Event, LoaderStatusHeard, NodeStatusHeard
@@ -18,7 +20,10 @@ from services.scheduler.domain.state import Change, ClusterState, Traced, apply
 from shared.errors import ThawError
 
 log = logging.getLogger(__name__)
-MAX_BATCH = 256
+AT_A_STRETCH = 16
+"""Decisions made before other work of the process has its turn."""
+MAX_AHEAD = 512
+"""Decisions that may wait for the database."""
 
 
 class SteppedDown(Exception):
@@ -29,8 +34,19 @@ class SteppedDown(Exception):
         super().__init__(f"epoch {epoch} has been seen")
 
 
+@dataclass
+class _Decided:
+    """Decisions that were applied in memory and are not in the database yet."""
+
+    events: list[Event] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+
+
 class SchedulerLoop:
-    """Events of one batch are decided one after the other and committed in one transaction; then their effects are carried out."""
+    """Events are decided one after the other, each on the state that the one before has left. What was decided while a transaction was under
+    way is committed in the next one, together; only then its effects are carried out, in order. So nothing is told to anybody that a crash
+    could take back: a term that ends before its commit takes its state with it."""
 
     def __init__(self, state: ClusterState, repository: Repository, loads: Loads, policy: Policy) -> None:
         self.state = state
@@ -39,48 +55,78 @@ class SchedulerLoop:
         self._loads = loads
         self._policy = policy
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._decided = _Decided()
+        self._some = asyncio.Event()
+        self._few = asyncio.Event()
+        self._few.set()
 
     def post(self, event: Event) -> None:
         self._events.put_nowait(event)
 
     async def idle(self) -> None:
-        """Return when nothing waits to be decided."""
+        """Return when nothing waits to be decided or committed."""
         await self._events.join()
 
     async def run(self, outbox: Outbox) -> None:
         """Until cancelled. Raises `SteppedDown`, `Deposed` or the database's error when this leader's term is over."""
+        tasks = [
+            asyncio.create_task(self._decide_all(), name="decide events"),
+            asyncio.create_task(self._keep_all(outbox), name="keep decisions"),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            await end(*tasks)
+
+    async def _decide_all(self) -> None:
         while True:
-            batch = [await self._events.get()]
-            while len(batch) < MAX_BATCH and not self._events.empty():
-                batch.append(self._events.get_nowait())
-            changes: list[Change] = []
-            effects: list[Effect] = []
-            for event in batch:
-                self._decide(event, changes, effects)
-            for effect in effects:
-                if isinstance(effect, StepDown):
-                    raise SteppedDown(effect.epoch)
-            if durable(changes):
-                await self._repository.commit(self.state.epoch, changes)
-            outbox.carry_out(effects, clock.now())
-            self._notify(batch, outbox.heard)
-            for _ in batch:
+            await self._few.wait()
+            event = await self._events.get()
+            for number in range(1, AT_A_STRETCH + 1):
+                self._decide(event)
+                if number == AT_A_STRETCH or self._events.empty():
+                    break
+                event = self._events.get_nowait()
+            if len(self._decided.events) >= MAX_AHEAD:
+                self._few.clear()
+            await asyncio.sleep(0)  # a transaction may be over
+
+    async def _keep_all(self, outbox: Outbox) -> None:
+        while True:
+            await self._some.wait()
+            decided, self._decided = self._decided, _Decided()
+            self._some.clear()
+            self._few.set()
+            if durable(decided.changes):
+                await self._repository.commit(self.state.epoch, decided.changes)
+            outbox.carry_out(decided.effects, clock.now())
+            self._notify(decided.events, outbox.heard)
+            for _ in decided.events:
                 self._events.task_done()
 
-    def _decide(self, event: Event, changes: list[Change], effects: list[Effect]) -> None:
+    def _decide(self, event: Event) -> None:
+        decided = self._decided
+        decided.events.append(event)
+        self._some.set()
         try:
             decision = decide(self.state, event, clock.now(), self._policy)
         except Exception as e:  # the state is as before: one event must not end the mesh
             log.exception("an event could not be decided", extra={"event": type(event).__name__})
             waiter = getattr(event, "waiter", None)
             if waiter is not None:
-                effects.append(ReplyTo(waiter, ThawError(f"{type(e).__name__} while deciding: {e}").body()))
+                decided.effects.append(ReplyTo(waiter, ThawError(f"{type(e).__name__} while deciding: {e}").body()))
             return
+        for effect in decision.effects:
+            if isinstance(effect, StepDown):
+                raise SteppedDown(effect.epoch)
         traced = self._trace(decision.effects)
         self.state.absorb(decision.above)
         apply(self.state, traced)
-        changes += (*decision.changes, *traced)
-        effects += decision.effects
+        decided.changes += (*decision.changes, *traced)
+        decided.effects += decision.effects
 
     def _trace(self, effects: Iterable[Effect]) -> list[Traced]:
         return [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -30,8 +31,19 @@ def plain_url(url: str) -> str:
 
 def connect(url: str) -> AsyncEngine:
     return create_async_engine(
-        async_url(url), pool_size=3, max_overflow=0, connect_args={"timeout": 5, "command_timeout": 10}, pool_pre_ping=True
+        async_url(url),
+        pool_size=3,
+        max_overflow=0,
+        connect_args={"timeout": 5, "command_timeout": 10},
+        pool_pre_ping=True,
+        json_serializer=_to_json,
+        json_deserializer=from_json,
     )
+
+
+def _to_json(value: object) -> str:
+    """Contracts are written as they are, without a dictionary of each in between."""
+    return to_json(value).decode()
 
 
 async def migrate(engine: AsyncEngine) -> None:

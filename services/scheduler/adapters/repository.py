@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from sqlalchemy import Table, delete, or_, select, text, update
+from sqlalchemy import Table, bindparam, delete, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -27,6 +27,11 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
 }
 _REMEMBERED_PLANS = 1000
 """Plans read back for the estimates and for `thaw explain` without a database call."""
+_PLAN_FIELDS = tuple(PlanRecord.model_fields)
+_TRACE_PLAN = update(tables.plans).where(tables.plans.c.plan_id == bindparam("key")).values(traceparent=bindparam("parent"))
+_TRACE_INSTANCE = (
+    update(tables.instances).where(tables.instances.c.instance_id == bindparam("key")).values(traceparent=bindparam("parent"))
+)
 
 
 class Deposed(Exception):
@@ -44,16 +49,13 @@ class Repository:
             return
         async with self._engine.begin() as connection:
             await _fence(connection, epoch)
-            for kind, key in drops:
-                await _delete(connection, kind, key)
+            for kind, keys in drops.items():
+                await _delete(connection, kind, keys)
             for kind, entities in puts.items():
                 await _upsert(connection, kind, entities)
-            for change in traced:
-                value = {"traceparent": change.traceparent}
-                plan = update(tables.plans).where(tables.plans.c.plan_id == change.plan_id)
-                await connection.execute(plan.values(value))
-                instance = update(tables.instances).where(tables.instances.c.instance_id == change.instance_id)
-                await connection.execute(instance.values(value))
+            if traced:
+                await connection.execute(_TRACE_PLAN, [{"key": c.plan_id, "parent": c.traceparent} for c in traced])
+                await connection.execute(_TRACE_INSTANCE, [{"key": c.instance_id, "parent": c.traceparent} for c in traced])
 
     async def load(self, epoch: int, now: float) -> ClusterState:
         """The state as the last leader left it, for a term that begins at `now`."""
@@ -115,8 +117,8 @@ def durable(changes: Iterable[Change]) -> bool:
 
 def _net(
     changes: Iterable[Change],
-) -> tuple[dict[type[Any], dict[str, Entity]], list[tuple[type[Any], str]], list[Traced]]:
-    """What is left to write when every entity is written once: the last word on each."""
+) -> tuple[dict[type[Any], dict[str, Entity]], dict[type[Any], list[str]], list[Traced]]:
+    """What is left to write when every entity is written once: the last word on each. A trace goes with the rows that are written anyhow."""
     last: dict[tuple[type[Any], str], Entity | None] = {}
     traced = []
     for change in changes:
@@ -125,20 +127,34 @@ def _net(
                 last[type(entity), key_of(entity)] = entity
             case Drop(kind, key) if kind in _KEYS:
                 last[kind, key] = None
-            case Traced():
+            case Traced() if not _trace(last, change):
                 traced.append(change)
     puts: dict[type[Any], dict[str, Entity]] = {}
     for (kind, key), final in last.items():
         if final is not None:
             puts.setdefault(kind, {})[key] = final
-    return puts, [name for name, final in last.items() if final is None], traced
+    drops: dict[type[Any], list[str]] = {}
+    for (kind, key), final in last.items():
+        if final is None:
+            drops.setdefault(kind, []).append(key)
+    return puts, drops, traced
 
 
-async def _delete(connection: AsyncConnection, kind: type[Any], key: str) -> None:
+def _trace(last: dict[tuple[type[Any], str], Entity | None], change: Traced) -> bool:
+    """Note the trace in the rows that are written anyhow; whether both are."""
+    plan, instance = last.get((PlanRecord, change.plan_id)), last.get((Instance, change.instance_id))
+    if not isinstance(plan, PlanRecord) or not isinstance(instance, Instance):
+        return False
+    last[PlanRecord, change.plan_id] = plan.model_copy(update={"traceparent": change.traceparent})
+    last[Instance, change.instance_id] = replace(instance, traceparent=change.traceparent)
+    return True
+
+
+async def _delete(connection: AsyncConnection, kind: type[Any], keys: list[str]) -> None:
     table, column = _KEYS[kind]
-    await connection.execute(delete(table).where(table.c[column] == key))
+    await connection.execute(delete(table).where(table.c[column].in_(keys)))
     if kind is Node:
-        await connection.execute(delete(tables.devices).where(tables.devices.c.node == key))
+        await connection.execute(delete(tables.devices).where(tables.devices.c.node.in_(keys)))
 
 
 async def _upsert(connection: AsyncConnection, kind: type[Any], entities: dict[str, Entity]) -> None:
@@ -161,7 +177,7 @@ def _row(entity: Entity) -> dict[str, Any]:
         case Model():
             return {
                 "name": entity.key,
-                "card": entity.card.model_dump(mode="json"),
+                "card": entity.card,
                 "error": entity.error,
                 "resting": entity.resting,
             }
@@ -170,8 +186,9 @@ def _row(entity: Entity) -> dict[str, Any]:
         case Instance():
             return {**_fields(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
         case PlanRecord():
-            row = entity.model_dump(mode="json")
-            return {**row, "predicted": entity.chosen.predicted if entity.chosen else {}}
+            return {name: getattr(entity, name) for name in _PLAN_FIELDS} | {
+                "predicted": entity.chosen.predicted if entity.chosen else {}
+            }
     raise TypeError(f"{type(entity).__name__} is not kept in the database")
 
 

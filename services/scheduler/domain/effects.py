@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import LoadFailed
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
+from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard
 from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.plans import PlanRecord
@@ -107,6 +108,13 @@ class LoadEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderMigration:
+    """Write the record where migrators find it."""
+
+    record: MigrationRecord
+
+
+@dataclass(frozen=True, slots=True)
 class StepDown:
     """Someone acted under a newer epoch than this leader's: lead again only above `epoch`."""
 
@@ -126,5 +134,6 @@ Effect = (
     | ReplyTo
     | LoadStarted
     | LoadEnded
+    | OrderMigration
     | StepDown
 )

@@ -24,6 +24,7 @@ from services.scheduler.domain.heard import (
     Unmet,
     Waiter,
 )
+from services.scheduler.domain.moves import Move, MoveTimes
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
@@ -135,6 +136,8 @@ Volatile = (
     | Pause
     | Estimate
     | Counter
+    | Move
+    | MoveTimes
 )
 Entity = Durable | Volatile
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import Demand
 from shared.contracts.loader import LoaderStatus
+from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelInfo, ModelSpec
 from shared.contracts.node import NodeStatus
 
@@ -106,6 +107,27 @@ class ChangeNodeAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrateAsked:
+    """`request_id` None: everything that the instance serves. `node` and `device` empty: wherever."""
+
+    at: float
+    waiter: str
+    instance_id: str
+    request_id: str | None = None
+    node: str = ""
+    device: str = ""
+    wait: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationHeard:
+    """The record of a migration, as it is in the bucket now."""
+
+    at: float
+    record: MigrationRecord
+
+
+@dataclass(frozen=True, slots=True)
 class WaiterGone:
     """Whoever asked waits no longer."""
 
@@ -124,5 +146,7 @@ Event = (
     | StopRefused
     | CommandAccepted
     | AdminAsked
+    | MigrateAsked
+    | MigrationHeard
     | WaiterGone
 )

@@ -24,6 +24,7 @@ from services.scheduler.domain.heard import (
     Waiter,
 )
 from services.scheduler.domain.indexes import index, remind
+from services.scheduler.domain.moves import Move, MoveTimes
 from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Keep
@@ -84,6 +85,8 @@ class ClusterState:
     pauses: Table[Pause] = field(default_factory=dict)
     estimates: Table[Estimate] = field(default_factory=dict)
     counter: Table[Counter] = field(default_factory=dict)
+    moves: Table[Move] = field(default_factory=dict)
+    move_times: Table[MoveTimes] = field(default_factory=dict)
     # Indexes. Ids of instances by model, by node and by device (node/device); nodes by what they hold or were measured with.
     aliases: Table[str] = field(default_factory=dict)
     last_plan: Table[str] = field(default_factory=dict)
@@ -221,6 +224,8 @@ _TABLES: dict[type[Any], str] = {
     Pause: "pauses",
     Estimate: "estimates",
     Counter: "counter",
+    Move: "moves",
+    MoveTimes: "move_times",
 }
 KINDS: tuple[type[Any], ...] = tuple(_TABLES)
 

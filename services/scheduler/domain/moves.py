@@ -1,0 +1,63 @@
+"""Orders to move running requests, as the leader knows them. The bucket of migrations has those that a migrator may work on; a new leader reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.domain.cost.learned import Parameter
+from shared.contracts.migration import MigrationRecord
+
+DEFAULT_TOKEN_S = 0.0005
+"""a, before any round was measured: recomputing two thousand tokens takes a second."""
+DEFAULT_FIXED_S = 0.02
+"""b."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`node` and `device`: where to, empty: wherever. `destination`: the instance that was found or started for it. `record`: what was
+    ordered, as last heard. `why`: what it waits for."""
+
+    migration_id: str
+    model: str
+    source: str
+    since: float
+    reason: str
+    request_id: str | None = None
+    node: str = ""
+    device: str = ""
+    destination: str = ""
+    waiter: str | None = None
+    wait: bool = True
+    plan_id: str | None = None
+    record: MigrationRecord | None = None
+    why: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.migration_id
+
+    @property
+    def whole(self) -> bool:
+        return self.request_id is None
+
+    @property
+    def ordered(self) -> bool:
+        return self.record is not None
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTimes:
+    """Of a model: seconds to recompute a token (a), and of a round besides (b), learned from what migrators tell."""
+
+    model: str
+    per_token: Parameter = Parameter(DEFAULT_TOKEN_S)
+    fixed: Parameter = Parameter(DEFAULT_FIXED_S)
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+    @property
+    def known(self) -> bool:
+        return self.per_token.count > 0

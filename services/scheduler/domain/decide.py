@@ -15,6 +15,8 @@ from services.scheduler.domain.events import (
     DemandHeard,
     Event,
     LoaderStatusHeard,
+    MigrateAsked,
+    MigrationHeard,
     NodeStatusHeard,
     Recovered,
     RemoveModelAsked,
@@ -28,6 +30,7 @@ from services.scheduler.domain.events import (
 from services.scheduler.domain.failures import refused, start_failed
 from services.scheduler.domain.heard import LoaderPresence, Pause, Presence, Waiter
 from services.scheduler.domain.lifecycle import conclude, release, stays_suspended
+from services.scheduler.domain.migrating import ask, drain_node, forget_waiter, hear
 from services.scheduler.domain.observe import end_stalled_starts, hear_node, lose_silent_nodes
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.registry import administer
@@ -68,6 +71,9 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             for pause in list(d.state.pauses.values()):
                 if pause.until <= now:
                     d.drop(Pause, pause.subject)
+            for node in d.state.nodes.values():
+                if node.drain_since is not None:
+                    drain_node(d, node.name)
         case DemandHeard():
             hear_demand(d, event)
         case NodeStatusHeard(status=status):
@@ -82,6 +88,11 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             pass
         case WaiterGone(waiter=waiter):
             d.drop(Waiter, waiter)
+            forget_waiter(d, waiter)
+        case MigrateAsked():
+            ask(d, event)
+        case MigrationHeard(record=record):
+            hear(d, record)
         case AddModelsAsked() | RemoveModelAsked() | WakeAsked() | SleepAsked() | ChangeNodeAsked():
             administer(d, event)
     recovering = now - state.recovered_at <= policy.recovery_window

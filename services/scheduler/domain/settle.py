@@ -18,6 +18,7 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.heard import Waiter
 from services.scheduler.domain.lifecycle import answer_awake, leave, send_start
+from services.scheduler.domain.migrating import advance
 from services.scheduler.domain.retire import retire
 from services.scheduler.domain.scope import Everything, Touched
 from services.scheduler.domain.suspending import left_bytes, share
@@ -34,6 +35,7 @@ def settle(d: Draft, *, everything: bool, only_due: bool = False) -> None:
     retire(d, scope.instances())  # 2
     send_claims(d, scope.claimed())  # 3
     if _recovered(d):
+        advance(d)
         for first in wishes(d, scope.models()):  # 4
             wish: Wish | None = first
             for _ in range(first.model.card.spec.replicas.max):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
 from services.scheduler.domain.suspending import held_bytes, left_bytes
@@ -80,6 +81,8 @@ def _resident(d: Draft, i: Instance, asking: Asking) -> Resident:
 def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking) -> str | None:
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
+    if destination_of(d.state, i.instance_id) is not None:
+        return "has requests moving to it"
     if i.state.parked:
         return None if left_bytes(d.state, i) else "is suspended and holds nothing"
     if i.trigger == "park" and i.state.starting:

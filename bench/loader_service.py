@@ -164,7 +164,7 @@ def remote(files: list[Path], rounds: int) -> dict[str, list[float]]:
                 path, pid = leaving.enter_context(
                     loader(files[0].parent.parent, THAW_CACHE_BYTES="0", THAW_DRAM_BYTES=ready, THAW_DRAM_READY_BYTES=ready)
                 )
-                _await_ready(pid, total)
+                _await_ready(pid, int(ready))
                 before = _cpu_seconds(pid)
                 first, seconds = _load(path, url)
                 add("thaw", seconds)
@@ -251,8 +251,8 @@ def _cpu_seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def _await_ready(pid: int, total: int) -> None:
-    """Until the loader's pool has its memory."""
+def _await_ready(pid: int, ready: int) -> None:
+    """Until the loader's pool has its memory: all of it, or the load would take other memory that is not there yet."""
     process, deadline = psutil.Process(pid), time.monotonic() + 120
-    while process.memory_info().rss < total and time.monotonic() < deadline:
+    while process.memory_info().rss < ready and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -175,7 +175,10 @@ class Loader:
 
     async def hold(self, holder: str, card: ModelCard, *, background: bool) -> WeightsAttached:
         """Weights held by a connection; returns when their index is there."""
-        found = await self._ask(lambda n: Attach(n, holder, card, "index", None, local=True, background=background))
+        try:
+            found = await self._ask(lambda n: Attach(n, holder, card, "index", None, local=True, background=background))
+        finally:
+            self._sources.listed.drop(card.info.revision)
         assert isinstance(found, WeightsAttached)
         return found
 
@@ -200,11 +203,21 @@ class Loader:
     async def card_of(self, *, weights_id: str | None, source: str | None) -> ModelCard:
         """A card to attach with. Raises `NotFound` for weights that nobody has asked this node for, and what reading the source raises."""
         if source is not None:
-            return await self._loop.run_in_executor(self._inspections, bare_card, self._sources, source)
+            asked = self._loop.run_in_executor(self._inspections, bare_card, self._sources, source)
+            try:
+                return await asyncio.shield(asked)
+            except asyncio.CancelledError:
+                asked.add_done_callback(self._unwanted)
+                raise
         entry = self._state.entries.get(weights_id or "")
         if entry is None:
             raise NotFound(f"this node has no weights {weights_id}; attach with their source")
         return card_for(entry.source, entry.weights_id, entry.total_bytes)
+
+    def _unwanted(self, asked: asyncio.Future[ModelCard]) -> None:
+        """The reader was gone before its source had answered."""
+        if not asked.cancelled() and asked.exception() is None:
+            self._sources.listed.drop(asked.result().info.revision)
 
     def _device(self, wanted: str | None) -> str | None:
         """Where weights are to be brought to: nowhere unless the nodeagent has said that its engines may map them there."""

@@ -11,14 +11,22 @@ from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 def bare_card(sources: Sources, source: str) -> ModelCard:
     """What a load needs to know of `source`; whether an engine of ours could serve it is not asked. Blocks.
 
+    What is remote stays open for that load (`Sources.listed`), which must be dropped in the end.
+
     Raises `InvalidModel` and its kin, or `Unavailable` if the source cannot be reached.
     """
     tier = open_source(source)
     try:
         _, checkpoint = sources.checkpoint(tier, trust_remote_code=False)
-        return card_for(tier.source, tier.revision, lay_out(checkpoint, "").total_bytes)
-    finally:
+        card = card_for(tier.source, tier.revision, lay_out(checkpoint, "").total_bytes)
+    except BaseException:
         tier.close()
+        raise
+    if tier.directory is None:
+        sources.listed.offer(tier.revision, tier)
+    else:
+        tier.close()
+    return card
 
 
 def card_for(source: str, revision: str, total_bytes: int) -> ModelCard:

@@ -87,7 +87,8 @@ class CachingTier:
     def finish(self, cancelled: threading.Event | None = None) -> None:
         self._verifier.wait(cancelled)
         self._inner.finish(cancelled)
-        self._verifier.release()
+        if self.caches:
+            self._verifier.release()
         with self._state:
             if self._rest is None and not self._closed:
                 self._rest = threading.Thread(target=self._complete, name="cache-rest", daemon=True)

@@ -61,7 +61,7 @@ class Sharing:
         models = tuple(CachedModel(weights_id=r, tier="ssd", nbytes=n, source=s) for r, s, n in cache.models)
         own = tuple(
             CachedModel(weights_id=r, tier="ssd", nbytes=n, source=s)
-            for r, s, n in self.sources.directories()
+            for r, s, n in self.sources.own.sizes()
             if all(m.weights_id != r for m in models)
         )
         server = self._server

@@ -116,6 +116,8 @@ class HttpTier(RemoteTier):
             size = found[name].size or 0
             if size > MAX_JSON_BYTES:
                 raise CheckpointInvalid(f"{self.source}/{name} is over {MAX_JSON_BYTES} bytes; that is no configuration file")
+            if len(known := self._first.get(name, b"")) == size:
+                return known
             data = bytearray(size)
             self._reader.read(found[name], 0, memoryview(data))
             return bytes(data)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from services.loader.cache.caching import CachingTier
 from services.loader.cache.held import HeldTier
-from services.loader.cache.journal import FileHead
 from services.loader.cache.store import EntryRecord, SsdCache
 from services.loader.format.checkpoint import Checkpoint
 from services.loader.format.inspect import check_small_files, describe
@@ -23,7 +22,9 @@ from services.loader.format.root import check_inside
 from services.loader.tiers.directory import DirectoryTier
 from services.loader.tiers.failover import FailoverTier
 from services.loader.tiers.headers import bring_small_files, checkpoint_of
+from services.loader.tiers.listed import ListedTiers
 from services.loader.tiers.open import is_remote, open_source
+from services.loader.tiers.own import OwnDirectories
 from services.loader.tiers.peer import PeerTier, same_files
 from services.loader.tiers.peers import Peers, peers_first
 from services.loader.tiers.port import Tier
@@ -45,7 +46,7 @@ class Sources:
         speed_of: Callable[[str], float | None] = lambda link: None,
     ) -> None:
         self.cache, self._small, self._peers, self._speed_of = cache, small, peers, speed_of
-        self._directories: dict[str, tuple[Path, EntryRecord | None]] = {}
+        self.own, self.listed = OwnDirectories(), ListedTiers()
 
     # -- inspecting --------------------------------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class Sources:
         """
         if not is_remote(source):
             tier = DirectoryTier.of(source)
-            self._directories.setdefault(revision, (tier.directory, None))
+            self.own.loaded(revision, tier.directory)
             return tier
         hold = self.cache.hold(revision, pinned=pinned)
         if hold is not None:
@@ -158,7 +159,7 @@ class Sources:
     def _far(self, source: str, revision: str) -> Tier:
         peers = self._peer_tiers(source, revision)
         try:
-            tier: Tier | None = self._listed(open_source(source), revision)
+            tier: Tier | None = self.listed.take(revision) or self._listed(open_source(source), revision)
         except Unavailable:
             if not peers:
                 raise
@@ -199,21 +200,12 @@ class Sources:
                 if link.startswith("peer:"):
                     self._peers.distrust(link.removeprefix("peer:"), tier.revision)
 
-    def directories(self) -> list[tuple[str, str, int]]:
-        """(revision, directory, bytes) of the directories that have been inspected or loaded and are still there."""
-        found = []
-        for revision in list(self._directories):
-            own = self._own(revision)
-            if own is not None:
-                found.append((revision, str(own[0]), sum(f.size for f in own[1].files)))
-        return found
-
     # -- for peers ---------------------------------------------------------------------------------------------------------------
 
     def _remember(self, tier: Tier) -> None:
         """A directory's model can be served to peers by its revision."""
         if tier.directory is not None and not isinstance(tier, HeldTier):
-            self._directories[tier.revision] = (tier.directory, None)
+            self.own.remember(tier.revision, tier.directory)
 
     @contextmanager
     def whole(self, revision: str) -> Iterator[tuple[Path, EntryRecord] | None]:
@@ -225,23 +217,7 @@ class Sources:
             finally:
                 hold.release()
             return
-        yield self._own(revision)
-
-    def _own(self, revision: str) -> tuple[Path, EntryRecord] | None:
-        """A directory of this host, as long as it is what it was."""
-        known = self._directories.get(revision)
-        if known is None:
-            return None
-        directory, record = known
-        try:
-            tier = DirectoryTier(directory)
-            heads = tuple(FileHead(name=f.name, size=f.size, version=f.version) for f in tier.files())
-            if record is None and tier.revision == revision:
-                record = EntryRecord(revision=revision, source=str(directory), files=heads)
-                self._directories[revision] = directory, record
-        except ThawError:
-            return None
-        return (directory, record) if record is not None and record.files == heads else None
+        yield self.own.find(revision)
 
 
 def _names(tier: Tier) -> frozenset[str]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from services.loader.client import attach
@@ -15,7 +16,7 @@ from shared.contracts.phases import Phase
 from shared.errors import CheckpointInvalid, StaleToken
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.test_cache import write_sums
-from tests.integration.loader.test_local_readers import path_of
+from tests.integration.loader.test_local_readers import assert_arrived, path_of
 from tests.integration.loader.test_service import status_where
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
@@ -96,6 +97,24 @@ async def test_tensors_are_there_before_the_last_byte(
     assert True in early.values()
     assert False in early.values()
     weights.close()
+
+
+async def test_a_load_by_source_asks_it_once(loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path) -> None:
+    expected = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=20), shards=2)
+    with await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20) as weights:
+        await asyncio.to_thread(assert_arrived, weights, expected)
+        assert len(server.asked("/m/SHA256SUMS")) == len(server.asked("/m/config.json")) == 1
+        ranges = [r.headers["Range"] for r in server.asked("00001-of-00002.safetensors")]
+        assert len([r for r in ranges if r.startswith("bytes=0-")]) == 2, "the header, and the first piece"
+        again = await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20)
+        assert again.complete, "it was asked again, in vain"
+        again.close()
+
+    def connections() -> int:
+        found = psutil.Process(loader.pid).net_connections("tcp")
+        return sum(1 for c in found if c.raddr and c.raddr.port == server.port and c.status == psutil.CONN_ESTABLISHED)
+
+    await status_where(client, loader.node, lambda s: not s.segments and connections() == 0)
 
 
 async def test_the_last_release_calls_a_download_off(

@@ -1,0 +1,47 @@
+"""Directories of this host whose models are known by revision: peers may read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.loader.cache.journal import FileHead
+from services.loader.cache.store import EntryRecord
+from services.loader.tiers.directory import DirectoryTier
+from shared.errors import ThawError
+
+
+class OwnDirectories:
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Path, EntryRecord | None]] = {}
+
+    def remember(self, revision: str, directory: Path) -> None:
+        """Inspected just now: what was known of the revision is looked at again."""
+        self._known[revision] = (directory, None)
+
+    def loaded(self, revision: str, directory: Path) -> None:
+        self._known.setdefault(revision, (directory, None))
+
+    def find(self, revision: str) -> tuple[Path, EntryRecord] | None:
+        """The directory and its files, as long as it is what it was."""
+        known = self._known.get(revision)
+        if known is None:
+            return None
+        directory, record = known
+        try:
+            tier = DirectoryTier(directory)
+            heads = tuple(FileHead(name=f.name, size=f.size, version=f.version) for f in tier.files())
+            if record is None and tier.revision == revision:
+                record = EntryRecord(revision=revision, source=str(directory), files=heads)
+                self._known[revision] = directory, record
+        except ThawError:
+            return None
+        return (directory, record) if record is not None and record.files == heads else None
+
+    def sizes(self) -> list[tuple[str, str, int]]:
+        """(revision, directory, bytes) of those that are still there."""
+        found = []
+        for revision in list(self._known):
+            own = self.find(revision)
+            if own is not None:
+                found.append((revision, str(own[0]), sum(f.size for f in own[1].files)))
+        return found

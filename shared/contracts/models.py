@@ -70,6 +70,42 @@ class ContainerOptions(Strict):
         return value
 
 
+class PlacementRules(Strict):
+    """Where instances of a model may run. Every rule must hold; each device that one excludes is shown with it by `thaw explain`."""
+
+    labels: dict[str, str] = Field(
+        default_factory=dict, description="Labels that its nodes must have (THAW_NODE_LABELS), each with this value, or any for '*'."
+    )
+    devices: tuple[str, ...] = Field(
+        default=(), description="Devices it may use, as patterns of node/device or of the device alone: gpu-*/cuda:0, cuda:*."
+    )
+    anti_affinity: tuple[str, ...] = Field(
+        default=(),
+        description="Patterns of models that it shares no node with, whichever of them comes first; or label=value of nodes to keep off.",
+    )
+    spread: bool = Field(default=False, description="No two of its instances on one node.")
+
+    @field_validator("devices", "anti_affinity")
+    @classmethod
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            if not pattern.strip() or pattern != pattern.strip():
+                raise ValueError(f"{pattern!r} is not a pattern: it is empty, or has spaces around it")
+        return value
+
+    @field_validator("labels")
+    @classmethod
+    def _named(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not name or "=" in name or name != name.strip():
+                raise ValueError(f"{name!r} is not the name of a label: it is empty, has spaces around it, or an equals sign")
+        return value
+
+    @property
+    def any(self) -> bool:
+        return bool(self.labels or self.devices or self.anti_affinity or self.spread)
+
+
 class ModelOptions(Strict):
     """What may be said of one model, and of all of them under `defaults:` in thaw.yaml."""
 
@@ -82,6 +118,7 @@ class ModelOptions(Strict):
         description="Started, warmed and suspended ahead of its first request, as soon as there is room and nobody waits.",
     )
     pin: bool = Field(default=False, description="Never evicted.")
+    placement: PlacementRules = PlacementRules()
     max_model_len: int | None = Field(default=None, gt=0, description="Context in tokens; the model's own by default.")
     max_concurrency: int = Field(default=16, ge=1, le=4096, description="Sequences an instance runs at once.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.constraints import Excludes, checker
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import Forecast
@@ -66,7 +67,8 @@ def _placed(d: Draft, model: Model, rooms: list[Room]) -> Placement | None:
     need = need_to_start(d.state, model.card)
     trouble = d.state.trouble.get(model.key)
     avoid = trouble.avoid if trouble else ()
-    fitting = [r for r in rooms if not obstacle(r, model.card, need)]
+    excludes = checker(d.state, model)
+    fitting = [r for r in rooms if not obstacle(r, model.card, need, excludes)]
     if not fitting:
         return None
     forecast = Forecast(d.state, model.card, d.now)
@@ -125,9 +127,11 @@ def being_parked(i: Instance) -> bool:
     return i.trigger == TRIGGER and not i.state.parked
 
 
-def obstacle(room: Room, card: ModelCard, need: int) -> str:
+def obstacle(room: Room, card: ModelCard, need: int, excludes: Excludes | None) -> str:
     """Why the model is not parked on a device; empty if it can be."""
     at = room.booking.key
+    if excludes is not None and (why := excludes(room.booking)):
+        return f"{at}: {why}"
     if why := cannot_suspend(room.status, room.kind, card):
         return f"{at}: {why}"
     if need > room.booking.free:
@@ -215,7 +219,8 @@ def _waits(state: ClusterState, model: Model, now: float, policy: Policy) -> Par
     rooms, need = find_rooms(state, now, policy), need_to_start(state, model.card)
     if any(being_parked(i) for i in state.instances.values()):
         return ParkView(state="queued", reason="others are being parked")
-    reasons = [obstacle(r, model.card, need) for r in rooms]
+    excludes = checker(state, model)
+    reasons = [obstacle(r, model.card, need, excludes) for r in rooms]
     if rooms and all(reasons):
         return ParkView(state="waiting", reason="; ".join(reasons))
     return ParkView(state="queued", reason="" if rooms else "no node may be used now")

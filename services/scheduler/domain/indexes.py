@@ -187,11 +187,14 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
         for alias in old.card.spec.aliases:
             _forget(state, "aliases", alias)
         _forget(state, "kept_up", old.key)
+        _forget(state, "apart", old.key)
     if new is not None:
         if new.card.spec.aliases:
             state.own("aliases").update(dict.fromkeys(new.card.spec.aliases, new.key))
         if new.card.spec.replicas.min > 0 and new.card.spec.base is None:
             state.own("kept_up")[new.key] = True
+        if new.card.spec.placement.anti_affinity:
+            state.own("apart")[new.key] = True
     _park(state, (new or old).key)  # type: ignore[union-attr]  # one of them is there
     if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there

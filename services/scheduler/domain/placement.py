@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from services.scheduler.domain.booking import Booking, booking
+from services.scheduler.domain.constraints import Excludes, checker
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import Forecast, Prediction
@@ -83,6 +84,7 @@ class _Request:
     avoid: tuple[str, ...]
     forecast: Forecast
     any_paused: bool
+    excludes: Excludes | None
 
     @property
     def model(self) -> Model:
@@ -106,9 +108,10 @@ def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up
         trouble.avoid if trouble else (),
         Forecast(d.state, model.card, d.now),
         bool(d.state.pauses),
+        checker(d.state, model),
     )
     considered: list[Candidate | _Possible] = [] if extra else [_consider_restore(d, request, i) for i in d.state.parked(model)]
-    for devices in shortlists(d, need, request.avoid, request.forecast):
+    for devices in shortlists(d, need, request.avoid, request.forecast, request.excludes):
         considered += (found := [_consider(d, request, device) for device in devices])
         if any(isinstance(f, _Possible) for f in found):
             break
@@ -180,6 +183,8 @@ def _consider(d: Draft, r: _Request, b: Booking) -> Candidate | _Possible:
     """One device: an option, or a candidate that says why not."""
     if b.closed:
         return _excluded(b, r.need, b.closed)
+    if r.excludes is not None and (why := r.excludes(b)):
+        return _excluded(b, r.need, why)
     if r.need > b.budget:
         return _excluded(b, r.need, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
     fit = _fit(d, r, b, r.need)
@@ -201,6 +206,8 @@ def _consider_restore(d: Draft, r: _Request, i: Instance) -> Candidate | _Possib
         # A node that is cordoned takes nothing new; what is on it may come back.
         if not b.reachable:
             return _excluded(b, need, b.closed)
+        if r.excludes is not None and (why := r.excludes(b)):
+            return _excluded(b, need, why)
         if whole > b.budget:
             return _excluded(b, need, f"needs {gib(whole)}, its budget is {gib(b.budget)}", "impossible")
         fit = _fit(d, r, b, need)

@@ -20,6 +20,7 @@ from itertools import chain, groupby, islice
 from operator import itemgetter
 
 from services.scheduler.domain.booking import Booking, device_key
+from services.scheduler.domain.constraints import Excludes
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.ranks import SpeedClass
@@ -31,12 +32,15 @@ Ranked = tuple[bool, float, float, Booking]
 """It has just failed there; milliseconds until it is ready; bytes free, or since when one is idle; the device (by its key)."""
 
 
-def shortlists(d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast) -> Iterator[list[Booking]]:
-    """Devices for `need` bytes, best first, as lists to be gone through until one has a place."""
+def shortlists(
+    d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None = None
+) -> Iterator[list[Booking]]:
+    """Devices for `need` bytes, best first, as lists to be gone through until one has a place; those that `excludes` names a reason for are
+    only in the last (E)."""
     if len(d.state.bookings) <= SHORTLIST:
         yield list(d.state.bookings.values())
         return
-    search = _Search(d, avoid, forecast)
+    search = _Search(d, avoid, forecast, excludes)
     for fitting in (search.fitting(need), search.fitting_soon(need)):
         if first := list(islice(fitting, SHORTLIST)):  # A, B
             yield first
@@ -51,7 +55,8 @@ def shortlists(d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast) 
 
 
 class _Search:
-    def __init__(self, d: Draft, avoid: tuple[str, ...], forecast: Forecast) -> None:
+    def __init__(self, d: Draft, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None) -> None:
+        self._excludes = excludes
         self._paused = d.paused if d.state.pauses else None
         self._view = d.bookings()
         self._avoid = avoid
@@ -112,7 +117,7 @@ class _Search:
             if key in self._skipped or (self._paused is not None and self._paused(key)):
                 continue
             found = self._view.get(key)
-            if found is not None:
+            if found is not None and not (self._excludes is not None and self._excludes(found)):
                 yield rank, found
 
     def _best(
@@ -132,6 +137,8 @@ class _Search:
     def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
         for key, b in self._apart.items():
             if b is None or b.closed or (self._paused is not None and self._paused(key)):
+                continue
+            if self._excludes is not None and self._excludes(b):
                 continue
             if (value := rank(b)) is not None:
                 yield (key in self._avoid, self._forecast.on(b, leaving=False)[1], value, b)

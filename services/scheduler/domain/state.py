@@ -93,6 +93,8 @@ class ClusterState:
     kept_up: Table[bool] = field(default_factory=dict)
     to_park: Table[bool] = field(default_factory=dict)
     """Models that are to be parked ahead of their first request and have no instance."""
+    apart: Table[bool] = field(default_factory=dict)
+    """Models that share no node with some others."""
     by_model: Table[tuple[str, ...]] = field(default_factory=dict)
     by_node: Table[tuple[str, ...]] = field(default_factory=dict)
     by_device: Table[tuple[str, ...]] = field(default_factory=dict)

@@ -42,6 +42,17 @@ def checker(state: ClusterState, model: Model) -> Excludes | None:
     return excludes
 
 
+def confined(node: str, device: str, further: Excludes | None) -> Excludes:
+    """Nothing but a node, or a `device` of it; and what is excluded there besides."""
+
+    def excludes(b: Booking) -> str:
+        if b.node != node or (device and b.device_id != device):
+            return "it is wanted elsewhere"
+        return further(b) if further is not None else ""
+
+    return excludes
+
+
 def _device(rules: PlacementRules, b: Booking) -> str:
     if not rules.devices or any(fnmatchcase(b.key, p) or fnmatchcase(b.device_id, p) for p in rules.devices):  # 2
         return ""

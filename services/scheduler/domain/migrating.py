@@ -6,8 +6,8 @@
    that nothing new comes to it.
 4. Heard of its end: whoever asked is told, the times of its rounds are learned, and a source that is empty is stopped.
 
-A destination is protected until then (`destination_of`). What was ordered is in the bucket: a new leader hears it from there. What was not is forgotten with
-its leader; a drained node's moves are then asked for anew.
+A destination is protected until then (`destination_of`). What was ordered is in the bucket: a new leader hears it from there. What was not is
+forgotten with its leader; a drained node's moves are then asked for anew.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from services.scheduler.domain.events import MigrateAsked
 from services.scheduler.domain.heard import Pause
 from services.scheduler.domain.learning_moves import learn
 from services.scheduler.domain.lifecycle import begin, leave
-from services.scheduler.domain.moves import Move, MoveTimes
+from services.scheduler.domain.moves import Move
 from services.scheduler.domain.placement import place
-from services.scheduler.domain.state import ClusterState
 from shared.contracts.admin import MigrationsViewed
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord
@@ -67,7 +66,9 @@ def _check(d: Draft, source: Instance, event: MigrateAsked) -> Model:
     if source.state is not InstanceState.READY and source.state is not InstanceState.DRAINING:
         raise Conflict(f"{source.label} is {source.state.value} and serves nothing that could move", param="instance_id")
     if model is None or source.generation != model.card.generation:
-        raise Conflict(f"{source.model} was changed or removed: what the old instance serves is finished there", param="instance_id")
+        raise Conflict(
+            f"{source.model} was changed or removed: what the old instance serves is finished there", param="instance_id"
+        )
     if not model.card.capabilities.token_resume:
         raise UnsupportedParameter(f"{model.card.spec.engine} cannot go on with what another engine began: {model.key} cannot move")
     if event.node:
@@ -106,9 +107,7 @@ def want(d: Draft, i: Instance, reason: str, where: str = "", plan_id: str | Non
     if d.paused(_pause(i.instance_id)) or any(m.whole and m.source == i.instance_id for m in d.state.moves.values()):
         return False
     node, _, device = where.partition("/")
-    d.put(
-        Move(f"m-{d.token():x}", model.key, i.instance_id, d.now, reason, node=node, device=device, plan_id=plan_id)
-    )
+    d.put(Move(f"m-{d.token():x}", model.key, i.instance_id, d.now, reason, node=node, device=device, plan_id=plan_id))
     return True
 
 
@@ -196,7 +195,12 @@ def _found(d: Draft, move: Move, source: Instance) -> Instance | None:
 
 
 def _fits(d: Draft, move: Move, source: Instance, i: Instance) -> bool:
-    if i.instance_id == source.instance_id or i.leaving != "no" or i.generation != source.generation or i.revision != source.revision:
+    if (
+        i.instance_id == source.instance_id
+        or i.leaving != "no"
+        or i.generation != source.generation
+        or i.revision != source.revision
+    ):
         return False
     if not (i.state is InstanceState.READY or i.state.starting or i.state is InstanceState.RESUMING):
         return False
@@ -274,11 +278,6 @@ def _order(d: Draft, move: Move, source: Instance, destination: Instance) -> Non
         d.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
 
 
-def destination_of(state: ClusterState, instance_id: str) -> Move | None:
-    """The move that needs this instance."""
-    return next((m for m in state.moves.values() if m.destination == instance_id), None) if state.moves else None
-
-
 def forget_waiter(d: Draft, waiter: str) -> None:
     """Whoever asked waits no longer: what has not been ordered is not."""
     for move in list(d.state.moves.values()):
@@ -287,6 +286,3 @@ def forget_waiter(d: Draft, waiter: str) -> None:
                 d.put(replace(move, waiter=None))
             else:
                 d.drop(Move, move.migration_id)
-
-
-__all__ = ["MoveTimes", "advance", "ask", "destination_of", "drain_node", "forget_waiter", "hear", "want"]

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from services.scheduler.domain.booking import Booking, booking
-from services.scheduler.domain.constraints import Excludes, checker
+from services.scheduler.domain.constraints import Excludes, checker, confined
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import Forecast, Prediction
@@ -91,8 +91,16 @@ class _Request:
         return self.asking.model
 
 
-def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up_only: bool = False) -> Placement:
-    """Decide for `model`, which has waited `waited` seconds."""
+def place(
+    d: Draft,
+    model: Model,
+    waited: float,
+    *,
+    extra: bool = False,
+    kept_up_only: bool = False,
+    only: tuple[str, str] | None = None,
+) -> Placement:
+    """Decide for `model`, which has waited `waited` seconds. `only`: the node and device (empty: any of it) that it is confined to."""
     trouble = d.state.trouble.get(model.key)
     if kept_up_only and trouble and trouble.not_before > d.now:  # 1
         return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
@@ -108,7 +116,7 @@ def place(d: Draft, model: Model, waited: float, *, extra: bool = False, kept_up
         trouble.avoid if trouble else (),
         Forecast(d.state, model.card, d.now),
         bool(d.state.pauses),
-        checker(d.state, model),
+        checker(d.state, model) if only is None else confined(*only, checker(d.state, model)),
     )
     considered: list[Candidate | _Possible] = [] if extra else [_consider_restore(d, request, i) for i in d.state.parked(model)]
     for devices in shortlists(d, need, request.avoid, request.forecast, request.excludes):

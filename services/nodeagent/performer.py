@@ -104,11 +104,9 @@ class Performer:
             case e.Resume():
                 self._spawn("resume", effect.instance_id, self._resume(effect))
             case e.Assess():
-                self._spawn("assess", effect.instance_id, self._assess(effect.instance_id))
+                self._spawn("assess", effect.instance_id, self._assess(effect))
             case e.Measure():
-                self._spawn(
-                    "measure", effect.instance_id, self._meter.measure_and_tell(self._loop.state.instances[effect.instance_id])
-                )
+                self._spawn("measure", effect.instance_id, self._measure(effect))
             case e.ProveMemory():
                 self._spawn("prove", effect.instance_id, self._prove(effect.instance_id))
             case e.Release():
@@ -252,11 +250,17 @@ class Performer:
             timeline.restored(instance.command.traceparent)
         self._post(e.Resumed(effect.instance_id, used))
 
-    async def _assess(self, instance_id: str) -> None:
-        instance = self._loop.state.instances.get(instance_id)
-        if instance is not None:
+    async def _assess(self, effect: e.Assess) -> None:
+        await asyncio.sleep(effect.after_s)
+        instance = self._loop.state.instances.get(effect.instance_id)
+        if instance is not None and (not effect.after_s or instance.state is InstanceState.READY):
             outlook, used = await self._keeper.assess(instance)
-            self._post(e.Assessed(instance_id, outlook, used))
+            self._post(e.Assessed(effect.instance_id, outlook, used))
+
+    async def _measure(self, effect: e.Measure) -> None:
+        instance = self._loop.state.instances[effect.instance_id]
+        await asyncio.sleep(effect.after_s)
+        await self._meter.measure_and_tell(self._loop.state.instances.get(effect.instance_id, instance))
 
     async def _prove(self, instance_id: str) -> None:
         instance = self._loop.state.instances[instance_id]

@@ -251,9 +251,10 @@ class Resume:
 
 @dataclass(frozen=True)
 class Assess:
-    """Find out whether and how it could be suspended; answered by `Assessed`."""
+    """Find out, in `after_s` seconds, whether and how it could be suspended; answered by `Assessed`, if it is ready then."""
 
     instance_id: str
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,7 @@ class Measure:
     """Read the process's memory while it is still there, so that what its end frees is known."""
 
     instance_id: str
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,9 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
     p, command = instance.parking, instance.command
     turn.books(turn.state.ledger.rebook(instance.instance_id, command.device_ids, event.left_bytes))
     # The builtin engine's KV cache grows as it is used: measured when idle it would look too small.
-    # What it used at most counts: after a resumption only what it has touched since is in use.
-    most = max(event.used_bytes, p.used_bytes, p.base_bytes)
+    # What it used at most counts: after a resumption only what it has touched since is in use, and on cpu the rest is in swap.
+    held = event.left_bytes + event.snapshot_bytes if p.outlook.way == "cpu" else event.used_bytes
+    most = max(held, event.used_bytes, p.used_bytes, p.base_bytes)
     need = max(most, command.reserve_bytes) if command.card.spec.engine == "builtin" else most
     state = InstanceState.ASLEEP if p.outlook.way == "sleep" else InstanceState.SUSPENDED
     instance = instance.model_copy(update={"state": state, "load": EngineLoad(completed=instance.load.completed), "phase": None})
@@ -195,6 +196,7 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
         snapshot_bytes=event.snapshot_bytes,
         need_bytes=need,
         used_bytes=most,
+        base_bytes=most if p.resumes <= 1 else p.base_bytes,
         suspended=Lap(at=turn.now, took_s=turn.now - p.begun_at),
         outlook=p.outlook.model_copy(update={"snapshot_bytes": event.snapshot_bytes, "left_bytes": event.left_bytes}),
         wake_asked=False,

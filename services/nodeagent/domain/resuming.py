@@ -16,6 +16,8 @@ from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InsufficientMemory, NotFound
 
 WEIGHT_OF_NEWEST = 0.3
+SETTLED_S = 1.0
+"""From the end of a resumption until its engine is looked at."""
 
 
 def on_resume(turn: Turn, event: ResumeCommand) -> None:
@@ -97,7 +99,9 @@ def on_resumed(turn: Turn, event: Resumed) -> None:
         }
     instance = instance.model_copy(update={"state": InstanceState.READY, "phase": None, "progress": 1.0, "adopt_until": None})
     turn.park(instance, freezing=False, wake_asked=False, snapshot_bytes=0, **more)
-    turn.emit(Assess(instance.instance_id), Measure(instance.instance_id))
+    # Reading its memory now would take processors, and its memory maps' locks, from the request that it came back for.
+    after_s = SETTLED_S if frozen else 0.0
+    turn.emit(Assess(instance.instance_id, after_s), Measure(instance.instance_id, after_s))
 
 
 def on_resume_failed(turn: Turn, event: ResumeFailed) -> None:

@@ -25,9 +25,8 @@ _PASSES = 3
 _FEW_LEFT = 0.1
 """A page that was on its way elsewhere when it was advised (in a pagevec, under writeback) goes with the next pass, if many are left."""
 _SWAP_MARGIN = 1.05
-_MOSTLY_HOT = 0.5
-"""An engine that touched this part of its memory since it last came back gets it read ahead the next time; for one that touches little, reading
-all of it would only be in its way."""
+_Touched = dict[int, list[tuple[int, int]]]
+"""By process: (address, bytes) of what it had in memory."""
 
 
 class CpuWay:
@@ -36,7 +35,7 @@ class CpuWay:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._rates = Rates(left=0.25, resume_bytes_per_s=4e9, least_resume_s=0.05)
-        self._hot: dict[str, float] = {}
+        self._touched: dict[str, _Touched] = {}
         self._prefetching: set[asyncio.Task[None]] = set()
 
     def unavailable(self) -> str:
@@ -81,11 +80,11 @@ class CpuWay:
             if why := self._cannot_freeze(target):
                 raise EngineFailed(why)
             before = memory.footprint(target.pids)
-            # The first time nobody knows: all of it is there because it was just made.
-            again = target.instance_id in self._hot
-            self._hot[target.instance_id] = before.pss / max(1, before.pss + before.swap) if again else 0.0
             self._groups.freeze(target.instance_id)
             pids = tuple(sorted({*target.pids, *self._groups.pids(target.instance_id)}))
+            # The first time nobody knows what it needs: all of it is there because it was just made.
+            again = target.instance_id in self._touched
+            self._touched[target.instance_id] = _resident(pids) if again else {}
             after = self._page_out(pids, before.pss + before.swap)
         except (PermissionDenied, EngineFailed, OSError) as e:
             self._groups.thaw(target.instance_id)
@@ -118,27 +117,41 @@ class CpuWay:
         return found
 
     async def resume(self, target: Target) -> None:
+        """What it touched since it last came back is read ahead, all processes at once: the engine's own faults would ask for it piece by
+        piece, and wait for each."""
+        for pid, ranges in self._touched.get(target.instance_id, {}).items():
+            task = asyncio.create_task(asyncio.to_thread(_prefetch, pid, ranges), name=f"prefetch {target.instance_id}")
+            self._prefetching.add(task)
+            task.add_done_callback(self._prefetching.discard)
         try:
             await asyncio.to_thread(self._groups.thaw, target.instance_id)
         except OSError as e:
             raise RestoreFailed(f"the engine's control group cannot be thawed: {e}") from e
-        if self._hot.get(target.instance_id, 0.0) >= _MOSTLY_HOT:
-            task = asyncio.create_task(asyncio.to_thread(self._prefetch, target), name=f"prefetch {target.instance_id}")
-            self._prefetching.add(task)
-            task.add_done_callback(self._prefetching.discard)
 
     async def prefetched(self) -> None:
         """Wait until nothing is being read ahead."""
         await asyncio.gather(*self._prefetching)
 
-    def _prefetch(self, target: Target) -> None:
-        """Have the kernel read ahead what the engine is about to touch, while it begins."""
-        for pid in target.pids:
-            try:
-                memory.advise(pid, memory.mappings(pid), memory.MADV_WILLNEED)
-            except (PermissionDenied, EngineFailed, OSError) as e:
-                log.debug("no prefetch", extra={"instance": target.instance_id, "pid": pid, "error": str(e)})
+    def forget(self, instance_id: str) -> None:
+        self._touched.pop(instance_id, None)
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         """A resumption, requests answered again, was over after `took_s`."""
         self._rates = self._rates.resumed(snapshot_bytes, took_s)
+
+
+def _resident(pids: tuple[int, ...]) -> _Touched:
+    found = {}
+    for pid in pids:
+        try:
+            found[pid] = memory.resident(pid)
+        except (PermissionDenied, OSError) as e:
+            log.debug("what a process touched cannot be told", extra={"pid": pid, "error": str(e)})
+    return found
+
+
+def _prefetch(pid: int, ranges: list[tuple[int, int]]) -> None:
+    try:
+        memory.advise(pid, ranges, memory.MADV_WILLNEED)
+    except (PermissionDenied, EngineFailed, OSError) as e:
+        log.debug("no prefetch", extra={"pid": pid, "error": str(e)})

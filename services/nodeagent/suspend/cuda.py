@@ -205,6 +205,9 @@ class CudaWay:
                 if driver.state(pid) is State.LOCKED:
                     driver.unlock(pid)
 
+    def forget(self, instance_id: str) -> None:
+        """Nothing is kept of one instance alone."""
+
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         self._rates = self._rates.resumed(snapshot_bytes, took_s)
 

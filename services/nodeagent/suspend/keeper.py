@@ -12,7 +12,6 @@ from services.nodeagent.domain.choosing import choose
 from services.nodeagent.domain.state import Instance, Outlook
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.memory import footprint
 from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target, Way
 from shared.contracts import subjects
 from shared.contracts.base import Message, Request
@@ -43,6 +42,7 @@ class Keeper:
         self._gauge = gauge
         self._ask = ask
         self._wake_within_s = wake_within_s
+        self._frozen: dict[str, Target] = {}
 
     def capabilities(self) -> tuple[Capability, ...]:
         """Blocking."""
@@ -91,20 +91,28 @@ class Keeper:
         target = await asyncio.to_thread(self.target, instance)
         if not target.pids:
             raise CannotSuspend("none of the engine's processes can be found")
-        return await self._ways[name].suspend(target)
+        taken = await self._ways[name].suspend(target)
+        self._frozen[instance.instance_id] = target
+        return taken
 
     async def resume(self, instance: Instance, name: SuspendWay | None) -> int:
-        """Bring it back and look at it: its health, its tokens, its bytes; the bytes that it uses. Raises `RestoreFailed`."""
+        """Bring it back and look at it: its health, its tokens, its bytes; the bytes that it holds. Raises `RestoreFailed`."""
         begun = asyncio.get_running_loop().time()
-        target = await asyncio.to_thread(self.target, instance)
+        # What is frozen forks nothing: its processes are those that it was suspended with.
+        known = self._frozen.pop(instance.instance_id, None)
+        target = known if known is not None else await asyncio.to_thread(self.target, instance)
         if name is not None:
             await self._ways[name].resume(target)
         else:
             await asyncio.to_thread(self.groups.thaw, instance.instance_id)
-        probed = await self._wake(instance)
+        if name == "cpu":
+            # In memory or in swap, it is there whatever its engine does meanwhile. Other ways bring it back as the engine wakes.
+            probed, used = await asyncio.gather(self._wake(instance), asyncio.to_thread(self._prove, instance, target))
+        else:
+            probed = await self._wake(instance)
+            used = await asyncio.to_thread(self._prove, instance, target)
         if not probed.same:
             raise RestoreFailed("the engine answers otherwise than before it was suspended")
-        used = await asyncio.to_thread(self._prove, instance, target)
         if name is not None:
             self._ways[name].learn(instance.parking.snapshot_bytes, asyncio.get_running_loop().time() - begun)
         return used
@@ -133,17 +141,13 @@ class Keeper:
         """Blocking. What it used before it was suspended is there again: on its device, or on cpu in memory or swap."""
         parking = instance.parking
         try:
-            used = self._gauge.used(target)
-            there = used
-            if not target.on_cuda:
-                now = footprint(target.pids)
-                there = now.pss + now.swap
+            there = self._gauge.held(target)
         except PermissionDenied as e:
             raise RestoreFailed(e.message) from e
         before = parking.frees_bytes + parking.left_bytes
         if parking.freezing and there < _KEPT * before:
             raise RestoreFailed(f"{there >> 20} of the {before >> 20} MiB that the engine used are there again")
-        return used
+        return there
 
     def group_for(self, instance: Instance) -> str | None:
         """The file that a hosted engine's processes write themselves into, where there are groups. Blocking."""
@@ -163,6 +167,9 @@ class Keeper:
 
     async def ended(self, instance_id: str) -> None:
         """The instance's own process is gone: whatever it left behind goes too, and its group with it."""
+        self._frozen.pop(instance_id, None)
+        for way in self._ways.values():
+            way.forget(instance_id)
         deadline = asyncio.get_running_loop().time() + _ENDED_WITHIN_S
         while self.groups.pids(instance_id):
             self.groups.kill(instance_id)

@@ -79,3 +79,7 @@ class Way(Protocol):
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         """A resumption was over, its engine answering again, after `took_s`."""
         ...
+
+    def forget(self, instance_id: str) -> None:
+        """The instance has ended."""
+        ...

@@ -72,6 +72,9 @@ class SleepWay:
     async def resume(self, target: Target) -> None:
         """Waking it, which every way ends with, is all there is to do."""
 
+    def forget(self, instance_id: str) -> None:
+        """Nothing is kept of one instance alone."""
+
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         self._rates = self._rates.resumed(snapshot_bytes, took_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -103,6 +104,17 @@ async def test_what_is_touched_again_is_read_ahead_the_next_time(
         assert tree.digest() == before
         # Its digest reads all of its memory; the first time nobody knows that.
         assert (memory.MADV_WILLNEED in given) == (turn > 0)
+
+
+def test_what_a_process_has_touched_is_found_page_by_page(able: None) -> None:
+    page = mmap.PAGESIZE
+    with mmap.mmap(-1, 4096 * page) as area:
+        (base,) = (start for start, length in memory.mappings(os.getpid()) if length == 4096 * page)
+        area.madvise(mmap.MADV_NOHUGEPAGE)
+        for number in (0, 1, 5, 1000, 4095):  # the second gap is longer than a fault reads anyway
+            area[number * page] = 1
+        found = [r for r in memory.resident(os.getpid()) if base <= r[0] < base + 4096 * page]
+    assert found == [(base, 6 * page), (base + 1000 * page, page), (base + 4095 * page, page)]
 
 
 async def test_what_joined_after_the_last_look_is_frozen_too(way: CpuWay, groups: Groups, tree: Tree) -> None:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.effects import Effect
 from services.scheduler.domain.entities import Entity, Instance, key_of
+from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.heard import Counter, Seen
 from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.ranks import Bookings, Dues, View
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, put, table
+from shared.contracts.models import ModelCard
 from shared.contracts.plans import PlanRecord
 
 TOKENS_PER_EPOCH = 2**32
@@ -28,6 +30,9 @@ class Draft:
     changes: list[Put | Drop] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     plans: list[PlanRecord] = field(default_factory=list)
+
+    forecasts: dict[str, Forecast] = field(default_factory=dict)
+    """By model: what was predicted in this decision already."""
 
     def __post_init__(self) -> None:
         self.state = self.origin.overlay()
@@ -85,6 +90,13 @@ class Draft:
     def before(self, kind: type[Entity], key: str) -> Entity | None:
         """An entity as it was before this decision."""
         found: Entity | None = table(self.origin, kind).get(key)
+        return found
+
+    def forecast(self, card: ModelCard) -> Forecast:
+        """For what those that may leave would lose. Who is placed has a forecast of its own, which sees what the decision has begun before."""
+        found = self.forecasts.get(card.name)
+        if found is None:
+            found = self.forecasts[card.name] = Forecast(self.state, card, self.now)
         return found
 
     def emit(self, effect: Effect) -> None:

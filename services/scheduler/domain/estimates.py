@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from services.scheduler.domain.booking import Booking, booking
 from services.scheduler.domain.cost.cost import Cost
@@ -67,19 +68,24 @@ class Forecast:
         """`now`: what is queued on links counts from then; None: it does not count."""
         self._state, self._card, self._now = state, card, now
         self._loads_itself = card.spec.loads_itself
-        revision = card.info.revision
-        queues = (node for node, until in state.queues.items() if until > now) if now is not None else ()
-        self.special = {*state.resident_on.get(revision, ()), *state.kept_on.get(revision, ()), *queues}
-        self.special.update(state.measured_on.get(card.name, ()))
-        """Nodes that hold its weights, have started it before, or whose links are busy."""
         self._anywhere = _values(state, card.name, ANYWHERE)
-        self._fixed = PRIOR_MS | _phases(self._anywhere)
+        self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
         """Milliseconds of the phases that do not bring weights, on nodes of which nothing else is known."""
-        self._before, self._engine, self._after = (sum([self._fixed.get(p, 0.0) for p in part]) for part in (BEFORE, ENGINE, AFTER))
+        self._before, self._engine, self._after = _parts(self._fixed) if self._anywhere else _PRIOR_PARTS
         own = self._anywhere.get("load") if self._loads_itself else None
         self._own_load = own.value if own is not None else None
         """Milliseconds that the engine itself takes to load."""
         self._found: dict[tuple[str, float | None, bool], Prediction] = {}
+
+    @cached_property
+    def special(self) -> set[str]:
+        """Nodes that hold its weights, have started it before, or whose links are busy."""
+        state, revision, now = self._state, self._card.info.revision, self._now
+        found = {*state.resident_on.get(revision, ()), *state.kept_on.get(revision, ())}
+        found.update(state.measured_on.get(self._card.name, ()))
+        if now is not None and state.queues:
+            found.update([node for node, until in state.queues.items() if until > now])
+        return found
 
     def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
         """Milliseconds by phase on a device's node, and in all. `leaving`: others must leave first."""
@@ -180,6 +186,14 @@ class Forecast:
             )
         known = own.get(phase) or self._anywhere.get(phase)
         return known.error if known is not None else 0.0
+
+
+def _parts(phases: Mapping[str, float]) -> tuple[float, float, float]:
+    before, engine, after = (sum([phases.get(p, 0.0) for p in part]) for part in (BEFORE, ENGINE, AFTER))
+    return before, engine, after
+
+
+_PRIOR_PARTS = _parts(PRIOR_MS)
 
 
 def _values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:

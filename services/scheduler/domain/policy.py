@@ -23,6 +23,8 @@ class Policy:
     starve_after: float = 60.0
     """A model that waited this long goes before every other one and takes what there is, whatever its priority and the profile: so long it may
     be passed over, and no longer."""
+    horizon: float = 60.0
+    """What leaves counts by how likely it is wanted again within this time."""
     min_active: float = 2.0
     """An instance that became ready is not evicted before this, while requests for it are still on their way."""
     no_node_timeout: float = 30.0

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.cost.formulas import likely_again
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
-from services.scheduler.domain.suspending import held_bytes, left_bytes
+from services.scheduler.domain.suspending import held_bytes, left_bytes, suspendable
 from shared.contracts.node import InstanceState
 
 
@@ -45,10 +46,10 @@ def view_of(b: Booking, *, failed: bool, residents: tuple[Resident, ...] = ()) -
 def residents(d: Draft, asking: Asking, b: Booking) -> tuple[Resident, ...]:
     """What holds memory of the device and could in principle leave."""
     there = d.state.on_device(b.node, b.device_id)
-    return tuple([_resident(d, i, asking) for i in there if not i.claim and i.leaving == "no" and i.model != asking.model.key])
+    return tuple([_resident(d, i, asking, b) for i in there if not i.claim and i.leaving == "no" and i.model != asking.model.key])
 
 
-def _resident(d: Draft, i: Instance, asking: Asking) -> Resident:
+def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
     owner = d.state.models.get(i.model)
     seen = d.state.seen.get(i.instance_id)
     load = seen.status.load if seen is not None else None
@@ -63,6 +64,7 @@ def _resident(d: Draft, i: Instance, asking: Asking) -> Resident:
         state = "serving"
     else:
         state, used = "idle", idle
+    wanted = d.state.waiting(i.model) > 0
     return Resident(
         key=i.instance_id,
         model=i.model,
@@ -74,11 +76,23 @@ def _resident(d: Draft, i: Instance, asking: Asking) -> Resident:
         queued=load.waiting if load is not None else 0,
         priority=owner.card.spec.priority if owner is not None else -1000,
         sensitivity=owner.card.spec.latency_sensitivity if owner is not None else 0.0,
-        protected=_protected(d, i, owner, asking) or "",
+        miss=1.0 if wanted or state == "serving" else likely_again(d.now - used, d.policy.horizon),
+        reload_s=_reload_s(d, i, owner, b) if owner is not None else 0.0,
+        protected=_protected(d, i, owner, asking, wanted=wanted) or "",
     )
 
 
-def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking) -> str | None:
+def _reload_s(d: Draft, i: Instance, owner: Model, b: Booking) -> float:
+    """Seconds to have it back: by resuming it if it would be suspended, else by starting it anew."""
+    anew = d.forecast(owner.card).at(b, leaving=False).cost.total
+    if i.state.parked:
+        return anew
+    seen = d.state.seen.get(i.instance_id)
+    resume_ms = seen.status.suspension.resume_ms if seen is not None and suspendable(d.state, i) else None
+    return anew if resume_ms is None else min(anew, resume_ms / 1e3)
+
+
+def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking, *, wanted: bool) -> str | None:
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
     if destination_of(d.state, i.instance_id) is not None:
@@ -96,7 +110,6 @@ def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking) -> st
             return "is kept up by replicas.min"
     if not asking.preempt and d.paused(i.instance_id):
         return "is serving"
-    wanted = d.state.waiting(i.model) > 0
     if asking.extra and wanted:
         return "is wanted"
     if i.trigger != "park" and d.now - i.ready_at < d.policy.min_active and (wanted or _never_served(d, i)):

@@ -1,44 +1,110 @@
-"""The mesh's own policy.
+"""The mesh's own policy: the papers' ideas under the one cost model. What it minimises is the time of all: the asker's until it is ready, and what
+those who go for it will lose, weighted by how likely they are wanted.
 
-- Order: priority, then those that nobody serves before replicas more, then who has waited longest.
-- Who leaves: what is started to be parked, then the longest idle, then what suspended ones have left, by bytes; those that turn out not to be
-  needed are let off, most recently used first. Only if that is not enough, those that serve: low priority first, then the shortest queue, then
-  the longest ready.
-- Which option: room as it is, then room that is coming, then room of idle ones, then of serving ones; of one kind not where it has just
-  failed, then the soonest ready, then the fewest bytes evicted. A suspended instance competes by time, unless somebody who serves would have
-  to go for it.
+- Order: priority, then those that nobody serves before replicas more. Requests with an objective, where one is served at a time, as Torpor's queue
+  has them (§5.2); all others by who has waited longest.
+- Who leaves: of those that serve nobody, the cheapest that free enough by Tangram's cost p · (s/b) · alpha (§3.2.2), those that are started to be
+  parked first. If they are not enough, those that serve: moved with their tokens in the least total time (ServerlessLLM §6.2), or interrupted, low
+  priority and short queues first (SwapServeLLM §3.5), where waiting for them would take longer than what they lose.
+- Which option: the least sum of its own time and of the others' loss, for each request that waits; a load that shares a bus with its neighbour's
+  costs the neighbour as long as it takes (Torpor §5.3). Not where it has just failed, and none with interruptions while there is another. Options
+  that miss the objective for each token come after those that meet it (HydraServe §4.1).
+- How many: HydraServe's autoscaler (§6.1) from what waits, runs and is expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from services.scheduler.domain.cost.cost import Clearing
+from services.scheduler.domain.policies import torpor_queue
+from services.scheduler.domain.policies.autoscaling import predicted
+from services.scheduler.domain.policies.common import bounded
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Profile, Resident, Usage
-
-_KINDS = {"none": 4, "leaving": 5, "evict": 6, "suspend": 6, "preempt": 7, "migrate": 7}
-_BACK = ("wake", "restore", "ready")
+from services.scheduler.domain.policies.serverlessllm import Departure, least_time, ways_out
 
 
 def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
-    """Higher priority first, replicas more last, then who has waited longest."""
-    return sorted(asks, key=lambda a: (-a.priority, a.extra, -a.waited, a.model, a.request_id))
+    """Higher priority first, replicas more last; of one kind by objective where that is known, else who has waited longest."""
+    if not book or not any(a.exec_s and a.slo_ttft for a in asks):
+        return sorted(asks, key=lambda a: (-a.priority, a.extra, -a.waited, a.model, a.request_id))
+    queued = torpor_queue.order(asks, book, alpha)
+    return sorted(queued, key=lambda a: (-a.priority, a.extra))
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
     """Those that serve nobody, else also those that do."""
-    free_to_go = [r for r in device.residents if not r.protected and r.model != ask.model]
-    idle = sorted((r for r in free_to_go if r.state != "serving"), key=_idle_order)
-    if (taken := _taken(idle, short)) is not None:
-        return _clearance("evict", taken)
-    serving = sorted((r for r in free_to_go if r.state == "serving"), key=_serving_order)
-    taken = _taken([*idle, *serving], short) if serving else None
-    return None if taken is None else _clearance("preempt", taken)
+    idle, serving = [], []
+    for r in device.residents:
+        if not r.protected and r.model != ask.model and r.state != "leaving":
+            (serving if r.state == "serving" else idle).append(r)
+    if (taken := _cheapest(idle, short)) is not None:
+        return _clearance("evict", taken, sum([_loss(r) for r in taken]))
+    return _moved(idle, serving, short) or _interrupted(idle, serving, short)
 
 
-def _taken(ordered: list[Resident], short: int) -> list[Resident] | None:
+def _loss(r: Resident) -> float:
+    """Seconds that its leaving is expected to cost: Tangram's Eq. 2. What is only started to be parked is missed by nobody."""
+    return 0.0 if r.state == "starting" else r.miss * r.reload_s * r.sensitivity
+
+
+def _cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
+    """The cheapest that free enough: by cost for each byte, those let off that turn out not to be needed; or the one that is enough alone."""
+    if sum([r.nbytes for r in idle]) < short:
+        return None
+    ordered = sorted(idle, key=lambda r: (_loss(r) / max(1, r.nbytes), r.last_used, r.key))
     taken: list[Resident] = []
     freed = 0
     for r in ordered:
+        if freed >= short:
+            break
+        taken.append(r)
+        freed += r.nbytes
+    if len(taken) == 1:
+        return taken
+    for r in reversed(taken[:-1]):
+        if freed - r.nbytes >= short:
+            taken.remove(r)
+            freed -= r.nbytes
+    alone = min((r for r in idle if r.nbytes >= short), key=lambda r: (_loss(r), r.last_used, r.key), default=None)
+    if alone is not None and _loss(alone) <= sum(_loss(r) for r in taken):
+        return [alone]
+    return taken
+
+
+def _clearance(how: Clearing, taken: Sequence[Resident], penalty: float) -> Clearance:
+    return Clearance(how, tuple([r.key for r in taken]), sum([r.nbytes for r in taken]), penalty=penalty)
+
+
+def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
+    """Those that serve go on elsewhere with their tokens, those that do not leave: the least time in all."""
+    leaving = [Departure(r.key, r.nbytes, r.last_used, unload_s=_loss(r)) for r in idle]
+    moving = [Departure(r.key, r.nbytes, r.last_used, ways) for r in serving if (ways := ways_out(r))]
+    found = least_time([*leaving, *moving], short) if moving else None
+    if found is None:
+        return None
+    moves = {key: to for key, to in found.moves if to}
+    queues: dict[str, float] = {}
+    for v in moving:
+        for m in v.moves:
+            if moves.get(v.key) == m.device:  # loads of one node come one after another, those of several at once
+                queues[m.node] = queues.get(m.node, 0.0) + m.seconds
+    keys = tuple(k for k, _ in found.moves)
+    return Clearance(
+        "migrate" if moves else "evict", keys, found.freed, max(queues.values(), default=0.0), penalty=found.seconds, moves=moves
+    )
+
+
+def _interrupted(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
+    """… are interrupted, or drained: only those for which it is shorter than waiting for what they serve, where that is known."""
+    worth = [r for r in serving if not r.left_s or r.left_s > r.reload_s + (r.resume_s or 0.0)]
+    if not worth:
+        return None
+    first = sorted(idle, key=lambda r: (_loss(r), r.last_used, r.key))
+    then = sorted(worth, key=lambda r: (r.priority, r.active + r.queued, r.ready_at, r.key))
+    taken: list[Resident] = []
+    freed = 0
+    for r in (*first, *then):
         if freed >= short:
             break
         taken.append(r)
@@ -49,31 +115,32 @@ def _taken(ordered: list[Resident], short: int) -> list[Resident] | None:
         if freed - r.nbytes >= short:
             taken.remove(r)
             freed -= r.nbytes
-    return taken
-
-
-def _clearance(how: str, taken: list[Resident]) -> Clearance:
-    return Clearance("preempt" if how == "preempt" else "evict", tuple(r.key for r in taken), sum(r.nbytes for r in taken))
-
-
-def _idle_order(r: Resident) -> tuple[int, float, str]:
-    kind = 0 if r.state == "starting" else 1 if r.state == "idle" else 2
-    return (kind, r.last_used, r.key)
-
-
-def _serving_order(r: Resident) -> tuple[int, int, float, str]:
-    return (r.priority, r.active + r.queued, r.ready_at, r.key)
+    lost = sum([_loss(r) if r.state != "serving" else (r.reload_s + (r.resume_s or 0.0)) * r.sensitivity for r in taken])
+    return _clearance("preempt", taken, lost)
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    return min(options, key=_preference, default=None)
+    return min(options, key=lambda o: _preference(ask, o), default=None)
 
 
-def _preference(o: Option) -> tuple[object, ...]:
-    kind = _KINDS[o.clearance.how]
-    idle = min((r.last_used for d in o.devices for r in d.residents if not r.protected), default=0.0) if kind > 5 else 0.0
-    kind = 4 if o.way in _BACK and kind < 7 else kind
-    return (kind, any(d.failed for d in o.devices), o.cost.total, o.clearance.freed, idle, o.free, o.key)
+def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
+    first = o.devices[0]
+    failed = first.failed or (len(o.devices) > 1 and any(d.failed for d in o.devices))
+    slow = ask.slo_tpot is not None and o.tpot_s > ask.slo_tpot
+    loss = o.clearance.penalty / max(1, ask.requests)
+    if first.neighbour_loads == "heavy":
+        loss += o.cost.phases.get("load", 0.0)
+    return (
+        failed,
+        o.clearance.how == "preempt",
+        slow,
+        o.cost.total + loss,
+        o.cost.total,
+        o.sharing,
+        o.clearance.freed,
+        o.free,
+        o.key,
+    )
 
 
 def keep(keep_alive: float, load_s: float) -> float:
@@ -82,13 +149,12 @@ def keep(keep_alive: float, load_s: float) -> float:
 
 
 def scale(demand: Demand) -> int:
-    """One while anybody waits; one more when more is asked for than those there can run at once."""
+    """One while anybody waits; more when what waits, runs and is expected is more than those there can run at once."""
     wanted = demand.live
-    if demand.live == 0:
-        wanted = 1 if demand.waiting else 0
-    elif demand.waiting + demand.running > demand.live * demand.capacity:
-        wanted = demand.live + 1
-    return max(demand.minimum, min(demand.maximum, wanted))
+    if demand.waiting:
+        needed = demand.waiting + demand.running + predicted(demand)
+        wanted = max(1, wanted, -(-needed // max(1, demand.capacity)))
+    return bounded(demand, wanted)
 
 
 PROFILE = Profile(
@@ -99,5 +165,6 @@ PROFILE = Profile(
     keep=keep,
     scale=scale,
     uses=frozenset({"sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate"}),
-    about="Thaw's own: every way there is, the soonest for the system under the cost model.",
+    slo_queue=True,
+    about="Thaw's own: every way there is, the least time for all under the cost model.",
 )

@@ -79,6 +79,7 @@ class Agent:
     capabilities: tuple[Capability, ...] = ()
     snapshot_budget: int = 0
     devices: tuple[str, ...] = ("cpu:0",)
+    labels: dict[str, str] = field(default_factory=dict)
 
     def reserved(self, device_id: str) -> int:
         """On that device: each instance's bytes lie evenly on its devices."""
@@ -145,6 +146,7 @@ class Agent:
             node=self.node,
             boot_id=self.boot,
             seq=self.seq,
+            labels=self.labels,
             devices=tuple(
                 DeviceStatus(device_id=d, kind="cpu", budget_bytes=self.budget, reserved_bytes=self.reserved(d))
                 for d in self.devices

@@ -33,6 +33,7 @@ from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.loads import Loads
+from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.effects import ReplyTo
@@ -101,7 +102,7 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
             kept: list[Entity] = [*state.models.values(), *state.nodes.values(), *state.instances.values()]
             await repository.commit(term.epoch, [Put(entity) for entity in kept])
             loop = SchedulerLoop(state, repository, loads, Policy())
-            outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0)
+            outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, Migrations(mesh, loop.post).order)
             deciding = asyncio.create_task(loop.run(outbox))
             settle_heap()
             before = await _started(mesh)

@@ -24,6 +24,7 @@ from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
 from services.scheduler.adapters.leadership import Term, leadership
 from services.scheduler.adapters.loads import Loads
+from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Deposed, Repository
 from services.scheduler.adapters.tasks import end
@@ -96,11 +97,12 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     catalog = Catalog(js)
     await ensure_streams(js)
     await catalog.reconcile([m.card for m in loop.state.models.values()])
-    handlers = Handlers(mesh, loop, repository, policy, name)
-    outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout)
+    migrations = Migrations(mesh, loop.post)
+    handlers = Handlers(mesh, loop, repository, policy, name, migrations)
+    outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations.order)
     loop.post(Recovered(clock.now()))
     try:
-        async with _sides(loop, repository, term.epoch):
+        async with _sides(loop, repository, term.epoch, migrations):
             await handlers.start()
             await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
             deciding = asyncio.create_task(loop.run(outbox), name="decide")
@@ -123,8 +125,8 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
 
 
 @contextlib.asynccontextmanager
-async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int) -> AsyncIterator[None]:
-    """The timers beside a term."""
+async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrations: Migrations) -> AsyncIterator[None]:
+    """What goes on beside a term: timers, and the watch on migrations."""
 
     async def tick() -> None:
         while True:
@@ -145,7 +147,7 @@ async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int) -> Asy
             settle_heap()
             await asyncio.sleep(SETTLE_S)
 
-    timers = {"tick": tick(), "prune": prune(), "settle": settle()}
+    timers = {"tick": tick(), "prune": prune(), "settle": settle(), "migrations": migrations.watch()}
     tasks = [asyncio.create_task(timer, name=name) for name, timer in timers.items()]
     try:
         yield

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pydantic import TypeAdapter
 
 from services.scheduler.adapters import clock
+from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.events import (
@@ -17,6 +18,7 @@ from services.scheduler.domain.events import (
     DemandHeard,
     Event,
     LoaderStatusHeard,
+    MigrateAsked,
     NodeStatusHeard,
     RemoveModelAsked,
     SleepAsked,
@@ -35,6 +37,7 @@ from shared.contracts.admin import (
     ChangeNode,
     ExplainPlan,
     Migrate,
+    MigrationsViewed,
     PlanExplained,
     RemoveModel,
     SleepModel,
@@ -46,7 +49,7 @@ from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import Demand
 from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
 from shared.contracts.models import ModelInfo, ModelSpec
-from shared.contracts.node import NodeStatus
+from shared.contracts.node import InstanceState, NodeStatus
 from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
 
@@ -57,12 +60,15 @@ _FIND_LOADER_S = 10.0
 class Handlers:
     """One leader's term on the mesh."""
 
-    def __init__(self, mesh: Mesh, loop: SchedulerLoop, repository: Repository, policy: Policy, name: str) -> None:
+    def __init__(
+        self, mesh: Mesh, loop: SchedulerLoop, repository: Repository, policy: Policy, name: str, migrations: Migrations
+    ) -> None:
         self._mesh = mesh
         self._loop = loop
         self._repository = repository
         self._policy = policy
         self._name = name
+        self._migrations = migrations
         self._numbers = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[Message]] = {}
         self._over = False
@@ -139,10 +145,26 @@ class Handlers:
                 return await self._ask(lambda w: ChangeNodeAsked(at, w, node, action))
             case ExplainPlan():
                 return await self._explain(request)
-            case Migrate() | ViewMigrations():
-                raise Unavailable("this mesh has no migrator yet", should_retry=False)
+            case Migrate():
+                return await self._migrate(request)
+            case ViewMigrations(migration_id=migration_id, limit=limit):
+                return MigrationsViewed(migrations=self._migrations.latest(migration_id, limit))
             case ViewCluster():
                 return view(self._loop.state, self._name, at, self._policy)
+
+    async def _migrate(self, request: Migrate) -> Message:
+        if (request.request_id is None) == (request.instance_id is None):
+            raise InvalidRequest("say which: a request_id or an instance_id")
+        source = request.instance_id
+        if request.request_id is not None:
+            state = self._loop.state
+            serving = [i.instance_id for i in state.instances.values() if i.state in (InstanceState.READY, InstanceState.DRAINING)]
+            source = await self._migrations.find(request.request_id, serving)
+        if source is None:
+            raise NotFound(f"no engine serves request {request.request_id!r} now; it may be over", param="request_id")
+        at, instance_id = clock.now(), source
+        to = (request.node or "", request.device or "")
+        return await self._ask(lambda w: MigrateAsked(at, w, instance_id, request.request_id, *to, request.wait))
 
     async def _explain(self, request: ExplainPlan) -> Message:
         state = self._loop.state

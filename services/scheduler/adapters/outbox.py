@@ -24,6 +24,7 @@ from services.scheduler.domain.effects import (
     Effect,
     LoadEnded,
     LoadStarted,
+    OrderMigration,
     PublishLoadFailed,
     PutCatalog,
     ReplyTo,
@@ -39,6 +40,7 @@ from services.scheduler.domain.events import CommandAccepted, Event, StartRefuse
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import WeightsReleased
+from shared.contracts.migration import MigrationRecord
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import LoadTrace
 from shared.errors import DeadlineExceeded, ThawError, Unreachable
@@ -69,6 +71,7 @@ class Outbox:
         post: Callable[[Event], None],
         reply: Callable[[ReplyTo], None],
         patience: float,
+        order: Callable[[MigrationRecord], Awaitable[None]],
     ) -> None:
         self._mesh = mesh
         self._js = js
@@ -77,6 +80,7 @@ class Outbox:
         self._post = post
         self._reply = reply
         self._patience = patience
+        self._order = order
         self._lanes: dict[str, _Lane] = {}
         self._heard: dict[str, asyncio.Event] = {}
 
@@ -100,6 +104,8 @@ class Outbox:
                     self._lane("events", partial(self._mesh.publish, subjects.LOAD_FAILED, event))
                 case LoadEnded():
                     self._lane("traces", self._trace_job(self._loads.ended(effect)))
+                case OrderMigration(record):
+                    self._lane("migrations", partial(self._order, record))
                 case PutCatalog(card):
                     catalogued = True
                     self._lane("catalogue", partial(_surely, partial(self._catalog.put, card)))

@@ -1,0 +1,95 @@
+"""The bucket of migrations as the leader uses it: it writes orders, hears what becomes of them, and finds the engine that serves a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from nats.errors import Error as NatsError
+from nats.js.errors import KeyWrongLastSequenceError
+from pydantic import ValidationError
+
+from services.scheduler.adapters import clock
+from services.scheduler.domain.events import Event, MigrationHeard
+from shared.contracts import subjects
+from shared.contracts.migration import ListRequests, MigrationRecord, RequestsListed
+from shared.errors import ThawError
+from shared.messaging import Mesh
+from shared.messaging.buckets import BucketWatcher
+from shared.messaging.streams import migrations_bucket
+
+log = logging.getLogger(__name__)
+_LIST_MS = 1_000
+_AGAIN_S = 0.25
+
+
+class Migrations:
+    """Implements the watcher's copy. `post` gives the loop what was heard; what is not of a running migration only once."""
+
+    def __init__(self, mesh: Mesh, post: Callable[[Event], None]) -> None:
+        self._mesh = mesh
+        self._post = post
+        self._records: dict[str, MigrationRecord] = {}
+
+    async def watch(self) -> None:
+        """Follow the bucket until cancelled."""
+        await BucketWatcher(self._mesh, migrations_bucket, self).run()
+
+    def replace(self, entries: dict[str, bytes]) -> None:
+        for key in self._records.keys() - entries.keys():
+            self.remove(key)
+        for key, value in entries.items():
+            self.put(key, value)
+
+    def put(self, key: str, value: bytes) -> None:
+        try:
+            record = MigrationRecord.model_validate_json(value)
+        except ValidationError as e:
+            log.warning("a migration is not understood", extra={"key": key, "error": str(e)})
+            return
+        if self._records.get(key) != record:
+            self._records[key] = record
+            self._post(MigrationHeard(clock.now(), record))
+
+    def remove(self, key: str) -> None:
+        self._records.pop(key, None)
+
+    def latest(self, migration_id: str | None, limit: int) -> tuple[MigrationRecord, ...]:
+        """The latest first."""
+        found = [r for r in self._records.values() if migration_id in (None, r.migration_id)]
+        return tuple(sorted(found, key=lambda r: -r.created)[:limit])
+
+    async def order(self, record: MigrationRecord) -> None:
+        """Write a new record. While JetStream does not answer, again."""
+        while True:
+            try:
+                bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2))
+                await bucket.create(record.migration_id, record.model_dump_json().encode())
+                return
+            except KeyWrongLastSequenceError:
+                return  # it is there: a confirmation was lost
+            except (NatsError, TimeoutError) as e:
+                log.warning("a migration cannot be ordered now", extra={"migration_id": record.migration_id, "error": repr(e)})
+                await asyncio.sleep(_AGAIN_S)
+
+    async def find(self, request_id: str, instances: Iterable[str]) -> str | None:
+        """The instance that serves the request, by its id as its client knows it."""
+
+        async def serves(instance_id: str) -> str | None:
+            try:
+                asked = ListRequests(deadline_ms=_LIST_MS)
+                listed = await self._mesh.request(subjects.engine_control(instance_id), asked, RequestsListed)
+            except ThawError as e:
+                log.info("an engine does not tell what it serves", extra={"instance_id": instance_id, "error": e.message})
+                return None
+            return instance_id if any(_same(r.request_id, request_id) for r in listed.requests) else None
+
+        found = await asyncio.gather(*map(serves, instances))
+        return next((i for i in found if i is not None), None)
+
+
+def _same(attempt: str, request_id: str) -> bool:
+    """Gateways number the attempts at a request behind its id."""
+    base, _, number = attempt.rpartition("-")
+    return attempt == request_id or (base == request_id and number.isdigit())

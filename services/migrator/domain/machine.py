@@ -39,13 +39,15 @@ from shared.contracts.migration import (
     RunningRequest,
     TokensRead,
 )
-from shared.errors import DeadlineExceeded, EngineFailed, MigrationFailed, NotFound, Unreachable, UnsupportedParameter
+from shared.errors import Conflict, DeadlineExceeded, EngineFailed, MigrationFailed, NotFound, Unreachable, UnsupportedParameter
 
 AGAIN_S = 0.2
 PATIENCE_S = 2.5
 """A process that nobody reaches for so long is gone."""
 MAX_TRIES = 2
 """Of a question that is not answered in time."""
+NOT_NOW = 4
+"""So often a gateway is asked again that cannot move a request at the moment: it may not know yet that the destination is ready."""
 MAX_PASSES = 5
 LIST_MS = 2_000
 
@@ -113,7 +115,8 @@ def _refused(t: Turn, key: str, error: ErrorBody) -> None:
         return
     gone = error.code == Unreachable.code and t.now - asked.since < PATIENCE_S and not _expected_gone(t, key)
     late = error.code == DeadlineExceeded.code and asked.tries < MAX_TRIES
-    if gone or late:
+    not_now = error.code == Conflict.code and key.startswith("move:") and asked.tries <= NOT_NOW
+    if gone or late or not_now:
         t.later(key, t.now + AGAIN_S)
         return
     t.answered(key)

@@ -107,17 +107,19 @@ def not_read(t: Turn, name: str, error: ErrorBody) -> None:
 
 
 def not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
-    """1. The destination resumes by its own cache: that has to do. 2. It has no room, or other weights: nothing moves there."""
+    """1. The destination resumes by its own cache: that has to do. 2. It has other weights, or the request came there meanwhile. 3. It has no
+    room, or is gone: the request stays where it is."""
     job = t.work.jobs.get(name)
     if job is None:
         return
+    refusal = f"the destination did not take it: {error.message or error.code}"
     if error.code == UnsupportedParameter.code:  # 1
         t.job(name, asked_prepare=False)
         _move(t, name, job.total, prepared=False)
-    else:  # 2
-        t.resolve(name, "failed", reason=f"the destination did not take it: {error.message or error.code}")
-        if error.code == Conflict.code:
-            t.fail(error)
+    elif error.code == Conflict.code:  # 2
+        _check(t, name, refusal)
+    else:  # 3
+        t.resolve(name, "failed", reason=refusal)
 
 
 def _move(t: Turn, name: str, gap: int, *, prepared: bool = True) -> None:

@@ -49,6 +49,7 @@ class Request:
     attempt: int = 1
     seen_token: int = 0
     moves: list[str] = field(default_factory=list)
+    places: list[str | None] = field(default_factory=list)
 
     @property
     def attempt_id(self) -> str:
@@ -224,6 +225,7 @@ class World:
 
     def resume(self, request: Request, at: str | None) -> None:
         request.at = at
+        request.places.append(at)
         request.attempt += 1
 
     def deliver(self, letter: Letter) -> None:

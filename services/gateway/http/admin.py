@@ -23,6 +23,8 @@ from shared.contracts.admin import (
     ChangeNode,
     ClusterView,
     ExplainPlan,
+    Migrate,
+    MigrationsViewed,
     ModelAsleep,
     ModelAwake,
     ModelsAdded,
@@ -30,6 +32,7 @@ from shared.contracts.admin import (
     RemoveModel,
     SleepModel,
     ViewCluster,
+    ViewMigrations,
     WakeModel,
 )
 from shared.contracts.base import Done, Message
@@ -39,6 +42,7 @@ from shared.contracts.models import OPERATORS_FIELDS, ModelSpec
 from shared.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
 
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
+_VIEW: TypeAdapter[ViewMigrations] = TypeAdapter(ViewMigrations)
 _MAX_BODY = 4 * 1024 * 1024
 _MAX_KEY_BODY = 64 * 1024
 
@@ -62,6 +66,9 @@ class Admin:
             Route(f"{at}/nodes/{{node}}/cordon", self.cordon, methods=["POST"]),
             Route(f"{at}/nodes/{{node}}/uncordon", self.uncordon, methods=["POST"]),
             Route(f"{at}/nodes/{{node}}/drain", self.drain, methods=["POST"]),
+            Route(f"{at}/migrations", self.migrate, methods=["POST"]),
+            Route(f"{at}/migrations", self.migrations, methods=["GET"]),
+            Route(f"{at}/migrations/{{migration_id}}", self.migrations, methods=["GET"]),
             Route(f"{at}/traces/last", self.last_trace, methods=["GET"]),
             Route(f"{at}/traces/loads/{{plan_id}}", self.load_trace, methods=["GET"]),
             Route(f"{at}/traces/{{request_id}}", self.request_trace, methods=["GET"]),
@@ -112,6 +119,16 @@ class Admin:
         if not model and not plan:
             raise InvalidRequest("explain needs a model or a plan: ?model=NAME or ?plan=ID", param="model")
         return await self._ask(ExplainPlan(deadline_ms=ExplainPlan.DEADLINE_MS, model=model, plan_id=plan), PlanExplained)
+
+    async def migrate(self, request: Request) -> Response:
+        """Answers when it is over; with `wait` false once it is ordered."""
+        asked = validated(Migrate, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        return await self._ask(asked.model_copy(update={"deadline_ms": _deadline(request, Migrate)}), MigrationsViewed)
+
+    async def migrations(self, request: Request) -> Response:
+        """`?limit=`: so many at most, the latest first."""
+        fields = {"migration_id": request.path_params.get("migration_id"), **dict(request.query_params.items())}
+        return await self._ask(_VIEW.validate_python({k: v for k, v in fields.items() if k in ("migration_id", "limit")}), MigrationsViewed)
 
     async def cordon(self, request: Request) -> Response:
         return await self._change_node(request, "cordon")

@@ -17,7 +17,8 @@ from nats.errors import Error as NatsError
 from pydantic import TypeAdapter
 
 from services.loader.adapters.records import Records
-from services.loader.adapters.runs import Runs, Threads
+from services.loader.adapters.run import Threads
+from services.loader.adapters.runs import Runs
 from services.loader.adapters.shm import SHM, default_dram_bytes, physical_memory
 from services.loader.cache.sharing import Sharing
 from services.loader.devices.copies import Copies

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.loader.adapters.records import Records
-from services.loader.adapters.runs import Runs, Threads
+from services.loader.adapters.run import Threads
+from services.loader.adapters.runs import Runs
 from services.loader.cache.sharing import Shared
 from services.loader.cache.store import SsdCache
 from services.loader.domain.chunks import CHUNK_BYTES, Chunks

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.adapters.runs import Runs, Threads
+from services.loader.adapters.run import Threads
+from services.loader.adapters.runs import Runs
 from services.loader.devices.copies import Copies
 from services.loader.devices.opening import Devices
 from services.loader.domain.chunks import CHUNK_BYTES

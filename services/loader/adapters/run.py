@@ -1,0 +1,214 @@
+"""One load run, in a thread of its own: open the nearest place, ask for chunks, fill them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from services.loader.adapters.links import Links
+from services.loader.adapters.progress import Progress
+from services.loader.adapters.reader import FilesReader, ReadOptions, ReadStats
+from services.loader.adapters.shm import free_bytes, no_room
+from services.loader.devices.copies import Copies
+from services.loader.domain.events import Event, Indexed, Laid, StartRun
+from services.loader.format.checkpoint import Checkpoint
+from services.loader.format.segment import Layout, lay_out
+from services.loader.pipeline.fill import Filling, PieceReader
+from services.loader.pipeline.pieces import cut
+from services.loader.pipeline.remote import TierReader
+from services.loader.pool.memory import PoolMemory
+from services.loader.pool.region import Region
+from services.loader.tiers.port import Cancelled, Tier
+from services.loader.tiers.sources import Sources
+from shared.contracts.models import ModelCard
+from shared.contracts.phases import Phase
+from shared.errors import CheckpointInvalid
+from shared.telemetry.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Threads:
+    """That read from each disk, and from each remote host."""
+
+    disk: int = 4
+    remote: int = 8
+
+
+@dataclass(frozen=True)
+class Means:
+    """What all runs share. `emit` takes events to the loop, from any thread."""
+
+    pool: PoolMemory
+    sources: Sources
+    emit: Callable[[Event], None]
+    threads: Threads
+    links: Links
+    progress: Progress
+    copies: Copies | None = None
+
+
+class Denied(Exception):
+    """The loop has no chunks for the run."""
+
+
+@dataclass
+class Run:
+    """`cancelled` ends it within a piece's time; `wake`: opened, granted or cancelled. `is_past`: whoever comes next has not waited for it."""
+
+    order: StartRun
+    means: Means
+    timeline: Timeline = field(default_factory=lambda: Timeline("loader"))
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    wake: threading.Event = field(default_factory=threading.Event)
+    granted: Future[tuple[int, ...]] = field(default_factory=Future)
+    filling: Filling | None = None
+    tier: Tier | None = None
+    region: Region | None = None
+    background: bool = False
+    is_past: bool = False
+    loaded: int = 0
+
+    def load(self) -> tuple[int, float]:
+        """Bytes loaded, and the seconds that reading them took. Raises `Cancelled`, or a `ThawError`."""
+        order, began = self.order, time.monotonic()
+        tier, directory, checkpoint = self._opened()
+        self.tier = tier
+        phase = Phase.FETCH if tier.directory is None else Phase.LOAD
+        stats, seconds = ReadStats(), 0.0
+        try:
+            layout = lay_out(checkpoint, order.weights_id)
+            _check_size(order.card, layout)
+            self.region = Region(self.means.pool, self._chunks(layout.total_bytes), layout.total_bytes)
+            reading = time.monotonic()
+            self._fill(tier, layout, self.region, directory, stats)
+            tier.finish(self.cancelled)
+            seconds = time.monotonic() - reading
+        finally:
+            self.means.progress.over(order.run)
+            self.timeline.add(phase, began, time.monotonic(), **self._detail(stats, seconds))
+        return layout.total_bytes, seconds
+
+    def call_off(self) -> None:
+        self.cancelled.set()
+        self.wake.set()
+
+    def hurry(self) -> None:
+        """A request waits on it now."""
+        self.background = False
+        if self.filling is not None:
+            self.filling.hurry()
+
+    def grant(self, chunks: tuple[int, ...] | None) -> None:
+        """Chunks that it waits for; None: there are none for it."""
+        if self.granted.done():
+            return
+        if chunks is None:
+            self.granted.set_exception(Denied())
+        else:
+            self.granted.set_result(chunks)
+        self.wake.set()
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+
+    # -- steps -------------------------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> tuple[Tier, Path, Checkpoint]:
+        """The nearest place that has the model, and its checked headers. A host that hangs is left to itself when the run is called off."""
+        card, sources = self.order.card, self.means.sources
+        found: Future[tuple[Tier, Path, Checkpoint]] = Future()
+
+        def work() -> None:
+            tier: Tier | None = None
+            try:
+                tier = sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
+                found.set_result((tier, *sources.checkpoint(tier, trust_remote_code=card.spec.trust_remote_code)))
+            except BaseException as e:
+                found.set_exception(e)
+                if tier is not None:
+                    tier.close()
+            self.wake.set()
+            if self.cancelled.is_set() and tier is not None:
+                tier.close()
+
+        threading.Thread(target=work, name="open", daemon=True).start()
+        self.wake.wait()
+        if self.cancelled.is_set():
+            if found.done() and found.exception() is None:
+                found.result()[0].close()
+            raise Cancelled
+        return found.result()
+
+    def _chunks(self, nbytes: int) -> tuple[int, ...]:
+        """Chunks for `nbytes`, as the loop decides: it may have others leave first."""
+        self.wake.clear()
+        self.means.emit(Laid(self.order.weights_id, self.order.run, nbytes, free_bytes()))
+        if not self.cancelled.is_set():
+            self.wake.wait()
+        if self.cancelled.is_set():
+            raise Cancelled
+        try:
+            return self.granted.result()
+        except Denied:
+            raise no_room(nbytes) from None
+
+    def _fill(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats) -> None:
+        order, means = self.order, self.means
+        pieces = cut(layout)
+        on_arrived: Callable[[int, int], None] | None = None
+        if means.copies is not None:
+            means.copies.begin(order.run, region)
+            on_arrived = partial(means.copies.arrived, order.run)
+        self.filling = Filling(
+            layout,
+            region,
+            pieces,
+            background=self.background,
+            cancelled=self.cancelled,
+            on_loaded=self._on_loaded,
+            on_arrived=on_arrived,
+        )
+        self.filling.write_head()
+        means.emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
+        means.progress.begin(order, remote=tier.directory is None)
+        self._on_loaded(self.filling.loaded)
+        reader: PieceReader
+        if tier.directory is None:
+            reader, threads = TierReader(tier, layout.places, region, self.cancelled), means.threads.remote
+        else:
+            threads = means.threads.disk
+            reader = FilesReader(layout.places, pieces, region, ReadOptions(threads=threads))
+        try:
+            self.filling.run(reader, means.links.get(tier.link, threads))
+        finally:
+            stats.add(reader.stats)
+
+    def _on_loaded(self, watermark: int) -> None:
+        self.loaded = max(self.loaded, watermark)
+        self.means.progress.loaded(self.order.run, watermark)
+
+    def _detail(self, stats: ReadStats, seconds: float) -> dict[str, str | int | float]:
+        if not seconds:
+            return {"loaded_bytes": self.loaded}
+        total = stats.direct + stats.cached + stats.buffered + stats.remote
+        return {
+            "bytes": self.loaded,
+            "gb_per_s": round(total / max(seconds, 1e-9) / 1e9, 3),
+            "direct_bytes": stats.direct,
+            "cached_bytes": stats.cached,
+        }
+
+
+def _check_size(card: ModelCard, layout: Layout) -> None:
+    """Memory was reserved by what the registration said: a checkpoint that has grown or shrunk since must be registered again."""
+    if layout.total_bytes != card.info.weights_bytes:
+        raise CheckpointInvalid(
+            f"the weight files of {card.name} have changed since it was registered ({layout.total_bytes} bytes instead of "
+            f"{card.info.weights_bytes}); register it again (thaw models add)"
+        )

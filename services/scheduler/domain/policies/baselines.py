@@ -38,6 +38,14 @@ def first_fit(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     return min(options, key=lambda o: (o.way != "ready", o.clearance.how not in ("none", "leaving"), o.key), default=None)
 
 
+def bound(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    """Early binding (Torpor §2.2): an instance once made is the only one; the device with the most free memory gets a new one."""
+    ready = [o for o in options if o.way == "ready"]
+    if ready or ask.extra:
+        return min(ready, key=lambda o: o.key, default=None)
+    return min(options, key=lambda o: (-o.free, o.key), default=None)
+
+
 def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """Where there is room, the most of it; else where those that have to leave were used longest ago."""
 
@@ -95,10 +103,19 @@ NATIVE = Profile(
     "native",
     order=arrivals,
     clear=evict_nobody,
-    choose=first_fit,
+    choose=bound,
     keep=keep_until_needed,
     scale=one_each,
     about="Early binding: an instance stays on its device for good (Native and NonSwap of Torpor, section 7).",
+)
+INFLESS_KA = Profile(
+    "infless-ka",
+    order=arrivals,
+    clear=evict_nobody,
+    choose=bound,
+    keep=keep_setting,
+    scale=one_each,
+    about="Early binding until a function's keep-alive, set from its past, ends (INFless-KA of Torpor, section 7.3; see infless_keep).",
 )
 KEEP_ALIVE = Profile(
     "keep-alive",

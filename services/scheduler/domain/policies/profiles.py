@@ -20,6 +20,7 @@ PROFILES: dict[str, Profile] = {
         baselines.LRU,
         baselines.FIFO,
         baselines.NATIVE,
+        baselines.INFLESS_KA,
         baselines.KEEP_ALIVE,
         baselines.SIMPLE_SWAP,
     )

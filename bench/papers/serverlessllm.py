@@ -1,0 +1,100 @@
+"""The machines, models and requests of ServerlessLLM's cluster evaluation (section 7.3 and 7.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bench.papers.constants import serverlessllm as c
+from bench.papers.core import Case, Figures, label
+from bench.papers.traffic import azure_like
+from services.scheduler.domain.policies import baselines, serverlessllm, shepherd
+from services.scheduler.domain.policies.port import Profile
+from services.scheduler.simulation.config import (
+    Batching,
+    ClusterFile,
+    LinkSpeeds,
+    ModelGroup,
+    NodeGroup,
+    Runtime,
+    Startup,
+    names_of,
+)
+from services.scheduler.simulation.report import Outcome, percentile
+from services.scheduler.simulation.workloads.request import Request
+
+SCHEDULERS = (serverlessllm.PROFILE, shepherd.PROFILE, baselines.RANDOM)
+
+
+def cluster(
+    devices: int = int(c.DEVICES.value),
+    together: int = 1,
+    ssd: float = c.SSD.value,
+    pcie: float = c.PCIE.value,
+    pool: float = c.POOL_GB.value,
+    network: float = c.NETWORK.value,
+    cached: bool = True,
+    ssd_gb: float = c.SSD_GB.value,
+) -> ClusterFile:
+    """`together`: devices that serve one model as a unit, "parallel PCIe links when loading large models partitioned on multiple GPUs" (section 7.4).
+    Not `cached`: nothing stays in host memory, as in Ray Serve."""
+    links = LinkSpeeds(remote=network, ssd=ssd, device=pcie * together, sequential=frozenset({"remote", "ssd"}))
+    node = NodeGroup(
+        count=int(c.NODES.value),
+        devices=devices // together,
+        device_gb=c.DEVICE_GB.value * together,
+        dram_gb=pool if cached else 0.0,
+        ssd_gb=ssd_gb,
+        links=links,
+    )
+    runtime = Runtime(startup=Startup(leave_s=c.CLEAN_UP_S.value), timeout_s=c.TIMEOUT_S.value, cache_dram=cached)
+    return ClusterFile(nodes=(node,), runtime=runtime)
+
+
+def group(model: str, dataset: str, slower: float = 1.0, copies: int | None = None) -> ModelGroup:
+    """Maximum concurrency 1. A token takes the data set's inference time over its answers' mean length; larger models take longer by their
+    bytes, since decoding is bound by reading weights (ours: the paper states OPT-6.7B's only)."""
+    lengths = c.DATASETS[dataset]
+    seconds = c.SHAREGPT_S / (c.RATIO if dataset == "GSM8K" else 1.0) * c.WEIGHTS_GB[model] / c.WEIGHTS_GB["OPT-6.7B"] * slower
+    token = seconds / (lengths.output + c.RECOMPUTE * lengths.prompt)
+    return ModelGroup(
+        name=model,
+        copies=c.COPIES[model] if copies is None else copies,
+        weights_gb=c.WEIGHTS_GB[model],
+        service=Batching(prefill_tokens_per_second=1 / (c.RECOMPUTE * token), tpot_ms=token * 1e3, concurrency=1),
+        slo_ttft=c.TIMEOUT_S.value,
+        replicas_max=16,
+    )
+
+
+def traffic(
+    model: ModelGroup, dataset: str, rps: float, seconds: float, cv: float = c.CV.value, zipf: float = c.ZIPF.value
+) -> Callable[[int], Sequence[Request]]:
+    names = names_of([model])
+    lengths = [c.DATASETS[dataset]] * len(names)
+    return lambda seed: azure_like(names, lengths, rps, seconds, cv, zipf, seed)
+
+
+def case(model: str, dataset: str, rps: float, profile: Profile, seconds: float, zipf: float = c.ZIPF.value, **more: float) -> Case:
+    """One point of Fig. 8 and 9. A single copy of OPT-30B takes two devices: 66 GB do not fit on one."""
+    slower = more.pop("slower", 1.0)
+    models = group(model, dataset, slower)
+    machines = cluster(together=2 if model == "OPT-30B" else 1, **more)  # type: ignore[arg-type]  # floats of the sensitivity runs only
+    shown = label(model=model, dataset=dataset, rps=rps, policy=profile.name)
+    return Case(shown, machines, (models,), traffic(models, dataset, rps, seconds, zipf=zipf), profile, everywhere=True)
+
+
+def measure(outcome: Outcome) -> Figures:
+    """Start-up latency with the pause in it (section 7.1); a request that timed out has waited for 300 s."""
+    waits = sorted([s.startup for s in outcome.served] + [c.TIMEOUT_S.value] * outcome.timed_out)
+    loads = sum(outcome.loads.get(t, 0) for t in ("dram", "ssd", "remote"))
+    total = max(1, len(waits))
+    return {
+        "mean_s": sum(waits) / total,
+        "p95_s": percentile(waits, 95) or 0.0,
+        "p99_s": percentile(waits, 99) or 0.0,
+        "ssd_share": outcome.loads.get("ssd", 0) / loads if loads else 0.0,
+        "ssd_loads": float(outcome.loads.get("ssd", 0)),
+        "migrations": float(outcome.migrations),
+        "preemptions": float(outcome.preemptions),
+        "served_share": len(outcome.served) / total,
+    }

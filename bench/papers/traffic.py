@@ -1,0 +1,75 @@
+"""Requests for the papers' experiments. All are generated: the Azure traces and the data sets are not part of this repository.
+
+Arrivals of each model are a Gamma renewal process with a coefficient of variation, as AlpaServe makes them from the Azure trace (ServerlessLLM §7.1
+and HydraServe §8.3 follow it); requests are then drawn without replacement down to the wanted rate, as HydraServe's published request generator
+does. Lengths are log-normal with published means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log, sqrt
+from random import Random
+
+from services.scheduler.simulation.workloads.request import Request
+
+OVERSAMPLED = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Mean tokens of prompts and answers, with one coefficient of variation; at most `most` each."""
+
+    prompt: float
+    output: float
+    cv: float = 1.0
+    most: int = 2048
+    source: str = ""
+
+    def draw(self, random: Random) -> tuple[int, int]:
+        return self._one(random, self.prompt), self._one(random, self.output)
+
+    def _one(self, random: Random, mean: float) -> int:
+        if self.cv == 0:
+            return max(1, round(mean))
+        variance = log(1 + self.cv**2)
+        return max(1, min(self.most, round(random.lognormvariate(log(mean) - variance / 2, sqrt(variance)))))
+
+
+SHAREGPT = Lengths(161, 338, source="vLLM (SOSP '23) section 6.1: means 161.31 and 337.99")
+ALPACA = Lengths(19, 58, source="vLLM (SOSP '23) section 6.1: means 19.31 and 58.45")
+
+
+def shares(models: int, zipf: float) -> list[float]:
+    """The n-th model's part of all requests, 1/n^zipf."""
+    weights = [1.0 / (n + 1) ** zipf for n in range(models)]
+    return [w / sum(weights) for w in weights]
+
+
+def bursts(rate: float, seconds: float, cv: float, random: Random) -> list[float]:
+    """Times of a Gamma renewal process that has been going on for long before 0."""
+    if rate <= 0:
+        return []
+    shape = 1.0 / cv**2
+    scale = 1.0 / rate / shape
+    at = -20.0 / rate * (1 + random.random())
+    found = []
+    while at < seconds:
+        at += random.gammavariate(shape, scale)
+        if 0 <= at < seconds:
+            found.append(at)
+    return found
+
+
+def azure_like(
+    models: Sequence[str], lengths: Sequence[Lengths], rps: float, seconds: float, cv: float, zipf: float, seed: int
+) -> list[Request]:
+    """rps·seconds requests. `lengths` by model. Which model is popular is drawn by the seed."""
+    random = Random(f"{seed}/{rps}/{cv}")
+    parts = shares(len(models), zipf)
+    random.shuffle(parts)
+    pool = [(at, n) for n, part in enumerate(parts) for at in bursts(rps * part * OVERSAMPLED, seconds, cv, random)]
+    wanted = round(rps * seconds)
+    drawn = random.sample(pool, wanted) if len(pool) > wanted else pool
+    return [Request(at, models[n], *lengths[n].draw(random)) for at, n in sorted(drawn)]

@@ -42,7 +42,6 @@ from shared.contracts.models import OPERATORS_FIELDS, ModelSpec
 from shared.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
 
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
-_VIEW: TypeAdapter[ViewMigrations] = TypeAdapter(ViewMigrations)
 _MAX_BODY = 4 * 1024 * 1024
 _MAX_KEY_BODY = 64 * 1024
 
@@ -127,8 +126,11 @@ class Admin:
 
     async def migrations(self, request: Request) -> Response:
         """`?limit=`: so many at most, the latest first."""
-        fields = {"migration_id": request.path_params.get("migration_id"), **dict(request.query_params.items())}
-        return await self._ask(_VIEW.validate_python({k: v for k, v in fields.items() if k in ("migration_id", "limit")}), MigrationsViewed)
+        limit = request.query_params.get("limit", "50")
+        if not limit.isdigit() or not 0 < int(limit) <= 1000:
+            raise InvalidRequest("limit must be a number from 1 to 1000", param="limit")
+        view = ViewMigrations(migration_id=request.path_params.get("migration_id"), limit=int(limit))
+        return await self._ask(view, MigrationsViewed)
 
     async def cordon(self, request: Request) -> Response:
         return await self._change_node(request, "cordon")

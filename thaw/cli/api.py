@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 from shared.contracts.admin import (
     AddModels,
     ClusterView,
+    Migrate,
+    MigrationsViewed,
     ModelAsleep,
     ModelAwake,
     ModelsAdded,
@@ -21,6 +23,7 @@ from shared.contracts.admin import (
     SleepModel,
     WakeModel,
 )
+from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import LoadTrace, RequestTrace
 from thaw.errors import CommandError, NotRunning
@@ -149,6 +152,17 @@ class Api:
 
     def change_node(self, node: str, action: str) -> None:
         self.request("POST", f"/admin/v1/nodes/{quote(node, safe='')}/{action}", timeout=60.0)
+
+    def migrate(
+        self, what: str, *, is_instance: bool, node: str | None, device: str | None, wait: bool
+    ) -> tuple[MigrationRecord, ...]:
+        named = {"instance_id": what} if is_instance else {"request_id": what}
+        order = Migrate(node=node, device=device, wait=wait, deadline_ms=Migrate.DEADLINE_MS, **named)
+        return self._get(MigrationsViewed, "POST", "/admin/v1/migrations", order, timeout=Migrate.DEADLINE_MS / 1e3).migrations
+
+    def migrations(self, limit: int = 50) -> list[MigrationRecord]:
+        """Those under way and those of the last hour, the latest first."""
+        return list(self._get(MigrationsViewed, "GET", "/admin/v1/migrations", limit=str(limit)).migrations)
 
     def trace(self, request_id: str | None) -> RequestTrace:
         return self._get(RequestTrace, "GET", f"/admin/v1/traces/{quote(request_id or 'last', safe='')}")

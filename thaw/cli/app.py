@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import thaw
-from thaw.cli import chat, convert, docs, doctor, explain, keys, load, logs, models, node, ps, simulate, trace, up, wake
+from thaw.cli import chat, convert, docs, doctor, explain, keys, load, logs, migrate, models, node, ps, simulate, trace, up, wake
 
 app = typer.Typer(
     name="thaw",
@@ -47,6 +47,7 @@ app.command("sleep")(wake.sleep)
 app.command("chat")(chat.chat)
 app.command("trace")(trace.trace)
 app.command("explain")(explain.explain)
+app.command("migrate")(migrate.migrate)
 app.command("logs")(logs.logs)
 app.command("convert")(convert.convert)
 app.command("load")(load.load)

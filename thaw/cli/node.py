@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
+from shared.contracts.migration import MigrationRecord
+from shared.contracts.node import InstanceStatus
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.config.units import format_size
 
 app = typer.Typer(help="Nodes: list them, keep new instances off one, empty one.", no_args_is_help=True)
+_LOOK_S = 0.25
 Node = Annotated[str, typer.Argument(help="Name of a node, as `thaw node list` shows it.", metavar="NODE")]
 
 
@@ -64,12 +69,56 @@ def uncordon(node: Node, as_json: Json = False) -> Document:
 
 @app.command()
 @verb
-def drain(node: Node, as_json: Json = False) -> Document:
-    """Cordon a node and have every instance leave it as soon as it is idle.
+def drain(
+    node: Node,
+    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for the node to be empty.")] = 120.0,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait.")] = False,
+    as_json: Json = False,
+) -> Document:
+    """Empty a node: what it serves moves to other nodes, and what cannot move may finish within the scheduler's drain_timeout.
 
     Example: [bold]thaw node drain node-1[/]
     """
-    return _change(node, "drain", "is being emptied; `thaw ps` shows what is left", as_json)
+    api, out = Api.find(), screen(as_json)
+    api.change_node(node, "drain")
+    if detach:
+        out.print(f"[green]✓[/] {node} is being emptied; `thaw ps` shows what is left")
+        return {"node": node, "action": "drain"}
+    left, records = _until_empty(api, node, timeout)
+    moved = [m for r in records for m in r.requests if m.outcome == "moved"]
+    stuck = [f"{m.request_id}: {m.reason}" for r in records for m in r.requests if m.outcome in ("failed", "fixed") and m.reason]
+    if left:
+        out.print(f"[yellow]{node} is not empty after {timeout:g} s[/] and goes on being emptied:")
+        for i in left:
+            out.print(
+                f"  {escape(i.model)} ({i.instance_id}) is {i.state.value} and serves {i.load.active + i.load.waiting} requests"
+            )
+    else:
+        out.print(f"[green]✓[/] {node} is empty; {len(moved)} requests moved elsewhere")
+    for line in stuck:
+        out.print(f"  could not move: {escape(line)}")
+    return {
+        "ok": not left,
+        "node": node,
+        "action": "drain",
+        "left": [i.model_dump(mode="json") for i in left],
+        "moved": len(moved),
+        "stuck": stuck,
+        "migrations": [r.model_dump(mode="json") for r in records],
+    }
+
+
+def _until_empty(api: Api, name: str, within: float) -> tuple[list[InstanceStatus], list[MigrationRecord]]:
+    """What is left on a node, and what was moved off it."""
+    known = {r.migration_id for r in api.migrations(limit=1000) if r.over}
+    deadline = time.monotonic() + within
+    while True:
+        cluster = api.cluster()
+        left = [i for n in cluster.nodes if n.node == name and n.alive for i in n.instances if i.state.holds_memory]
+        if not left or time.monotonic() >= deadline:
+            records = api.migrations(limit=1000)
+            return left, [r for r in records if r.source_node == name and r.reason == "drain" and r.migration_id not in known]
+        time.sleep(_LOOK_S)
 
 
 def _change(node: str, action: str, done: str, as_json: bool) -> Document:

@@ -12,6 +12,7 @@ from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.engine import LoadedAdapter
 from shared.contracts.node import InstanceState, InstanceStatus
 from thaw.cli.api import Api
+from thaw.cli.migrate import show_migrations
 from thaw.cli.models import adapters_after_bases, shown_name
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.park import park_line
@@ -30,15 +31,18 @@ COLD = "cold"
 
 @verb
 def ps(as_json: Json = False) -> Document:
-    """Show models, instances, devices, memory, state, idle time.
+    """Show models, instances, devices, memory, state, idle time; and requests on their way to another instance.
 
     Example: [bold]thaw ps[/]
     """
-    cluster = Api.find().cluster()
+    api = Api.find()
+    cluster, migrations = api.cluster(), api.migrations()
     out = screen(as_json)
     show_models(out, cluster)
     show_devices(out, cluster)
+    show_migrations(out, migrations)
     document = cluster.model_dump(mode="json")
+    document["migrations"] = [m.model_dump(mode="json") for m in migrations if not m.over]
     document["instances"] = [facts_of(node, i) for node in cluster.nodes for i in node.instances]
     for view, shown in zip(cluster.models, document["models"], strict=True):
         base = view.card.spec.base

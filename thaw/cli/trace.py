@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from thaw.cli.api import Api
+from thaw.cli.migrate import concerning, show_moves
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.waterfall import load_waterfall, request_waterfall
 from thaw.errors import CommandError
@@ -19,7 +20,7 @@ def trace(
     ] = None,
     as_json: Json = False,
 ) -> Document:
-    """Draw the waterfall of a request, and of the model load that it waited for.
+    """Draw the waterfall of a request, and of the model load that it waited for; and how it moved between engines.
 
     Example: [bold]thaw trace[/]
     """
@@ -36,4 +37,10 @@ def trace(
     if load is not None:
         out.print()
         out.print(load_waterfall(load, out))
-    return {"request": record.model_dump(mode="json"), "load": load.model_dump(mode="json") if load else None}
+    moves = concerning(api.migrations(limit=1000), record.request_id)
+    show_moves(out, moves, record.request_id)
+    return {
+        "request": record.model_dump(mode="json"),
+        "load": load.model_dump(mode="json") if load else None,
+        "migrations": [m.model_dump(mode="json") for m in moves],
+    }

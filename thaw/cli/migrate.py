@@ -1,0 +1,121 @@
+"""`thaw migrate`: running requests move to another engine, and their clients notice nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shared.contracts.admin import ClusterView
+from shared.contracts.migration import MigrationRecord
+from thaw.cli.api import Api
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.errors import CommandError
+
+_COLOURS = {"done": "green", "given_up": "yellow", "failed": "red", "cancelled": "yellow"}
+
+
+@verb
+def migrate(
+    what: Annotated[
+        str, typer.Argument(help="An instance's id, as `thaw ps` shows it, or a request's (the x-request-id of its answer).")
+    ],
+    to: Annotated[
+        str | None, typer.Option("--to", help="Node, or NODE:DEVICE, e.g. node-1:cpu:0; the scheduler chooses by default.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the end.")] = False,
+    as_json: Json = False,
+) -> Document:
+    """Move a running request, or everything that an instance serves, to another node.
+
+    Example: [bold]thaw migrate i-100000002 --to node-1[/]
+    """
+    api, out = Api.find(), screen(as_json)
+    node, _, device = (to or "").partition(":")
+    if to is not None and not node:
+        raise CommandError(f"--to {to} names no node.", "Write NODE or NODE:DEVICE.", code="bad_target")
+    records = api.migrate(
+        what, is_instance=_is_instance(api.cluster(), what), node=node or None, device=device or None, wait=not detach
+    )
+    for record in records:
+        out.print(told(record))
+    failed = any(r.state in ("failed", "given_up") for r in records)
+    return {"ok": not failed, "migrations": [r.model_dump(mode="json") for r in records]}
+
+
+def _is_instance(cluster: ClusterView, what: str) -> bool:
+    return any(i.instance_id == what for n in cluster.nodes for i in n.instances)
+
+
+def told(record: MigrationRecord) -> str:
+    """One line for people."""
+    what = f"request {record.request_id}" if record.request_id else record.source_instance
+    mark = {"done": "[green]✓[/]", "failed": "[red]✗[/]", "given_up": "[yellow]·[/]"}.get(record.state, "…")
+    line = (
+        f"{mark} {escape(record.model)}: {what} from {record.source_node} to {record.node} ({record.instance_id}): {record.state}"
+    )
+    moved = [m for m in record.requests if m.outcome == "moved"]
+    if record.over:
+        line += f"; {len(moved)} of {len(record.requests)} requests moved"
+        pauses = [m.pause_ms for m in moved if m.pause_ms is not None]
+        if pauses:
+            line += f", pause {max(pauses):.0f} ms"
+        if record.duration_ms is not None:
+            line += f", {record.duration_ms / 1e3:.2f} s in all"
+    if record.error is not None:
+        line += f"\n  {escape(record.error.message)}"
+    elif record.state == "given_up":
+        line += "".join(f"\n  {escape(m.reason)}" for m in record.requests if m.reason)
+    return line
+
+
+def show_migrations(out: Console, records: list[MigrationRecord]) -> None:
+    """Those under way."""
+    going = [r for r in records if not r.over]
+    if not going:
+        return
+    table = Table(box=None, header_style="dim")
+    for column in ("MIGRATION", "MODEL", "WHAT", "FROM", "TO", "STATE", "MOVED", "ROUNDS"):
+        table.add_column(column, justify="right" if column in ("MOVED", "ROUNDS") else "left")
+    for r in going:
+        moved = sum(m.outcome == "moved" for m in r.requests)
+        table.add_row(
+            f"[dim]{r.migration_id}[/]",
+            escape(r.model),
+            r.request_id or r.source_instance,
+            r.source_node,
+            r.node,
+            f"[cyan]{r.state}[/]",
+            f"{moved} of {len(r.requests)}",
+            str(len(r.rounds)),
+        )
+    out.print()
+    out.print(table)
+
+
+def concerning(records: list[MigrationRecord], request_id: str) -> list[MigrationRecord]:
+    """Those that had to do with a request, the earliest first. Engines know it by its attempts' names, with a number behind."""
+    found = [r for r in records if any(_same(m.request_id, request_id) for m in r.requests)]
+    return sorted(found, key=lambda r: r.created)
+
+
+def show_moves(out: Console, records: list[MigrationRecord], request_id: str) -> None:
+    """What `thaw trace` shows of them."""
+    for r in records:
+        moved = next(m for m in r.requests if _same(m.request_id, request_id))
+        rounds = [x for x in r.rounds if _same(x.request_id, request_id)]
+        colour = _COLOURS.get(r.state, "cyan")
+        pause = f", pause {moved.pause_ms:.0f} ms" if moved.pause_ms is not None else ""
+        out.print(f"\n[bold]migration {r.migration_id}[/] {r.source_node} → {r.node}: [{colour}]{moved.outcome}[/]{pause}")
+        if moved.reason:
+            out.print(f"  {escape(moved.reason)}")
+        for x in rounds:
+            out.print(f"  round {x.number}: {x.tokens} tokens in {x.took_ms:.0f} ms, {x.gap} more meanwhile")
+
+
+def _same(attempt: str, request_id: str) -> bool:
+    base, _, number = attempt.rpartition("-")
+    return attempt == request_id or (base == request_id and number.isdigit())

@@ -200,7 +200,7 @@ def test_a_drained_node_is_emptied_once_its_streams_have_ended(mesh: Thaw, clien
     mesh.json("wake", "one")
     chunks = client.chat.completions.create(model="one", messages=QUESTION, max_tokens=400, temperature=0, stream=True)
     next(iter(chunks))
-    mesh.json("node", "drain", "node-0")
+    mesh.json("node", "drain", "node-0", "--detach")
     try:
         reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
         assert reasons == ["length"]

@@ -42,7 +42,7 @@ def nodes_of(mesh: Thaw, model: str) -> list[str]:
 
 def test_replicas_leave_a_drained_node_and_return(mesh: Thaw) -> None:
     until(lambda: nodes_of(mesh, "spread") == ["node-0", "node-1"], what="a replica on each node")
-    mesh.json("node", "drain", "node-0")
+    mesh.json("node", "drain", "node-0", "--detach")
     until(lambda: nodes_of(mesh, "spread") == ["node-1"], what="node-0 is empty")
     assert mesh.json("chat", "spread", "Hello", "--max-tokens", "3")["text"]
     assert nodes_of(mesh, "spread") == ["node-1"]

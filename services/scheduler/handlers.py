@@ -27,6 +27,7 @@ from services.scheduler.domain.events import (
 )
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.registry import check, to_inspect
+from services.scheduler.explaining import Explainer
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.views import view
 from shared.contracts import subjects
@@ -38,7 +39,6 @@ from shared.contracts.admin import (
     ExplainPlan,
     Migrate,
     MigrationsViewed,
-    PlanExplained,
     RemoveModel,
     SleepModel,
     ViewCluster,
@@ -68,6 +68,7 @@ class Handlers:
         self._repository = repository
         self._policy = policy
         self._name = name
+        self._explainer = Explainer(mesh, loop.state, repository, policy)
         self._migrations = migrations
         self._numbers = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[Message]] = {}
@@ -144,7 +145,7 @@ class Handlers:
             case ChangeNode(node=node, action=action):
                 return await self._ask(lambda w: ChangeNodeAsked(at, w, node, action))
             case ExplainPlan():
-                return await self._explain(request)
+                return await self._explainer.explain(request)
             case Migrate():
                 return await self._migrate(request)
             case ViewMigrations(migration_id=migration_id, limit=limit):
@@ -165,22 +166,6 @@ class Handlers:
         at, instance_id = clock.now(), source
         to = (request.node or "", request.device or "")
         return await self._ask(lambda w: MigrateAsked(at, w, instance_id, request.request_id, *to, request.wait))
-
-    async def _explain(self, request: ExplainPlan) -> Message:
-        state = self._loop.state
-        if request.plan_id is not None:
-            plan = state.plans.get(request.plan_id) or await self._repository.plan(request.plan_id)
-            if plan is None:
-                raise NotFound(f"no plan {request.plan_id!r}; plans are kept for seven days", param="plan_id")
-            return PlanExplained(plan=plan)
-        if request.model is None:
-            raise InvalidRequest("say which: a model or a plan_id")
-        model = state.serving(request.model)
-        name = model.key if model else request.model
-        plan = state.last_plan_of(name) or await self._repository.last_plan(name)
-        if plan is None:
-            raise NotFound(f"nothing has been decided for {request.model!r} yet; `thaw wake {request.model}` asks for a decision")
-        return PlanExplained(plan=plan)
 
     async def _add(self, request: AddModels) -> Message:
         """Read the files of new models first, on some node, then have the loop register all of them or none."""

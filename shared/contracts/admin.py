@@ -11,6 +11,7 @@ from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceStatus
 from shared.contracts.plans import PlanRecord
+from shared.contracts.traces import RequestTrace
 
 
 class AddModels(Request):
@@ -67,17 +68,64 @@ class ModelAsleep(Message):
     freed_bytes: int = 0
 
 
+class AssumeNode(Frozen):
+    """What if there were one more node? Without `devices` or `bytes` it is like the first one that there is."""
+
+    kind: Literal["add_node"] = "add_node"
+    node: str = Field(min_length=1)
+    devices: int | None = Field(default=None, gt=0, le=64)
+    nbytes: int | None = Field(default=None, gt=0, description="Budget of each of its devices.")
+
+
+class AssumeBudget(Frozen):
+    """What if a device had another budget?"""
+
+    kind: Literal["budget"] = "budget"
+    node: str
+    device: str
+    nbytes: int = Field(ge=0)
+
+
+class AssumeNoNode(Frozen):
+    """What if a node were gone, and what runs on it?"""
+
+    kind: Literal["drop_node"] = "drop_node"
+    node: str
+
+
+Assumption = Annotated[AssumeNode | AssumeBudget | AssumeNoNode, Field(discriminator="kind")]
+
+
 class ExplainPlan(Request):
-    """The last placement decision for a model (by name or alias), or a given plan."""
+    """The last placement decision for a model (by name or alias), a given plan, or the one that a request waited for; `about`: whichever of
+    these it names. With `what_if` nothing is done: the answer is what would be decided for the model now, were it so."""
 
     kind: Literal["explain"] = "explain"
     model: str | None = None
     plan_id: str | None = None
+    request_id: str | None = None
+    about: str | None = None
+    what_if: tuple[Assumption, ...] = Field(default=(), max_length=64)
+
+
+class QueuePlace(Frozen):
+    """Where a model stands among those that wait for room: in this order they are placed."""
+
+    position: int = Field(ge=1)
+    length: int = Field(ge=1)
+    waiting: int = Field(default=0, description="Its requests that wait.")
+    since_ms: float = Field(default=0.0, description="How long it has waited.")
+    reason: str = ""
+    before: tuple[str, ...] = Field(default=(), description="Models before it, at most ten.")
 
 
 class PlanExplained(Message):
     kind: Literal["plan"] = "plan"
     plan: PlanRecord
+    queue: QueuePlace | None = Field(default=None, description="Of its model, if that waits now.")
+    request: RequestTrace | None = Field(default=None, description="The request that was asked about.")
+    assumed: tuple[str, ...] = Field(default=(), description="What was taken for granted, in words: the plan is then hypothetical.")
+    others: tuple[PlanRecord, ...] = Field(default=(), description="Other models that would start by the same decision.")
 
 
 class ChangeNode(Request):

@@ -62,6 +62,7 @@ class Admin:
             Route(f"{at}/keys", self.add_key, methods=["POST"]),
             Route(f"{at}/keys/{{name}}", self.revoke_key, methods=["DELETE"]),
             Route(f"{at}/explain", self.explain, methods=["GET"]),
+            Route(f"{at}/explain", self.what_if, methods=["POST"]),
             Route(f"{at}/nodes/{{node}}/cordon", self.cordon, methods=["POST"]),
             Route(f"{at}/nodes/{{node}}/uncordon", self.uncordon, methods=["POST"]),
             Route(f"{at}/nodes/{{node}}/drain", self.drain, methods=["POST"]),
@@ -114,10 +115,23 @@ class Admin:
         return json_response((await self._gateway.keys.store.revoke(request.path_params["name"])).model_dump(mode="json"))
 
     async def explain(self, request: Request) -> Response:
-        model, plan = request.query_params.get("model"), request.query_params.get("plan")
-        if not model and not plan:
-            raise InvalidRequest("explain needs a model or a plan: ?model=NAME or ?plan=ID", param="model")
-        return await self._ask(ExplainPlan(deadline_ms=ExplainPlan.DEADLINE_MS, model=model, plan_id=plan), PlanExplained)
+        """`?model=NAME`, `?plan=ID`, `?request=ID`, or `?about=` any of them."""
+        given = {name: request.query_params.get(name) or None for name in ("model", "plan", "request", "about")}
+        if not any(given.values()):
+            raise InvalidRequest("explain needs a model, a plan or a request: ?model=NAME, ?plan=ID or ?request=ID", param="model")
+        asked = ExplainPlan(
+            deadline_ms=ExplainPlan.DEADLINE_MS,
+            model=given["model"],
+            plan_id=given["plan"],
+            request_id=given["request"],
+            about=given["about"],
+        )
+        return await self._ask(asked, PlanExplained)
+
+    async def what_if(self, request: Request) -> Response:
+        """The same with a body, which may assume another cluster."""
+        asked = validated(ExplainPlan, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        return await self._ask(asked.model_copy(update={"deadline_ms": ExplainPlan.DEADLINE_MS}), PlanExplained)
 
     async def migrate(self, request: Request) -> Response:
         """Answers when it is over; with `wait` false once it is ordered."""

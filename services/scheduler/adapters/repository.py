@@ -82,6 +82,13 @@ class Repository:
         newest = select(tables.plans).where(tables.plans.c.model == model).order_by(tables.plans.c.created.desc()).limit(1)
         return await self._one_plan(newest)
 
+    async def plan_of_instance(self, instance_id: str) -> PlanRecord | None:
+        """The last plan that started or resumed the instance."""
+        plans = tables.plans.c
+        return await self._one_plan(
+            select(tables.plans).where(plans.instance_id == instance_id).order_by(plans.created.desc()).limit(1)
+        )
+
     async def _one_plan(self, query: Any) -> PlanRecord | None:
         async with self._engine.connect() as connection:
             row = (await connection.execute(query)).mappings().first()

@@ -20,7 +20,6 @@ from services.scheduler.domain.entities import Model
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.models import PlacementRules
 
-
 Excludes = Callable[[Booking], str]
 """Says why a model may not run on a device; empty: it may."""
 

@@ -1,0 +1,112 @@
+"""Answers why: the plan of a model, of a request or by its id, where the model stands in the queue, and what would be decided if."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
+from pydantic import ValidationError
+
+from services.scheduler.adapters import clock
+from services.scheduler.adapters.repository import Repository
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.whatif import queue_place, suppose
+from shared.contracts import subjects
+from shared.contracts.admin import ExplainPlan, PlanExplained
+from shared.contracts.plans import PlanRecord
+from shared.contracts.traces import RequestTrace
+from shared.errors import InvalidRequest, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from shared.messaging import Mesh
+
+
+class Explainer:
+    """Reads the loop's state, and what is older from the database and the stream of traces; changes nothing."""
+
+    def __init__(self, mesh: Mesh, state: ClusterState, repository: Repository, policy: Policy) -> None:
+        self._mesh = mesh
+        self._state = state
+        self._repository = repository
+        self._policy = policy
+
+    async def explain(self, asked: ExplainPlan) -> PlanExplained:
+        """Raises `InvalidRequest` if nothing is asked about, `NotFound` if it is not known."""
+        if asked.about is not None:
+            return await self._about(asked, asked.about)
+        if asked.plan_id is not None:
+            return await self._of_plan(asked, asked.plan_id)
+        if asked.request_id is not None:
+            return await self._of_request(asked, asked.request_id)
+        if asked.model is None:
+            raise InvalidRequest("say which: a model, a plan_id or a request_id")
+        return await self._of_model(asked, asked.model)
+
+    async def _about(self, asked: ExplainPlan, name: str) -> PlanExplained:
+        """1. A model. 2. A plan. 3. A request."""
+        if self._state.serving(name) is not None:
+            return await self._of_model(asked, name)
+        if await self._find(name) is not None:
+            return await self._of_plan(asked, name)
+        trace = await self._trace(name)
+        if trace is None:
+            raise NotFound(f"{name!r} is no model (see `thaw models list`), and no plan or finished request of the last seven days")
+        return await self._of_trace(asked, trace)
+
+    async def _of_plan(self, asked: ExplainPlan, plan_id: str) -> PlanExplained:
+        plan = await self._find(plan_id)
+        if plan is None:
+            raise NotFound(f"no plan {plan_id!r}; plans are kept for seven days", param="plan_id")
+        return self._explained(asked, plan)
+
+    async def _of_request(self, asked: ExplainPlan, request_id: str) -> PlanExplained:
+        trace = await self._trace(request_id)
+        if trace is None:
+            raise NotFound(
+                f"no trace of request {request_id!r}: it is not over yet, or is older than seven days", param="request_id"
+            )
+        return await self._of_trace(asked, trace)
+
+    async def _of_trace(self, asked: ExplainPlan, trace: RequestTrace) -> PlanExplained:
+        """The plan that the request waited for; of one that met a ready instance, the plan that had started it."""
+        plan = await self._find(trace.load_plan_id) if trace.load_plan_id else None
+        if plan is None and trace.instance_id is not None:
+            plan = await self._repository.plan_of_instance(trace.instance_id)
+        if plan is None:
+            raise NotFound(f"request {trace.request_id} waited for no plan that is still kept", param="request_id")
+        return self._explained(asked, plan).model_copy(update={"request": trace})
+
+    async def _of_model(self, asked: ExplainPlan, name: str) -> PlanExplained:
+        model = self._state.serving(name)
+        key = model.key if model else name
+        plan = self._state.last_plan_of(key) or await self._repository.last_plan(key)
+        if plan is None and (model is None or not asked.what_if):
+            raise NotFound(f"nothing has been decided for {name!r} yet; `thaw wake {name}` asks for a decision")
+        return self._explained(asked, plan or PlanRecord(plan_id="", model=key, created=0.0, trigger="", way="wait"))
+
+    def _explained(self, asked: ExplainPlan, plan: PlanRecord) -> PlanExplained:
+        model, now = self._state.models.get(plan.model), clock.now()
+        if model is None:
+            if asked.what_if:
+                raise NotFound(f"{plan.model} is not registered any more, so that nothing would be decided for it")
+            return PlanExplained(plan=plan)
+        queue = queue_place(self._state, model, now)
+        if not asked.what_if:
+            return PlanExplained(plan=plan, queue=queue)
+        found = suppose(self._state, model, asked.what_if, now, self._policy)
+        return PlanExplained(plan=found.plan, queue=queue, assumed=found.assumed, others=found.others)
+
+    async def _find(self, plan_id: str) -> PlanRecord | None:
+        return self._state.plans.get(plan_id) or await self._repository.plan(plan_id)
+
+    async def _trace(self, request_id: str) -> RequestTrace | None:
+        try:
+            js = self._mesh.nc.jetstream(timeout=5)
+            found = await js.get_last_msg(subjects.TRACE_STREAM, subjects.request_trace(request_id))
+            return RequestTrace.model_validate_json(found.data or b"")
+        except (NotFoundError, ValidationError):
+            return None
+        except (NatsError, TimeoutError) as e:
+            raise Unavailable(f"the traces cannot be read now: {type(e).__name__}", should_retry=True) from e

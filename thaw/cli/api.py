@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from shared.contracts.admin import (
     AddModels,
     ClusterView,
+    ExplainPlan,
     Migrate,
     MigrationsViewed,
     ModelAsleep,
@@ -147,8 +148,8 @@ class Api:
             ModelAsleep, "POST", f"/admin/v1/models/{quote(name, safe='')}/sleep", timeout=SleepModel.DEADLINE_MS / 1e3
         )
 
-    def explain(self, model: str) -> PlanExplained:
-        return self._get(PlanExplained, "GET", "/admin/v1/explain", model=model)
+    def explain(self, asked: ExplainPlan) -> PlanExplained:
+        return self._get(PlanExplained, "POST", "/admin/v1/explain", asked)
 
     def change_node(self, node: str, action: str) -> None:
         self.request("POST", f"/admin/v1/nodes/{quote(node, safe='')}/{action}", timeout=60.0)

@@ -1,4 +1,4 @@
-"""`thaw explain`: the last placement decision for a model."""
+"""`thaw explain`: what was decided for a model, a request or by a plan, and why; and what would be decided if."""
 
 from __future__ import annotations
 
@@ -6,47 +6,129 @@ import time
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption, ExplainPlan, PlanExplained
 from shared.contracts.plans import Candidate, PlanRecord
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
-from thaw.config.units import format_duration, format_size
+from thaw.config.units import format_duration, format_size, parse_size
 from thaw.errors import CommandError
+
+_FORMS = "add-node=NAME[:DEVICES[:BYTES]], budget=NODE/DEVICE:BYTES or drop-node=NAME"
 
 
 @verb
 def explain(
-    model: Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="MODEL")],
+    about: Annotated[
+        str, typer.Argument(help="A model, a request's id (the x-request-id of its answer), or a plan.", metavar="SUBJECT")
+    ],
+    what_if: Annotated[
+        list[str] | None, typer.Option("--what-if", help=f"Suppose another cluster; nothing is done: {_FORMS}.", metavar="CHANGE")
+    ] = None,
     as_json: Json = False,
 ) -> Document:
-    """Explain the last placement decision for a model: what was chosen, what was considered, and why.
+    """Explain a placement decision: what was chosen, what was considered, why, and what came of it.
 
-    Example: [bold]thaw explain demo-250m[/]
+    Examples: [bold]thaw explain demo-250m[/]
+              [bold]thaw explain demo-250m --what-if add-node=big:8:80GB[/]
     """
+    asked = ExplainPlan(about=about, what_if=tuple(map(assumption, what_if or ())))
     try:
-        plan = Api.find().explain(model).plan
+        found = Api.find().explain(asked)
     except CommandError as e:
-        if e.code == "not_found":
-            e.remedy = "A model that nobody has asked for has none yet; `thaw models list` shows those that are registered."
+        if e.code == "not_found" and not what_if:
+            e.remedy = "A model that nobody has asked for has no plan yet; `thaw models list` shows those that are registered."
         raise
     out = screen(as_json)
-    ago = format_duration(max(0.0, time.time() - plan.created))
-    out.print(
-        f"[bold]{escape(plan.model)}[/]: {plan.way.replace('_', ' ')}  [dim]{plan.plan_id}, asked by {plan.trigger}, {ago} ago[/]"
-    )
+    _show(out, found)
+    extra = found.model_dump(mode="json", include={"queue", "request", "assumed", "others"})
+    return {**found.plan.model_dump(mode="json"), "took_error_ms": _error_ms(found.plan), **extra}
+
+
+def assumption(text: str) -> Assumption:
+    """One --what-if. Raises `CommandError` with what is wrong."""
+    kind, _, value = text.partition("=")
+    try:
+        match kind:
+            case "add-node" if value:
+                name, *rest = value.split(":")
+                devices, size, *_ = (*rest, "", "")
+                if not name or len(rest) > 2:
+                    raise ValueError("say NAME, NAME:DEVICES or NAME:DEVICES:BYTES")
+                return AssumeNode(node=name, devices=int(devices) if devices else None, nbytes=parse_size(size) if size else None)
+            case "budget" if "/" in value:
+                node, _, rest_of = value.partition("/")
+                device, colon, size = rest_of.rpartition(":")
+                if not colon:
+                    raise ValueError("the bytes are missing, as in node-1/cuda:0:80GB")
+                return AssumeBudget(node=node, device=device, nbytes=parse_size(size))
+            case "drop-node" if value:
+                return AssumeNoNode(node=value)
+    except ValueError as e:
+        raise CommandError(f"--what-if {text} is not understood: {e}", f"Write {_FORMS}.", code="invalid_request") from e
+    raise CommandError(f"--what-if {text} is not understood.", f"Write {_FORMS}.", code="invalid_request")
+
+
+def _show(out: Console, found: PlanExplained) -> None:
+    plan = found.plan
+    if found.request is not None:
+        r = found.request
+        waited = f", first token after {format_duration(r.ttft_ms / 1e3)}" if r.ttft_ms is not None else ""
+        met = "" if r.cold else "; it met an instance that was ready, started by this plan"
+        out.print(f"request {escape(r.request_id)} for {escape(r.model)}: status {r.status}{waited}{met}")
+    for assumed in found.assumed:
+        out.print(f"[cyan]supposing[/] {escape(assumed)}")
+    if plan.created and not found.assumed:
+        ago = format_duration(max(0.0, time.time() - plan.created))
+        told = f"{plan.plan_id}, asked by {plan.trigger}, {ago} ago"
+    else:
+        told = "hypothetical: nothing was done"
+    out.print(f"[bold]{escape(plan.model)}[/]: {plan.way.replace('_', ' ')}  [dim]{told}[/]")
     if plan.reason:
         out.print(f"  {escape(plan.reason)}")
-    out.print(_outcome(plan))
-    if plan.candidates:
-        table = Table(box=None, header_style="dim")
-        for column in ("", "NODE", "DEVICE", "WAY", "PREDICTED", "NEEDS", "FREE", "WOULD LEAVE", "NOT TAKEN BECAUSE"):
-            table.add_column(column, overflow="fold")
-        for candidate in plan.candidates:
-            table.add_row(*_cells(candidate, chosen=candidate == plan.chosen))
-        out.print(table)
-    return plan.model_dump(mode="json")
+    if not found.assumed:
+        out.print(_outcome(plan))
+    if (queue := found.queue) is not None:
+        before = f", behind {', '.join(queue.before)}" if queue.before else ""
+        out.print(
+            f"  waits for room as number {queue.position} of {queue.length}{escape(before)}: {queue.waiting} requests, "
+            f"for {format_duration(queue.since_ms / 1e3)}"
+        )
+    _candidates(out, plan)
+    for other in found.others:
+        at = f" on {other.chosen.node}" if other.chosen is not None else ""
+        out.print(f"  before it would start: {escape(other.model)}{escape(at)}")
+
+
+def _candidates(out: Console, plan: PlanRecord) -> None:
+    if not plan.candidates:
+        return
+    table = Table(box=None, header_style="dim")
+    for column in (
+        "",
+        "NODE",
+        "DEVICE",
+        "WAY",
+        "FROM",
+        "PREDICTED",
+        "BY PHASE",
+        "NEEDS",
+        "FREE",
+        "WOULD LEAVE",
+        "NOT TAKEN BECAUSE",
+    ):
+        table.add_column(column, overflow="fold")
+    place = plan.chosen and (plan.chosen.node, plan.chosen.device_ids, plan.chosen.ready_by)
+    for candidate in plan.candidates:
+        table.add_row(*_cells(candidate, chosen=(candidate.node, candidate.device_ids, candidate.ready_by) == place))
+    out.print(table)
+
+
+def _error_ms(plan: PlanRecord) -> float | None:
+    return plan.chosen.error_ms if plan.chosen is not None else None
 
 
 def _outcome(plan: PlanRecord) -> str:
@@ -54,17 +136,32 @@ def _outcome(plan: PlanRecord) -> str:
     if plan.measured_ms is not None:
         text += f" after {format_duration(plan.measured_ms / 1e3)}"
     if plan.chosen is not None and plan.chosen.predicted_ms is not None:
-        text += f" [dim](predicted {format_duration(plan.chosen.predicted_ms / 1e3)})[/]"
+        text += f" [dim](predicted {format_duration(plan.chosen.predicted_ms / 1e3)}"
+        if (error := _error_ms(plan)) is not None:
+            text += f", {format_duration(abs(error) / 1e3)} {'too little' if error > 0 else 'too much'}"
+        text += ")[/]"
+    measured = plan.measured_phases
+    if measured:
+        text += f"\n  measured: [dim]{_phases(measured)}[/]"
     return text + (f"\n  [red]{escape(plan.error.message)}[/]" if plan.error else "")
 
 
+def _phases(ms: dict[str, float]) -> str:
+    """Those that matter, the longest first."""
+    longest = sorted(((v, k) for k, v in ms.items() if v >= 1), reverse=True)[:5]
+    return ", ".join(f"{name} {format_duration(value / 1e3)}" for value, name in longest)
+
+
 def _cells(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
+    predicted = candidate.predicted_ms
     return (
         "[green]✓[/]" if chosen else "",
         candidate.node,
         ",".join(candidate.device_ids),
         candidate.way.replace("_", " "),
-        "" if candidate.predicted_ms is None else format_duration(candidate.predicted_ms / 1e3),
+        candidate.source,
+        "" if predicted is None else format_duration(predicted / 1e3),
+        _phases(candidate.predicted),
         format_size(candidate.needed_bytes),
         format_size(candidate.free_bytes),
         escape(", ".join(candidate.victims)),

@@ -1,0 +1,114 @@
+"""What would be decided if the cluster were another one, without deciding it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.domain.whatif import Supposed, queue_place, suppose
+from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption
+from shared.errors import Conflict, NotFound
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import World
+
+ONE = 400 * MIB
+"""Room for one model of 324 MiB."""
+
+
+def full() -> World:
+    """One device, taken by a pinned model; two others wait."""
+    w = World()
+    w.node("n1", ONE)
+    w.model("pinned", pin=True)
+    w.up("pinned")
+    for name, priority in (("low", 0), ("high", 5)):
+        w.model(name, priority=priority)
+        w.demand(name)
+        w.tick(0.25)
+    return w
+
+
+def ask(w: World, model: str, *assumptions: Assumption) -> Supposed:
+    before, count = w.state.fork(), len(w.effects)
+    found = suppose(w.state, w.state.models[model], assumptions, w.now, w.policy)
+    assert (w.state, len(w.effects)) == (before, count), "nothing is done"
+    return found
+
+
+def test_one_more_node_serves_the_first_in_the_queue() -> None:
+    w = full()
+    found = ask(w, "high", AssumeNode(node="n2"))
+    assert found.plan.chosen is not None
+    assert found.plan.chosen.node == "n2"
+    assert found.assumed == ("node n2 is there, with 1 x cpu of 400 MiB, empty",)
+
+
+def test_who_stands_before_it_takes_what_was_added() -> None:
+    w = full()
+    found = ask(w, "low", AssumeNode(node="n2"))
+    assert (found.plan.way, [p.model for p in found.others]) == ("wait", ["high"])
+    found = ask(w, "low", AssumeNode(node="n2", devices=2, nbytes=ONE))
+    assert found.plan.chosen is not None
+
+
+def test_a_larger_budget_makes_room() -> None:
+    w = full()
+    found = ask(w, "high", AssumeBudget(node="n1", device="cpu:0", nbytes=2 * ONE))
+    assert found.plan.chosen is not None
+    assert found.plan.chosen.node == "n1"
+
+
+def test_a_node_fewer_is_one_fewer_to_go_to() -> None:
+    w = World()
+    w.node("n1", ONE)
+    w.node("n2", ONE)
+    w.model("a")
+    assert ask(w, "a").plan.chosen is not None, "nobody asks for it: one request is supposed"
+    assert [c.node for c in ask(w, "a", AssumeNoNode(node="n1")).plan.candidates] == ["n2"]
+    assert ask(w, "a", AssumeNoNode(node="n1"), AssumeNoNode(node="n2")).plan.chosen is None
+
+
+def test_of_one_that_runs_it_says_where_one_more_would_go() -> None:
+    w = World()
+    w.node("n1", ONE)
+    w.model("a")
+    w.up("a")
+    found = ask(w, "a", AssumeNode(node="n2"))
+    assert found.plan.reason.startswith("it runs already (")
+    assert found.plan.chosen is not None
+    assert found.plan.chosen.node == "n2"
+
+
+def test_what_does_not_fit_the_cluster_is_refused() -> None:
+    w = full()
+    for assumption, error in (
+        (AssumeNode(node="n1"), Conflict),
+        (AssumeNoNode(node="n9"), NotFound),
+        (AssumeBudget(node="n1", device="cuda:7", nbytes=1), NotFound),
+    ):
+        with pytest.raises(error):
+            ask(w, "low", assumption)
+    empty = World()
+    empty.model("a")
+    with pytest.raises(NotFound, match="DEVICES:BYTES"):
+        ask(empty, "a", AssumeNode(node="n1"))
+
+
+def test_the_place_in_the_queue() -> None:
+    w = full()
+    low = queue_place(w.state, w.state.models["low"], w.now)
+    assert low is not None
+    assert (low.position, low.length, low.before, low.waiting) == (2, 2, ("high",), 1)
+    assert queue_place(w.state, w.state.models["pinned"], w.now) is None
+
+
+changes = st.one_of(
+    st.builds(AssumeNode, node=st.sampled_from(("n2", "n3")), devices=st.none() | st.integers(1, 4)),
+    st.builds(AssumeBudget, node=st.just("n1"), device=st.just("cpu:0"), nbytes=st.integers(0, 4 * ONE)),
+)
+
+
+@given(st.lists(changes, max_size=2, unique_by=lambda a: a.node), st.sampled_from(("low", "high", "pinned")))
+def test_whatever_is_supposed_changes_nothing(assumptions: list[Assumption], model: str) -> None:
+    ask(full(), model, *assumptions)

@@ -24,6 +24,7 @@ from services.gateway.http.edge import Edge, RequestIds
 from services.gateway.http.generate import Generate
 from services.gateway.http.info import Info
 from services.gateway.metrics import Metrics
+from services.gateway.finding import answer_finds
 from services.gateway.recording import Recorder
 from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings
@@ -117,6 +118,7 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
     mesh = gateway.mesh
     await mesh.start()
     await gateway.run(group)
+    await answer_finds(gateway)
     cards = CatalogCopy(gateway.catalog, gateway.on_model_removed)
     for bucket, copy in ((catalog_bucket, cards), (keys_bucket, gateway.keys.store)):
         gateway.tasks.append(group.create_task(BucketWatcher(mesh, bucket, copy).run(), name=bucket.__name__))

@@ -136,6 +136,7 @@ class Recorder:
         load = link_to(instance.traceparent) if instance is not None and cold else None
         return RequestTrace(
             request_id=origin.request_id,
+            ticket_id=exchange.ticket.id,
             trace_id=trace_id(origin.span),
             model=ticket.model,
             endpoint=exchange.ask.endpoint,

@@ -51,6 +51,7 @@ class Gateway:
         self.lengths = Lengths(ModelFiles(mesh, self.dispatcher.routes.nodes))
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
         self._open: dict[str, Exchange] = {}
+        self._named: dict[str, str] = {}
         self._keyed: dict[str, Keyed] = {}
         self._keyed_tasks: set[asyncio.Task[None]] = set()
         self.tasks: list[asyncio.Task[None]] = []
@@ -76,6 +77,7 @@ class Gateway:
         limit = self.settings.stream_buffer_bytes
         exchange = Exchange(ticket, card, ask, sink, self.dispatcher, limit)
         self._open[ticket.id] = exchange
+        self._named[origin.request_id] = ticket.id
         if key is None:
             self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)
             return exchange
@@ -91,8 +93,15 @@ class Gateway:
         exchange.leave()
         self.engines.forget(exchange)
         del self._open[exchange.ticket.id]
+        if self._named.get(origin.request_id) == exchange.ticket.id:
+            del self._named[origin.request_id]
         self._keyed.pop(exchange.ticket.id, None)
         self.recorder.record(exchange, origin)
+
+    def ticket_named(self, request_id: str) -> Ticket | None:
+        """The open request that its client knows by that id."""
+        exchange = self._open.get(self._named.get(request_id, ""))
+        return exchange.ticket if exchange is not None else None
 
     @property
     def open_requests(self) -> int:

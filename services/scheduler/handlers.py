@@ -156,16 +156,19 @@ class Handlers:
     async def _migrate(self, request: Migrate) -> Message:
         if (request.request_id is None) == (request.instance_id is None):
             raise InvalidRequest("say which: a request_id or an instance_id")
-        source = request.instance_id
-        if request.request_id is not None:
-            state = self._loop.state
-            serving = [i.instance_id for i in state.instances.values() if i.state in (InstanceState.READY, InstanceState.DRAINING)]
-            source = await self._migrations.find(request.request_id, serving)
+        source, name = request.instance_id, request.request_id
+        if name is not None:
+            found = await self._migrations.found(name)
+            name = found.request_id if found is not None else name
+            serving = [
+                i.instance_id for i in self._loop.state.instances.values() if i.state in (InstanceState.READY, InstanceState.DRAINING)
+            ]
+            source = found.instance_id if found is not None else await self._migrations.find(name, serving)
         if source is None:
             raise NotFound(f"no engine serves request {request.request_id!r} now; it may be over", param="request_id")
         at, instance_id = clock.now(), source
         to = (request.node or "", request.device or "")
-        return await self._ask(lambda w: MigrateAsked(at, w, instance_id, request.request_id, *to, request.wait))
+        return await self._ask(lambda w: MigrateAsked(at, w, instance_id, name, *to, request.wait))
 
     async def _add(self, request: AddModels) -> Message:
         """Read the files of new models first, on some node, then have the loop register all of them or none."""

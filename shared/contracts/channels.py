@@ -172,6 +172,14 @@ CHANNELS: tuple[Channel, ...] = (
         (migration.RequestMoved, base.Failure),
     ),
     Channel(
+        "findRequest",
+        subjects.FIND_REQUEST,
+        "gateway",
+        "Which running request has this id for its client.",
+        (migration.FindRequest,),
+        (migration.RequestFound,),
+    ),
+    Channel(
         "migrations",
         f"$KV.{subjects.MIGRATIONS_BUCKET}.{{migration}}",
         "migrator, scheduler",

@@ -123,6 +123,21 @@ class RequestMoved(Message):
 GatewayControl = Annotated[MoveRequest, Field(discriminator="kind")]
 GATEWAY_CONTROL: TypeAdapter[MoveRequest] = TypeAdapter(MoveRequest)
 
+class FindRequest(Request):
+    """Which request is meant by `x-request-id`. Answered with `RequestFound` by the gateway that holds it; by nobody else."""
+
+    DEADLINE_MS: ClassVar[int] = 1_000
+    kind: Literal["find_request"] = "find_request"
+    request_id: str
+
+
+class RequestFound(Message):
+    kind: Literal["request_found"] = "request_found"
+    gateway_id: str
+    request_id: str = Field(description="Its own name: those of its attempts have a number behind it.")
+    instance_id: str | None = Field(default=None, description="None: it waits for an instance.")
+
+
 MigrationState = Literal["asked", "preparing", "handing_over", "done", "given_up", "failed", "cancelled"]
 """asked: nobody has begun. preparing: rounds at the destination, the source goes on. handing_over: gateways swap routes. given_up: it would
 not have converged, or nothing was left to move; unharmed. failed: a request could not be moved; it runs on where it can."""

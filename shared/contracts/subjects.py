@@ -80,6 +80,10 @@ def gateway_control(gateway_id: str) -> str:
     return f"{PREFIX}.gateway.{gateway_id}.control"
 
 
+FIND_REQUEST = f"{PREFIX}.gateway.find"
+"""Every gateway hears it; the one that holds the request answers."""
+
+
 def replies(gateway_id: str) -> str:
     """The one subscription of a gateway that carries all its streams."""
     return f"{PREFIX}.replies.{gateway_id}.*"

@@ -37,8 +37,8 @@ def trace(
     if load is not None:
         out.print()
         out.print(load_waterfall(load, out))
-    moves = concerning(api.migrations(limit=1000), record.request_id)
-    show_moves(out, moves, record.request_id)
+    moves = concerning(api.migrations(limit=1000), record.ticket_id)
+    show_moves(out, moves, record.ticket_id)
     return {
         "request": record.model_dump(mode="json"),
         "load": load.model_dump(mode="json") if load else None,

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from services.scheduler.adapters import clock
 from services.scheduler.domain.events import Event, MigrationHeard
 from shared.contracts import subjects
-from shared.contracts.migration import ListRequests, MigrationRecord, RequestsListed
-from shared.errors import ThawError
+from shared.contracts.migration import FindRequest, ListRequests, MigrationRecord, RequestFound, RequestsListed
+from shared.errors import DeadlineExceeded, ThawError, Unreachable
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import migrations_bucket
@@ -73,8 +73,15 @@ class Migrations:
                 log.warning("a migration cannot be ordered now", extra={"migration_id": record.migration_id, "error": repr(e)})
                 await asyncio.sleep(_AGAIN_S)
 
+    async def found(self, request_id: str) -> RequestFound | None:
+        """Where a request is that its client knows by that id. None: no gateway has it (any more)."""
+        try:
+            return await self._mesh.request(subjects.FIND_REQUEST, FindRequest(request_id=request_id, deadline_ms=_LIST_MS), RequestFound)
+        except (Unreachable, DeadlineExceeded):
+            return None
+
     async def find(self, request_id: str, instances: Iterable[str]) -> str | None:
-        """The instance that serves the request, by its id as its client knows it."""
+        """The instance that serves a request, by its name between gateways and engines."""
 
         async def serves(instance_id: str) -> str | None:
             try:

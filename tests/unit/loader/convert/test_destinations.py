@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_destination_that_is_taken(tmp_path: Path) -> None:
 @pytest.fixture
 def unprivileged(tmp_path: Path) -> Iterator[Path]:
     """A directory for a user who is not root."""
-    for parent in (tmp_path, *tmp_path.parents[:2]):
+    for parent in takewhile(lambda p: not p.stat().st_mode & 0o001, (tmp_path, *tmp_path.parents)):
         parent.chmod(0o755)
     if os.geteuid() != 0:
         yield tmp_path

@@ -22,6 +22,7 @@ from services.engine import loading
 from services.engine.adapters import Adapters
 from services.engine.batcher import Batcher
 from services.engine.events import Event
+from services.engine.moving import Moving
 from services.engine.serving import Serving
 from services.engine.settings import EngineSettings
 from services.engine.shelf import LoaderShelf
@@ -42,8 +43,9 @@ from shared.contracts.engine import (
 )
 from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import LoaderStatus
+from shared.contracts.migration import ForgetResume, ListRequests, PrepareResume, ReadTokens, YieldInfer
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, ThawError, UnsupportedParameter
+from shared.errors import EngineFailed, ThawError
 from shared.messaging import Mesh
 from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
@@ -65,6 +67,7 @@ class Engine:
         self._timeline = timeline
         self._mesh = Mesh(settings, f"engine-{start.instance_id}")
         self._serving = Serving(self._mesh, start.instance_id, lambda: self._reporter.changed())
+        self._moving = Moving(self._serving)
         self._suspension = Suspension(self._mesh, start.instance_id, start.card, self._serving)
         self._reporter = Reporter(self._mesh, start, timeline, self._serving.load)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._on_compute_thread)
@@ -214,8 +217,16 @@ class Engine:
                 return await self._suspension.wake()
             case ProbeEngine():
                 return await self._suspension.probe()
-            case _:
-                raise UnsupportedParameter(f"this engine does not know {command.kind}")
+            case ListRequests():
+                return self._moving.list()
+            case ReadTokens(request_id=request_id):
+                return self._moving.read(request_id)
+            case YieldInfer(request_id=request_id):
+                self._moving.yield_(request_id)
+            case PrepareResume():
+                return await self._moving.prepare(command)
+            case ForgetResume(prepared=name):
+                self._moving.forget(name)
         return Done()
 
     async def _on_loader(self, status: LoaderStatus) -> None:

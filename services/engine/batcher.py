@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from services.engine.ahead import Ahead, Prepare
+from services.engine.domain import ahead
 from services.engine.domain.generation import Generation
 from services.engine.domain.planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
 from services.engine.domain.randomness import uniform
 from services.engine.embedding import Embedder
-from services.engine.events import Admitted, Broken, Embedded, Event, Progressed
+from services.engine.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.lora import Adapter
 from services.engine.requests import Choice, EmbedRequest, GenerationRequest
 from services.engine.runner import Row, Runner
@@ -35,6 +37,16 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Cancel:
     request_id: str
+
+
+@dataclass(frozen=True)
+class _Yield:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _ForgetAhead:
+    name: str
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class _Stop:
     pass
 
 
-Command = GenerationRequest | EmbedRequest | _Cancel | _Forget | _Grant | _Stop
+Command = GenerationRequest | EmbedRequest | Prepare | _Cancel | _Yield | _Forget | _ForgetAhead | _Grant | _Stop
 
 
 @dataclass
@@ -66,6 +78,7 @@ class _Sequence:
     history: History
     computed: int = 0
     state: Any = None
+    owed: str = ""
 
     @property
     def view(self) -> SequenceView:
@@ -102,6 +115,8 @@ class Batcher:
         self._embeddings: deque[_Embedding] = deque()
         self._unfinished: Counter[str] = Counter()
         self._admitted: set[str] = set()
+        self._ahead = Ahead(runner)
+        self._said: list[Event] = []
         self.blocks_used = 0
 
     def submit(self, request: GenerationRequest | EmbedRequest) -> None:
@@ -110,6 +125,17 @@ class Batcher:
     def cancel(self, request_id: str) -> None:
         """Forget `request_id` before the next step; nothing more is delivered for it after that."""
         self._inbox.put(_Cancel(request_id))
+
+    def yield_(self, request_id: str) -> None:
+        """Stop the request before the next step; `Yielded` is delivered after all that it has gained. Nothing is, if it is not there."""
+        self._inbox.put(_Yield(request_id))
+
+    def prepare(self, order: Prepare) -> None:
+        """Compute keys and values ahead, behind what runs."""
+        self._inbox.put(order)
+
+    def forget_ahead(self, name: str) -> None:
+        self._inbox.put(_ForgetAhead(name))
 
     def forget(self, adapter: Adapter, forgotten: Callable[[], None]) -> None:
         """No request will name `adapter` again; `forgotten` is called, on the computing thread, when it keeps nothing of it."""
@@ -125,9 +151,11 @@ class Batcher:
     def run(self) -> None:
         """Serve until `stop`."""
         while self._take_commands():
-            events = self._step()
+            self._ahead.expire(time.monotonic())
+            events, self._said = self._said, []
+            events += self._step()
             events += self._embed()
-            self.blocks_used = sum(blocks_for(s.computed) for s in self._running.values())
+            self.blocks_used = sum(blocks_for(s.computed) for s in self._running.values()) + self._blocks_ahead()
             if events:
                 self._deliver(events)
 
@@ -135,15 +163,26 @@ class Batcher:
 
     def _take_commands(self) -> bool:
         """Apply what came in, waiting for something to do. False: stop."""
-        idle = not (self._running or self._waiting or self._embeddings)
+        idle = not (self._running or self._waiting or self._embeddings or self._ahead.busy or self._said)
+        expiry = self._ahead.next_expiry()
+        patience = None if expiry is None else max(0.0, expiry - time.monotonic())
         try:
-            command = self._inbox.get(block=idle)
+            command = self._inbox.get(block=idle, timeout=patience)
             while True:
                 match command:
                     case _Stop():
                         return False
                     case _Cancel(request_id):
                         self._forget(request_id)
+                    case _Yield(request_id):
+                        if request_id in self._unfinished:
+                            self._forget(request_id)
+                            self._said.append(Yielded(request_id))
+                    case Prepare():
+                        views = (s.view for s in self._running.values()), (s.view for s in self._waiting)
+                        self._ahead.order(command, ahead.room(*views, self._limits))
+                    case _ForgetAhead(name):
+                        self._ahead.forget(name)
                     case _Forget(adapter, forgotten):
                         if self._runner is not None:
                             self._runner.forget(adapter)
@@ -160,19 +199,40 @@ class Batcher:
             return True
 
     def _enqueue(self, request: GenerationRequest) -> None:
-        for choice in request.choices:
-            self._keys += 1
-            self._waiting.append(
-                _Sequence(
-                    self._keys,
-                    request,
-                    choice,
-                    list(choice.prompt),
-                    Generation(self._tokens.decode, choice.prompt, choice.ending),
-                    History(frozenset(choice.prompt) if request.params.penalised else frozenset(), Counter()),
-                )
-            )
-        self._unfinished[request.request_id] = len(request.choices)
+        whole = [c for c in request.choices if c.begun is not None and c.begun.owed.finish_reason is not None]
+        sequences = [self._sequence(request, c) for c in request.choices if c not in whole]
+        if request.prepared:
+            parts = self._ahead.claim(request.prepared, request.variant, [tuple(s.tokens) for s in sequences])
+            for sequence, part in zip(sequences, parts, strict=True):
+                sequence.state, sequence.computed = part.state, part.computed
+        self._waiting.extend(sequences)
+        self._unfinished[request.request_id] = len(sequences)
+        if whole or not sequences:
+            self._complete(request.request_id, whole, done=not sequences)
+
+    def _sequence(self, request: GenerationRequest, choice: Choice) -> _Sequence:
+        self._keys += 1
+        begun, penalised = choice.begun, request.params.penalised
+        made = begun.tokens if begun is not None else ()
+        return _Sequence(
+            self._keys,
+            request,
+            choice,
+            [*choice.prompt, *made],
+            begun.generation if begun is not None else Generation(self._tokens.decode, choice.prompt, choice.ending),
+            History(frozenset(choice.prompt), Counter(made)) if penalised else History(frozenset(), Counter()),
+            owed=begun.owed.text if begun is not None else choice.echo or "",
+        )
+
+    def _complete(self, request_id: str, choices: list[Choice], *, done: bool) -> None:
+        """Choices that the tokens made elsewhere complete."""
+        now = time.monotonic()
+        owed = [(c.index, c.begun.owed) for c in choices if c.begun is not None]
+        deltas = tuple(ChoiceDelta(index=i, text=o.text, finish_reason=o.finish_reason) for i, o in owed)
+        self._said += [Admitted(request_id, now), Progressed(request_id, deltas, 0, now, done)]
+        self._admitted.add(request_id)
+        if done:
+            self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         self._running = {k: s for k, s in self._running.items() if s.request.request_id != request_id}
@@ -184,26 +244,47 @@ class Batcher:
     # A step
 
     def _step(self) -> list[Event]:
-        if self._runner is None or not (self._running or self._waiting):
+        if self._runner is None or not (self._running or self._waiting or self._ahead.busy):
             return []
         plan = plan_step([s.view for s in self._running.values()], (s.view for s in self._waiting), self._limits)
         events: list[Event] = list(self._move(plan, self._runner))
+        self._make_room(plan)
         worked = [self._running[work.key] for work in plan.work]
         rows = [
             Row(s.state, s.computed, s.tokens[s.computed : s.computed + w.count], s.request.adapter)
             for s, w in zip(worked, plan.work, strict=True)
         ]
+        extra = self._ahead.work(ahead.share(plan, self._limits))
+        if extra is not None:
+            rows.append(extra[1])
         if not rows:
             return events
         try:
             logits = self._runner.forward(rows)
             for sequence, work in zip(worked, plan.work, strict=True):
                 sequence.computed += work.count
-            events += self._advance(worked, logits)
+            events += self._advance(worked, logits[: len(worked)])
+            if extra is not None:
+                self._ahead.computed(*extra)
         except Exception as e:  # a process boundary: the requests of this step fail, the engine goes on
             log.exception("a step failed")
-            events += self._break(worked, EngineFailed(f"the engine failed while computing: {type(e).__name__}: {str(e)[:300]}"))
+            error = EngineFailed(f"the engine failed while computing: {type(e).__name__}: {str(e)[:300]}")
+            if extra is not None:
+                self._ahead.failed(extra[0], error)
+            events += self._break(worked, error)
         return events
+
+    def _blocks_ahead(self) -> int:
+        """Of keys and values that no running sequence has: those kept for requests to come, and those of requests that have come and wait."""
+        return self._ahead.blocks + sum(blocks_for(s.computed) for s in self._waiting)
+
+    def _make_room(self, plan: StepPlan) -> None:
+        """What runs takes what it needs from what was computed ahead."""
+        counts = {w.key: w.count for w in plan.work}
+        after = [replace(s.view, computed=s.computed + counts.get(k, 0)) for k, s in self._running.items()]
+        missing = self._ahead.give_way(ahead.excess(after, self._blocks_ahead(), self._limits))
+        for sequence in self._waiting if missing else ():
+            sequence.computed, sequence.state = 0, None
 
     def _move(self, plan: StepPlan, runner: Runner) -> Iterable[Event]:
         for key in reversed(plan.preempted):
@@ -213,7 +294,8 @@ class Batcher:
             log.info("a sequence gave way: the KV cache is full", extra={"request_id": sequence.request.request_id})
         for _ in plan.admitted:
             sequence = self._waiting.popleft()
-            sequence.state = runner.new_state()
+            if sequence.state is None:
+                sequence.state = runner.new_state()
             self._running[sequence.key] = sequence
             request_id = sequence.request.request_id
             if request_id not in self._admitted:
@@ -246,17 +328,16 @@ class Batcher:
         ]
 
     def _gain(self, sequence: _Sequence, sampled: Sampled) -> ChoiceDelta:
-        first = sequence.generation.count == 0
+        owed, sequence.owed = sequence.owed, ""
         gained = sequence.generation.feed(sampled.token)
         sequence.tokens.append(sampled.token)
         if sequence.request.params.penalised:
             sequence.history.output[sampled.token] += 1
         if gained.finish_reason is not None:
             self._running.pop(sequence.key)
-        echo = (sequence.choice.echo or "") if first else ""
         return ChoiceDelta(
             index=sequence.choice.index,
-            text=echo + gained.text,
+            text=owed + gained.text,
             token_ids=(sampled.token,),
             logprobs=(self._told(sampled),) if sampled.logprob is not None else None,
             finish_reason=gained.finish_reason,

@@ -28,6 +28,13 @@ class Progressed:
 
 
 @dataclass(frozen=True)
+class Yielded:
+    """The request was stopped to go on elsewhere; all that it has gained has been delivered."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
 class Embedded:
     request_id: str
     vectors: tuple[bytes, ...]
@@ -42,4 +49,4 @@ class Broken:
     error: ThawError
 
 
-Event = Admitted | Progressed | Embedded | Broken
+Event = Admitted | Progressed | Yielded | Embedded | Broken

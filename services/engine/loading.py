@@ -138,7 +138,7 @@ def complete(
     vocabulary = int(bound.model.get_input_embeddings().weight.shape[0])
     capacity = Capacity(start.card.context_length, limits.kv_tokens, vocabulary)
     eos = checkpoint.eos_tokens(bound.config, files.generation_defaults, files.tokenization.tokenizer.eos_token_id)
-    reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal)
+    reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal, start.card.info.revision)
     room = adapter_room(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
     return Computable(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
 

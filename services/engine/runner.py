@@ -24,8 +24,11 @@ class Row:
 
 
 class Runner(Protocol):
-    """`forward` gives each row's logits (float32) after its last token: [rows, vocabulary]. `forget`: no row will name the adapter again."""
+    """`forward` gives each row's logits (float32) after its last token: [rows, vocabulary]. `forget`: no row will name the adapter again.
+    `rewinds`: a state may be used from an earlier token on than it has come to."""
 
+    @property
+    def rewinds(self) -> bool: ...
     def new_state(self) -> Any: ...
     def forward(self, rows: Sequence[Row]) -> torch.Tensor: ...
     def forget(self, adapter: Adapter) -> None: ...
@@ -33,6 +36,8 @@ class Runner(Protocol):
 
 class PackedRunner:
     """All sequences in one pass: for models that take their attention from transformers' interface and positions from `position_ids`."""
+
+    rewinds = True
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._model = model
@@ -94,6 +99,8 @@ def _shares(rows: Sequence[Row]) -> Shares:
 
 class SequentialRunner:
     """One pass for each sequence with its own cache: for every architecture that `model.generate` can run."""
+
+    rewinds = False
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._model = model

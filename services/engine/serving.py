@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
@@ -16,10 +16,20 @@ from pydantic import ValidationError
 
 from services.engine.adapters import Adapters
 from services.engine.batcher import Batcher
-from services.engine.events import Admitted, Broken, Embedded, Event, Progressed
+from services.engine.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.requests import EmbedRequest, GenerationRequest, RequestReader
+from services.engine.streams import Stream, fixed_of
 from shared.contracts.engine import EngineLoad
-from shared.contracts.inference import EmbeddingsFinished, InferChunk, InferFailed, InferFinished, InferRequest, InferStarted, Usage
+from shared.contracts.inference import (
+    EmbeddingsFinished,
+    InferChunk,
+    InferFailed,
+    InferFinished,
+    InferRequest,
+    InferStarted,
+    InferYielded,
+    Usage,
+)
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.errors import (
@@ -40,28 +50,7 @@ from shared.telemetry.tracing import context_of, record_phases
 log = logging.getLogger(__name__)
 _INLINE_BYTES = 16 * 1024
 """Bodies over this are tokenised in a thread, so that the loop goes on."""
-Reply = InferStarted | InferChunk | InferFinished | EmbeddingsFinished | InferFailed
-
-
-@dataclass
-class _Stream:
-    """One request that has been taken on."""
-
-    request_id: str
-    reply: str
-    parent: str | None
-    timeline: Timeline
-    received: float
-    request: GenerationRequest | EmbedRequest | None = None
-    adapter: ModelCard | None = None
-    fetching: asyncio.Task[None] | None = None
-    holds_adapter: bool = False
-    deadline: asyncio.TimerHandle | None = None
-    admitted: float | None = None
-    first_token_told: bool = False
-    seq: int = 0
-    generated: int = 0
-    spans: list[PhaseSpan] = field(default_factory=list)
+Reply = InferStarted | InferChunk | InferFinished | InferYielded | EmbeddingsFinished | InferFailed
 
 
 class Serving:
@@ -71,12 +60,12 @@ class Serving:
         self._mesh = mesh
         self._instance_id = instance_id
         self._changed = changed
-        self._streams: dict[str, _Stream] = {}
+        self.streams: dict[str, Stream] = {}
+        self.reader: RequestReader | None = None
+        self.batcher: Batcher | None = None
+        self.adapters: Adapters | None = None
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._reader: RequestReader | None = None
-        self._batcher: Batcher | None = None
-        self._adapters: Adapters | None = None
         self._block_bytes = 0
         self._completed = 0
         self._generated = 0
@@ -87,35 +76,35 @@ class Serving:
 
     def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: Adapters | None = None) -> None:
         """`adapters` None: this model takes none."""
-        self._reader, self._batcher, self._block_bytes, self._adapters = reader, batcher, block_bytes, adapters
+        self.reader, self.batcher, self._block_bytes, self.adapters = reader, batcher, block_bytes, adapters
         self._idle_since = time.monotonic()
 
     # State
 
     def load(self) -> EngineLoad:
-        active = sum(s.admitted is not None for s in self._streams.values())
-        idle = 0 if self._streams else int((time.monotonic() - self._idle_since) * 1000)
+        active = sum(s.admitted is not None for s in self.streams.values())
+        idle = 0 if self.streams else int((time.monotonic() - self._idle_since) * 1000)
         return EngineLoad(
             active=active,
-            waiting=len(self._streams) - active,
+            waiting=len(self.streams) - active,
             completed=self._completed,
             generated_tokens=self._generated,
-            kv_bytes_used=self._batcher.blocks_used * self._block_bytes if self._batcher is not None else 0,
+            kv_bytes_used=self.batcher.blocks_used * self._block_bytes if self.batcher is not None else 0,
             idle_ms=idle,
-            adapters=self._adapters.loaded() if self._adapters is not None else (),
+            adapters=self.adapters.loaded() if self.adapters is not None else (),
         )
 
     def drain(self, *, only_if_idle: bool) -> None:
         """Take no new request. Raises `InstanceBusy` if there are any and it was to be only if idle."""
-        if only_if_idle and self._streams and not self.draining:
-            raise InstanceBusy(f"{len(self._streams)} requests are being served")
+        if only_if_idle and self.streams and not self.draining:
+            raise InstanceBusy(f"{len(self.streams)} requests are being served")
         self.draining = True
         self._note_drained()
 
     def hold(self) -> None:
         """Take no new request until `let_go`. Raises `InstanceBusy` if there are any."""
-        if self._streams:
-            raise InstanceBusy(f"{len(self._streams)} requests are being served")
+        if self.streams:
+            raise InstanceBusy(f"{len(self.streams)} requests are being served")
         self._held = True
 
     def let_go(self) -> None:
@@ -123,26 +112,37 @@ class Serving:
 
     async def take_own(self, request: InferRequest, reply: str) -> None:
         """Serve a request of the engine's own, held or not."""
-        stream = _Stream(request.request_id, reply, None, Timeline("engine"), time.monotonic())
+        stream = Stream(request.request_id, reply, None, Timeline("engine"), time.monotonic())
         await self._take(stream, request, 0)
 
     def abandon(self) -> None:
         """End everything that is still running with an error, at once."""
-        for stream in list(self._streams.values()):
-            if self._batcher is not None:
-                self._batcher.cancel(stream.request_id)
-            self._fail(stream, ShuttingDown("the engine was stopped while it was answering"))
+        for stream in list(self.streams.values()):
+            if self.batcher is not None:
+                self.batcher.cancel(stream.request_id)
+            self._fail(stream, ShuttingDown("the engine was stopped while it was answering"), lost=True)
 
     def cancel(self, request_id: str) -> None:
         """Stop without a last message; harmless if there is no such request."""
-        stream = self._streams.get(request_id)
+        stream = self.streams.get(request_id)
         if stream is not None:
-            if self._batcher is not None:
-                self._batcher.cancel(request_id)
+            if self.batcher is not None:
+                self.batcher.cancel(request_id)
             self._end(stream)
 
+    def yield_(self, stream: Stream) -> None:
+        """Stop at the next token, to go on elsewhere; what has not been given to the computing thread stops at once."""
+        if isinstance(stream.request, GenerationRequest) and stream.fetching is None and self.batcher is not None:
+            self.batcher.yield_(stream.request_id)
+        else:
+            self._yielded(stream)
+
+    def _yielded(self, stream: Stream) -> None:
+        self._send(stream, InferYielded(seq=stream.seq))
+        self._end(stream)
+
     def _note_drained(self) -> None:
-        if self.draining and not self._streams:
+        if self.draining and not self.streams:
             self.drained.set()
 
     # Requests in
@@ -157,35 +157,35 @@ class Serving:
         except ValidationError as e:
             self._publish(message.reply, InferFailed(seq=0, error=InvalidRequest(f"malformed request: {e}").body()))
             return
-        stream = _Stream(request.request_id, message.reply, parent, Timeline("engine"), time.monotonic())
+        stream = Stream(request.request_id, message.reply, parent, Timeline("engine"), time.monotonic())
         try:
             await self._take(stream, request, len(message.data))
         except ThawError as e:
-            if self._streams.get(stream.request_id) is stream:
+            if self.streams.get(stream.request_id) is stream:
                 self._fail(stream, e)
             else:
                 self._publish(stream.reply, InferFailed(seq=stream.seq, error=e.body()))
 
-    async def _take(self, stream: _Stream, request: InferRequest, size: int) -> None:
+    async def _take(self, stream: Stream, request: InferRequest, size: int) -> None:
         if self.draining or (self._held and size):
             raise InstanceDraining
-        if self._reader is None or self._batcher is None:
+        if self.reader is None or self.batcher is None:
             raise InstanceDraining("the instance is not ready yet")
-        if stream.request_id in self._streams:
+        if stream.request_id in self.streams:
             raise Conflict(f"request {stream.request_id} is running here already")
-        if request.adapter is not None and (self._adapters is None or request.endpoint == "embedding"):
+        if request.adapter is not None and (self.adapters is None or request.endpoint == "embedding"):
             raise InvalidRequest(f"{request.adapter.name} is an adapter for generating; this cannot use it", param="model")
         loop = asyncio.get_running_loop()
         stream.adapter = request.adapter
-        self._streams[stream.request_id] = stream
-        if len(self._streams) == 1:
+        self.streams[stream.request_id] = stream
+        if len(self.streams) == 1:
             self._changed()
         stream.deadline = loop.call_later(request.deadline_ms / 1000, self._expire, stream)
         if size <= _INLINE_BYTES:
-            self._submit(stream, self._read(self._reader, request))
+            self._submit(stream, self._read(self.reader, request))
             return
         # Not awaited: the subscription's callbacks run one after the other.
-        job = loop.run_in_executor(self._threads, self._read, self._reader, request)
+        job = loop.run_in_executor(self._threads, self._read, self.reader, request)
         job.add_done_callback(lambda done: self._read_done(stream, done))
 
     def _read(self, reader: RequestReader, request: InferRequest) -> GenerationRequest | EmbedRequest:
@@ -197,8 +197,8 @@ class Serving:
             log.exception("a request could not be read", extra={"request_id": request.request_id})
             raise EngineFailed(f"the request could not be read: {type(e).__name__}: {str(e)[:300]}") from e
 
-    def _read_done(self, stream: _Stream, done: asyncio.Future[GenerationRequest | EmbedRequest]) -> None:
-        if self._streams.get(stream.request_id) is not stream or done.cancelled():
+    def _read_done(self, stream: Stream, done: asyncio.Future[GenerationRequest | EmbedRequest]) -> None:
+        if self.streams.get(stream.request_id) is not stream or done.cancelled():
             return
         error = done.exception()
         if isinstance(error, ThawError):
@@ -208,36 +208,36 @@ class Serving:
         else:
             raise error
 
-    def _submit(self, stream: _Stream, request: GenerationRequest | EmbedRequest) -> None:
-        assert self._batcher is not None
-        stream.request = request
+    def _submit(self, stream: Stream, request: GenerationRequest | EmbedRequest) -> None:
+        assert self.batcher is not None
+        stream.take(request)
         if stream.adapter is None or not isinstance(request, GenerationRequest):
-            self._batcher.submit(request)
+            self.batcher.submit(request)
         else:
             name = f"adapter for {stream.request_id}"
             stream.fetching = asyncio.create_task(self._submit_with(stream.adapter, stream, request), name=name)
 
-    async def _submit_with(self, card: ModelCard, stream: _Stream, request: GenerationRequest) -> None:
+    async def _submit_with(self, card: ModelCard, stream: Stream, request: GenerationRequest) -> None:
         """Compute the request once its adapter is there."""
-        assert self._batcher is not None
-        assert self._adapters is not None
+        assert self.batcher is not None
+        assert self.adapters is not None
         try:
-            adapter = await self._adapters.acquire(card)
+            adapter = await self.adapters.acquire(card)
         except Exception as e:  # the task's boundary: whatever it was, the request must have an answer
             if not isinstance(e, ThawError):
                 log.exception("an adapter could not be loaded", extra={"adapter": card.name})
                 e = EngineFailed(f"the adapter {card.name} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
             stream.fetching = None
-            if self._streams.get(stream.request_id) is stream:
+            if self.streams.get(stream.request_id) is stream:
                 self._fail(stream, e)
             return
         stream.fetching, stream.holds_adapter = None, True
-        self._batcher.submit(replace(request, adapter=adapter))
+        self.batcher.submit(replace(request, adapter=adapter, variant=card.info.revision))
 
-    def _expire(self, stream: _Stream) -> None:
-        if self._streams.get(stream.request_id) is stream:
-            if self._batcher is not None:
-                self._batcher.cancel(stream.request_id)
+    def _expire(self, stream: Stream) -> None:
+        if self.streams.get(stream.request_id) is stream:
+            if self.batcher is not None:
+                self.batcher.cancel(stream.request_id)
             self._fail(stream, DeadlineExceeded("the answer was not complete within the request's deadline"))
 
     # Answers out
@@ -245,7 +245,7 @@ class Serving:
     def on_events(self, events: Sequence[Event]) -> None:
         """What the computing thread delivered, on the loop's thread. Events of requests that have ended here already are dropped."""
         for event in events:
-            stream = self._streams.get(event.request_id)
+            stream = self.streams.get(event.request_id)
             if stream is None or stream.request is None:
                 continue
             match event:
@@ -253,12 +253,14 @@ class Serving:
                     self._started(stream, stream.request, at)
                 case Progressed():
                     self._progressed(stream, stream.request, event)
+                case Yielded():
+                    self._yielded(stream)
                 case Embedded():
                     self._embedded(stream, stream.request, event)
                 case Broken(error=error):
                     self._fail(stream, error)
 
-    def _started(self, stream: _Stream, request: GenerationRequest | EmbedRequest, at: float) -> None:
+    def _started(self, stream: Stream, request: GenerationRequest | EmbedRequest, at: float) -> None:
         stream.admitted = at
         stream.timeline.add(Phase.QUEUE, stream.received, at)
         ids = request.prompt_token_ids if isinstance(request, GenerationRequest) else None
@@ -270,11 +272,13 @@ class Serving:
                 phases=stream.timeline.spans(),
                 ignored=request.ignored,
                 prompt_token_ids=ids,
+                fixed=fixed_of(request),
+                seed=request.params.seed if isinstance(request, GenerationRequest) else None,
             ),
         )
 
-    def _progressed(self, stream: _Stream, request: GenerationRequest | EmbedRequest, event: Progressed) -> None:
-        stream.generated += event.tokens
+    def _progressed(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Progressed) -> None:
+        stream.progressed(event)
         self._generated += event.tokens
         phases: tuple[PhaseSpan, ...] = ()
         if not stream.first_token_told:
@@ -282,47 +286,48 @@ class Serving:
             started = stream.received if stream.admitted is None else stream.admitted
             stream.timeline.add(Phase.PREFILL, started, event.at, prompt_tokens=request.prompt_tokens)
             phases = tuple(s for s in stream.timeline.spans() if s.phase is Phase.PREFILL)
-        self._send(stream, InferChunk(seq=stream.seq, choices=event.deltas, phases=phases))
-        if event.done and self._streams.get(stream.request_id) is stream:
-            usage = Usage(prompt_tokens=request.prompt_tokens, completion_tokens=stream.generated)
+        if event.deltas:
+            self._send(stream, InferChunk(seq=stream.seq, choices=event.deltas, phases=phases))
+        if event.done and self.streams.get(stream.request_id) is stream:
+            usage = Usage(prompt_tokens=request.prompt_tokens, completion_tokens=stream.generated_tokens)
             self._send(stream, InferFinished(seq=stream.seq, usage=usage))
             self._finish(stream)
 
-    def _embedded(self, stream: _Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
+    def _embedded(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
         vectors = tuple(base64.b64encode(v).decode() for v in event.vectors)
         usage = Usage(prompt_tokens=request.prompt_tokens)
         self._send(stream, EmbeddingsFinished(seq=stream.seq, dimensions=event.dimensions, vectors=vectors, usage=usage))
-        if self._streams.get(stream.request_id) is stream:
+        if self.streams.get(stream.request_id) is stream:
             self._finish(stream)
 
-    def _finish(self, stream: _Stream) -> None:
+    def _finish(self, stream: Stream) -> None:
         record_phases(stream.timeline.spans(), context_of(stream.parent))
         self._completed += 1
         self._end(stream)
 
-    def _fail(self, stream: _Stream, error: ThawError) -> None:
-        self._publish(stream.reply, InferFailed(seq=stream.seq, error=error.body()))
+    def _fail(self, stream: Stream, error: ThawError, *, lost: bool = False) -> None:
+        self._publish(stream.reply, InferFailed(seq=stream.seq, error=error.body(), engine_lost=lost))
         self._end(stream)
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: Stream) -> None:
         if stream.deadline is not None:
             stream.deadline.cancel()
         if stream.fetching is not None:
             stream.fetching.cancel()
-        if stream.holds_adapter and stream.adapter is not None and self._adapters is not None:
+        if stream.holds_adapter and stream.adapter is not None and self.adapters is not None:
             stream.holds_adapter, stream.request = False, None
-            self._adapters.release(stream.adapter.info.revision)
-        self._streams.pop(stream.request_id, None)
-        if not self._streams:
+            self.adapters.release(stream.adapter.info.revision)
+        self.streams.pop(stream.request_id, None)
+        if not self.streams:
             self._idle_since = time.monotonic()
             self._changed()
         self._note_drained()
 
-    def _send(self, stream: _Stream, message: Reply) -> None:
+    def _send(self, stream: Stream, message: Reply) -> None:
         body = message.model_dump_json(exclude_defaults=False).encode()
         if len(body) > self._mesh.max_body:
-            if self._batcher is not None:
-                self._batcher.cancel(stream.request_id)
+            if self.batcher is not None:
+                self.batcher.cancel(stream.request_id)
             self._fail(stream, PayloadTooLarge(f"the answer has {len(body)} bytes and a message at most {self._mesh.max_body}"))
             return
         stream.seq += 1

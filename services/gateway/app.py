@@ -24,12 +24,14 @@ from services.gateway.http.edge import Edge, RequestIds
 from services.gateway.http.generate import Generate
 from services.gateway.http.info import Info
 from services.gateway.metrics import Metrics
+from services.gateway.moving import Mover
 from services.gateway.finding import answer_finds
 from services.gateway.recording import Recorder
 from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings
 from shared.contracts import subjects
 from shared.contracts.demand import LoadFailed
+from shared.contracts.migration import GATEWAY_CONTROL
 from shared.contracts.node import NodeStatus, StatusWanted
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
@@ -105,6 +107,7 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
     metrics.observe(gateway.dispatcher)
     try:
         mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, gateway.on_status)
+        mesh.respond(subjects.gateway_control(gateway.id), GATEWAY_CONTROL, Mover(gateway).on_control, concurrent=True)
         mesh.listen(subjects.LOAD_FAILED, LoadFailed, gateway.on_load_failed)
         return await _serve(gateway, listener, stop)
     finally:

@@ -45,7 +45,7 @@ def spans_of(exchange: Exchange) -> tuple[PhaseSpan, ...]:
     ticket = exchange.ticket
     if ticket.attempts:
         # A cold request waited for the start's own phases; only what it waited after that was for a slot.
-        timeline.add(Phase.QUEUE, exchange.cold_ready_at or ticket.arrived, ticket.sent_at)
+        timeline.add(Phase.QUEUE, exchange.cold_ready_at or ticket.arrived, exchange.sent_at)
     for heard in exchange.heard:
         timeline.absorb(heard.phases, heard.at)
     return timeline.spans(ticket.arrived)

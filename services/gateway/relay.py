@@ -32,6 +32,10 @@ class Relay:
         """Whether a repetition may be answered with it: not if it asks to be tried again."""
         return self.head.status < 500 and self.head.status not in _RETRIED
 
+    def takes(self, head: InferResponse) -> bool:
+        """Whether the rest of this answer may come under such a head."""
+        return head.status == self.head.status and head.content_type == self.head.content_type
+
     @property
     def size(self) -> int:
         return len(self._body)

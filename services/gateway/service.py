@@ -73,6 +73,7 @@ class Gateway:
             queue_deadline=now + card.spec.queue.timeout,
             response_timeout=card.spec.response_timeout,
             traceparent=traceparent(origin.span),
+            queue_timeout=card.spec.queue.timeout,
         )
         limit = self.settings.stream_buffer_bytes
         exchange = Exchange(ticket, card, ask, sink, self.dispatcher, limit)
@@ -98,6 +99,10 @@ class Gateway:
         self._keyed.pop(exchange.ticket.id, None)
         self.recorder.record(exchange, origin)
 
+    def exchange_of(self, attempt_id: str) -> Exchange | None:
+        """The open request that an engine knows (or knew) by that name."""
+        return self._open.get(attempt_id.rpartition("-")[0])
+
     def ticket_named(self, request_id: str) -> Ticket | None:
         """The open request that its client knows by that id."""
         exchange = self._open.get(self._named.get(request_id, ""))
@@ -122,6 +127,9 @@ class Gateway:
 
     def fail(self, ticket: Ticket, error: ThawError) -> None:
         self._open[ticket.id].fail(error)
+
+    def requeued(self, ticket: Ticket) -> None:
+        self._open[ticket.id].requeued()
 
     def demand(self, demand: Demand) -> None:
         self._demand.tell(demand)

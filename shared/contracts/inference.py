@@ -33,6 +33,10 @@ DATA_BYTES = 256 * 1024
 a long answer's cost."""
 
 
+RESUME = "resume"
+"""The `param` of a refusal to go on with an answer: another engine may."""
+
+
 class ResumedChoice(Frozen):
     """One choice as far as it was made. An engine that goes on with it sends what comes after `token_ids`, and after `text_chars` characters
     of text (the tokens may have made more, which was held back: an incomplete character, the beginning of a stop string)."""

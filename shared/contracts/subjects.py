@@ -93,6 +93,11 @@ def reply(gateway_id: str, request_id: str) -> str:
     return f"{PREFIX}.replies.{gateway_id}.{request_id}"
 
 
+def gateway_of(reply: str) -> str:
+    """The gateway that made a `reply` or `keyed_reply`."""
+    return reply.split(".")[-2]
+
+
 def keyed_replies(gateway_id: str) -> str:
     """A gateway's subscription to the streams of its requests with an Idempotency-Key."""
     return f"{PREFIX}.replies.keyed.{gateway_id}.*"

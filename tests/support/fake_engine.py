@@ -19,7 +19,7 @@ from nats.aio.msg import Msg
 from pydantic import SecretStr, TypeAdapter
 
 from shared.contracts import subjects
-from shared.contracts.base import ErrorBody, Message
+from shared.contracts.base import Done, ErrorBody, Failure, Message
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import (
@@ -35,12 +35,13 @@ from shared.contracts.inference import (
     InferRequest,
     InferResponse,
     InferStarted,
+    InferYielded,
     Usage,
 )
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.errors import InstanceDraining, ThawError
+from shared.errors import InstanceDraining, NotFound, ThawError
 from shared.messaging import Mesh
 from shared.messaging.streams import catalog_bucket
 from shared.settings import CommonSettings
@@ -75,11 +76,16 @@ class Run:
     reply: str
     seq: int = 0
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    yielding: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def say(self, message: InferStarted | InferChunk | InferResponse | InferData | Answered | InferFailed) -> None:
+    async def say(
+        self, message: InferStarted | InferChunk | InferResponse | InferData | Answered | InferYielded | InferFailed
+    ) -> None:
         numbered = message.model_copy(update={"seq": self.seq})
         self.seq += 1
         await self.engine.nc.publish(self.reply, numbered.model_dump_json().encode())
+        async with self.engine.arrived:
+            self.engine.arrived.notify_all()
 
     async def start(self, **fields: Any) -> None:
         phases = (PhaseSpan(phase=Phase.QUEUE, start_ms=-0.2, duration_ms=0.2, process="engine"),)
@@ -145,8 +151,16 @@ async def hang(run: Run) -> None:
     await run.cancelled.wait()
 
 
+async def stop_when_asked(run: Run | None) -> Message:
+    """Answer `YieldInfer` as a well-behaved engine does."""
+    if run is None:
+        return Failure(error=NotFound("it is over").body())
+    run.yielding.set()
+    return Done()
+
+
 class FakeEngine:
-    """One instance. Keeps every request it got."""
+    """One instance. `yields` answers `YieldInfer`; None: nothing does. Keeps every request it got."""
 
     def __init__(self, nc: Client, model: str, behaviour: Behaviour = speak, capacity: int = 16) -> None:
         self.nc = nc
@@ -158,6 +172,7 @@ class FakeEngine:
         self.error: ErrorBody | None = None
         self.phases: tuple[PhaseSpan, ...] = ()
         self.traceparent: str | None = None
+        self.yields: Callable[[Run | None], Awaitable[Message]] | None = stop_when_asked
         self.requests: list[Run] = []
         self.cancelled: list[str] = []
         self.arrived = asyncio.Condition()
@@ -198,11 +213,16 @@ class FakeEngine:
             self._running.pop(run.request.request_id, None)
 
     async def _on_control(self, message: Msg) -> None:
-        request_id = json.loads(message.data)["request_id"]
+        order = json.loads(message.data)
+        run = self._running.get(order["request_id"])
+        if order["kind"] == "yield":
+            if self.yields is not None:
+                await message.respond((await self.yields(run)).model_dump_json().encode())
+            return
         async with self.arrived:
-            self.cancelled.append(request_id)
+            self.cancelled.append(order["request_id"])
             self.arrived.notify_all()
-        if (run := self._running.get(request_id)) is not None:
+        if run is not None:
             run.cancelled.set()
 
     async def until(self, true: Callable[[], bool], within: float = 5.0) -> None:

@@ -18,6 +18,7 @@ from shared.contracts import subjects
 from shared.contracts.base import CONTRACT_VERSION
 from shared.contracts.engine import DropAdapter
 from shared.contracts.inference import CancelInfer
+from shared.errors import PayloadTooLarge
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
@@ -83,15 +84,21 @@ class Engines:
         envelope = {
             "v": CONTRACT_VERSION,
             "kind": "infer",
-            "deadline_ms": max(1, int(ticket.response_timeout * 1e3)),
+            "deadline_ms": max(1, int((ticket.response_timeout - ticket.spent) * 1e3)),
             "request_id": ticket.attempt_id,
             "instance_id": instance,
             "model": ticket.model,
             **exchange.ask.envelope(),
         }
+        if exchange.resume is not None:
+            envelope["resume"] = exchange.resume
         # JSON goes on as it came: it has been validated, and making it anew costs more than all the rest of this.
         body = b'"body":%b' % exchange.ask.body if exchange.ask.is_json else b'"data":"%b"' % base64.b64encode(exchange.ask.body)
         payload = b"%b,%b}" % (json.dumps(envelope).encode()[:-1], body)
+        if len(payload) > self._mesh.max_body:  # the tokens that are there made it so
+            too_much = PayloadTooLarge(f"the request and what there is of its answer have {len(payload)} bytes")
+            asyncio.get_running_loop().call_soon(exchange.on_unsendable, too_much)
+            return
         headers = {"traceparent": ticket.traceparent} if ticket.traceparent else None
         self._outbox.put_nowait((exchange, subjects.infer(instance), payload, reply, headers))
 

@@ -7,7 +7,8 @@ Events come in as method calls with `now`; everything that must happen outside l
 3. Demand is told when the first waiter comes, then every second, and once with 0 when the last has gone.
 4. A request refused before anything came of it (draining, nobody listens) goes back to the head of its queue; the instance is left alone
    for a while. After MAX_ATTEMPTS it fails.
-5. A request whose instance died goes back once if what its client has got, if anything, can be continued; otherwise it fails.
+5. A request whose instance died goes back, to go on elsewhere from where it was, if what its client has got, if anything, can be continued;
+   otherwise it fails. So it does after MAX_LOST deaths without a token in between, or MAX_LOSSES at all: it may be what they die of.
 6. A waiter whose time is over fails; so do all waiters of a model whose load failed for good.
 """
 
@@ -21,10 +22,21 @@ from services.gateway.domain.routes import Route, Routes
 from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.demand import DEMAND_INTERVAL_S, Demand, DemandNoted, LoadFailed
 from shared.contracts.node import InstanceState, NodeStatus
-from shared.errors import DeadlineExceeded, EngineFailed, QueueFull, QueueTimeout, ShuttingDown, ThawError, Unreachable, from_body
+from shared.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InstanceDraining,
+    QueueFull,
+    QueueTimeout,
+    ShuttingDown,
+    ThawError,
+    Unavailable,
+    from_body,
+)
 
 MAX_ATTEMPTS = 12
-MAX_LOST = 1
+MAX_LOST = 3
+MAX_LOSSES = 64
 GONE_GRACE_S = 0.3
 """How long an instance reported failed or stopped may still have messages under way."""
 ABSENT_GRACE_S = 3.0
@@ -51,6 +63,9 @@ class Effects(Protocol):
 
     def demand(self, demand: Demand) -> None:
         """Tell the scheduler what waits."""
+
+    def requeued(self, ticket: Ticket) -> None:
+        """The request, which an instance had, waits for another one."""
 
 
 @dataclass(slots=True)
@@ -137,22 +152,56 @@ class Dispatcher:
     def on_finished(self, ticket: Ticket, now: float) -> None:
         self._leave(ticket, now)
 
+    def on_progress(self, ticket: Ticket) -> None:
+        """The present attempt has brought a token."""
+        ticket.lost = ticket.refusals = 0
+        ticket.first, ticket.avoid = None, frozenset()
+
     def on_refused(self, ticket: Ticket, error: ThawError, now: float) -> None:
-        """The engine would not take it (draining), or nobody listens there."""
+        """The engine would not take it (draining), cannot go on with it, or nobody listens there."""
         if ticket.stage is not Stage.SENT or ticket.instance_id is None:
             return
-        self.routes.refused(ticket.instance_id, now)
-        if ticket.begun or ticket.attempts >= MAX_ATTEMPTS:
+        ticket.refusals += 1
+        particular = ticket.resumes and not isinstance(error, InstanceDraining | Unavailable)
+        if particular:
+            ticket.avoid |= {ticket.instance_id}
+        else:
+            self.routes.refused(ticket.instance_id, now)
+        if ticket.begun or ticket.refusals >= MAX_ATTEMPTS or (particular and self._nobody_left(ticket)):
             self._leave(ticket, now)
-            self._effects.fail(ticket, EngineFailed(error.message) if isinstance(error, Unreachable) else error)
+            self._effects.fail(ticket, error if isinstance(error, InstanceDraining) else EngineFailed(error.message))
         else:
             self._requeue(ticket, now)
+
+    def _nobody_left(self, ticket: Ticket) -> bool:
+        """Whether every instance that there is has refused to go on with the request."""
+        alive = [r for r in self.routes.of(ticket.model) if r.status.state is InstanceState.READY or r.status.state.starting]
+        return all(r.status.instance_id in ticket.avoid for r in alive)
 
     def on_engine_lost(self, ticket: Ticket, error: ThawError, now: float) -> None:
         """The instance says itself that its engine broke down under the request."""
         if ticket.stage is Stage.SENT and ticket.instance_id is not None:
             self.routes.refused(ticket.instance_id, now)
             self._lost(ticket, now, error)
+
+    def on_gap(self, ticket: Ticket, error: ThawError, now: float) -> None:
+        """Some of what the engine said did not come: go on from what did."""
+        if ticket.stage is Stage.SENT:
+            self._effects.cancel(ticket)
+            self._lost(ticket, now, error)
+
+    def on_yielded(self, ticket: Ticket, to: str | None, now: float) -> None:
+        """The engine has stopped for the request to go on at instance `to`; if that is not to be had, wherever there is room, there first."""
+        if ticket.stage is not Stage.SENT:
+            return
+        ticket.first = ticket.instance_id
+        route = self.routes.get(to) if to is not None else None
+        if route is None or route.status.state is not InstanceState.READY:
+            self._requeue(ticket, now)
+            return
+        self._release(ticket, now)
+        self._send(ticket, route, now)
+        self._pump(ticket.model, now)
 
     def on_broken(self, ticket: Ticket, error: ThawError, now: float) -> None:
         """Its stream cannot be trusted any more (a gap, an unread buffer)."""
@@ -181,7 +230,7 @@ class Dispatcher:
     def on_tick(self, now: float) -> None:
         self.routes.on_tick(now)
         for ticket in list(self._sent.values()):
-            if now >= ticket.sent_at + ticket.response_timeout:
+            if now >= ticket.sent_at + ticket.response_timeout - ticket.spent:
                 seconds = f"{ticket.response_timeout:g} s"
                 self.on_broken(ticket, DeadlineExceeded(f"the answer of {ticket.model} was not complete after {seconds}"), now)
             elif self._instance_gone(ticket, now):
@@ -198,15 +247,17 @@ class Dispatcher:
 
     def _pump(self, model: str, now: float) -> None:
         queue = self._queues.get(model)
-        if queue is None or not queue.waiting:
+        if queue is None or self.routes.choose(model, now) is None:
             return
-        while queue.waiting:
-            route = self.routes.choose(model, now)
-            if route is None:
+        for ticket in list(queue.waiting.values()):
+            route = self.routes.choose_for(ticket, now)
+            if route is not None:
+                del queue.waiting[ticket.id]
+                self._send(ticket, route, now)
+            elif not ticket.avoid:
                 return
-            _, ticket = queue.waiting.popitem(last=False)
-            self._send(ticket, route, now)
-        self._drop_queue(model, queue, now)
+        if not queue.waiting:
+            self._drop_queue(model, queue, now)
 
     def _send(self, ticket: Ticket, route: Route, now: float) -> None:
         ticket.stage = Stage.SENT
@@ -220,18 +271,23 @@ class Dispatcher:
         self._effects.send(ticket)
 
     def _requeue(self, ticket: Ticket, now: float) -> None:
-        self._release(ticket)
+        self._release(ticket, now)
         ticket.stage, ticket.instance_id = Stage.QUEUED, None
+        if ticket.resumes:
+            ticket.queue_deadline = max(ticket.queue_deadline, now + ticket.queue_timeout)
         queue = self._queues.setdefault(ticket.model, Queue())
         queue.waiting[ticket.id] = ticket
         queue.waiting.move_to_end(ticket.id, last=False)
         self._pump(ticket.model, now)
-        if ticket.stage is Stage.QUEUED and len(queue.waiting) == 1:
-            self._tell(ticket.model, queue, now)
+        if ticket.stage is Stage.QUEUED:
+            self._effects.requeued(ticket)
+            if len(queue.waiting) == 1:
+                self._tell(ticket.model, queue, now)
 
     def _lost(self, ticket: Ticket, now: float, error: ThawError | None = None) -> None:
         ticket.lost += 1
-        if not ticket.begun and ticket.lost <= MAX_LOST:
+        ticket.losses += 1
+        if not ticket.begun and ticket.lost <= MAX_LOST and ticket.losses <= MAX_LOSSES:
             self._requeue(ticket, now)
             return
         route = self.routes.get(ticket.instance_id or "")
@@ -245,7 +301,7 @@ class Dispatcher:
     def _leave(self, ticket: Ticket, now: float) -> None:
         """Take the request out of wherever it is; harmless if it has left already."""
         if ticket.stage is Stage.SENT:
-            self._release(ticket)
+            self._release(ticket, now)
             ticket.stage = Stage.DONE
             self._pump(ticket.model, now)
         elif ticket.stage is Stage.QUEUED:
@@ -254,7 +310,8 @@ class Dispatcher:
             if queue is not None and queue.waiting.pop(ticket.id, None) is not None and not queue.waiting:
                 self._drop_queue(ticket.model, queue, now)
 
-    def _release(self, ticket: Ticket) -> None:
+    def _release(self, ticket: Ticket, now: float) -> None:
+        ticket.spent = ticket.spent + now - ticket.sent_at if ticket.resumes else 0.0
         del self._sent[ticket.id]
         self.routes.release(ticket.instance_id or "")
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from services.gateway.domain.ticket import Ticket
 from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.phases import PhaseSpan
 
@@ -123,7 +124,17 @@ class Routes:
 
     def choose(self, model: str, now: float) -> Route | None:
         """The ready instance with the most room; equal ones by id, so that the choice can be explained."""
-        ready = [r for r in self.of(model) if r.takes(now)]
+        return self._least([r for r in self.of(model) if r.takes(now)])
+
+    def choose_for(self, ticket: Ticket, now: float) -> Route | None:
+        """The same for a request that may be particular: about the weights that are to go on with it, or because some instances refused."""
+        ready = [r for r in self.of(ticket.model) if r.takes(now) and r.status.instance_id not in ticket.avoid]
+        if ticket.resumes:
+            ready = [r for r in ready if r.status.revision == ticket.revision] or ready
+        preferred = [r for r in ready if r.status.instance_id == ticket.first]
+        return self._least(preferred or ready)
+
+    def _least(self, ready: list[Route]) -> Route | None:
         return min(ready, key=lambda r: ((r.own + r.others) / r.limit, r.status.instance_id), default=None)
 
     def refused(self, instance_id: str, now: float) -> None:

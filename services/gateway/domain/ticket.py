@@ -17,8 +17,8 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Ticket:
-    """Times are seconds on the gateway's monotonic clock. `begun`: the client has got output that a repetition would
-    not continue."""
+    """Times are seconds on the gateway's monotonic clock. `begun`: the client has got output that nobody would continue. `resumes`: there is
+    output that another instance goes on with."""
 
     id: str
     model: str
@@ -32,7 +32,19 @@ class Ticket:
     sent_at: float = 0.0
     heard_at: float = 0.0
     attempts: int = 0
+    queue_timeout: float = 0.0
+    refusals: int = 0
     lost: int = 0
+    losses: int = 0
     begun: bool = False
+    resumes: bool = False
+    revision: str = ""
+    """Of the weights that made what there is."""
+    spent: float = 0.0
+    """Of the response timeout, by earlier instances."""
+    first: str | None = None
+    """The instance to be tried before any other."""
+    avoid: frozenset[str] = frozenset()
+    """Instances that cannot go on with it."""
     attempt_id: str = ""
     """Names the present attempt on the mesh, so that late messages of an earlier one are not taken for its own."""

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.domain.ticket import Stage
 from services.gateway.exchange import Exchange
 from services.gateway.http.collect import Whole
 from services.gateway.http.dialects import Dialect
@@ -106,6 +107,7 @@ class Answer:
         """Raises what the exchange failed with, if nothing has been sent by then."""
         self._loop = asyncio.get_running_loop()
         if self._events:
+            self._exchange.on_waiting = self._wait_again
             self._timer = self._loop.call_later(self._settings.waking_comment_after, self._on_timer)
         try:
             async with watched(self._exchange, receive):
@@ -247,13 +249,19 @@ class Answer:
         ignored = comment(f"x-thaw-ignored {ignored_names(self._exchange)}") if self._exchange.ignored else b""
         return ignored + comment(f"timing {server_timing(self._exchange)}")
 
+    def _wait_again(self) -> None:
+        """The engine is gone, and another one not there yet: say so in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._settings.waking_comment_after, self._on_timer)
+
     def _on_timer(self) -> None:
         exchange = self._exchange
         if exchange.ended or not self._takes_events:
             return
-        if exchange.first_at is None:
+        if exchange.first_at is None or exchange.ticket.stage is Stage.QUEUED:
             self._comments += comment(self._progress(exchange))
-            if isinstance(self._sink, EventStream):
+            if exchange.first_at is None and isinstance(self._sink, EventStream):
                 self._sink.before_done = self._late
             exchange.wake()
             again = self._settings.waking_comment_interval

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from services.gateway.domain.dispatcher import MAX_LOST
 from services.gateway.http.sse import DONE
 from shared.contracts.demand import Demand
 from shared.contracts.node import InstanceState
@@ -12,7 +13,7 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import RequestTrace
 from shared.errors import CheckpointInvalid, EngineFailed, InsufficientMemory
 from tests.integration.gateway.conftest import Served, ServeFn, chat, until, until_listed
-from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, drain, hang
+from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, drain
 
 TEXT = "".join(WORDS)
 URL = "/v1/chat/completions"
@@ -141,8 +142,15 @@ async def test_a_draining_engine_hands_its_request_on(gateway: Served, node: Fak
     assert (await waiting).json()["choices"][0]["message"]["content"] == TEXT
 
 
-async def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error(gateway: Served, node: FakeNode) -> None:
-    engine = await node.engine("alpha", hang)
+async def test_an_engine_that_dies_in_a_stream_that_nobody_can_continue_ends_it_with_an_error(
+    gateway: Served, node: FakeNode
+) -> None:
+    async def fixed(run: Run) -> None:
+        await run.start(fixed="it has a memory of its own")
+        await run.text(WORDS[0])
+        await run.cancelled.wait()
+
+    engine = await node.engine("alpha", fixed)
     async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
         lines = answer.aiter_lines()
         seen = [await anext(lines) for _ in range(3)]
@@ -173,7 +181,7 @@ async def test_an_engine_that_dies_before_its_first_word_is_replaced(gateway: Se
     assert (await waiting).status_code == 200
 
 
-async def test_a_lost_message_is_noticed(gateway: Served, node: FakeNode) -> None:
+async def test_lost_messages_are_noticed_and_the_request_asked_again_within_bounds(gateway: Served, node: FakeNode) -> None:
     async def gap(run: Run) -> None:
         await run.start()
         run.seq += 1
@@ -184,7 +192,7 @@ async def test_a_lost_message_is_noticed(gateway: Served, node: FakeNode) -> Non
     answer = await gateway.http.post(URL, json=chat())
     assert answer.status_code == 500
     assert "were lost" in answer.json()["error"]["message"]
-    await engine.until(lambda: len(engine.cancelled) == 1)
+    await engine.until(lambda: len(engine.cancelled) == len(engine.requests) == MAX_LOST + 1)
 
 
 async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node: FakeNode) -> None:

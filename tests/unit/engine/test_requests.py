@@ -27,7 +27,7 @@ def read(
     defaults: dict[str, Any] | None = None,
     kv_tokens: int = 4096,
 ) -> GenerationRequest:
-    reader = RequestReader(tokens, Capacity(1024, kv_tokens, tokens.size), frozenset({0, 2}), defaults or {}, True)
+    reader = RequestReader(tokens, Capacity(1024, kv_tokens, tokens.size), frozenset({0, 2}), defaults or {}, True, "rev")
     request = InferRequest(request_id="r", instance_id="i", model="m", endpoint=endpoint, body={"model": "m", **body})
     result = reader.read(request)
     assert isinstance(result, GenerationRequest)
@@ -148,7 +148,7 @@ def test_what_can_never_fit_the_kv_cache(tokens: Tokenization) -> None:
 
 
 def test_embeddings(tokens: Tokenization) -> None:
-    reader = RequestReader(tokens, Capacity(64, 0, tokens.size), frozenset(), {}, False)
+    reader = RequestReader(tokens, Capacity(64, 0, tokens.size), frozenset(), {}, False, "rev")
 
     def ask(body: dict[str, Any], endpoint: Endpoint = "embedding") -> InferRequest:
         return InferRequest(request_id="r", instance_id="i", model="m", endpoint=endpoint, body={"model": "m", **body})
@@ -171,7 +171,7 @@ def test_bytes_of_single_tokens(tokens: Tokenization) -> None:
 
 
 def test_routes_of_other_engines_are_not_served_here(tokens: Tokenization) -> None:
-    reader = RequestReader(tokens, Capacity(1024, 4096, tokens.size), frozenset({0, 2}), {}, True)
+    reader = RequestReader(tokens, Capacity(1024, 4096, tokens.size), frozenset({0, 2}), {}, True, "rev")
     request = InferRequest(request_id="r", instance_id="i", model="m", endpoint="other", route="/v1/rerank", body={"model": "m"})
     with pytest.raises(NotFound, match="/v1/rerank"):
         reader.read(request)

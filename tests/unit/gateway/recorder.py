@@ -27,6 +27,9 @@ class Recorder:
         assert ticket.id not in self.failed, "answered twice"
         self.failed[ticket.id] = error
 
+    def requeued(self, ticket: Ticket) -> None:
+        """Nothing to be told."""
+
     def demand(self, demand: Demand) -> None:
         self.demands.append(demand)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.dispatcher import MAX_LOST, Dispatcher
 from services.gateway.http.shapes import Head
 from services.gateway.http.sse import EventStream
 from services.gateway.sink import Diverged
@@ -77,7 +77,7 @@ def test_another_answer_is_noticed_before_any_of_it_is_said(text: str, other: st
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_instance_that_says_its_engine_broke_down_is_believed_once(begun: bool) -> None:
+def test_an_instance_that_says_its_engine_broke_down_is_believed_within_bounds(begun: bool) -> None:
     world = Recorder()
     dispatcher = Dispatcher("gw", world)
     dispatcher.on_status(status(instance("i"), instance("j")), 0)
@@ -87,7 +87,11 @@ def test_an_instance_that_says_its_engine_broke_down_is_believed_once(begun: boo
     dispatcher.on_engine_lost(made, EngineFailed("it ended"), 1)
     if not begun:
         assert world.sent == [("r", "i"), ("r", "j")]
+        for now in range(10, 10 * MAX_LOST, 10):
+            dispatcher.on_engine_lost(made, EngineFailed("it ended"), now)
+            dispatcher.on_status(status(instance("i"), instance("j")), now + 9)
         assert "r" not in world.failed
-        dispatcher.on_engine_lost(made, EngineFailed("it ended"), 2)
+        dispatcher.on_engine_lost(made, EngineFailed("it ended"), 10 * MAX_LOST)
+        assert len(world.sent) == MAX_LOST + 1
     assert world.failed["r"].message == "it ended"
     assert dispatcher.in_flight("m") == 0

@@ -1,0 +1,265 @@
+"""An answer that is cut off anywhere and gone on with from its tokens is the answer that was not cut off: text, tokens, log-probabilities, end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.engine.ahead import Outcome, Prepare
+from services.engine.batcher import Batcher
+from services.engine.events import Broken, Event, Progressed, Yielded
+from services.engine.requests import GenerationRequest
+from shared.contracts.inference import ChoiceDelta, InferRequest, Resume, ResumedChoice
+from shared.errors import Conflict, InsufficientMemory
+from tests.integration.engine.test_families import BF16_NEAR_TIE, LoadedModel, save
+
+PROMPT = list(range(20, 50))
+TOKENS = 32
+Deltas = dict[int, list[ChoiceDelta]]
+
+
+class Told:
+    """A batcher at work, and what it has told of each request."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.deltas: dict[str, Deltas] = {}
+        self.over: set[str] = set()
+        self.ends: list[Event] = []
+        self.grew = threading.Condition()
+        self.batcher = Batcher(
+            loaded.computable.runner, loaded.computable.embedder, loaded.files.tokenization, loaded.limits, self._deliver
+        )
+        self.thread = threading.Thread(target=self.batcher.run)
+        self.thread.start()
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        with self.grew:
+            for event in events:
+                assert not isinstance(event, Broken), event
+                if isinstance(event, Progressed):
+                    for delta in event.deltas:
+                        self.deltas.setdefault(event.request_id, {}).setdefault(delta.index, []).append(delta)
+                if isinstance(event, Yielded) or (isinstance(event, Progressed) and event.done):
+                    self.over.add(event.request_id)
+                    self.ends.append(event)
+            self.grew.notify_all()
+
+    def answer(self, *requests: GenerationRequest) -> Deltas:
+        """Of the first, when all are over."""
+        for request in requests:
+            self.batcher.submit(request)
+        self.until(lambda: {r.request_id for r in requests} <= self.over)
+        return self.deltas.get(requests[0].request_id, {})
+
+    def until(self, true: Any) -> None:
+        with self.grew:
+            assert self.grew.wait_for(true, 60)
+
+    def prepare(self, name: str, *sequences: Sequence[int], keep_s: float = 60.0) -> Outcome:
+        done, outcomes = threading.Event(), list[Outcome]()
+
+        def told(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            done.set()
+
+        self.batcher.prepare(Prepare(name, tuple(map(tuple, sequences)), None, "", keep_s, 60.0, told))
+        assert done.wait(60)
+        return outcomes[0]
+
+    def close(self) -> None:
+        self.batcher.stop()
+        self.thread.join(60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-dynamic-rope", "mistral-window"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
+    """Computed in packs, one by one, and with a window."""
+    directory = save(request.param, tmp_path_factory.mktemp("resume") / "m", demo_directory, torch.float32)
+    loaded = LoadedModel(directory, "float32")
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def told(loaded: LoadedModel) -> Iterator[Told]:
+    told = Told(loaded)
+    yield told
+    told.close()
+
+
+def request(loaded: LoadedModel, name: str, resume: Resume | None = None, **body: Any) -> GenerationRequest:
+    asked = {"model": "m", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **body}
+    ask = InferRequest(request_id=name, instance_id="i", model="m", endpoint="completion", body=asked, resume=resume)
+    result = loaded.computable.reader.read(ask)
+    assert isinstance(result, GenerationRequest)
+    return result
+
+
+def cut(whole: Deltas, at: dict[int, int], asked: GenerationRequest, prepared: str = "") -> Resume:
+    """What a gateway has that heard so many deltas of each choice."""
+    choices = []
+    for index, count in at.items():
+        heard = whole[index][:count]
+        tokens = tuple(t for d in heard for t in d.token_ids)
+        finish = next((d.finish_reason for d in heard if d.finish_reason), None)
+        choices.append(
+            ResumedChoice(index=index, token_ids=tokens, text_chars=sum(len(d.text) for d in heard), finish_reason=finish)
+        )
+    return Resume(
+        revision="test",
+        choices=tuple(choices),
+        prompt_tokens=asked.prompt_tokens,
+        seed=asked.params.seed,
+        prepared=prepared,
+    )
+
+
+def flat(deltas: Sequence[ChoiceDelta]) -> tuple[str, list[int], list[Any], list[str]]:
+    logprobs = [(p.token_id, [t.token_id for t in p.top]) for d in deltas for p in d.logprobs or ()]
+    return (
+        "".join(d.text for d in deltas),
+        [t for d in deltas for t in d.token_ids],
+        logprobs,
+        [d.finish_reason for d in deltas if d.finish_reason],
+    )
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "top_p": 0.95, "n": 2},
+    "penalised": {"temperature": 0.8, "frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.3, "seed": 7},
+    "logprobs": {"logprobs": 3},
+    "echo": {"echo": True},
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_answer_is_the_same_wherever_it_is_cut(loaded: LoadedModel, told: Told, body: str) -> None:
+    first = request(loaded, "whole", **BODIES[body])
+    whole = told.answer(first)
+    for count in (1, 2, 13, TOKENS - 1):
+        at = {index: min(count + 3 * index, TOKENS) for index in whole}
+        resume = cut(whole, at, first)
+        rest = told.answer(request(loaded, f"cut-{count}", resume, **BODIES[body]))
+        for index, deltas in whole.items():
+            assert flat([*deltas[: at[index]], *rest.get(index, [])]) == flat(deltas), (body, count, index)
+
+
+def test_stop_strings_are_found_across_the_cut(loaded: LoadedModel, told: Told) -> None:
+    text = flat(told.answer(request(loaded, "plain"))[0])[0]
+    for start in range(4, 20, 3):
+        stop = text[start : start + 6]
+        first = request(loaded, f"whole-{start}", stop=[stop, "never said"])
+        whole = told.answer(first)
+        assert whole[0][-1].finish_reason == "stop"
+        for count in range(1, len(whole[0])):
+            name = f"stop-{start}-{count}"
+            rest = told.answer(request(loaded, name, cut(whole, {0: count}, first), stop=[stop, "never said"]))
+            assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0]), (stop, count)
+
+
+def test_tokens_that_complete_the_answer_end_it_at_once(loaded: LoadedModel, told: Told) -> None:
+    """The engine before died, or was of another kind, before it said that it had finished."""
+    first = request(loaded, "whole", n=2)
+    whole = told.answer(first)
+    resume = cut(whole, {0: TOKENS, 1: TOKENS}, first)
+    unsaid = [c.model_copy(update={"finish_reason": None, "text_chars": 3}) for c in resume.choices]
+    rest = told.answer(request(loaded, "rest", resume.model_copy(update={"choices": tuple(unsaid)}), n=2))
+    text = flat(whole[0])[0]
+    assert [flat(rest[i]) for i in (0, 1)] == [(text[3:], [], [], ["length"])] * 2
+    # And if it did say so of all choices, there is only the end to be told.
+    done = request(loaded, "done", resume, n=2)
+    assert told.answer(done) == {}
+    assert done.resumed_tokens == 2 * TOKENS
+
+
+def test_what_cannot_be_gone_on_with_is_refused(loaded: LoadedModel, told: Told) -> None:
+    first = request(loaded, "whole")
+    resume = cut(told.answer(first), {0: 4}, first)
+    for changes in ({"revision": "other"}, {"prompt_tokens": 3}, {"choices": (ResumedChoice(index=4, token_ids=(1,)),)}):
+        with pytest.raises(Conflict) as refused:
+            request(loaded, "r", resume.model_copy(update=changes))
+        assert refused.value.param == "resume"
+
+
+def test_a_yielded_request_ends_after_its_last_token(loaded: LoadedModel, told: Told) -> None:
+    first = request(loaded, "long", max_tokens=90)
+    told.batcher.submit(first)
+    told.until(lambda: len(told.deltas.get("long", {}).get(0, ())) >= 5)
+    told.batcher.yield_("long")
+    told.until(lambda: "long" in told.over)
+    assert isinstance(told.ends[-1], Yielded)
+    made = len(told.deltas["long"][0])
+    rest = told.answer(request(loaded, "rest", cut(told.deltas["long"], {0: made}, first), max_tokens=90))
+    assert len(told.deltas["long"][0]) == made
+    whole = told.answer(request(loaded, "whole", max_tokens=90))
+    assert flat([*told.deltas["long"][0], *rest[0]]) == flat(whole[0])
+
+
+def test_keys_and_values_computed_ahead_are_used(loaded: LoadedModel, told: Told) -> None:
+    first = request(loaded, "whole")
+    whole = told.answer(first)
+    tokens = flat(whole[0])[1]
+    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == len(PROMPT) + 4
+    # Extended, only the rest is computed; and what was prepared of other tokens is not used.
+    assert told.prepare("p", [*PROMPT, *tokens[:9]]) == 4
+    assert told.prepare("q", [*PROMPT[:-1], 999, 998]) == len(PROMPT)
+    for name, count in (("p", 10), ("q", 10)):
+        rest = told.answer(request(loaded, f"rest-{name}", cut(whole, {0: count}, first, prepared=name)))
+        assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0])
+    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == len(PROMPT) + 4  # it was given away with its request
+    told.batcher.forget_ahead("p")
+    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == len(PROMPT) + 4
+
+
+def test_what_is_kept_is_let_go_of_when_its_time_is_over(loaded: LoadedModel, told: Told) -> None:
+    assert told.prepare("p", PROMPT, keep_s=0.01) == len(PROMPT) - 1
+    told.answer(request(loaded, "other"))
+    assert told.prepare("p", PROMPT) == len(PROMPT) - 1
+
+
+def test_computing_ahead_never_takes_from_requests(loaded: LoadedModel) -> None:
+    small = LoadedModel.__new__(LoadedModel)
+    small.__dict__ = loaded.__dict__ | {"limits": type(loaded.limits)(8, 3, 8192, 16)}
+    told = Told(small)
+    try:
+        assert isinstance(told.prepare("too much", list(range(1, 400)), list(range(1, 400))), InsufficientMemory)
+        assert told.prepare("p", list(range(1, 300))) == 298
+        # Three requests need all three blocks: what was kept gives way.
+        told.answer(*(request(loaded, f"r{i}", prompt=list(range(1, 90)), max_tokens=35) for i in range(3)))
+        assert told.prepare("p", list(range(1, 300))) == 298
+    finally:
+        told.close()
+
+
+def test_bfloat16_departs_only_at_near_ties(tmp_path: Path, demo_directory: Path) -> None:
+    loaded = LoadedModel(save("llama", tmp_path / "m", demo_directory, torch.bfloat16), "bfloat16")
+    told = Told(loaded)
+    try:
+        first = request(loaded, "whole")
+        whole = told.answer(first)
+        alone = flat(whole[0])[1]
+        for count in (3, 11, 20):
+            rest = told.answer(request(loaded, f"r{count}", cut(whole, {0: count}, first)))
+            mixed = flat([*whole[0][:count], *rest[0]])[1]
+            at = next((k for k, (a, b) in enumerate(zip(alone, mixed, strict=True)) if a != b), None)
+            if at is not None:
+                with torch.inference_mode():
+                    logits = loaded.reference(torch.tensor([PROMPT + alone[:at]])).logits[0, -1].float()
+                assert abs(float(logits[alone[at]] - logits[mixed[at]]) / float(logits.std())) <= BF16_NEAR_TIE
+    finally:
+        told.close()
+        loaded.close()

@@ -1,0 +1,63 @@
+"""An engine that dies under a request: the request goes on from its tokens, and its client sees nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from shared.contracts.node import InstanceState
+from shared.errors import EngineFailed
+from tests.integration.gateway.conftest import Served, chat
+from tests.support.fake_engine import FakeEngine, FakeNode
+from tests.support.telling import Script, Teller
+
+URL = "/v1/chat/completions"
+TEXT = "Grüße aus 日本 - 🙂 done"
+
+
+def holding(number: int) -> Any:
+    """Stop before that token of an attempt."""
+    forever = asyncio.Event()
+    return lambda run, said: forever if said == number else None
+
+
+async def die(node: FakeNode, engine: FakeEngine) -> None:
+    await engine.vanish()
+    engine.state, engine.error = InstanceState.FAILED, EngineFailed("killed by signal 9").body()
+    await node.announce()
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in body.split("\n") if line.startswith("data: {")]
+
+
+def said(body: str, index: int = 0) -> str:
+    return "".join(c["delta"].get("content") or "" for e in events(body) for c in e.get("choices", ()) if c["index"] == index)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_goes_on_where_its_engine_died(gateway: Served, node: FakeNode, stream: bool) -> None:
+    script = Script((TEXT,))
+    first = await node.engine("alpha", Teller(script, holding(9)))
+    body = chat(stream=stream, stream_options={"include_usage": True}) if stream else chat()
+    waiting = asyncio.create_task(gateway.http.post(URL, json=body))
+    await first.until(lambda: bool(first.requests) and first.requests[0].seq == 10)
+    teller = Teller(script)
+    await die(node, first)
+    await node.engine("alpha", teller)
+    answer = await waiting
+    assert answer.status_code == 200
+    assert teller.resumed == [9]
+    assert teller.made == len(TEXT.encode()) - 9
+    if stream:
+        assert said(answer.text) == TEXT
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert {e["id"] for e in events(answer.text)} == {events(answer.text)[0]["id"]}
+        usage = events(answer.text)[-1]["usage"]
+    else:
+        assert answer.json()["choices"][0]["message"]["content"] == TEXT
+        usage = answer.json()["usage"]
+    assert usage["completion_tokens"] == len(TEXT.encode())

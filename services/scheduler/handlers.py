@@ -161,7 +161,9 @@ class Handlers:
             found = await self._migrations.found(name)
             name = found.request_id if found is not None else name
             serving = [
-                i.instance_id for i in self._loop.state.instances.values() if i.state in (InstanceState.READY, InstanceState.DRAINING)
+                i.instance_id
+                for i in self._loop.state.instances.values()
+                if i.state in (InstanceState.READY, InstanceState.DRAINING)
             ]
             source = found.instance_id if found is not None else await self._migrations.find(name, serving)
         if source is None:

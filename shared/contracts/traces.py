@@ -30,7 +30,9 @@ class RequestTrace(Message):
     model: str
     endpoint: str
     received: float = Field(description="Unix seconds, for people.")
-    ticket_id: str = Field(default="", description="Its name between gateways and engines; those of its attempts have a number behind it.")
+    ticket_id: str = Field(
+        default="", description="Its name between gateways and engines; those of its attempts have a number behind it."
+    )
     instance_id: str | None = None
     cold: bool = False
     load_plan_id: str | None = None

@@ -76,7 +76,9 @@ class Migrations:
     async def found(self, request_id: str) -> RequestFound | None:
         """Where a request is that its client knows by that id. None: no gateway has it (any more)."""
         try:
-            return await self._mesh.request(subjects.FIND_REQUEST, FindRequest(request_id=request_id, deadline_ms=_LIST_MS), RequestFound)
+            return await self._mesh.request(
+                subjects.FIND_REQUEST, FindRequest(request_id=request_id, deadline_ms=_LIST_MS), RequestFound
+            )
         except (Unreachable, DeadlineExceeded):
             return None
 

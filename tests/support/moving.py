@@ -1,0 +1,154 @@
+"""A mesh of several nodes whose requests are moved about, and streams that notice what happens to them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.sizing import need_of
+from tests.support.launcher import Thaw, until
+from thaw.cli.demo import card_of
+from thaw.demo.models import make_demo_model
+
+
+class Roomy(Thaw):
+    """`nodes` nodes with room for `room` instances of a small model (`size`) each."""
+
+    def begin(self, nodes: int, *, size: str = "test", names: tuple[str, ...] = ("one",), room: float = 2.5, **options: Any) -> None:
+        self.environment.setdefault("THAW_DRAM_BYTES", "0")
+        sources = {n: make_demo_model(self.home / "models" / n, size, seed=i) for i, n in enumerate(names)}
+        card: ModelCard = card_of(ModelSpec(name=names[0], source=str(sources[names[0]]), **options))
+        budget = int(need_of(card).total * room)
+        config = {
+            "mesh": {"port": self.port, "nodes": {f"node-{i}": {"cpu:0": budget} for i in range(nodes)}},
+            "defaults": {"keep_alive": -1, **options},
+            "models": [{"name": n, "source": str(s)} for n, s in sources.items()],
+        }
+        path = self.home / "thaw.yaml"
+        path.write_text(json.dumps(config))
+        self.json("up", "--detach", "--config", str(path))
+
+    def place(self, model: str) -> tuple[str, str]:
+        """The ready instance of the model that serves most, and its node."""
+        cluster = self.json("ps")
+        found = [(i, n) for n in cluster["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
+        instance, node = max(found, key=lambda x: x[0]["load"]["active"])
+        return str(instance["instance_id"]), str(node["node"])
+
+    def on(self, model: str, node: str) -> list[str]:
+        cluster = self.json("ps")
+        return [
+            str(i["instance_id"])
+            for n in cluster["nodes"]
+            if n["node"] == node
+            for i in n["instances"]
+            if i["model"] == model and i["state"] == "ready"
+        ]
+
+    def settled(self) -> bool:
+        """No engine serves or keeps anything, and no migration is under way."""
+        cluster = self.json("ps")
+        live = [i for n in cluster["nodes"] for i in n["instances"]]
+        busy = any(i["load"]["active"] or i["load"]["waiting"] or i["load"]["kv_bytes_used"] for i in live)
+        return not busy and not cluster["migrations"]
+
+    def await_settled(self, within: float = 45.0) -> None:
+        """What a destination has prepared and nobody resumed is kept for half a minute at most."""
+        until(self.settled, within, "no request, no keys and values, no migration is left")
+
+
+def body(model: str, seed: int | None = None, **more: Any) -> dict[str, Any]:
+    sampled = {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
+    return {"model": model, "prompt": "Once upon a time", "max_tokens": 200, "logprobs": 1, **sampled, **more}
+
+
+@dataclass
+class Stream:
+    """One streamed completion, read in a thread of its own. `gaps`: seconds between what came."""
+
+    url: str
+    body: dict[str, Any]
+    request_id: str = ""
+    text: str = ""
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+    usage: dict[str, Any] | None = None
+    error: str = ""
+    done: bool = False
+    gaps: list[float] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.opened = threading.Event()
+        self._left = threading.Event()
+        self.thread = threading.Thread(target=self._read, name="stream", daemon=True)
+
+    def start(self) -> Stream:
+        self.thread.start()
+        return self
+
+    def leave(self) -> None:
+        """The client goes."""
+        self._left.set()
+
+    def _read(self) -> None:
+        try:
+            wanted = {**self.body, "stream": True, "stream_options": {"include_usage": True}}
+            with httpx.Client(timeout=120, trust_env=False) as client, client.stream(
+                "POST", f"{self.url}/v1/completions", json=wanted
+            ) as response:
+                self.request_id = response.headers.get("x-request-id", "")
+                last = time.monotonic()
+                for line in response.iter_lines():
+                    if self._left.is_set():
+                        return
+                    if line.startswith("data: "):
+                        now = time.monotonic()
+                        self.gaps.append(now - last)
+                        last = now
+                        self._take(line[6:])
+        except httpx.HTTPError as e:
+            self.error = repr(e)
+        finally:
+            self.opened.set()
+
+    def _take(self, data: str) -> None:
+        if data == "[DONE]":
+            self.done = True
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            self.error = json.dumps(chunk["error"])
+            return
+        self.ids.add(chunk["id"])
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk["choices"]:
+            self.text += choice["text"]
+            if choice.get("logprobs"):
+                self.tokens += choice["logprobs"]["tokens"]
+                self.logprobs += choice["logprobs"]["token_logprobs"]
+            self.finish = choice["finish_reason"] or self.finish
+        self.opened.set()
+
+    def result(self, within: float = 120.0) -> Stream:
+        self.thread.join(within)
+        assert not self.thread.is_alive(), f"a stream has not ended: {len(self.tokens)} tokens"
+        return self
+
+    def assert_same(self, undisturbed: Stream) -> None:
+        """Token for token, and nothing twice or lost."""
+        assert not self.error, self.error
+        assert self.done
+        assert self.tokens == undisturbed.tokens
+        assert self.text == undisturbed.text
+        assert self.finish == undisturbed.finish
+        assert self.usage == undisturbed.usage
+        assert len(self.ids) == 1
+        assert max(abs(a - b) for a, b in zip(self.logprobs, undisturbed.logprobs, strict=True)) < 1e-2

@@ -172,9 +172,9 @@ class Demand:
     capacity: int
     """Requests that one instance runs at once."""
     window: int = 0
-    peak: int = 0
     minimum: int = 0
     maximum: int = 1
+    peak: int = 0
 
 
 class Order(Protocol):

@@ -1,33 +1,26 @@
 """Shepherd*, as ServerlessLLM §7.3 makes it: ServerlessLLM's placement and loading time estimation, with preemption in place of migration.
 
 "In principle, Shepherd* and ServerlessLLM will choose the same GPU. However, Shepherd* will continue to rely on preemption." A victim is
-unloaded at once and begins again elsewhere: nothing delays the one that comes, and what was computed is lost. Which ones are preempted is
-not stated; ours are those that lose the least time together (`reload_s`, and the time to compute again what they had), by the same recurrence
-as `serverlessllm.least_time`.
+unloaded at once and begins again where there is room (§5.1: it "identifies that Server 1 is free and reinitiates Model A there"): nothing delays the
+one that comes, and what was computed is lost. So the victims are those that ServerlessLLM would move, by `serverlessllm.least_time`; one that has
+nowhere to begin again is not interrupted, else two could interrupt each other for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.scheduler.domain.policies.common import arrivals, inactive, keep_load_time, movable, per_request, soonest
+from services.scheduler.domain.policies import serverlessllm
+from services.scheduler.domain.policies.common import arrivals, keep_load_time, per_request, soonest
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile
-from services.scheduler.domain.policies.serverlessllm import Departure, least_time
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Those that serve nobody are unloaded; those that serve are interrupted, the least lost time first."""
-    idle = [Departure(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in inactive(device, ask.model)]
-    serving = {
-        r.key: Departure(r.key, r.nbytes, r.last_used, unload_s=r.reload_s + (r.resume_s or 0.0))
-        for r in movable(device, ask.model)
-    }
-    found = least_time([*idle, *serving.values()], short)
-    if found is None:
-        return None
-    victims = tuple(key for key, _ in found.moves)
-    interrupted = any(key in serving for key in victims)
-    return Clearance("preempt" if interrupted else "evict", victims, found.freed, penalty=found.seconds)
+    """Those that serve nobody are unloaded; of those that serve, whoever would move soonest is interrupted. The penalty is what moving would take."""
+    found = serverlessllm.clear(ask, device, short, now)
+    if found is None or found.how == "evict":
+        return found
+    return Clearance("preempt", found.victims, found.freed, penalty=found.penalty)
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
@@ -42,6 +35,6 @@ PROFILE = Profile(
     choose=choose,
     keep=keep_load_time,
     scale=per_request,
-    uses=frozenset({"preempt"}),
+    uses=frozenset({"preempt", "migrate"}),
     about="ServerlessLLM's placement with preemption in place of migration (Shepherd*, ServerlessLLM section 7.3).",
 )

@@ -109,15 +109,12 @@ def test_the_server_with_the_least_startup_time_is_chosen_even_if_somebody_has_t
     assert serverlessllm.choose(ask(), [], "") is None
 
 
-def test_shepherd_interrupts_where_serverlessllm_migrates_and_loses_the_least_time() -> None:
-    view = device(
-        "s1/0",
-        resident("long", 10, reload_s=4.0, resume_s=3.0),
-        resident("short", 10, reload_s=4.0, resume_s=0.5),
-    )
-    assert shepherd.clear(ask(), view, 10, 0.0) == Clearance("preempt", ("short",), 10, 0.0, 4.5)
-    idle = device("s1/0", *view.residents, resident("idle", 10, "idle"))
+def test_shepherd_interrupts_where_serverlessllm_migrates_and_nobody_who_has_nowhere_to_go() -> None:
+    long, brief = (resident(k, 10, moves=(Move("s2/0", t, 10),)) for k, t in (("long", 7.0), ("brief", 4.5)))
+    assert shepherd.clear(ask(), device("s1/0", long, brief), 10, 0.0) == Clearance("preempt", ("brief",), 10, 0.0, 4.5)
+    idle = device("s1/0", long, resident("idle", 10, "idle"))
     assert shepherd.clear(ask(), idle, 10, 0.0) == Clearance("evict", ("idle",), 10)
+    assert shepherd.clear(ask(), device("s1/0", resident("stuck", 10)), 10, 0.0) is None
 
 
 def test_many_victims_stay_within_the_table() -> None:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from services.loader.adapters.records import Records
 from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
-from services.loader.adapters.shm import SHM, default_dram_bytes, physical_memory
+from services.loader.adapters.shm import SHM, default_dram_bytes, default_ready_bytes, physical_memory
 from services.loader.cache.sharing import Sharing
 from services.loader.devices.copies import Copies
 from services.loader.devices.opening import Devices, has_driver, load_driver
@@ -68,8 +68,10 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     try:
         loader = await _adopting(settings, records, pool, sharing, gpus)
         readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}")
-        async with listening(loader_socket(settings.node_state), readers):
+        async with listening(loader_socket(settings.node_state), readers), asyncio.TaskGroup() as tasks:
+            ready = tasks.create_task(loader.keep_ready(), name="ready")
             status = await _serve_mesh(settings, stop, loader, sharing)
+            ready.cancel()
         held = loader.is_held
         return status
     finally:
@@ -97,7 +99,10 @@ async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory
     budget = default_dram_bytes() if settings.dram_bytes is None else settings.dram_bytes
     loader = Loader(settings.node, uuid.uuid4().hex, records, sharing.sources, workers, Chunks(pool.count, budget))
     found, mapped = await asyncio.to_thread(records.recover, pool)
-    loader.adopt(found, mapped, settings.dram_ready_bytes // CHUNK_BYTES)
+    if settings.dram_ready_bytes is None:
+        loader.adopt(found, mapped, default_ready_bytes(budget, with_gpu=gpus is not None) // CHUNK_BYTES, at_once=False)
+    else:
+        loader.adopt(found, mapped, settings.dram_ready_bytes // CHUNK_BYTES)
     return loader
 
 

@@ -14,7 +14,7 @@ from services.loader.adapters.cards import bare_card, card_for
 from services.loader.adapters.inspection import described
 from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.runs import Runs
-from services.loader.adapters.shm import short_of_memory
+from services.loader.adapters.shm import free_bytes, short_of_memory
 from services.loader.adapters.small_files import read_part
 from services.loader.cache.sharing import Shared
 from services.loader.domain.chunks import Chunks
@@ -39,6 +39,7 @@ from services.loader.domain.events import (
     OpenArena,
     Prepare,
     Pressed,
+    Quiet,
     Refused,
     Release,
     Remember,
@@ -69,6 +70,8 @@ from shared.errors import NotFound, ShuttingDown, from_body
 
 log = logging.getLogger(__name__)
 _INSPECTIONS_AT_ONCE = 8
+_QUIET_S = 10.0
+"""Without a load, before memory is made ready for the next ones."""
 
 
 class Loader:
@@ -87,6 +90,7 @@ class Loader:
         self._loop = asyncio.get_running_loop()
         self._node, self._boot_id, self._records, self._sources = node, boot_id, records, sources
         self._state, self._clock = State(chunks=chunks), clock
+        self._busy_at = clock()
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._numbers = itertools.count(1)
         self._runs, self._giving_back = workers(self._from_thread)
@@ -130,12 +134,21 @@ class Loader:
         if (short := short_of_memory()) > 0:
             self.dispatch(Pressed(short))
 
-    def adopt(self, records: list[WeightsRecord], mapped: tuple[int, ...] = (), ready: int = 0) -> None:
-        """Take over what an earlier loader left. `ready`: chunks to have memory from the start on."""
+    def adopt(self, records: list[WeightsRecord], mapped: tuple[int, ...] = (), ready: int = 0, *, at_once: bool = True) -> None:
+        """Take over what an earlier loader left. `ready`: chunks to have memory before a load asks for them; from now on (`at_once`), or when
+        there is time (`keep_ready`)."""
         for r in records:
             log.info("adopted weights", extra={"model": r.model, "weights": r.weights_id, "holders": list(r.holders)})
             self.dispatch(Adopt(r.weights_id, r.model, r.chunks, r.directory, r.total_bytes, r.holders, r.source, pinned=r.pinned))
-        self.dispatch(Adopted(mapped, ready))
+        self.dispatch(Adopted(mapped, ready, free_bytes() if at_once else 0))
+
+    async def keep_ready(self) -> None:
+        """Whenever nothing has been loaded for a while, have memory populated for the loads to come. Never returns."""
+        while True:
+            left = self._busy_at + _QUIET_S - self._clock()
+            if left <= 0:
+                self.dispatch(Quiet(free_bytes()))
+            await asyncio.sleep(left if left > 0 else _QUIET_S)
 
     @property
     def is_held(self) -> bool:
@@ -231,6 +244,8 @@ class Loader:
     def dispatch(self, event: Event) -> None:
         before = self._state
         self._state, effects = decide(before, event, self._clock())
+        if before.is_loading or self._state.is_loading:
+            self._busy_at = self._clock()
         for effect in effects:
             self._perform(effect)
         if self._state is not before:

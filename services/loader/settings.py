@@ -25,10 +25,11 @@ class LoaderSettings(NodeSettings):
         ge=0,
         description="Host memory for weights that no instance holds (the DRAM cache); by default 15 % of what is available at the start.",
     )
-    dram_ready_bytes: int = Field(
-        default=0,
+    dram_ready_bytes: int | None = Field(
+        default=None,
         ge=0,
-        description="Of THAW_DRAM_BYTES: memory populated at the start, so that no load waits for the kernel's zeroing.",
+        description="Of THAW_DRAM_BYTES: memory populated at the start, so that no load waits for the kernel's zeroing. By default all of it on a "
+        "node with GPUs and a third elsewhere, populated when nothing has been loaded for ten seconds.",
     )
     cache_dir: Path | None = Field(
         default=None,

@@ -10,6 +10,7 @@ from shared.errors import InsufficientMemory
 SHM = Path("/dev/shm")
 GIB = 1 << 30
 DRAM_SHARE = 0.15
+READY_SHARE = 1 / 3
 LEAST_AVAILABLE = 0.02
 """Share of the host's memory below which cached weights leave."""
 
@@ -24,6 +25,12 @@ def default_dram_bytes() -> int:
     """The DRAM cache's budget where nobody says one: beside a cpu device's default share there is still room for everything else."""
     stat = os.statvfs(SHM)
     return min(int(available_memory() * DRAM_SHARE), stat.f_blocks * stat.f_frsize // 2)
+
+
+def default_ready_bytes(dram_bytes: int, *, with_gpu: bool) -> int:
+    """Of the DRAM cache's budget, what is populated before a load asks for it: all of it where weights are only passing through on their way to
+    a GPU, a part where engines compute in the same memory."""
+    return dram_bytes if with_gpu else int(dram_bytes * READY_SHARE)
 
 
 def short_of_memory() -> int:

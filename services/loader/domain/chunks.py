@@ -54,12 +54,22 @@ class Chunks:
     @property
     def charged(self) -> int:
         """Bytes that the budget is charged with, chunks on their way to spare included."""
-        return self.cached_bytes + self.spare_bytes + sum(d.keep * CHUNK_BYTES for d in self.doomed.values())
+        return self.cached_bytes + self.spare_bytes + self.coming * CHUNK_BYTES
+
+    @property
+    def coming(self) -> int:
+        """Chunks on their way to spare."""
+        return sum(d.keep for d in self.doomed.values())
 
     @property
     def leaving_bytes(self) -> int:
         """Bytes that others wait for: doomed, and not yet proved unmapped."""
         return sum(d.nbytes for d in self.doomed.values())
+
+    @property
+    def making_bytes(self) -> int:
+        """Bytes of chunks that are being made ready: memory that is promised, and will be spare."""
+        return sum(d.keep * CHUNK_BYTES for d in self.doomed.values() if not d.nbytes)
 
     def taken(self) -> frozenset[int]:
         """Every chunk that has, or may have, memory."""
@@ -130,10 +140,11 @@ def fill_spare(table: Chunks, number: int, count: int) -> Chunks:
     return replace(table, doomed={**table.doomed, number: Doomed(chosen, 0, len(chosen))})
 
 
-def vacate(table: Chunks, number: int) -> Chunks:
+def vacate(table: Chunks, number: int, kept: int | None = None) -> Chunks:
     """Nobody maps the doomed chunks: those kept are spare now, the others free."""
     gone = table.doomed.get(number)
     if gone is None:
         return table
     doomed = {k: v for k, v in table.doomed.items() if k != number}
-    return replace(table, doomed=doomed, spare={**table.spare, **dict.fromkeys(gone.chunks[: gone.keep], CHUNK_BYTES)})
+    keep = gone.keep if kept is None else kept
+    return replace(table, doomed=doomed, spare={**table.spare, **dict.fromkeys(gone.chunks[:keep], CHUNK_BYTES)})

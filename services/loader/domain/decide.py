@@ -39,6 +39,7 @@ from services.loader.domain.events import (
     NodeHeard,
     Prepare,
     Pressed,
+    Quiet,
     Refused,
     Release,
     Remember,
@@ -75,6 +76,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return arenas.on_closed(state, event)
         case Pressed():
             return room.trim(state, event.nbytes)
+        case Quiet():
+            return room.make_ready(state, event.room)
         case Stop():
             return stop(state)
         case _:

@@ -149,10 +149,12 @@ class ArenaClosed:
 
 @dataclass(frozen=True)
 class Vacated:
-    """Nobody maps the chunks that `Vacate` named, and those not kept have no memory. `room`: bytes of memory free just now."""
+    """Nobody maps the chunks that `Vacate` named, and those not kept have no memory. `room`: bytes of memory free just now. `kept`: how many
+    were, if there was not memory for all that were to be."""
 
     run: int
     room: int
+    kept: int | None = None
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,19 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Adopted:
-    """All that was found is told. `mapped`: chunks that nobody owns and some process maps: not to be given away before it ends."""
+    """All that was found is told. `mapped`: chunks that nobody owns and some process maps: not to be given away before it ends. `ready`: how
+    many chunks are to have memory whenever there is time; `room`: bytes of memory free just now."""
 
     mapped: tuple[int, ...] = ()
-    spare: int = 0
-    """Chunks to be had ready from the start."""
+    ready: int = 0
+    room: int = 0
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Nothing has been loaded for a while. `room`: bytes of memory free just now."""
+
+    room: int
 
 
 @dataclass(frozen=True)
@@ -192,7 +202,7 @@ class Stop:
 
 Event = (
     Prepare | Attach | Release | Abandoned | NodeHeard | Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Left
-    | Vacated | Brought | ArenaClosed | Adopt | Adopted | Pressed | Stop
+    | Vacated | Brought | ArenaClosed | Adopt | Adopted | Quiet | Pressed | Stop
 )  # fmt: skip
 
 # -- effects -------------------------------------------------------------------------------------------------------------------------

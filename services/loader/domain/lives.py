@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from services.loader.domain import chunks, room
 from services.loader.domain.entries import put
-from services.loader.domain.events import Adopt, Adopted, CancelRun, Effect, NodeHeard, Refused, Remember, Vacate
+from services.loader.domain.events import Adopt, Adopted, CancelRun, Effect, NodeHeard, Refused, Remember
 from services.loader.domain.release import is_whole, let_go
 from services.loader.domain.state import Entry, Holder, Stage, State
 from shared.contracts.loader import instance_of
@@ -74,13 +74,8 @@ def adopted(state: State, event: Adopted) -> Decision:
         effects.extend(more)
     state, more = room.trim(state)
     effects.extend(more)
-    count = min(event.spare, room.spare_room(state))
-    if count:
-        run = state.runs + 1
-        state = replace(state, runs=run, chunks=chunks.fill_spare(state.chunks, run, count))
-        gone = state.chunks.doomed[run]
-        effects.append(Vacate(run, gone.chunks, 0, gone.keep))
-    return state, tuple(effects)
+    state, more = room.make_ready(replace(state, ready=event.ready), event.room)
+    return state, (*effects, *more)
 
 
 def stop(state: State) -> Decision:

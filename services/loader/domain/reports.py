@@ -30,7 +30,11 @@ Report = Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Le
 
 def reported(state: State, event: Report | Vacated, now: float) -> Decision:
     if isinstance(event, Vacated):
-        return room.settle(replace(state, chunks=chunks.vacate(state.chunks, event.run)), event.room)
+        gone = state.chunks.doomed.get(event.run)
+        state, effects = room.settle(replace(state, chunks=chunks.vacate(state.chunks, event.run, event.kept)), event.room)
+        if gone is None or gone.nbytes or effects or event.kept is not None:
+            return state, effects
+        return room.make_ready(state, event.room)
     entry = state.entries.get(event.weights_id)
     if entry is None or entry.run != event.run:
         return state, ()

@@ -3,9 +3,11 @@
 `settle(state, room)`, for the loads that want chunks, in the order they came
  1. memory suffices (what other loads were promised counted) → granted;
  2. not even everything cached and spare would do → denied;
- 3. weights are leaving already and will do → wait for them;
+ 3. weights are leaving already, or chunks being made ready, and will do → wait for them;
  4. else the least recently used cached weights leave, pinned ones never; their chunks stay spare for the load;
  5. nothing is left that could leave → spare chunks of the wrong size are given back, or the load is denied.
+
+`make_ready(state, room)`: free chunks are given memory, a few at a time, while nothing loads and the host has plenty.
 
 `trim(state)`: spare chunks beyond the budget, or that the host is short of, are given back, then the least recently used cached weights.
 """
@@ -21,6 +23,9 @@ from services.loader.domain.entries import drop, put
 from services.loader.domain.events import Deny, Effect, Forget, Grant, Vacate
 from services.loader.domain.state import Entry, Stage, State
 
+READY_AT_ONCE = 8
+LEFT_ALONE = 0.1
+"""Share of the host's memory that must stay free when chunks are made ready for loads that have not come yet."""
 Decision = tuple[State, tuple[Effect, ...]]
 
 
@@ -47,9 +52,10 @@ def _serve(state: State, entry: Entry, room: int) -> Decision:
         return state, (Grant(entry.run, granted.owned[entry.run].chunks),)
     evictable = cached(state)
     gain = sum(e.total_bytes for e in evictable)
-    if granted is None or entry.wants > free + gain + table.spare_bytes + table.leaving_bytes:  # 2
+    coming = table.leaving_bytes + table.making_bytes
+    if granted is None or entry.wants > free + gain + table.spare_bytes + coming:  # 2
         return _deny(state, entry)
-    lacking = granted.owned[entry.run].fresh - free - table.leaving_bytes
+    lacking = granted.owned[entry.run].fresh - free - coming
     if lacking <= 0:  # 3
         return state, ()
     effects: list[Effect] = []
@@ -72,9 +78,9 @@ def _deny(state: State, entry: Entry) -> Decision:
 
 
 def promised(state: State) -> int:
-    """Bytes that granted loads will still take."""
+    """Bytes that granted loads, and chunks that are being made ready, will still take."""
     filling = (e for e in state.entries.values() if e.stage in (Stage.LOADING, Stage.INDEXED))
-    return sum(max(0, o.fresh - e.loaded_bytes) for e in filling if (o := state.chunks.owned.get(e.run)) is not None)
+    return state.chunks.making_bytes + sum(max(0, o.fresh - e.loaded_bytes) for e in filling if (o := state.chunks.owned.get(e.run)) is not None)
 
 
 def cached(state: State) -> list[Entry]:
@@ -129,6 +135,23 @@ def trim(state: State, short: int = 0) -> Decision:
         effects.extend(more)
         over -= victim.total_bytes
     return state, tuple(effects)
+
+
+def make_ready(state: State, room: int) -> Decision:
+    """The next chunks to become spare ones, if any are wanted."""
+    table = state.chunks
+    if state.closing or state.is_loading:
+        return state, ()
+    plenty = room - promised(state) - int(table.count * CHUNK_BYTES * LEFT_ALONE)
+    count = min(state.ready - len(table.spare) - table.coming, spare_room(state), plenty // CHUNK_BYTES, READY_AT_ONCE)
+    if count <= 0:
+        return state, ()
+    run = state.runs + 1
+    filling = chunks.fill_spare(table, run, count)
+    coming = filling.doomed[run]
+    if not coming.chunks:
+        return state, ()
+    return replace(state, runs=run, chunks=filling), (Vacate(run, coming.chunks, 0, coming.keep),)
 
 
 def give_back(state: State, which: Iterable[int]) -> Decision:

@@ -125,6 +125,8 @@ class State:
     epoch: int = 0
     released: tuple[str, ...] = ()
     closing: bool = False
+    ready: int = 0
+    """Chunks that are to be spare whenever there is time and memory for it."""
     chunks: Chunks = field(default_factory=Chunks)
     arenas: int = 0
     """How many were opened so far."""
@@ -134,6 +136,10 @@ class State:
     def settled(self) -> bool:
         """No run and no removal is under way."""
         return all(e.stage in (Stage.COMPLETE, Stage.CACHED, Stage.FAILED) for e in self.entries.values())
+
+    @property
+    def is_loading(self) -> bool:
+        return any(e.stage in (Stage.LOADING, Stage.INDEXED) for e in self.entries.values())
 
     def held_by(self, instance_id: str) -> Entry | None:
         return next((e for e in self.entries.values() if instance_id in e.holders), None)

@@ -1,4 +1,4 @@
-"""Chunks on their way back: first proved that no other process maps them, then punched or kept."""
+"""Chunks on their way back: first proved that no other process maps them, then punched or kept. And chunks made ready for loads to come."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.adapters.shm import free_bytes
+from services.loader.cache.threads import step_back
 from services.loader.domain.events import Event, Left, Vacate, Vacated
 from services.loader.pool.memory import PoolMemory
 
@@ -28,6 +29,7 @@ class GivingBack:
     def __init__(self, pool: PoolMemory, emit: Callable[[Event], None], wait: float = _WAIT_S) -> None:
         self._pool, self._emit, self._wait = pool, emit, wait
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="give-back")
+        self._readiness = ThreadPoolExecutor(1, thread_name_prefix="ready", initializer=step_back)
         self._stuck: dict[int, Vacate] = {}
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._watch: threading.Thread | None = None
@@ -35,12 +37,16 @@ class GivingBack:
     def start(self, order: Vacate, before: Callable[[], int] = lambda: 0) -> None:
         """`before` is called first, in the thread: it ends what this process itself may still do with the memory, and tells the
         bytes of devices that were given back with it."""
-        self._threads.submit(self._give_back, order, before)
+        if order.nbytes:
+            self._threads.submit(self._give_back, order, before)
+        else:
+            self._readiness.submit(self._make_ready, order)
 
     def close(self) -> None:
         """Wait for what is under way. Chunks that are still mapped are found again at the next start."""
         self._closing.set()
         self._threads.shutdown()
+        self._readiness.shutdown()
         if self._watch is not None:
             self._watch.join()
 
@@ -71,6 +77,18 @@ class GivingBack:
         self._emit(Vacated(order.run, free_bytes()))
         if order.weights_id is not None and told:
             self._emit(Left(order.weights_id, order.run, freed, order.nbytes - freed if order.keep else 0, on_devices))
+
+    def _make_ready(self, order: Vacate) -> None:
+        """Nobody maps chunks that were free."""
+        made = 0
+        try:
+            while made < order.keep and not self._closing.is_set():
+                self._pool.prepare(order.chunks[made])
+                made += 1
+        except OSError as e:
+            log.warning("memory for loads to come could not be had", extra={"chunks": order.keep - made, "error": str(e)})
+            self._pool.punch(order.chunks[made:])
+        self._emit(Vacated(order.run, free_bytes(), made if made < order.keep else None))
 
     def _unmapped(self, order: Vacate) -> bool:
         deadline = time.monotonic() + self._wait

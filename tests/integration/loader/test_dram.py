@@ -103,6 +103,12 @@ async def test_a_smaller_budget_is_kept_after_a_restart(loader: LoaderProcess, c
     assert loader.memory() == 0
 
 
+async def test_nothing_is_made_ready_while_the_mesh_starts(loader: LoaderProcess, client: Client) -> None:
+    """By default there is time: ten quiet seconds."""
+    await status_where(client, loader.node, lambda s: s.dram_budget_bytes > 0 and s.dram_bytes == 0)
+    assert loader.memory() == 0
+
+
 async def test_memory_is_made_ready_at_the_start(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     loader.end(signal.SIGKILL)
     loader.environment["THAW_DRAM_READY_BYTES"] = str(64 * 1024 * 1024)

@@ -31,6 +31,7 @@ from services.loader.domain.events import (
     Prepare,
     Pressed,
     Progressed,
+    Quiet,
     Refused,
     Release,
     Remember,
@@ -40,6 +41,7 @@ from services.loader.domain.events import (
     Vacated,
 )
 from services.loader.domain.lives import LOST_AFTER_S, MISSING_FOR_S
+from services.loader.domain.room import READY_AT_ONCE
 from services.loader.domain.state import Stage, State
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
@@ -380,12 +382,33 @@ def test_a_smaller_budget_after_a_restart_is_kept() -> None:
 
 def test_memory_made_ready_at_the_start_is_what_the_first_load_gets() -> None:
     p = Played(State(chunks=Chunks(64, 3 * CHUNK_BYTES)))
-    [vacate] = p.do(Adopted(spare=5))
+    [vacate] = p.do(Adopted(ready=5, room=1 << 40))
     assert isinstance(vacate, Vacate)
     assert (vacate.chunks, vacate.nbytes, vacate.keep) == ((0, 1, 2), 0, 3)
     p.do(Vacated(vacate.run, 1 << 40))
     p.do(Attach(1, "a", card(), "index"))
     assert p.do(Laid("w1", 2, 2 * CHUNK_BYTES, 0)) == (Grant(2, (0, 1)),)
+
+
+def test_memory_is_made_ready_in_steps_while_there_is_plenty_and_nothing_loads() -> None:
+    p = Played(State(chunks=Chunks(100, 64 * CHUNK_BYTES)))
+    assert p.do(Adopted(ready=12)) == (), "there is time"
+    assert p.do(Quiet(10 * CHUNK_BYTES)) == (), "a tenth of the host's memory is left alone"
+    [first] = p.do(Quiet(100 * CHUNK_BYTES))
+    assert isinstance(first, Vacate)
+    assert (first.keep, first.nbytes) == (READY_AT_ONCE, 0)
+    [second] = p.do(Vacated(first.run, 90 * CHUNK_BYTES))
+    assert isinstance(second, Vacate)
+    assert second.keep == 4
+    assert p.do(Vacated(second.run, 80 * CHUNK_BYTES)) == p.do(Quiet(80 * CHUNK_BYTES)) == (), "it is enough"
+    p.do(Pressed(2 * CHUNK_BYTES))
+    p.do(Attach(1, "a", card(), "index"))
+    assert p.do(Quiet(80 * CHUNK_BYTES)) == (), "a load is under way"
+    p.do(Failed("w1", p.state.entries["w1"].run, ERROR))
+    [third] = p.do(Quiet(80 * CHUNK_BYTES))
+    assert isinstance(third, Vacate)
+    assert p.do(Vacated(third.run, 80 * CHUNK_BYTES, kept=0)) == (), "there was none: not again at once"
+    assert len(p.state.chunks.spare) == 10
 
 
 def test_a_host_short_of_memory_has_cached_weights_leave_once() -> None:

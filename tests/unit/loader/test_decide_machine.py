@@ -33,6 +33,7 @@ from services.loader.domain.events import (
     Prepare,
     Pressed,
     Progressed,
+    Quiet,
     Refused,
     Release,
     Remember,
@@ -74,7 +75,7 @@ class Shell(RuleBasedStateMachine):
         self.arenas: dict[int, OpenArena] = {}
         self.closing: set[int] = set()
         self.epoch = 1
-        self.do(Adopted(spare=ready))
+        self.do(Adopted(ready=ready, room=self.room))
 
     @property
     def room(self) -> int:
@@ -219,18 +220,25 @@ class Shell(RuleBasedStateMachine):
         self.do(ArenaClosed(number, 1))
 
     @precondition(lambda self: self.vacating)
-    @rule(data=st.data(), late=st.booleans())
-    def vacated(self, data: st.DataObject, late: bool) -> None:
+    @rule(data=st.data(), late=st.booleans(), lacking=st.integers(0, 2))
+    def vacated(self, data: st.DataObject, late: bool, lacking: int) -> None:
         """`late`: the release is answered before it is proved that nobody maps the chunks."""
         order = self.vacating[data.draw(st.sampled_from(sorted(self.vacating)))]
         if late and order.weights_id is not None and order.run not in self.told:
             self.told.add(order.run)
             self.do(Left(order.weights_id, order.run, 0))
             return
-        self.given_back(order)
+        self.given_back(order, lacking)
 
-    def given_back(self, order: Vacate) -> None:
+    def given_back(self, order: Vacate, lacking: int = 0) -> None:
+        """`lacking`: of chunks that were to get memory, so many could not."""
         del self.vacating[order.run]
+        if order.nbytes == 0:
+            kept = max(0, order.keep - lacking)
+            assert self.room >= order.keep * CHUNK_BYTES, "made ready what there is no memory for"
+            self.memory |= dict.fromkeys(order.chunks[:kept], CHUNK_BYTES)
+            self.do(Vacated(order.run, self.room, kept if lacking else None))
+            return
         for chunk in order.chunks[order.keep :]:
             self.memory.pop(chunk, None)
         self.memory |= dict.fromkeys(order.chunks[: order.keep], CHUNK_BYTES)
@@ -247,6 +255,10 @@ class Shell(RuleBasedStateMachine):
     @rule(chunks=st.integers(1, 4))
     def pressed(self, chunks: int) -> None:
         self.do(Pressed(chunks * CHUNK_BYTES))
+
+    @rule()
+    def quiet(self) -> None:
+        self.do(Quiet(self.room))
 
     @rule(really=st.integers(0, 19))
     def stop(self, really: int) -> None:

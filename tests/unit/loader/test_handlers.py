@@ -135,3 +135,29 @@ async def test_a_stopped_loader_refuses(bench: Bench, tmp_path: Path) -> None:
     await bench.loader.stop()
     with pytest.raises(ShuttingDown):
         await bench.attach("a", card)
+
+
+async def test_memory_is_made_ready_when_it_is_quiet_and_leaves_when_the_host_is_short(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = bench.another("boot3", budget=4 * CHUNK_BYTES)
+    loader.adopt([], (), 3, at_once=False)
+    keeping = asyncio.create_task(loader.keep_ready())
+    try:
+        await asyncio.sleep(0)
+        assert bench.pool.allocated() == 0
+        keeping.cancel()
+        bench.clock.now += 60
+        keeping = asyncio.create_task(loader.keep_ready())
+        async with asyncio.timeout(20):
+            while bench.status(loader).dram_bytes != 3 * CHUNK_BYTES or bench.pool.allocated() != 3 * CHUNK_BYTES:
+                await loader.changed.wait()
+        monkeypatch.setattr("services.loader.handlers.short_of_memory", lambda: CHUNK_BYTES)
+        await loader.hear_node(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=()))
+        async with asyncio.timeout(20):
+            while bench.pool.allocated() != 2 * CHUNK_BYTES:
+                loader.changed.clear()
+                await loader.changed.wait()
+    finally:
+        keeping.cancel()
+        await loader.stop()

@@ -107,6 +107,7 @@ class Engine:
             key=secrets.token_urlsafe(24),
             settings=self._settings,
             threads=int(os.environ.get("THAW_ENGINE_THREADS", "0") or 0),
+            devices=start.devices,
         )
         self.driver = driver_of(launch)
         env = {**_device_environment(launch), **self.driver.environment(), **_expanded(spec.env)}
@@ -272,7 +273,7 @@ class Engine:
 
 def _device_environment(launch: Launch) -> dict[str, str]:
     """Which devices the engine sees."""
-    return {"CUDA_VISIBLE_DEVICES": launch.device.removeprefix("cuda:") if launch.on_cuda else ""}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(launch.gpus)}
 
 
 def _expanded(env: dict[str, str]) -> dict[str, str]:

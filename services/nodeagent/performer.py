@@ -148,6 +148,7 @@ class Performer:
             node=self._node,
             card=command.card,
             device=command.device_ids[0],
+            devices=command.device_ids,
             kv_bytes=command.kv_bytes,
             traceparent=command.traceparent,
             log_path=str(self.log_path(instance_id)),

@@ -28,6 +28,7 @@ class EngineStart(Message):
     node: str
     card: ModelCard
     device: str
+    devices: tuple[str, ...] = Field(default=(), description="All of its devices, `device` first; none: that one alone.")
     kv_bytes: int = Field(description="Bytes of KV cache the engine may hold.")
     traceparent: str | None = None
     log_path: str

@@ -31,6 +31,13 @@ class Launch:
     key: str
     settings: HostSettings
     threads: int = 0
+    devices: tuple[str, ...] = ()
+    """All of its devices, where there are several."""
+
+    @property
+    def gpus(self) -> list[str]:
+        """Numbers of the GPUs that it has."""
+        return [d.removeprefix("cuda:") for d in self.devices or (self.device,)] if self.on_cuda else []
 
     @property
     def on_cuda(self) -> bool:

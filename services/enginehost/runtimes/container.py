@@ -165,9 +165,9 @@ def _body(
     if options.runtime is not None:
         host["Runtime"] = options.runtime
     if launch.on_cuda:
-        host["DeviceRequests"] = [{"DeviceIDs": [launch.device.removeprefix("cuda:")], "Capabilities": _GPU_CAPABILITIES}]
-        # Inside there is only that one device, and it is the first.
-        env = {**env, "CUDA_VISIBLE_DEVICES": "0"}
+        host["DeviceRequests"] = [{"DeviceIDs": launch.gpus, "Capabilities": _GPU_CAPABILITIES}]
+        # Inside there are only those devices, counted from the first.
+        env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(str(n) for n in range(len(launch.gpus)))}
     body: dict[str, Any] = {
         "Image": options.image,
         "Cmd": list(arguments),

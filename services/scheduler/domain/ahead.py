@@ -24,7 +24,7 @@ from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.heard import ParkTrouble
 from services.scheduler.domain.lifecycle import begin
-from services.scheduler.domain.needs import need_to_start
+from services.scheduler.domain.needs import devices_of, need_to_start
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import ClusterState
@@ -130,6 +130,8 @@ def being_parked(i: Instance) -> bool:
 def obstacle(room: Room, card: ModelCard, need: int, excludes: Excludes | None) -> str:
     """Why the model is not parked on a device; empty if it can be."""
     at = room.booking.key
+    if devices_of(card) > 1:
+        return f"{at}: its engine has several devices, and only those of one device are parked ahead"
     if excludes is not None and (why := excludes(room.booking)):
         return f"{at}: {why}"
     if why := cannot_suspend(room.status, room.kind, card):

@@ -105,6 +105,15 @@ class Forecast:
         """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are not special, without its detail."""
         return self._before + max(self._load_ms(bytes_per_second), self._engine) + self._after
 
+    def again_s(self, b: Booking) -> float:
+        """Seconds to start it on a device that is free and on links that are idle."""
+        state, revision = self._state, self._card.info.revision
+        groups = (state.measured_on.get(self._card.name), state.resident_on.get(revision), state.kept_on.get(revision))
+        if any(group and b.node in group for group in groups):
+            found = self.at(b, leaving=False)
+            return (found.ms - found.queued_ms) / 1e3
+        return self.elsewhere(b.bytes_per_second) / 1e3
+
     def _load_ms(self, bytes_per_second: float | None) -> float:
         if self._own_load is not None:
             return self._own_load

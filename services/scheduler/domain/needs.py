@@ -32,3 +32,19 @@ def learn_need(d: Draft, s: InstanceStatus) -> None:
         return
     if known is None or known.generation != s.generation:
         d.put(MeasuredNeed(s.model, s.generation, s.suspension.need_bytes))
+
+
+_PARALLEL = ("tensor_parallel_size", "tp_size", "tp", "pipeline_parallel_size", "pp_size")
+"""Engine arguments by which vLLM, SGLang and TensorRT-LLM are told how many devices one instance has; their product counts."""
+
+
+def devices_of(card: ModelCard) -> int:
+    """How many devices an instance has, all of one node."""
+    if card.spec.engine == "builtin" or not card.spec.engine_args:
+        return 1
+    found = 1
+    for name in _PARALLEL:
+        size = card.spec.engine_args.get(name, 1)
+        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
+            found *= size
+    return found

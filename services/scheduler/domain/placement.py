@@ -16,28 +16,25 @@ An extra replica (`extra`) stops after 6, and never displaces a model that has d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 
-from services.scheduler.domain.booking import Booking, booking
-from services.scheduler.domain.constraints import Excludes, checker, confined
+from services.scheduler.domain.booking import Booking, device_key
+from services.scheduler.domain.constraints import checker, confined
 from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.entities import Instance, Model
-from services.scheduler.domain.estimates import Forecast, Prediction
+from services.scheduler.domain.entities import Model
+from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.heard import Presence
-from services.scheduler.domain.needs import need_to_start
+from services.scheduler.domain.needs import devices_of, need_to_start
+from services.scheduler.domain.options import Possible, Request, device_sets, of_devices, of_suspended
 from services.scheduler.domain.policies import thaw
-from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Clearance, DeviceView, Option, Profile
+from services.scheduler.domain.policies.port import Ask
 from services.scheduler.domain.shortlist import SHORTLIST, shortlists
-from services.scheduler.domain.suspending import left_bytes, need_bytes, share
-from services.scheduler.domain.victims import Asking, cleared, view_of
+from services.scheduler.domain.victims import Asking
 from services.scheduler.domain.words import gib
-from shared.contracts.node import InstanceState
-from shared.contracts.plans import Candidate, ReadyBy, Way
+from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
-
-_SEVERITY = ("none", "leaving", "evict", "suspend", "migrate", "preempt")
-_LEAVING = Clearance("leaving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,41 +51,6 @@ class Placement:
     """The suspended instance that comes back."""
     short: int = 0
     """Bytes that the victims have to free."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Possible:
-    """An option, and what carrying it out and its record need. `short`: bytes that its victims have to free."""
-
-    option: Option
-    node: str
-    device_ids: tuple[str, ...]
-    need: int
-    prediction: Prediction
-    short: int = 0
-    resume: str | None = None
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        names = {r.key: f"{r.model} ({r.key})" for device in self.option.devices for r in device.residents}
-        return tuple(names[v] for v in self.option.clearance.victims)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What is to be placed. `avoid`: devices (node/device) where it has just failed."""
-
-    asking: Asking
-    profile: Profile
-    need: int
-    avoid: tuple[str, ...]
-    forecast: Forecast
-    any_paused: bool
-    excludes: Excludes | None
-
-    @property
-    def model(self) -> Model:
-        return self.asking.model
 
 
 def place(
@@ -108,29 +70,56 @@ def place(
         reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
         hopeless = waited > d.policy.no_node_timeout
         return Placement("wait", reason, error=Unavailable(f"{model.key}: {reason}") if hopeless else None)
-    need = need_to_start(d.state, model.card)
-    request = _Request(
-        Asking(model, ask_of(d, model, need, waited, extra=extra), not extra and waited >= d.policy.preempt_after, extra),
+    devices = devices_of(model.card)
+    whole = need_to_start(d.state, model.card)
+    need = -(-whole // devices)
+    request = Request(
+        Asking(model, ask_of(d, model, whole, waited, extra=extra), not extra and waited >= d.policy.preempt_after, extra),
         thaw.PROFILE if starving(d, waited) else d.policy.profile,
         need,
+        devices,
         trouble.avoid if trouble else (),
         Forecast(d.state, model.card, d.now),
         bool(d.state.pauses),
         checker(d.state, model) if only is None else confined(*only, checker(d.state, model)),
     )
-    considered: list[Candidate | _Possible] = [] if extra else [_consider_restore(d, request, i) for i in d.state.parked(model)]
-    for devices in shortlists(d, need, request.avoid, request.forecast, request.excludes):
-        considered += (found := [_consider(d, request, device) for device in devices])
-        if any(isinstance(f, _Possible) for f in found):
+    considered: list[Candidate | Possible] = [] if extra else [of_suspended(d, request, i) for i in d.state.parked(model)]
+    for sets in _shortlists(d, request):
+        considered += (found := [of_devices(d, request, devices) for devices in sets])
+        if any(isinstance(f, Possible) for f in found):
             break
-    if possible := [c for c in considered if isinstance(c, _Possible)]:  # 4 to 7
+    if possible := [c for c in considered if isinstance(c, Possible)]:  # 4 to 7
         return _chosen(d, request, possible, considered)
     candidates = _candidates(considered)
-    largest = d.bookings().largest_budget()
-    if need > largest:  # 3
-        text = impossible(model.key, need, largest)
+    if text := hopeless_on(d, model.key, whole, devices):  # 3
         return Placement("impossible", text, candidates, error=InsufficientMemory(text))
     return Placement("wait", _obstacles(candidates, len(d.state.bookings)), candidates)  # 8
+
+
+def _shortlists(d: Draft, r: Request) -> Iterator[list[tuple[Booking, ...]]]:
+    """Devices, or sets of them, to be considered together, until some are an option."""
+    if r.devices == 1:
+        for devices in shortlists(d, r.need, r.avoid, r.forecast, r.excludes):
+            yield [(b,) for b in devices]
+        return
+    sets = device_sets(d, r)
+    while some := list(islice(sets, SHORTLIST)):
+        yield some
+
+
+def hopeless_on(d: Draft, name: str, whole: int, devices: int) -> str:
+    """Why a model could not run even if everything were empty; empty: it could."""
+    need = -(-whole // devices)
+    if devices == 1:
+        largest = d.bookings().largest_budget()
+        return impossible(name, need, largest) if need > largest else ""
+    enough = 0
+    for node in d.state.nodes.values():
+        booked = [b for x in node.devices if (b := d.state.bookings.get(device_key(node.name, x.device_id))) is not None]
+        enough = max(enough, sum(1 for b in booked if b.reachable and b.budget >= need))
+    if enough >= devices:
+        return ""
+    return f"{name} needs {gib(need)} on each of {devices} devices of one node, and no node has more than {enough} that large"
 
 
 def ask_of(d: Draft, model: Model, need: int, waited: float, *, extra: bool) -> Ask:
@@ -152,14 +141,15 @@ def starving(d: Draft, waited: float) -> bool:
     return waited >= max(d.policy.starve_after, d.policy.preempt_after)
 
 
-def _chosen(d: Draft, r: _Request, possible: list[_Possible], considered: list[Candidate | _Possible]) -> Placement:
-    seed = f"{d.state.epoch}/{d.counted()}/{r.model.key}"
+def _chosen(d: Draft, r: Request, possible: list[Possible], considered: list[Candidate | Possible]) -> Placement:
+    seed = f"{d.state.epoch}/{d.counted()}/{r.asking.model.key}"
     option = r.profile.choose(r.asking.ask, [p.option for p in possible], seed)
-    candidates = _candidates(considered)
     if option is None:
-        return Placement("wait", f"the policy {r.profile.name} takes none of the ways that there are", candidates)
+        reason = f"the policy {r.profile.name} takes none of the ways that there are"
+        return Placement("wait", reason, _candidates(considered))
     best = next(p for p in possible if p.option is option)
     chosen = _recorded(best)
+    candidates = _candidates([chosen if c is best else c for c in considered])
     return Placement(chosen.way, _why(best), candidates, chosen, option.clearance.victims, resume=best.resume, short=best.short)
 
 
@@ -167,9 +157,9 @@ def alive(presence: Presence) -> bool:
     return presence.alive and presence.status is not None and not presence.status.stopping
 
 
-def _candidates(considered: list[Candidate | _Possible]) -> tuple[Candidate, ...]:
+def _candidates(considered: list[Candidate | Possible]) -> tuple[Candidate, ...]:
     """Those of the first list, for the record, by name."""
-    found = [_recorded(c) if isinstance(c, _Possible) else c for c in considered[:SHORTLIST]]
+    found = [_recorded(c) if isinstance(c, Possible) else c for c in considered[:SHORTLIST]]
     return tuple(sorted(found, key=lambda c: (c.node, c.device_ids)))
 
 
@@ -187,85 +177,7 @@ def impossible(name: str, need: int, largest: int) -> str:
     )
 
 
-def _consider(d: Draft, r: _Request, b: Booking) -> Candidate | _Possible:
-    """One device: an option, or a candidate that says why not."""
-    if b.closed:
-        return _excluded(b, r.need, b.closed)
-    if r.excludes is not None and (why := r.excludes(b)):
-        return _excluded(b, r.need, why)
-    if r.need > b.budget:
-        return _excluded(b, r.need, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
-    fit = _fit(d, r, b, r.need)
-    if isinstance(fit, str):
-        return _excluded(b, r.need, fit)
-    view, clearance, short = fit
-    prediction = r.forecast.at(b, leaving=clearance is not NOTHING_TO_CLEAR)
-    option = Option((view,), "load", prediction.cost, clearance, prediction.there, prediction.source)
-    return _Possible(option, b.node, (b.device_id,), r.need, prediction, short)
-
-
-def _consider_restore(d: Draft, r: _Request, i: Instance) -> Candidate | _Possible:
-    """The devices of a suspended instance, all of them, for what it lacks to come back: it comes back when the last of them has room."""
-    whole = share(i, need_bytes(d.state, i))
-    need = max(0, whole - left_bytes(d.state, i))
-    fits: list[tuple[DeviceView, Clearance, int]] = []
-    for device_id in i.device_ids:
-        b = booking(d.state, i.node, device_id)
-        # A node that is cordoned takes nothing new; what is on it may come back.
-        if not b.reachable:
-            return _excluded(b, need, b.closed)
-        if r.excludes is not None and (why := r.excludes(b)):
-            return _excluded(b, need, why)
-        if whole > b.budget:
-            return _excluded(b, need, f"needs {gib(whole)}, its budget is {gib(b.budget)}", "impossible")
-        fit = _fit(d, r, b, need)
-        if isinstance(fit, str):
-            return _excluded(b, need, fit)
-        fits.append(fit)
-    clearance = together([c for _, c, _ in fits])
-    prediction = r.forecast.restore(i, leaving=clearance is not NOTHING_TO_CLEAR)
-    way: ReadyBy = "wake" if i.state is InstanceState.ASLEEP else "restore"
-    option = Option(tuple(view for view, *_ in fits), way, prediction.cost, clearance)
-    return _Possible(option, i.node, i.device_ids, need, prediction, max(short for *_, short in fits), i.instance_id)
-
-
-def together(clearances: Iterable[Clearance]) -> Clearance:
-    """What has to be cleared on several devices, each victim once: as severe as the severest, and as long as the longest takes."""
-    found = list(clearances)
-    if len(found) == 1:
-        return found[0]
-    worst = max(found, key=lambda c: _SEVERITY.index(c.how))
-    return replace(
-        worst,
-        victims=tuple(dict.fromkeys(v for c in found for v in c.victims)),
-        freed=sum(c.freed for c in found),
-        delay_s=max(c.delay_s for c in found),
-        penalty=sum(c.penalty for c in found),
-        moves={v: to for c in found for v, to in c.moves.items()},
-    )
-
-
-def _fit(d: Draft, r: _Request, b: Booking, need: int) -> tuple[DeviceView, Clearance, int] | str:
-    """How one device gets room for `need` bytes, and how many of them have to come free; or why it does not."""
-    if r.any_paused and d.paused(b.key):
-        return "its nodeagent has just refused a reservation"
-    failed = b.key in r.avoid
-    if need <= b.free:  # 4
-        return view_of(b, failed=failed), NOTHING_TO_CLEAR, 0
-    if need <= b.coming:  # 5
-        return view_of(b, failed=failed), _LEAVING, 0
-    short = need - b.coming
-    view, clearance = cleared(d, r.asking, b, short, r.profile.clear, failed=failed)
-    if isinstance(clearance, str):
-        return f"needs {gib(need)}, {gib(max(0, b.free))} free of {gib(b.budget)}; {clearance}"
-    return view, clearance, short  # 6, 7
-
-
-def _excluded(b: Booking, need: int, why: str, way: Way = "wait") -> Candidate:
-    return Candidate(node=b.node, device_ids=(b.device_id,), way=way, needed_bytes=need, free_bytes=max(0, b.free), excluded=why)
-
-
-def _recorded(p: _Possible) -> Candidate:
+def _recorded(p: Possible) -> Candidate:
     free = p.option.clearance.how == "none"
     if p.resume is None:
         way: Way = "load" if free else "evict_then_load"
@@ -292,7 +204,7 @@ def _recorded(p: _Possible) -> Candidate:
     )
 
 
-def _why(best: _Possible) -> str:
+def _why(best: Possible) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
     if best.resume is not None:
         gone = f" once these have left: {labels}" if labels else ""

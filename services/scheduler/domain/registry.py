@@ -13,7 +13,8 @@ from services.scheduler.domain.entities import Model
 from services.scheduler.domain.events import AddModelsAsked, AdminAsked, ChangeNodeAsked, RemoveModelAsked, SleepAsked, WakeAsked
 from services.scheduler.domain.heard import MeasuredNeed, ModelDemand, ParkTrouble, Pressure, Trouble, Unmet, Waiter
 from services.scheduler.domain.lifecycle import leave
-from services.scheduler.domain.placement import impossible
+from services.scheduler.domain.needs import devices_of
+from services.scheduler.domain.placement import hopeless_on
 from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.suspending import gently
 from shared.contracts.admin import ModelsAdded
@@ -134,10 +135,9 @@ def _card(d: Draft, old: Model | None, spec: ModelSpec, infos: dict[str, ModelIn
 
 
 def _refuse_impossible(d: Draft, cards: list[ModelCard]) -> None:
-    largest = d.bookings().largest_budget()
-    if not largest:
+    if not d.bookings().largest_budget():
         return
-    faults = [impossible(c.name, need_of(c).total, largest) for c in cards if need_of(c).total > largest]
+    faults = [text for c in cards if (text := hopeless_on(d, c.name, need_of(c).total, devices_of(c)))]
     if faults:
         raise InsufficientMemory("; ".join(faults), param="specs")
 

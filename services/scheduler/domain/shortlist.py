@@ -4,7 +4,8 @@ Only the best are considered in full and kept in the plan; they are found in ord
 one are only devices that something tells apart: those this very decision has changed, those of nodes that have started the model before or
 hold its weights, and those where it has just failed. The order is that of the branches of placement.py:
 
- A. It fits now. Exact: the first of the list is the best there is.
+ A. It fits now. Exact: the first of the list is the best there is. With it those few where it would be sooner although idle ones have to
+    leave: the nodes that hold its weights.
  B. It fits once those that leave already have left. Exact too.
  C. It may fit once idle instances have left; the device whose longest idle instance is idle the longest goes first.
  D. It may fit once instances that serve have left.
@@ -27,6 +28,8 @@ from services.scheduler.domain.ranks import SpeedClass
 
 SHORTLIST = 8
 """So many devices are considered at a time; if there are no more, simply all of them."""
+CLEARED = 4
+"""So many of those that others have to leave at first: who might leave is looked at one by one."""
 _NONE: Iterator[tuple[float, Booking]] = iter(())
 Ranked = tuple[bool, float, float, Booking]
 """It has just failed there; milliseconds until it is ready; bytes free, or since when one is idle; the device (by its key)."""
@@ -43,12 +46,12 @@ def shortlists(
     search = _Search(d, avoid, forecast, excludes)
     for fitting in (search.fitting(need), search.fitting_soon(need)):
         if first := list(islice(fitting, SHORTLIST)):  # A, B
-            yield first
+            yield [*first, *search.sooner_with_idle_gone(need, than=first[0])]
             return
     ranked = chain(search.with_idle_gone(need), search.with_all_gone(need))  # C, D
-    found = False
-    while some := list(islice(ranked, SHORTLIST)):
-        found = True
+    size, found = CLEARED, False
+    while some := list(islice(ranked, size)):
+        size, found = SHORTLIST, True
         yield some
     if not found:  # E
         yield search.roomiest()
@@ -97,6 +100,18 @@ class _Search:
             lambda b: b.coming + b.idle < need <= b.coming + b.movable,
             lambda known: known.with_all[-1] >= need and known.with_idle[0] < need,
         )
+
+    def sooner_with_idle_gone(self, need: int, than: Booking) -> list[Booking]:
+        """Of the devices apart those that idle instances must leave, and that are predicted to be ready sooner all the same."""
+        limit = self._forecast.on(than, leaving=False)[1]
+        if not self._forecast.special:
+            return []
+
+        def rank(b: Booking) -> float | None:
+            apart = b.node in self._forecast.special and b.coming < need <= b.coming + b.idle
+            return b.idle_since if apart and self._forecast.on(b, leaving=True)[1] < limit else None
+
+        return [b for *_, b in nsmallest(CLEARED, self._those_apart(rank))]
 
     def roomiest(self) -> list[Booking]:
         changed = self._view.changed

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.cost.formulas import likely_again
 from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.entities import Instance, Model
+from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
 from services.scheduler.domain.suspending import held_bytes, left_bytes, suspendable
 from shared.contracts.node import InstanceState
@@ -84,7 +84,7 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
 
 def _reload_s(d: Draft, i: Instance, owner: Model, b: Booking) -> float:
     """Seconds to have it back: by resuming it if it would be suspended, else by starting it anew."""
-    anew = d.forecast(owner.card).at(b, leaving=False).cost.total
+    anew = d.forecast(owner.card).again_s(b)
     if i.state.parked:
         return anew
     seen = d.state.seen.get(i.instance_id)

@@ -236,8 +236,9 @@ class World:
 
     # What tests do.
 
-    def node(self, name: str = "n1", budget: int = 1000 * MIB) -> Agent:
-        self.agents[name] = Agent(name, budget)
+    def node(self, name: str = "n1", budget: int = 1000 * MIB, devices: tuple[str, ...] = ("cpu:0",)) -> Agent:
+        """`budget`: of each device."""
+        self.agents[name] = Agent(name, budget, devices=devices)
         self.hear(name)
         return self.agents[name]
 

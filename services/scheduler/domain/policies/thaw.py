@@ -34,7 +34,8 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
     """Those that serve nobody, else also those that do."""
-    idle, serving = [], []
+    idle: list[Resident] = []
+    serving: list[Resident] = []
     for r in device.residents:
         if not r.protected and r.model != ask.model and r.state != "leaving":
             (serving if r.state == "serving" else idle).append(r)

@@ -23,6 +23,7 @@ from services.scheduler.adapters.catalog import Catalog, ensure_streams
 from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
 from services.scheduler.adapters.leadership import Term, leadership
+from services.scheduler.adapters.learned import told
 from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 PRUNE_S = 600.0
 SETTLE_S = 60.0
+REMEMBER_S = 10.0
+LOADERS_AT_ONCE = 100
 _AGAIN_S = 0.2
 _TROUBLE = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, Deposed)
 
@@ -124,6 +127,10 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     return 0
 
 
+def _batches(names: list[str], size: int) -> list[list[str]]:
+    return [names[at : at + size] for at in range(0, len(names), size)]
+
+
 @contextlib.asynccontextmanager
 async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrations: Migrations) -> AsyncIterator[None]:
     """What goes on beside a term: timers, and the watch on migrations."""
@@ -147,7 +154,20 @@ async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrat
             settle_heap()
             await asyncio.sleep(SETTLE_S)
 
-    timers = {"tick": tick(), "prune": prune(), "settle": settle(), "migrations": migrations.watch()}
+    async def remember() -> None:
+        written: dict[str, tuple[object, ...]] = {}
+        while True:
+            await asyncio.sleep(REMEMBER_S)
+            now = {name: told(x) for name, x in loop.state.loaders.items()}
+            changed = [name for name, what in now.items() if written.get(name) != what]
+            try:
+                for some in _batches(changed, LOADERS_AT_ONCE):
+                    await repository.keep_loaders(epoch, [x for n in some if (x := loop.state.loaders.get(n)) is not None])
+                    written |= {n: now[n] for n in some}
+            except (SQLAlchemyError, OSError, Deposed) as e:
+                log.warning("what loaders told was not kept", extra={"error": repr(e)})
+
+    timers = {"tick": tick(), "prune": prune(), "settle": settle(), "remember": remember(), "migrations": migrations.watch()}
     tasks = [asyncio.create_task(timer, name=name) for name, timer in timers.items()]
     try:
         yield

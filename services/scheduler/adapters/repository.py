@@ -11,8 +11,16 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
+from services.scheduler.adapters.learned import (
+    delete_estimates,
+    forget_unknown,
+    read_estimates,
+    read_loaders,
+    write_estimates,
+    write_loaders,
+)
 from services.scheduler.domain.entities import Device, Entity, Instance, Model, Node, key_of
-from services.scheduler.domain.estimates import learnt
+from services.scheduler.domain.heard import Estimate, LoaderPresence
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, Traced, apply
 from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
@@ -24,9 +32,10 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
     Node: (tables.nodes, "name"),
     Instance: (tables.instances, "instance_id"),
     PlanRecord: (tables.plans, "plan_id"),
+    Estimate: (tables.parameters, ""),
 }
 _REMEMBERED_PLANS = 1000
-"""Plans read back for the estimates and for `thaw explain` without a database call."""
+"""Plans read back for `thaw explain` without a database call."""
 _PLAN_FIELDS = tuple(PlanRecord.model_fields)
 _TRACE_PLAN = update(tables.plans).where(tables.plans.c.plan_id == bindparam("key")).values(traceparent=bindparam("parent"))
 _TRACE_INSTANCE = (
@@ -70,10 +79,15 @@ class Repository:
             found += [_instance(dict(r), now) for r in rows]
             newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
             plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
+            found += [*await read_estimates(connection), *await read_loaders(connection, now)]
         apply(state, [Put(e) for e in (*found, *plans)])
-        for plan in plans:
-            _learn(state, plan)
         return state
+
+    async def keep_loaders(self, epoch: int, loaders: Iterable[LoaderPresence]) -> None:
+        """What these loaders told last, in place of what was known of their nodes. Raises `Deposed` as `commit` does."""
+        async with self._engine.begin() as connection:
+            await _fence(connection, epoch)
+            await write_loaders(connection, loaders)
 
     async def plan(self, plan_id: str) -> PlanRecord | None:
         return await self._one_plan(select(tables.plans).where(tables.plans.c.plan_id == plan_id))
@@ -104,6 +118,7 @@ class Repository:
         old = or_(plans.created < now - TRACE_MAX_AGE_S, plans.plan_id.in_(newest_first.offset(TRACE_MAX_COUNT)))
         async with self._engine.begin() as connection:
             await _fence(connection, epoch)
+            await forget_unknown(connection)
             return int((await connection.execute(delete(tables.plans).where(old, plans.outcome != "pending"))).rowcount)
 
     async def ping(self) -> None:
@@ -158,6 +173,9 @@ def _trace(last: dict[tuple[type[Any], str], Entity | None], change: Traced) -> 
 
 
 async def _delete(connection: AsyncConnection, kind: type[Any], keys: list[str]) -> None:
+    if kind is Estimate:
+        await delete_estimates(connection, keys)
+        return
     table, column = _KEYS[kind]
     await connection.execute(delete(table).where(table.c[column].in_(keys)))
     if kind is Node:
@@ -165,6 +183,9 @@ async def _delete(connection: AsyncConnection, kind: type[Any], keys: list[str])
 
 
 async def _upsert(connection: AsyncConnection, kind: type[Any], entities: dict[str, Entity]) -> None:
+    if kind is Estimate:
+        await write_estimates(connection, (e for e in entities.values() if isinstance(e, Estimate)))
+        return
     table, column = _KEYS[kind]
     # One statement for any number of rows, prepared once: rows in the statement's text would be compiled anew for every number of them, and
     # end at PostgreSQL's 32,767 parameters.
@@ -194,7 +215,9 @@ def _row(entity: Entity) -> dict[str, Any]:
             return {**_fields(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
         case PlanRecord():
             return {name: getattr(entity, name) for name in _PLAN_FIELDS} | {
-                "predicted": entity.chosen.predicted if entity.chosen else {}
+                "predicted": entity.chosen.predicted if entity.chosen else {},
+                "predicted_ms": entity.chosen.predicted_ms if entity.chosen else None,
+                "error_ms": entity.chosen.error_ms if entity.chosen else None,
             }
     raise TypeError(f"{type(entity).__name__} is not kept in the database")
 
@@ -226,7 +249,3 @@ def _card(row: Any) -> ModelCard:
 
 def _plan(row: dict[str, Any]) -> PlanRecord:
     return PlanRecord.model_validate(row)
-
-
-def _learn(state: ClusterState, plan: PlanRecord) -> None:
-    apply(state, [Put(e) for e in learnt(state, plan)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, MetaData, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, MetaData, Table, Text, text
 from sqlalchemy.dialects.postgresql import JSONB
 
 metadata = MetaData()
@@ -75,7 +75,43 @@ plans = Table(
     Column("measured_ms", Float),
     Column("error", JSONB),
     Column("traceparent", Text),
+    Column("predicted_ms", Float),
+    Column("error_ms", Float),
     Index("plans_by_model", "model", "created"),
     Index("plans_by_age", "created"),
+    Index("plans_by_instance", "instance_id", "created"),
+)
+parameters = Table(
+    "parameters",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("node", Text, primary_key=True),
+    Column("quantity", Text, primary_key=True),
+    Column("value", Float, nullable=False),
+    Column("error", Float, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("updated", Float, nullable=False, server_default=text("extract(epoch from clock_timestamp())")),
+)
+"""What was learned; an empty model or node stands for all of them."""
+residency = Table(
+    "residency",
+    metadata,
+    Column("node", Text, primary_key=True),
+    Column("weights_id", Text, primary_key=True),
+    Column("tier", Text, primary_key=True),
+    Column("nbytes", BigInteger, nullable=False),
+    Column("heard_at", Float, nullable=False),
+)
+"""As loaders told last. The tier is dram, ssd, or a device."""
+links = Table(
+    "links",
+    metadata,
+    Column("node", Text, primary_key=True),
+    Column("link", Text, primary_key=True),
+    Column("bytes_per_second", Float),
+    Column("queued_bytes", BigInteger, nullable=False),
+    Column("loads", Integer, nullable=False),
+    Column("finish_ms", Float),
+    Column("heard_at", Float, nullable=False),
 )
 leadership = Table("leadership", metadata, Column("id", Integer, primary_key=True), Column("epoch", BigInteger, nullable=False))

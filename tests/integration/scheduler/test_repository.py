@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sqlalchemy import text
+
 from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
-from services.scheduler.domain.entities import Device, Entity, Instance, Node
-from services.scheduler.domain.state import Put
+from services.scheduler.domain.cost.learned import Parameter
+from services.scheduler.domain.entities import Device, Entity, Instance, Model, Node
+from services.scheduler.domain.heard import Estimate, LoaderPresence
+from services.scheduler.domain.state import Drop, Put, Traced
+from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.plans import Candidate, PlanRecord
+from tests.support.fake_node import model_info
+
+
+def card(name: str) -> ModelCard:
+    spec = ModelSpec(name=name, source=f"/m/{name}")
+    return ModelCard(spec=spec, info=model_info(spec.source, 100), created=0)
+
 
 COUNT = 2500
 """Times 20 columns is more than PostgreSQL takes as parameters of one statement."""
@@ -32,5 +46,69 @@ async def test_any_number_of_rows_in_one_transaction(database_url: str) -> None:
             state = await repository.load(term.epoch, now=10.0)
         assert state.instances == {i.instance_id: i for i in later}
         assert state.nodes == {n.name: n for n in nodes}
+    finally:
+        await engine.dispose()
+
+
+async def test_what_was_learned_and_what_loaders_told_outlive_their_leader(database_url: str) -> None:
+    engine = connect(database_url)
+    learned = [
+        Estimate("a", "n1", {"init": Parameter(120.0, 5.0, 3), "bandwidth:ssd": Parameter(2e9, 1e8, 3)}),
+        Estimate("", "n1", {"leaving": Parameter(80.0, 2.0, 1)}),
+        Estimate("gone", "n1", {"init": Parameter(1.0)}),
+    ]
+    status = LoaderStatus(
+        node="n1",
+        boot_id="b",
+        segments=(
+            SegmentStatus(
+                weights_id="r1", model="a", segment="s", total_bytes=5, loaded_bytes=5, holders=(), on_devices={"cuda:0": 4}
+            ),
+            SegmentStatus(weights_id="half", model="b", segment="t", total_bytes=5, loaded_bytes=2, holders=()),
+        ),
+        cached=(CachedModel(weights_id="r2", tier="ssd", nbytes=7),),
+        links=(LinkStatus(link="ssd:nvme0n1", bytes_per_second=3e9, queued_bytes=10, loads=1, finish_ms=4.0),),
+    )
+    told = LoaderPresence("n1", 9.0, status)
+    try:
+        await migrate(engine)
+        repository = Repository(engine)
+        async with leadership(plain_url(database_url)) as term:
+            entities: list[Entity] = [Node("n1"), Model(card("a")), *learned]
+            await repository.commit(term.epoch, [Put(e) for e in entities])
+            await repository.keep_loaders(term.epoch, [told])
+            await repository.keep_loaders(term.epoch, [told])
+            newer = replace(learned[0], parameters={"init": Parameter(100.0, 4.0, 4)})
+            await repository.commit(term.epoch, [Put(newer), Drop(Estimate, learned[1].key)])
+            await repository.prune(term.epoch, now=10.0)
+            state = await repository.load(term.epoch, now=10.0)
+            assert state.estimates == {newer.key: replace(newer, parameters=learned[0].parameters | newer.parameters)}
+            assert (state.resident_on.get("r1"), state.resident_on.get("r2"), state.kept_on.get("r2")) == (("n1",), None, ("n1",))
+            assert not state.loader_alive("n1", 20.0, 3.0)
+            assert [link.link for link in state.loaders["n1"].status.links] == ["ssd:nvme0n1"]
+            assert not state.queues, "a queue that was is over"
+            await repository.commit(term.epoch, [Drop(Node, "n1")])
+            await repository.prune(term.epoch, now=10.0)
+            assert not (await repository.load(term.epoch, now=10.0)).loaders
+    finally:
+        await engine.dispose()
+
+
+async def test_a_plan_keeps_its_prediction_and_by_how_much_it_was_wrong(database_url: str) -> None:
+    engine = connect(database_url)
+    chosen = Candidate(node="n1", device_ids=("cuda:0",), way="load", predicted_ms=100.0, predicted={"load": 100.0}, took_ms=130.0)
+    plan = PlanRecord(
+        plan_id="p1", model="a", created=5.0, trigger="demand", way="load", chosen=chosen, candidates=(chosen,), instance_id="i1"
+    )
+    try:
+        await migrate(engine)
+        repository = Repository(engine)
+        async with leadership(plain_url(database_url)) as term:
+            await repository.commit(term.epoch, [Put(plan), Traced("p1", "i1", "00-a-b-01")])
+            kept = await repository.plan_of_instance("i1")
+        assert kept == plan.model_copy(update={"traceparent": "00-a-b-01"})
+        async with engine.connect() as connection:
+            row = (await connection.execute(text("SELECT predicted_ms, error_ms FROM plans"))).one()
+        assert tuple(row) == (100.0, 30.0)
     finally:
         await engine.dispose()

@@ -1,0 +1,122 @@
+"""Parameters learned and what loaders told last, in the database. Both survive a leader; neither is needed to be right.
+
+Parameters are written with the plan that taught them. What loaders tell changes every second, and a new leader hears it again within two: it
+is written now and then, beside the loop, for the nodes that changed, so that the first decisions of a term and `thaw explain` know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import delete, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from services.scheduler.adapters import tables
+from services.scheduler.domain.cost.learned import Parameter
+from services.scheduler.domain.heard import Estimate, LoaderPresence
+from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
+
+_UPSERT = insert(tables.parameters)
+_UPSERT = _UPSERT.on_conflict_do_update(
+    index_elements=["model", "node", "quantity"],
+    set_={
+        **{c: _UPSERT.excluded[c] for c in ("value", "error", "count")},
+        "updated": text("extract(epoch from clock_timestamp())"),
+    },
+)
+_FORGET_UNKNOWN = (
+    text("DELETE FROM parameters WHERE (model <> '' AND model NOT IN (SELECT name FROM models)) "
+         "OR (node <> '' AND node NOT IN (SELECT name FROM nodes))"),
+    text("DELETE FROM residency WHERE node NOT IN (SELECT name FROM nodes)"),
+    text("DELETE FROM links WHERE node NOT IN (SELECT name FROM nodes)"),
+)  # fmt: skip
+
+
+async def write_estimates(connection: AsyncConnection, estimates: Iterable[Estimate]) -> None:
+    rows = [
+        {"model": e.model, "node": e.node, "quantity": quantity, "value": p.value, "error": p.error, "count": p.count}
+        for e in estimates
+        for quantity, p in e.parameters.items()
+    ]
+    if rows:
+        await connection.execute(_UPSERT, rows)
+
+
+async def delete_estimates(connection: AsyncConnection, keys: Iterable[str]) -> None:
+    columns = tables.parameters.c
+    for key in keys:
+        model, _, node = key.partition("\0")
+        await connection.execute(delete(tables.parameters).where(columns.model == model, columns.node == node))
+
+
+async def read_estimates(connection: AsyncConnection) -> list[Estimate]:
+    found: dict[tuple[str, str], dict[str, Parameter]] = {}
+    columns = tables.parameters.c
+    kept = select(columns.model, columns.node, columns.quantity, columns.value, columns.error, columns["count"])
+    for model, node, quantity, value, error, count in await connection.execute(kept):
+        found.setdefault((model, node), {})[quantity] = Parameter(value, error, count)
+    return [Estimate(model, node, parameters) for (model, node), parameters in found.items()]
+
+
+async def write_loaders(connection: AsyncConnection, loaders: Iterable[LoaderPresence]) -> None:
+    """In place of what was known of their nodes."""
+    told = list(loaders)
+    names = [x.node for x in told]
+    for table in (tables.residency, tables.links):
+        await connection.execute(delete(table).where(table.c.node.in_(names)))
+    if resident := [row for x in told for row in _resident(x)]:
+        await connection.execute(insert(tables.residency), resident)
+    if links := [row for x in told for row in _links(x)]:
+        await connection.execute(insert(tables.links), links)
+
+
+def told(x: LoaderPresence) -> tuple[object, ...]:
+    """What of a loader's report is kept: a later one that tells the same need not be written."""
+    status = x.status
+    held = tuple((s.weights_id, s.loaded_bytes >= s.total_bytes, tuple(s.on_devices.items())) for s in status.segments)
+    return (held, status.cached, status.links)
+
+
+def _resident(x: LoaderPresence) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, str], int] = {}
+    for s in x.status.segments:
+        if s.error is None and s.loaded_bytes >= s.total_bytes > 0:
+            rows[s.weights_id, "dram"] = s.total_bytes
+        rows |= {(s.weights_id, device): nbytes for device, nbytes in s.on_devices.items()}
+    rows |= {(c.weights_id, c.tier): c.nbytes for c in x.status.cached}
+    return [
+        {"node": x.node, "weights_id": weights, "tier": tier, "nbytes": n, "heard_at": x.heard_at}
+        for (weights, tier), n in rows.items()
+    ]
+
+
+def _links(x: LoaderPresence) -> list[dict[str, Any]]:
+    return [{"node": x.node, "heard_at": x.heard_at} | link.model_dump() for link in x.status.links]
+
+
+async def read_loaders(connection: AsyncConnection, now: float) -> list[LoaderPresence]:
+    """As they were when they were written: their loaders count as silent until they are heard."""
+    cached: dict[str, list[CachedModel]] = {}
+    links: dict[str, list[LinkStatus]] = {}
+    heard: dict[str, float] = {}
+    for row in await connection.execute(select(tables.residency).where(tables.residency.c.tier.in_(("dram", "ssd")))):
+        cached.setdefault(row.node, []).append(CachedModel(weights_id=row.weights_id, tier=row.tier, nbytes=row.nbytes))
+        heard[row.node] = min(now, row.heard_at)
+    for row in await connection.execute(select(tables.links)):
+        # Its queue is over by now, or is told anew.
+        links.setdefault(row.node, []).append(LinkStatus(link=row.link, bytes_per_second=row.bytes_per_second))
+        heard[row.node] = min(now, row.heard_at)
+    return [
+        LoaderPresence(
+            node, at, LoaderStatus(node=node, boot_id="", cached=tuple(cached.get(node, ())), links=tuple(links.get(node, ())))
+        )
+        for node, at in heard.items()
+    ]
+
+
+async def forget_unknown(connection: AsyncConnection) -> None:
+    """What belongs to models and nodes that are gone."""
+    for statement in _FORGET_UNKNOWN:
+        await connection.execute(statement)

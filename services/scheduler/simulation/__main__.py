@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.scheduler.simulation.config import ClusterFile, ModelsFile, read
-from services.scheduler.simulation.run import Simulation, names_of
-from services.scheduler.simulation.workload import Synthetic, read_trace, synthetic
+from services.scheduler.domain.policies.profiles import profile_named
+from services.scheduler.simulation.config import ClusterFile, ModelsFile, names_of, read
+from services.scheduler.simulation.simulate import simulate as run
+from services.scheduler.simulation.workloads.synthetic import Synthetic, read_trace, synthetic
 from shared.errors import ThawError
 
 
@@ -33,7 +34,7 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
                 options.length_cv,
             )
             requests = synthetic(what, names, seed)
-        outcome = Simulation(cluster, models.models).run(requests)
+        outcome = run(cluster, models.models, requests, profile_named("thaw"), seed)
         runs.append({"policy": "thaw", "seed": seed, **outcome.figures()})
         if options.trace is not None:
             break  # nothing is drawn: all seeds would be alike

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from services.scheduler.domain.policies.port import Capability
 from shared.errors import InvalidRequest
 
 GB = 10**9
+EVERY_CAPABILITY: frozenset[Capability] = frozenset(("sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate"))
+SharedLink = Literal["remote", "ssd", "device", "bus"]
 
 
 class _Strict(BaseModel):
@@ -18,26 +22,129 @@ class _Strict(BaseModel):
 
 
 class LinkSpeeds(_Strict):
-    """GB per second. `remote` and `ssd` belong to a node and bring one load after the other; `device` to each device."""
+    """GB per second. `remote` and `ssd` belong to a node, `device` to each device, `bus` to `bus_devices` neighbours, `peer` to two devices."""
 
     remote: float = Field(gt=0)
     ssd: float = Field(gt=0)
-    device: float = Field(gt=0)
+    device: float = Field(gt=0, description="Host to one device.")
+    bus: float | None = Field(default=None, gt=0, description="What neighbours get together; none: they share nothing.")
+    bus_devices: int = Field(default=2, ge=1)
+    peer: float | tuple[tuple[float, ...], ...] | None = Field(
+        default=None, description="Device to device: one figure, or one for each pair (0: not connected)."
+    )
+    sequential: frozenset[SharedLink] = Field(
+        default=frozenset(), description="These bring one load after the other; the rest share their bandwidth fairly."
+    )
+
+    def between(self, source: int, target: int) -> float:
+        """Bandwidth from device to device; 0: not connected."""
+        if isinstance(self.peer, tuple):
+            return self.peer[source][target] if max(source, target) < len(self.peer) else 0.0
+        return self.peer or 0.0
+
+
+class NodeGroup(_Strict):
+    """`count` nodes alike, called NAME-0, NAME-1 …"""
+
+    name: str = "node"
+    count: int = Field(default=1, ge=1)
+    kind: str = Field(default="", description="Of its devices; models may be served at another speed there.")
+    devices: int = Field(ge=1, description="Of each node.")
+    device_gb: float = Field(gt=0)
+    dram_gb: float = Field(ge=0, description="Of each node, for weights and snapshots.")
+    ssd_gb: float = Field(
+        default=0.0,
+        ge=0,
+        description="Of each node, for weights; filled beforehand with models in their order, round robin over the nodes.",
+    )
+    links: LinkSpeeds
+
+
+class Startup(_Strict):
+    """What a start takes beside the bytes. With `prefetch` bytes move while the engine starts; with `stream` they go on to the device as they
+    come; with `overlap` libraries load while weights are copied. All three: HydraServe's Eq. 5. None: its Eq. 1."""
+
+    container_s: float = Field(default=0.0, ge=0)
+    context_s: float = Field(default=0.0, ge=0)
+    libraries_s: float = Field(default=0.0, ge=0)
+    init_s: float = Field(default=0.0, ge=0, description="From the last byte to ready.")
+    leave_s: float = Field(default=0.0, ge=0, description="From the last request to proved free memory.")
+    restore_s: float = Field(default=0.0, ge=0, description="Of a snapshot, beside its bytes.")
+    prefetch: bool = True
+    stream: bool = True
+    overlap: bool = True
+
+
+class Runtime(_Strict):
+    """What the simulated system does, whatever the policy."""
+
+    startup: Startup = Startup()
+    capabilities: frozenset[Capability] = EVERY_CAPABILITY
+    exclusive: bool = Field(
+        default=False, description="A device executes one request at a time, and requests bind to devices one by one (Torpor §4.5)."
+    )
+    late_execution: bool = Field(default=True, description="With `exclusive`: executing begins with the first bytes (Torpor §4.3).")
+    homes: bool = Field(default=False, description="A model belongs to one node, round robin; only there can it be.")
+    cache_dram: bool = True
+    cache_ssd: bool = True
+    in_dram: bool = Field(default=False, description="Every model begins in the memory of its nodes, as far as they hold it.")
+    elastic_kv: bool = Field(
+        default=False, description="Memory for the KV cache is taken with each request instead of with the instance (Tangram §3.3)."
+    )
+    kv_overhead: float = Field(default=0.0, ge=0, description="Share of a token's time that elastic KV adds.")
+    merge_gb_per_second: float | None = Field(
+        default=None, gt=0, description="Moving what lies in the way of new tensors; none: free."
+    )
+    merge_share: float = Field(default=1.0, ge=0, le=1, description="Of what lies on the device, how much has to be moved.")
+    share_compute: bool = Field(
+        default=True, description="Busy instances of one device share it by the memory that they have booked."
+    )
+    hop_s: float = Field(default=0.0, ge=0, description="t_n of HydraServe: one stage to the next.")
+    gather_gb_per_second: float = Field(default=1.0, gt=0, description="KV cache of a pipeline to the stage that stays.")
+    window_s: float = Field(default=10.0, gt=0, description="Sliding window of the autoscaler.")
+    alpha: float = Field(default=0.5, ge=0, le=1, description="Of the SLO queue, to begin with.")
+    alpha_period_s: float = Field(default=10.0, gt=0)
+    timeout_s: float = Field(default=300.0, gt=0, description="A request that has waited for so long is given up.")
+    failover: Literal["restart", "resume"] = Field(
+        default="resume", description="Requests of a node that fails begin anew, or go on."
+    )
+    message_ms: float = Field(default=1.0, ge=0, description="One way, between any two processes. Only with --mesh.")
+
+
+class Failure(_Strict):
+    """A node that is gone from `at` on, for `seconds`."""
+
+    node: str
+    at: float = Field(ge=0)
+    seconds: float = Field(gt=0)
+
+
+class Failures(_Strict):
+    events: tuple[Failure, ...] = ()
+    mtbf_s: float | None = Field(
+        default=None, gt=0, description="Mean time between failures of one node, exponential; drawn by the seed."
+    )
+    mttr_s: float = Field(default=60.0, gt=0)
 
 
 class ClusterFile(_Strict):
-    nodes: int = Field(ge=1)
-    devices: int = Field(ge=1, description="Of each node.")
-    device_gb: float = Field(gt=0)
-    dram_gb: float = Field(ge=0, description="Of each node, for weights.")
-    ssd_gb: float = Field(
-        ge=0, description="Of each node, for weights; filled beforehand with models in their order, round robin over the nodes."
-    )
-    links: LinkSpeeds
-    engine_seconds: float = Field(ge=0, description="From the command to an engine that can take weights; overlaps with loading.")
-    init_seconds: float = Field(default=0.0, ge=0, description="From the last byte to ready.")
-    leave_seconds: float = Field(default=0.0, ge=0, description="From the last request to proved free memory.")
-    message_ms: float = Field(default=1.0, ge=0, description="One way, between any two processes.")
+    nodes: tuple[NodeGroup, ...] = Field(min_length=1)
+    runtime: Runtime = Runtime()
+    failures: Failures = Failures()
+
+    @model_validator(mode="after")
+    def _names(self) -> ClusterFile:
+        names = [name for name, _ in self.each()]
+        if len(set(names)) < len(names):
+            raise ValueError("two groups of nodes have the same name")
+        if unknown := {f.node for f in self.failures.events} - set(names):
+            raise ValueError(f"failures.events: no node {min(unknown)!r}; there are {', '.join(names[:8])}")
+        return self
+
+    def each(self) -> Iterator[tuple[str, NodeGroup]]:
+        for group in self.nodes:
+            for n in range(group.count):
+                yield f"{group.name}-{n}", group
 
 
 class Fixed(_Strict):
@@ -48,26 +155,44 @@ class Fixed(_Strict):
 
 
 class Batching(_Strict):
-    """Prefill at a rate, then a token each `tpot_ms`, and `tpot_ms_more` longer for each request that runs beside it when it begins."""
+    """Prompts one after the other at a rate; all that run get a token each `tpot_ms`, and `tpot_ms_more` longer for each further one."""
 
     kind: Literal["batching"] = "batching"
     prefill_tokens_per_second: float = Field(gt=0)
+    prefill_ms: float = Field(default=0.0, ge=0, description="Of any prompt, beside its tokens.")
     tpot_ms: float = Field(gt=0)
     tpot_ms_more: float = Field(default=0.0, ge=0)
     concurrency: int = Field(default=16, ge=1)
 
 
+Service = Annotated[Fixed | Batching, Field(discriminator="kind")]
+
+
 class ModelGroup(_Strict):
-    """`copies` models alike, called name-0, name-1 …; first come more popular ones."""
+    """`copies` models alike, called NAME-0, NAME-1 …; first come more popular ones."""
 
     name: str
     copies: int = Field(default=1, ge=1)
     weights_gb: float = Field(gt=0)
-    kv_gb: float = Field(default=0.0, ge=0, description="Memory beside the weights.")
-    service: Annotated[Fixed | Batching, Field(discriminator="kind")]
+    kv_gb: float = Field(default=0.0, ge=0, description="Memory beside the weights that an instance books.")
+    kv_mb_per_token: float = Field(default=0.0, ge=0, description="Elastic KV, and what a consolidated pipeline gathers.")
+    snapshot_gb: float | None = Field(default=None, gt=0, description="Of a suspended instance; none: its weights.")
+    service: Service
+    services: dict[str, Service] = Field(default_factory=dict, description="By kind of device, where it differs.")
+    kinds: frozenset[str] = Field(default=frozenset(), description="Kinds of device it may be on; empty: all.")
     slo_ttft: float = Field(gt=0)
+    slo_tpot: float | None = Field(default=None, gt=0)
+    percentile: float = Field(
+        default=0.98, gt=0, lt=1, description="Share of requests within slo_ttft that makes a function compliant."
+    )
     keep_alive: float = Field(default=300.0, ge=-1)
+    replicas_min: int = Field(default=0, ge=0)
     replicas_max: int = Field(default=1, ge=1)
+    priority: int = 0
+    sensitivity: float = Field(default=1.0, gt=0, description="alpha of Tangram §3.2.")
+    heavy: bool = Field(default=False, description="Swapping it over the bus slows it down (Torpor §5.3).")
+    resume_s: float = Field(default=0.0, ge=0, description="b of ServerlessLLM §6.2.")
+    resume_s_per_token: float | None = Field(default=None, ge=0, description="a of it; none: as prefill.")
 
     @property
     def capacity(self) -> int:
@@ -77,6 +202,10 @@ class ModelGroup(_Strict):
 
 class ModelsFile(_Strict):
     models: tuple[ModelGroup, ...] = Field(min_length=1)
+
+
+def names_of(groups: tuple[ModelGroup, ...] | list[ModelGroup]) -> list[str]:
+    return [f"{g.name}-{n}" if g.copies > 1 else g.name for g in groups for n in range(g.copies)]
 
 
 File = TypeVar("File", bound=BaseModel)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+TIERS = ("ready", "snapshot", "peer", "reuse", "dram", "ssd", "remote", "pipeline")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """`queued`: seconds until an engine took it. `ttft` in seconds, `tpot` in seconds for each further token."""
+    """`queued`: seconds until an engine took it. `ttft` in seconds, `tpot` in seconds for each further token. `pause`: seconds in which it
+    was interrupted (preempted, moved). `ended`: when its last token was there."""
 
     model: str
     at: float
@@ -17,6 +20,16 @@ class Served:
     ttft: float
     tpot: float
     in_time: bool
+    pause: float = 0.0
+    ended: float = 0.0
+    cold: bool = False
+    number: int = -1
+    """Its place in the list of requests."""
+
+    @property
+    def startup(self) -> float:
+        """Start-up latency with the pause in it, as ServerlessLLM reports it (§7.1)."""
+        return self.queued + self.pause
 
 
 @dataclass
@@ -24,42 +37,97 @@ class Outcome:
     served: list[Served] = field(default_factory=list)
     failed: int = 0
     """Told that they cannot be served."""
+    timed_out: int = 0
+    """Given up after the time-out."""
     lost: int = 0
     """Neither served nor told: a fault of the simulation or of the scheduler."""
+    given_up: list[tuple[str, float, int]] = field(default_factory=list)
+    """Model, arrival and number of what failed or timed out."""
     loads: dict[str, int] = field(default_factory=dict)
     startup: list[float] = field(default_factory=list)
+    """Seconds from the decision to ready, of each start."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase, over all starts."""
     stops: int = 0
     decisions: int = 0
+    migrations: int = 0
+    preemptions: int = 0
+    suspensions: int = 0
+    restarts: int = 0
+    """Requests that a node's failure interrupted."""
     device_seconds: float = 0.0
     device_memory_gb_seconds: float = 0.0
     prediction_errors: list[float] = field(default_factory=list)
     """Measured minus predicted, in seconds, of each start."""
+    percentiles: Mapping[str, float] = field(default_factory=dict)
+    """By model, the share of its requests that must come in time."""
+    device_loads: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """By node, the share of the time in which each device executed something."""
+    ended_at: float = 0.0
 
     def figures(self) -> dict[str, Any]:
         ttft = sorted(s.ttft for s in self.served)
-        tpot = sorted(s.tpot for s in self.served)
+        tpot = sorted(s.tpot for s in self.served if s.tpot > 0)
+        startup = sorted(s.startup for s in self.served)
+        pauses = sorted(s.pause for s in self.served if s.pause > 0)
         errors = sorted(abs(e) for e in self.prediction_errors)
-        total = len(self.served) + self.failed + self.lost
+        total = len(self.served) + self.failed + self.timed_out + self.lost
         return {
             "requests": total,
             "failed": self.failed,
+            "timed_out": self.timed_out,
             "lost": self.lost,
-            "ttft": {f"p{p}": rounded(percentile(ttft, p)) for p in (50, 95, 99)} | {"mean": rounded(mean(ttft))},
-            "tpot": {f"p{p}": rounded(percentile(tpot, p)) for p in (50, 95, 99)},
+            "ttft": spread(ttft),
+            "tpot": spread(tpot),
             "slo_attainment": rounded(sum(s.in_time for s in self.served) / total if total else None),
-            "loads": {tier: self.loads.get(tier, 0) for tier in ("dram", "ssd", "remote")},
-            "startup_mean": rounded(mean(self.startup)),
+            "loads": {tier: self.loads.get(tier, 0) for tier in TIERS},
+            "startup": spread(startup),
+            "pause": spread(pauses) | {"requests": len(pauses)},
+            "load_mean": rounded(mean(self.startup)),
+            "functions": len(self.compliance()),
+            "functions_compliant": sum(self.compliance().values()),
+            "device_load_variance": rounded(self.load_variance()),
+            "migrations": self.migrations,
+            "preemptions": self.preemptions,
+            "suspensions": self.suspensions,
+            "restarts": self.restarts,
             "stops": self.stops,
             "device_seconds": rounded(self.device_seconds),
-            "device_memory_gb_seconds": rounded(self.device_memory_gb_seconds),
+            "device_memory_seconds": rounded(self.device_memory_gb_seconds),
             "prediction_error_p50": rounded(percentile(errors, 50)),
             "decisions": self.decisions,
         }
+
+    def compliance(self) -> dict[str, bool]:
+        """By model that was asked for: whether enough of its requests came in time (Torpor §7)."""
+        met: dict[str, int] = {}
+        total: dict[str, int] = {}
+        for s in self.served:
+            total[s.model] = total.get(s.model, 0) + 1
+            met[s.model] = met.get(s.model, 0) + s.in_time
+        for model, _, _ in self.given_up:
+            total[model] = total.get(model, 0) + 1
+        return {m: met.get(m, 0) >= self.percentiles.get(m, 0.98) * n for m, n in sorted(total.items())}
+
+    def load_variance(self) -> float | None:
+        """Mean over the nodes of the variance of its devices' loads, each over the largest of them (Torpor §7.4)."""
+        found = []
+        for loads in self.device_loads.values():
+            highest = max(loads, default=0.0)
+            if highest > 0 and len(loads) > 1:
+                shares = [load / highest for load in loads]
+                middle = sum(shares) / len(shares)
+                found.append(sum((s - middle) ** 2 for s in shares) / len(shares))
+        return mean(found)
 
 
 def percentile(ordered: Sequence[float], p: float) -> float | None:
     """The nearest rank; None of nothing."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))] if ordered else None
+
+
+def spread(ordered: Sequence[float]) -> dict[str, float | None]:
+    return {f"p{p}": rounded(percentile(ordered, p)) for p in (50, 95, 99)} | {"mean": rounded(mean(ordered))}
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -10,7 +10,8 @@ import pytest
 from thaw.cli.app import main
 
 CLUSTER = (
-    "{nodes: 1, devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}, engine_seconds: 1}"
+    "{nodes: [{devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}}], "
+    "runtime: {startup: {container_s: 1}}}"
 )
 MODELS = "models: [{name: a, copies: 2, weights_gb: 10, service: {kind: fixed, seconds: 1}, slo_ttft: 5}]"
 

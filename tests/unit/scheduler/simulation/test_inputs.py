@@ -10,11 +10,12 @@ from statistics import mean, pstdev
 import pytest
 
 from services.scheduler.simulation.__main__ import main
-from services.scheduler.simulation.workload import Synthetic, read_trace, synthetic
+from services.scheduler.simulation.workloads.synthetic import Synthetic, read_trace, synthetic
 from shared.errors import InvalidRequest
 
 CLUSTER = (
-    "{nodes: 1, devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}, engine_seconds: 1}"
+    "{nodes: [{devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}}], "
+    "runtime: {startup: {container_s: 1}}}"
 )
 MODELS = "models: [{name: a, copies: 2, weights_gb: 10, service: {kind: fixed, seconds: 1}, slo_ttft: 5}]"
 
@@ -73,7 +74,7 @@ def test_runs_by_seed(files: list[str], capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
-        ("cluster.yaml", CLUSTER.replace("nodes: 1", "nodes: 0"), "cluster.yaml: nodes"),
+        ("cluster.yaml", CLUSTER.replace("devices: 1", "devices: 0"), "cluster.yaml: nodes.0.devices"),
         ("models.yaml", MODELS.replace("fixed", "magic"), "models.yaml: models.0.service"),
         ("models.yaml", MODELS + "\nmore: 1", "models.yaml: more"),
         ("models.yaml", "models: [", "models.yaml cannot be read"),

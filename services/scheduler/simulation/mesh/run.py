@@ -7,7 +7,7 @@ messages take a constant time and decisions none. A batching engine's speed is t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -29,10 +29,10 @@ from services.scheduler.domain.events import (
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.ranks import Dues
 from services.scheduler.domain.state import ClusterState, Put, apply
-from services.scheduler.simulation.config import GB, Batching, ClusterFile, Fixed, ModelGroup
-from services.scheduler.simulation.machine import SimInstance, SimNode
+from services.scheduler.simulation.config import GB, Batching, ClusterFile, Fixed, ModelGroup, names_of
+from services.scheduler.simulation.mesh.machine import MeshInstance, MeshNode
 from services.scheduler.simulation.report import Outcome, Served
-from services.scheduler.simulation.workload import Request
+from services.scheduler.simulation.workloads.request import Request
 from shared.contracts.demand import Demand
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import InstanceState, StartInstance, StopInstance
@@ -42,10 +42,6 @@ TICK_S = 0.25
 REPORT_S = 1.0
 NOBODY_FALLS_SILENT = Policy(node_lost_after=inf, demand_lost_after=inf, recovery_window=0.0, demand_settle=0.0)
 Job = Callable[[], None]
-
-
-def names_of(groups: Iterable[ModelGroup]) -> list[str]:
-    return [f"{g.name}-{n}" if g.copies > 1 else g.name for g in groups for n in range(g.copies)]
 
 
 def card_of(name: str, group: ModelGroup) -> ModelCard:
@@ -79,7 +75,7 @@ class _Queue:
     card: ModelCard
     group: ModelGroup
     waiting: deque[Request] = field(default_factory=deque)
-    instances: dict[str, tuple[SimNode, SimInstance]] = field(default_factory=dict)
+    instances: dict[str, tuple[MeshNode, MeshInstance]] = field(default_factory=dict)
     told: int = 0
 
 
@@ -90,22 +86,21 @@ class Simulation:
         self._policy, self._cluster = policy, cluster
         self._heap: list[tuple[float, int, Job]] = []
         self._numbers = 0
-        self._delay = cluster.message_ms / 1e3
+        self._delay = cluster.runtime.message_ms / 1e3
         self._ticking = self._reporting = False
         self.state = ClusterState(epoch=1, recovered_at=-1e6)
-        self.nodes = {f"node-{n}": SimNode(f"node-{n}", cluster) for n in range(cluster.nodes)}
+        self.nodes = {name: MeshNode(name, group, cluster.runtime.startup) for name, group in cluster.each()}
         owners = [g for g in groups for _ in range(g.copies)]
-        self._queues = {n: _Queue(card_of(n, g), g) for n, g in zip(names_of(groups), owners, strict=True)}
+        self._queues = {n: _Queue(card_of(n, g), g) for n, g in zip(names_of(list(groups)), owners, strict=True)}
         apply(self.state, [Put(Model(q.card)) for q in self._queues.values()])
-        budget = int(cluster.device_gb * GB)
         for node in self.nodes.values():
-            apply(self.state, [Put(Node(node.name, "b", {}, tuple(Device(d, "cuda", "", budget) for d in node.devices)))])
+            apply(self.state, [Put(Node(node.name, "b", {}, tuple(Device(d, "cuda", "", node.budget) for d in node.devices)))])
         for position, queue in enumerate(self._queues.values()):
             nodes = list(self.nodes.values())
             for node in nodes[position % len(nodes) :] + nodes[: position % len(nodes)]:
                 info = queue.card.info
-                if sum(node.ssd.held.values()) + info.weights_bytes <= node.ssd.capacity:
-                    node.ssd.add(info.revision, info.weights_bytes, set())
+                if node.ssd.used + info.weights_bytes <= node.ssd.capacity:
+                    node.ssd.add(info.revision, info.weights_bytes)
         self._dirty = dict.fromkeys(self.nodes)
 
     def run(self, requests: Sequence[Request]) -> Outcome:
@@ -161,7 +156,7 @@ class Simulation:
 
     # Engines.
 
-    def _serve(self, queue: _Queue, node: SimNode, instance: SimInstance, request: Request) -> None:
+    def _serve(self, queue: _Queue, node: MeshNode, instance: MeshInstance, request: Request) -> None:
         service = queue.group.service
         if isinstance(service, Fixed):
             first, tpot = service.seconds, 0.0
@@ -178,7 +173,7 @@ class Simulation:
         self._changed(node)
         self._at(self.now + took, lambda: self._finished(queue, node, instance))
 
-    def _finished(self, queue: _Queue, node: SimNode, instance: SimInstance) -> None:
+    def _finished(self, queue: _Queue, node: MeshNode, instance: MeshInstance) -> None:
         instance.active -= 1
         instance.completed += 1
         instance.idle_since = self.now
@@ -189,7 +184,7 @@ class Simulation:
 
     # Nodes.
 
-    def _changed(self, node: SimNode) -> None:
+    def _changed(self, node: MeshNode) -> None:
         """There is something to report: within a second, as nodes do."""
         self._dirty[node.name] = None
         if not self._reporting:
@@ -200,7 +195,7 @@ class Simulation:
         self._reporting = False
         self._hear()
 
-    def _start(self, node: SimNode, command: StartInstance) -> None:
+    def _start(self, node: MeshNode, command: StartInstance) -> None:
         if not node.fits(command):
             error = InsufficientMemory(f"{node.name} has no room for {command.card.name}").body()
             self._later(StartRefused(self.now + self._delay, command.instance_id, error))
@@ -212,7 +207,7 @@ class Simulation:
         self._later(LoaderStatusHeard(self.now + self._delay, node.loader_status()))
         self._at(instance.ready_at, lambda: self._ready(queue, node, instance))
 
-    def _ready(self, queue: _Queue, node: SimNode, instance: SimInstance) -> None:
+    def _ready(self, queue: _Queue, node: MeshNode, instance: MeshInstance) -> None:
         if instance.state is not InstanceState.LOADING:
             return
         instance.state, instance.idle_since = InstanceState.READY, self.now
@@ -221,7 +216,7 @@ class Simulation:
         self._later(NodeStatusHeard(self.now + self._delay, node.status(self.now)))
         self._dispatch(queue)
 
-    def _stop(self, node: SimNode, command: StopInstance) -> None:
+    def _stop(self, node: MeshNode, command: StopInstance) -> None:
         instance = node.instances.get(command.instance_id)
         if instance is None or instance.state in (InstanceState.DRAINING, InstanceState.STOPPED):
             return
@@ -235,15 +230,15 @@ class Simulation:
         if instance.active == 0:
             self._leave(node, instance)
 
-    def _leave(self, node: SimNode, instance: SimInstance) -> None:
-        self._at(self.now + self._cluster.leave_seconds, lambda: self._gone(node, instance))
+    def _leave(self, node: MeshNode, instance: MeshInstance) -> None:
+        self._at(self.now + self._cluster.runtime.startup.leave_s, lambda: self._gone(node, instance))
 
-    def _gone(self, node: SimNode, instance: SimInstance) -> None:
+    def _gone(self, node: MeshNode, instance: MeshInstance) -> None:
         self._count(instance)
-        del node.instances[instance.command.instance_id]
+        node.gone(instance)
         self._later(NodeStatusHeard(self.now + self._delay, node.status(self.now)))
 
-    def _count(self, instance: SimInstance) -> None:
+    def _count(self, instance: MeshInstance) -> None:
         seconds = self.now - instance.began
         self.outcome.device_seconds += seconds * len(instance.command.device_ids)
         self.outcome.device_memory_gb_seconds += seconds * instance.command.reserve_bytes / GB

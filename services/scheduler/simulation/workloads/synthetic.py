@@ -10,19 +10,10 @@ from math import log, sqrt
 from pathlib import Path
 from random import Random
 
+from services.scheduler.simulation.workloads.request import Request
 from shared.errors import InvalidRequest
 
 COLUMNS = ("at", "model", "prompt_tokens", "output_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """`at`: seconds from the beginning."""
-
-    at: float
-    model: str
-    prompt_tokens: int
-    output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

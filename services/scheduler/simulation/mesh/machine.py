@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from services.scheduler.simulation.config import GB, ClusterFile
+from services.scheduler.simulation.config import GB, NodeGroup, Startup
+from services.scheduler.simulation.hardware import Cache
 from shared.contracts.engine import EngineLoad
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus, StartInstance
@@ -13,7 +13,7 @@ from shared.contracts.phases import Phase, PhaseSpan
 
 
 @dataclass
-class SimInstance:
+class MeshInstance:
     command: StartInstance
     began: float
     ready_at: float
@@ -36,40 +36,20 @@ class SimInstance:
         return self.state is InstanceState.READY and self.active < self.capacity
 
 
-class Cache:
-    """Weights in a memory of `capacity` bytes, least recently used first out; those in use stay."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.held: OrderedDict[str, int] = OrderedDict()
-
-    def add(self, name: str, nbytes: int, in_use: set[str]) -> bool:
-        """Whether it is there now: not if what is in use leaves too little room."""
-        if name in self.held:
-            self.held.move_to_end(name)
-            return True
-        leaving = [n for n in self.held if n not in in_use]
-        while sum(self.held.values()) + nbytes > self.capacity and leaving:
-            del self.held[leaving.pop(0)]
-        if sum(self.held.values()) + nbytes > self.capacity:
-            return False
-        self.held[name] = nbytes
-        return True
-
-
 @dataclass
-class SimNode:
+class MeshNode:
     name: str
-    cluster: ClusterFile
-    instances: dict[str, SimInstance] = field(default_factory=dict)
+    group: NodeGroup
+    startup: Startup
+    instances: dict[str, MeshInstance] = field(default_factory=dict)
     seq: int = 1
     loader_seq: int = 0
 
     def __post_init__(self) -> None:
-        self.devices = [f"cuda:{n}" for n in range(self.cluster.devices)]
-        self.budget = int(self.cluster.device_gb * GB)
-        self.dram = Cache(int(self.cluster.dram_gb * GB))
-        self.ssd = Cache(int(self.cluster.ssd_gb * GB))
+        self.devices = [f"cuda:{n}" for n in range(self.group.devices)]
+        self.budget = int(self.group.device_gb * GB)
+        self.dram = Cache(int(self.group.dram_gb * GB))
+        self.ssd = Cache(int(self.group.ssd_gb * GB))
         self._free_at: dict[str, float] = {}
 
     def reserved(self, device: str) -> int:
@@ -78,28 +58,33 @@ class SimNode:
     def fits(self, command: StartInstance) -> bool:
         return all(self.reserved(d) + command.reserve_bytes <= self.budget for d in command.device_ids)
 
-    def start(self, command: StartInstance, now: float, capacity: int) -> SimInstance:
+    def start(self, command: StartInstance, now: float, capacity: int) -> MeshInstance:
         """Begin loading. The slowest link passed decides; each brings one load after the other, and chunks flow on as they come."""
         weights, nbytes = command.card.info.revision, command.card.info.weights_bytes
-        links, tier = self.cluster.links, "dram"
+        links, tier = self.group.links, "dram"
         arrived = now
         if weights not in self.dram.held:
             tier = "ssd" if weights in self.ssd.held else "remote"
             arrived = self._through(tier, now, nbytes, links.ssd if tier == "ssd" else links.remote)
         loaded = max(arrived, *(self._through(d, now, nbytes, links.device) for d in command.device_ids))
-        in_use = {i.command.card.info.revision for i in self.instances.values()} | {weights}
         for cache in (self.dram, self.ssd):
-            cache.add(weights, nbytes, in_use)
-        engine = now + self.cluster.engine_seconds
-        ready = max(loaded, engine) + self.cluster.init_seconds
+            cache.add(weights, nbytes)
+        self.dram.pin(weights)
+        s = self.startup
+        engine = now + s.container_s + s.context_s + s.libraries_s
+        ready = max(loaded, engine) + s.init_s
         phases = ((Phase.LOAD, now, loaded), (Phase.CONTAINER, now, engine), (Phase.INIT, max(loaded, engine), ready))
-        instance = self.instances[command.instance_id] = SimInstance(command, now, ready, tier, capacity, phases)
+        instance = self.instances[command.instance_id] = MeshInstance(command, now, ready, tier, capacity, phases)
         return instance
 
     def _through(self, link: str, now: float, nbytes: int, speed: float) -> float:
         done = max(now, self._free_at.get(link, 0.0)) + nbytes / (speed * GB)
         self._free_at[link] = done
         return done
+
+    def gone(self, instance: MeshInstance) -> None:
+        del self.instances[instance.command.instance_id]
+        self.dram.unpin(instance.command.card.info.revision)
 
     def status(self, now: float) -> NodeStatus:
         self.seq += 1
@@ -118,7 +103,7 @@ class SimNode:
         return LoaderStatus(
             node=self.name,
             boot_id="b",
-            bytes_per_second=self.cluster.links.ssd * GB,
+            bytes_per_second=self.group.links.ssd * GB,
             segments=tuple(
                 SegmentStatus(weights_id=w, model=w, segment=w, total_bytes=n, loaded_bytes=n, holders=())
                 for w, n in self.dram.held.items()
@@ -126,7 +111,7 @@ class SimNode:
         )
 
 
-def _report(i: SimInstance, now: float) -> InstanceStatus:
+def _report(i: MeshInstance, now: float) -> InstanceStatus:
     c = i.command
     gone = i.state is InstanceState.STOPPED
     ready = i.state is InstanceState.READY

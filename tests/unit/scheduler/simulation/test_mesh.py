@@ -8,25 +8,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.simulation.config import GB, Batching, ClusterFile, Fixed, LinkSpeeds, ModelGroup
-from services.scheduler.simulation.machine import SimNode
+from services.scheduler.simulation.config import (
+    GB,
+    Batching,
+    ClusterFile,
+    Fixed,
+    LinkSpeeds,
+    ModelGroup,
+    NodeGroup,
+    Runtime,
+    Startup,
+    names_of,
+)
+from services.scheduler.simulation.mesh.machine import MeshNode
+from services.scheduler.simulation.mesh.run import Simulation
 from services.scheduler.simulation.report import Outcome
-from services.scheduler.simulation.run import Simulation, names_of
-from services.scheduler.simulation.workload import Request, Synthetic, synthetic
+from services.scheduler.simulation.workloads.request import Request
+from services.scheduler.simulation.workloads.synthetic import Synthetic, synthetic
 from shared.contracts.node import StartInstance
 
-CLUSTER = ClusterFile(
-    nodes=2,
-    devices=2,
-    device_gb=20,
-    dram_gb=100,
-    ssd_gb=100,
-    links=LinkSpeeds(remote=1, ssd=5, device=20),
-    engine_seconds=1,
-    init_seconds=0.5,
-    leave_seconds=0.3,
-    message_ms=0,
-)
+LINKS = LinkSpeeds(remote=1, ssd=5, device=20)
+NODES = NodeGroup(count=2, devices=2, device_gb=20, dram_gb=100, ssd_gb=100, links=LINKS)
+RUNTIME = Runtime(startup=Startup(container_s=1, init_s=0.5, leave_s=0.3), message_ms=0)
+CLUSTER = ClusterFile(nodes=(NODES,), runtime=RUNTIME)
+
+
+def but(**other: object) -> ClusterFile:
+    """The cluster, with nodes that differ."""
+    return CLUSTER.model_copy(update={"nodes": (NODES.model_copy(update=other),)})
+
+
 BIG = ModelGroup(name="big", copies=6, weights_gb=10, kv_gb=5, service=Fixed(seconds=2), slo_ttft=10)
 
 
@@ -49,12 +60,12 @@ def test_what_left_comes_back_from_memory_and_what_no_disk_has_from_afar() -> No
     outcome = run([ask(0), ask(60)], groups=[brief])
     assert outcome.loads == {"ssd": 1, "dram": 1}
     assert [round(s.queued, 6) for s in outcome.served] == [2.5, 1.5]  # the engine takes a second, the bus half of one
-    bare = CLUSTER.model_copy(update={"ssd_gb": 0, "dram_gb": 0})
+    bare = but(ssd_gb=0, dram_gb=0)
     assert [round(s.queued, 6) for s in run([ask(0)], cluster=bare).served] == [10.5]
 
 
 def test_loads_of_one_node_pass_its_disk_one_after_the_other() -> None:
-    one = CLUSTER.model_copy(update={"nodes": 1})
+    one = but(count=1)
     assert [round(s.queued, 6) for s in run([ask(0, "big-0"), ask(0, "big-1")], cluster=one).served] == [2.5, 4.5]
 
 
@@ -93,19 +104,19 @@ def test_a_model_that_fits_nowhere_is_told() -> None:
 def test_whatever_comes_nothing_is_lost_or_booked_twice(seed: int, rps: float, cv: float, keep_alive: float, replicas: int) -> None:
     groups = [BIG.model_copy(update={"keep_alive": keep_alive, "replicas_max": replicas})]
     requests = synthetic(Synthetic(rps, 120, cv), names_of(groups), seed)
-    before = SimNode.start
+    before = MeshNode.start
     booked: list[int] = []
 
-    def watched(node: SimNode, command: StartInstance, now: float, capacity: int) -> object:
+    def watched(node: MeshNode, command: StartInstance, now: float, capacity: int) -> object:
         made = before(node, command, now, capacity)
         booked.extend(node.reserved(d) for d in node.devices)
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimNode, "start", watched)
+        patch.setattr(MeshNode, "start", watched)
         first, again = run(requests, groups=groups), run(requests, groups=groups)
     assert (first.lost, first.failed) == (0, 0)
     assert len(first.served) == len(requests)
-    assert max(booked, default=0) <= CLUSTER.device_gb * GB
+    assert max(booked, default=0) <= NODES.device_gb * GB
     assert all(s.queued >= -1e-9 for s in first.served)
     assert first == again

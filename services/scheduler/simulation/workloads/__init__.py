@@ -1,0 +1,1 @@
+"""Requests to simulate: drawn from published distributions, or read from traces. Import from the modules."""

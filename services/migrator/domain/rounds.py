@@ -66,12 +66,12 @@ def next_step(gap: int, last_gap: int, rounds: int, speed: Speed, tokens_per_sec
     """What follows when the source is `gap` tokens ahead of what the destination has computed, after `rounds` rounds. `last_gap`: before the
     last of them (the whole sequence, before the first).
 
-    1. The gap costs less than a round's fixed cost: hand over.
+    1. The gap costs less than a round's fixed cost, which further rounds do not make less, and little: hand over.
     2. A further round is expected to leave much less, or the last one did; or there was none to judge by: another round.
     3. The pause is short enough as it is: hand over.
     4. Rounds do not shrink: give up.
     """
-    if speed.a * gap <= speed.b and speed.b <= pause_ms:  # 1
+    if speed.a * gap <= min(speed.b, pause_ms / 2):  # 1
         return "hand_over"
     leaves = tokens_per_second / 1e3 * speed.of(gap)
     shrinks = gap < last_gap and (leaves < SHRINKS * gap or gap < SHRINKS * last_gap)

@@ -1,0 +1,64 @@
+"""When rounds go on, end or are given up, and what is learned from them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.migrator.domain.rounds import FREAK, MAX_ROUNDS, Speed, learned, next_step
+
+FAST = Speed(a=0.1, b=10.0)
+"""Ten times as fast as a source of a thousand tokens a second."""
+
+
+@pytest.mark.parametrize(
+    ("gap", "last_gap", "rounds", "speed", "rate", "expected"),
+    [
+        (4, 1000, 1, FAST, 100.0, "hand_over"),  # 1: less than the fixed cost
+        (500, 1000, 1, FAST, 100.0, "round"),  # 2: sixty milliseconds leave six tokens
+        (500, 400, 1, FAST, 100.0, "round"),  # 2: one round is no evidence
+        (800, 400, 3, FAST, 100.0, "hand_over"),  # 3: it does not shrink, and costs 90 ms
+        (2000, 1000, 3, FAST, 100.0, "give_up"),  # 4: grows, and costs 210 ms
+        (300, 310, 2, Speed(a=20.0, b=10.0), 100.0, "give_up"),  # 4: the destination is slower than the source
+        (30, 40, MAX_ROUNDS, Speed(a=1.0, b=500.0), 50.0, "hand_over"),  # what is left is what a round's fixed cost makes
+    ],
+)
+def test_what_follows(gap: int, last_gap: int, rounds: int, speed: Speed, rate: float, expected: str) -> None:
+    assert next_step(gap, last_gap, rounds, speed, rate, 100.0) == expected
+
+
+@given(
+    a=st.floats(0.01, 5.0),
+    b=st.floats(1.0, 300.0),
+    rate=st.floats(1.0, 2000.0),
+    total=st.integers(1, 100_000),
+    pause=st.floats(0, 500),
+)
+def test_every_move_comes_to_a_decision_in_few_rounds(a: float, b: float, rate: float, total: int, pause: float) -> None:
+    speed, gap, last = Speed(a, b), total, total
+    for rounds in range(1, MAX_ROUNDS + 2):
+        last, gap = gap, int(rate / 1e3 * speed.of(gap))
+        step = next_step(gap, last, rounds, speed, rate, pause)
+        if step != "round":
+            assert step == "hand_over" or rate * a >= 500.0 or speed.of(gap) > pause
+            return
+    raise AssertionError("it goes on for ever")
+
+
+@given(st.floats(0.05, 2.0), st.floats(5.0, 100.0))
+def test_both_parameters_are_learned(a: float, b: float) -> None:
+    speed = Speed()
+    for tokens in (900, 30, 4, 500, 20, 2, 1200, 60, 5):
+        speed = learned(speed, tokens, a * tokens + b)
+    assert speed.a == pytest.approx(a, rel=0.2)
+    assert speed.b == pytest.approx(b, rel=0.35, abs=3)
+
+
+def test_one_freak_measurement_moves_it_by_a_bounded_step() -> None:
+    speed = Speed()
+    for tokens in (900, 30, 4, 500, 20):
+        speed = learned(speed, tokens, 0.1 * tokens + 10)
+    before = speed.of(100)
+    assert learned(speed, 100, 60_000).of(100) <= before * FREAK
+    assert learned(speed, 0, 50.0) == speed

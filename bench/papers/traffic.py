@@ -1,8 +1,9 @@
 """Requests for the papers' experiments. All are generated: the Azure traces and the data sets are not part of this repository.
 
-Arrivals of each model are a Gamma renewal process with a coefficient of variation, as AlpaServe makes them from the Azure trace (ServerlessLLM §7.1
-and HydraServe §8.3 follow it); requests are then drawn without replacement down to the wanted rate, as HydraServe's published request generator
-does. Lengths are log-normal with published means.
+Arrivals of each model are a Gamma renewal process with a coefficient of variation, as AlpaServe makes them from the Azure trace (ServerlessLLM
+section 7.1 and HydraServe section 8.3 follow it). HydraServe's published generator (github.com/LLMServe/hydraserve, scripts/kubernetes/vllm: trace/
+generate_trace.py, src/result_analyzer.py) then compresses 14 days (1.98 million requests) to an hour and draws requests from them at random, down
+to the wanted rate: bursts are thinned. So here: `DENSER` times as many arrivals as wanted, and a draw. Lengths are log-normal with published means.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from random import Random
 
 from services.scheduler.simulation.workloads.request import Request
 
-OVERSAMPLED = 1.3
+DENSER = 64.0
+"""The published generator has about 900; 1 keeps all bursts as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,20 @@ def bursts(rate: float, seconds: float, cv: float, random: Random) -> list[float
 
 
 def azure_like(
-    models: Sequence[str], lengths: Sequence[Lengths], rps: float, seconds: float, cv: float, zipf: float, seed: int
+    models: Sequence[str],
+    lengths: Sequence[Lengths],
+    rps: float,
+    seconds: float,
+    cv: float,
+    zipf: float,
+    seed: int,
+    denser: float = DENSER,
 ) -> list[Request]:
     """rps·seconds requests. `lengths` by model. Which model is popular is drawn by the seed."""
     random = Random(f"{seed}/{rps}/{cv}")
     parts = shares(len(models), zipf)
     random.shuffle(parts)
-    pool = [(at, n) for n, part in enumerate(parts) for at in bursts(rps * part * OVERSAMPLED, seconds, cv, random)]
+    pool = [(at, n) for n, part in enumerate(parts) for at in bursts(rps * part * denser, seconds, cv, random)]
     wanted = round(rps * seconds)
     drawn = random.sample(pool, wanted) if len(pool) > wanted else pool
     return [Request(at, models[n], *lengths[n].draw(random)) for at, n in sorted(drawn)]

@@ -12,7 +12,7 @@ total time in which the first i free f bytes (counted up to `short`) with u_d by
                     , min over d of T(i-1, f', u - s_i·e_d) + t(i, d)        it moves, while u_d <= F_d )      with f = min(short, f' + s_i)
 
 and the answer is the least T(n, short, u) over all u. Equal times: fewer victims, then those used least recently. States that another one
-beats in every respect are dropped, so that the table stays as small as its Pareto front.
+beats in every respect are dropped, and those that are no longer better than a plan that is there, so that the table stays small.
 """
 
 from __future__ import annotations
@@ -65,11 +65,10 @@ def least_time(victims: Sequence[Departure], short: int) -> Departures | None:
     free = {m.device: m.free for v in victims for m in v.moves}
     at = {d: n for n, d in enumerate(devices)}
     front = [_State((0.0, 0, 0.0), 0, (0,) * len(devices), ())]
+    best: _State | None = front[0] if short <= 0 else None
     for victim in sorted(victims, key=lambda v: (v.last_used, v.key)):
         reached = list(front)
         for state in front:
-            if state.freed >= short:
-                continue  # nobody more has to leave
             if victim.unload_s is not None:
                 reached.append(_left(state, victim, "", victim.unload_s, state.used))
             for move in victim.moves:
@@ -78,8 +77,11 @@ def least_time(victims: Sequence[Departure], short: int) -> Departures | None:
                 if taken <= free[move.device]:
                     used = (*state.used[:n], taken, *state.used[n + 1 :])
                     reached.append(_left(state, victim, move.device, move.seconds, used))
-        front = _front(reached, short)
-    best = min((s for s in front if s.freed >= short), key=lambda s: (s.cost, s.moves), default=None)
+        for state in reached:
+            if state.freed >= short and (best is None or (state.cost, state.moves) < (best.cost, best.moves)):
+                best = state
+        limit = best
+        front = _front([s for s in reached if s.freed < short and (limit is None or s.cost < limit.cost)], short)
     return Departures(best.moves, best.cost[0], best.freed) if best is not None else None
 
 

@@ -120,7 +120,7 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
             _park(state, model)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
-    if (old is not None and old.state.starting) or (new is not None and new.state.starting):
+    if _brings(old) != _brings(new):
         _queue(state, present.node)
     if new is None:
         _forget(state, "dues", present.instance_id)
@@ -162,16 +162,20 @@ def _queue(state: ClusterState, node: str) -> None:
     """Keep when the node's links will have brought what is queued on them (cost/links.py)."""
     loader = state.loaders.get(node)
     heard_at = loader.heard_at if loader is not None else 0.0
-    decided = [
-        (i.planned_at, max(0, i.reserve_bytes - i.kv_bytes))
-        for i in state.on_node(node)
-        if i.state.starting and i.planned_at > heard_at and i.state is not InstanceState.RESUMING and not _resident(state, i)
-    ]
+    there = [(load, i) for i in state.on_node(node) if (load := _brings(i)) is not None]
+    decided = [load for load, i in there if load[0] > heard_at and not _resident(state, i)]
     until = busy_until(heard_at, loader.status if loader is not None else None, decided)
     if until <= 0.0:
         _forget(state, "queues", node)
     elif state.queues.get(node) != until:
         state.own("queues")[node] = until
+
+
+def _brings(i: Instance | None) -> tuple[float, int] | None:
+    """When its load was decided, and how many bytes; None: it loads nothing."""
+    if i is None or not i.state.starting or i.state is InstanceState.RESUMING:
+        return None
+    return i.planned_at, max(0, i.reserve_bytes - i.kv_bytes)
 
 
 def _resident(state: ClusterState, i: Instance) -> bool:

@@ -183,24 +183,23 @@ def _recorded(p: Possible) -> Candidate:
         way: Way = "load" if free else "evict_then_load"
     else:
         way = "restore" if free else "evict_then_restore"
+    option, prediction = p.option, p.prediction
     return Candidate(
         node=p.node,
         device_ids=p.device_ids,
         way=way,
-        predicted_ms=p.prediction.ms,
-        predicted=p.prediction.phases,
+        predicted_ms=option.cost.total * 1e3,
+        predicted=prediction.phases,
         needed_bytes=p.need,
-        free_bytes=max(0, p.option.free),
+        free_bytes=max(0, option.free),
         victims=p.labels,
-        ready_by=p.option.way,
-        clearing=p.option.clearance.how,
-        source=p.option.source,
-        resident_bytes=p.option.resident_bytes,
-        stages=p.option.stages,
-        full_workers=p.option.full_workers,
-        spread_ms=p.option.cost.spread * 1e3,
-        queued_ms=p.prediction.queued_ms,
-        others_ms=p.option.clearance.penalty * 1e3,
+        ready_by=option.way,
+        clearing=option.clearance.how,
+        source=option.source,
+        resident_bytes=option.resident_bytes,
+        spread_ms=option.cost.spread * 1e3,
+        queued_ms=prediction.queued_ms,
+        others_ms=option.clearance.penalty * 1e3,
     )
 
 

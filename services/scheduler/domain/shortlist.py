@@ -103,9 +103,9 @@ class _Search:
 
     def sooner_with_idle_gone(self, need: int, than: Booking) -> list[Booking]:
         """Of the devices apart those that idle instances must leave, and that are predicted to be ready sooner all the same."""
-        limit = self._forecast.on(than, leaving=False)[1]
         if not self._forecast.special:
             return []
+        limit = self._forecast.on(than, leaving=False)[1]
 
         def rank(b: Booking) -> float | None:
             apart = b.node in self._forecast.special and b.coming < need <= b.coming + b.idle

@@ -8,7 +8,8 @@ order drawn anew; a round's figure is the fastest of its steps, in CPU time of t
 Adapters are float32, as PEFT saves them, of rank 16 on all linear layers of the blocks.
 
 Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors (bench/loader_case.py), from the disk and from the page cache, and
-from the node's memory, where another instance holds it (mapped and seen as tensors). GB are 10^9 bytes. Everything written is removed.
+from the node's memory, where another instance holds it (mapped and seen as tensors). From the disk fio, at the best of its settings, is the
+limit. GB are 10^9 bytes. Everything written is removed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -33,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from bench.loader import Case, run_case, set_cache
+from bench.loader import FIO_SETTINGS, Case, level, run_case, run_fio, set_cache
 from bench.loader_case import checksum
 from bench.report import machine, median, write
 from services.engine import attention
@@ -224,19 +226,26 @@ def _tensors(rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
 def loads(total: int, rounds: int, directory: Path) -> dict[str, list[float]]:
     """Milliseconds to usable tensors, by case."""
     file = write_adapter(directory / "adapter", total)
-    todo = [
+    todo: list[Case | tuple[int, int]] = [
         Case(f"{loader}{', page cache' if warm else ''}", loader, options, warm=warm)
         for loader, options in LOADERS.items()
         for warm in (False, True)
     ]
+    if shutil.which("fio"):
+        todo += FIO_SETTINGS
     samples: dict[str, list[float]] = defaultdict(list)
     checksums = set()
     for number in range(rounds):
         random.Random(number).shuffle(todo)
         for case in todo:
             set_cache([file], warm=False)
-            if case.warm:
+            if isinstance(case, Case) and case.warm:
                 set_cache([file], warm=True)
+            else:
+                level([file])
+            if not isinstance(case, Case):
+                samples["fio, {} MB reads, {} at once".format(*case)].append(file.stat().st_size / run_fio([file], *case)[0] * 1e3)
+                continue
             got = run_case(case, [file], sys.executable)
             checksums.add(got["checksum"])
             samples[case.name].append(got["seconds"] * 1e3)
@@ -244,6 +253,8 @@ def loads(total: int, rounds: int, directory: Path) -> dict[str, list[float]]:
     samples["thaw, held on the node"] = _held(file, rounds, checksums)
     if len(checksums) != 1:
         raise RuntimeError("the cases read different bytes")
+    if limits := [samples.pop(name) for name in [*samples] if name.startswith("fio")]:
+        samples["fio"] = min(limits, key=median)
     return samples
 
 
@@ -297,6 +308,9 @@ def main() -> None:
     if loaded:
         show("Load of an adapter: median (least to most)", loaded)
         figures |= {f"load_ms.{name}": median(times) for name, times in loaded.items()}
+        if "fio" in loaded:
+            figures["fio_over_thaw"] = median(loaded["fio"]) / median(loaded["thaw_pool"])
+            figures["safetensors_over_fio"] = median(loaded["safetensors"]) / median(loaded["fio"])
         for suffix in ("", ", page cache"):
             figures[f"safetensors_over_thaw{suffix}"] = median(loaded[f"safetensors{suffix}"]) / median(
                 loaded[f"thaw_pool{suffix}"]

@@ -1,0 +1,280 @@
+"""Orders to move requests: asked for, given a destination, written, heard of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.scheduler.domain.effects import OrderMigration
+from services.scheduler.domain.events import MigrateAsked, MigrationHeard, WaiterGone
+from services.scheduler.domain.moves import MoveTimes
+from shared.contracts.admin import MigrationsViewed
+from shared.contracts.base import ErrorBody
+from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
+from shared.contracts.node import InstanceState
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import Running, World
+
+
+def serving(world: World, model: str = "a", active: int = 2) -> Running:
+    running = world.up(model)
+    running.active = active
+    world.hear()
+    return running
+
+
+@pytest.fixture
+def world() -> World:
+    """Two nodes, and a model whose engines can go on with what others began."""
+    world = World()
+    world.node("n1", budget=5000 * MIB), world.node("n2", budget=5000 * MIB)
+    world.model("a", engine="vllm")
+    return world
+
+
+def ask(world: World, instance: Running, **fields: Any) -> str:
+    waiter = world._waiter()
+    world.send(MigrateAsked(world.now, waiter, instance.command.instance_id, **fields))
+    return waiter
+
+
+def orders(world: World) -> list[MigrationRecord]:
+    return [e.record for e in world.sent(OrderMigration)]
+
+
+def node_of(world: World, instance_id: str) -> str:
+    return world.state.instances[instance_id].node
+
+
+def end(world: World, record: MigrationRecord, state: str = "done", **fields: Any) -> None:
+    world.send(MigrationHeard(world.now, record.model_copy(update={"state": state, **fields})))
+
+
+def other(world: World, running: Running) -> str:
+    return "n2" if node_of(world, running.command.instance_id) == "n1" else "n1"
+
+
+def test_an_instance_is_started_where_requests_are_to_go_then_ordered_and_stopped_at_the_end(world: World) -> None:
+    source = serving(world)
+    to = other(world, source)
+    waiter = ask(world, source, node=to)
+    assert not orders(world), "its destination is not ready yet"
+    (started,) = world.of("a", InstanceState.LOADING)
+    assert node_of(world, started.command.instance_id) == to
+    for _ in range(40):  # longer than anybody would wait for a start that is not wanted
+        world.tick(0.25)
+    assert world.of("a", InstanceState.LOADING)
+    world.get_ready("a")
+    (record,) = orders(world)
+    assert (record.source_instance, record.instance_id) == (source.command.instance_id, started.command.instance_id)
+    assert record.request_id is None
+    assert not world.stops("a"), "an operator's move may fail; then the source goes on"
+    world.tick(30.0)
+    assert world.answer(waiter) is None
+    end(world, record)
+    assert isinstance(world.answer(waiter), MigrationsViewed)
+    assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
+
+
+def test_a_ready_instance_is_taken_as_it_is(world: World) -> None:
+    world.model("a", engine="vllm", replicas={"min": 2, "max": 2})
+    world.tick(0.1)
+    world.get_ready("a")
+    source, there = world.of("a", InstanceState.READY)
+    source.active = 1
+    world.hear()
+    waiter = ask(world, source, request_id="q")
+    (record,) = orders(world)
+    assert record.instance_id == there.command.instance_id
+    assert record.request_id == "q"
+    end(world, record, requests=(MovedRequest(request_id="q-1", outcome="moved"),))
+    assert isinstance(world.answer(waiter), MigrationsViewed)
+    assert not world.stops("a"), "one request has moved, not what else it serves"
+
+
+def test_without_waiting_the_order_is_the_answer(world: World) -> None:
+    source = serving(world)
+    waiter = ask(world, source, wait=False)
+    assert world.answer(waiter) is None
+    world.get_ready("a")
+    answer = world.answer(waiter)
+    assert answer.migrations == tuple(orders(world))
+
+
+def test_a_failed_migration_leaves_the_source_as_it_is(world: World) -> None:
+    source = serving(world)
+    waiter = ask(world, source)
+    world.get_ready("a")
+    end(world, orders(world)[0], "failed", error=ErrorBody(code="unreachable", message="gone"))
+    assert world.answer(waiter).migrations[0].state == "failed"
+    assert not world.stops("a")
+    world.model("b")
+    assert world.state.moves == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"node": "n9"}, "not_found"),
+        ({"node": "n1", "device": "cpu:9"}, "not_found"),
+        ({"device": "cpu:0"}, "invalid_request"),
+    ],
+)
+def test_nonsense_is_refused(world: World, fields: dict[str, str], code: str) -> None:
+    assert world.answer(ask(world, serving(world), **fields)).code == code
+
+
+def test_what_cannot_move_is_refused(world: World) -> None:
+    world.model("c", engine="llamacpp")
+    assert world.answer(ask(world, serving(world, "c"))).code == "unsupported_parameter"
+    source = serving(world)
+    assert world.answer(ask(world, source, node=node_of(world, source.command.instance_id))).code == "invalid_request"
+    world.send(MigrateAsked(world.now, "gone", "i-none"))
+    assert world.answer("gone").code == "not_found"
+    ask(world, source)
+    assert "just being moved (" in world.answer(ask(world, source)).message
+    (started,) = world.of("a", InstanceState.LOADING)
+    world.get_ready("a")
+    assert "being moved to" in world.answer(ask(world, started)).message
+
+
+def test_where_there_is_no_room_an_operator_is_told(world: World) -> None:
+    source = serving(world)
+    world.agents[other(world, source)].budget = 0
+    world.hear()
+    answer = world.answer(ask(world, source, node=other(world, source)))
+    assert answer.code == "insufficient_memory"
+    assert world.state.moves == {}
+
+
+def test_a_destination_that_fails_to_start_is_told(world: World) -> None:
+    source = serving(world)
+    waiter = ask(world, source)
+    for r in world.of("a", InstanceState.LOADING):
+        r.state, r.error = InstanceState.FAILED, ErrorBody(code="engine_failed", message="no libraries")
+    world.hear()
+    world.tick(0.25)
+    assert "no libraries" in world.answer(waiter).message
+
+
+def test_who_waits_no_longer_orders_nothing(world: World) -> None:
+    source = serving(world)
+    waiter = ask(world, source)
+    world.send(WaiterGone(world.now, waiter))
+    world.get_ready("a")
+    assert not orders(world)
+
+
+def test_a_drained_node_moves_what_it_serves(world: World) -> None:
+    source = serving(world)
+    here = node_of(world, source.command.instance_id)
+    world.change_node(here, "drain")
+    world.tick(0.25)
+    (started,) = world.of("a", InstanceState.LOADING)
+    assert node_of(world, started.command.instance_id) != here
+    assert not world.stops("a"), "nothing could take its requests yet"
+    world.get_ready("a")
+    (record,) = orders(world)
+    assert record.reason == "drain"
+    (stop,) = world.stops("a")
+    assert (stop.command.instance_id, stop.command.only_if_idle) == (source.command.instance_id, False)
+    source.active = 0
+    world.finish_stops()
+    end(world, record)
+    world.tick(1.0)
+    assert [r.command.instance_id for r in world.of("a")] == [started.command.instance_id]
+
+
+def test_a_drain_waits_for_room_and_then_for_its_bound(world: World) -> None:
+    source = serving(world)
+    here, there = node_of(world, source.command.instance_id), other(world, source)
+    world.agents[there].budget = 0
+    world.hear()
+    world.change_node(here, "drain")
+    for _ in range(20):
+        world.tick(0.5)
+    assert not orders(world)
+    assert not world.stops("a")
+    (move,) = world.state.moves.values()
+    assert "no device has room" in move.why
+    world.tick(world.policy.drain_timeout)
+    assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
+
+
+def test_a_drained_instance_that_cannot_move_is_left_to_finish(world: World) -> None:
+    world.model("c", engine="llamacpp")
+    source = serving(world, "c")
+    world.change_node(node_of(world, source.command.instance_id), "drain")
+    world.tick(0.25)
+    assert not world.state.moves
+    assert not world.stops("c")
+
+
+def test_a_drains_failed_move_is_tried_again_after_a_while(world: World) -> None:
+    source = serving(world)
+    world.change_node(node_of(world, source.command.instance_id), "drain")
+    world.tick(0.25)
+    world.get_ready("a")
+    end(world, orders(world)[0], "failed")
+    world.tick(1.0)
+    assert len(orders(world)) == 1
+
+
+def test_a_new_leader_takes_over_what_was_ordered(world: World) -> None:
+    source = serving(world)
+    ask(world, source)
+    world.get_ready("a")
+    (record,) = orders(world)
+    for key in list(world.state.moves):
+        del world.state.moves[key]  # as a leader that has just read its state back
+    world.send(MigrationHeard(world.now, record))
+    (move,) = world.state.moves.values()
+    assert move.destination == record.instance_id
+    end(world, record)
+    assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
+
+
+def test_an_end_that_no_leader_heard_is_made_up_for(world: World) -> None:
+    source = serving(world)
+    ask(world, source)
+    world.get_ready("a")
+    (record,) = orders(world)
+    world.state.moves.clear()
+    end(world, record)
+    assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
+    end(world, record)
+    assert len(world.stops("a")) == 1
+
+
+def test_the_times_of_rounds_are_learned_and_passed_on(world: World) -> None:
+    source = serving(world)
+    ask(world, source)
+    world.get_ready("a")
+    rounds = tuple(
+        MigrationRound(request_id="q", number=i, tokens=tokens, took_ms=0.2 * tokens + 10, gap=1)
+        for i, tokens in enumerate((1000, 20, 5, 800, 10, 3, 1200, 8, 2, 900, 4))
+    )
+    end(world, orders(world)[0], "failed", rounds=rounds)
+    times = world.state.move_times["a"]
+    assert isinstance(times, MoveTimes)
+    assert times.per_token.value == pytest.approx(0.0002, rel=0.3)
+    assert times.fixed.value == pytest.approx(0.010, rel=0.5)
+    world.tick(10.0)
+    ask(world, source)
+    assert orders(world)[-1].ms_per_token == pytest.approx(times.per_token.value * 1e3)
+
+
+def test_a_destination_is_not_evicted_meanwhile(world: World) -> None:
+    source = serving(world)
+    to = other(world, source)
+    ask(world, source, node=to)
+    world.get_ready("a")
+    for name, agent in world.agents.items():
+        agent.budget = agent.reserved("cpu:0") if name == to else 0
+    world.hear()
+    world.tick(5.0)
+    world.model("b")
+    world.demand("b")
+    world.tick(1.0)
+    assert not world.stops("a")

@@ -74,8 +74,9 @@ def _unheld(state: State, entry: Entry, instance_id: str) -> Decision:
     if room.may_cache(state, entry) and not state.closing:
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=True))
         state, closing = arenas.closed(put(state, replace(entry, stage=Stage.CACHED)), entry.weights_id, instance_id)
-        state, trimmed = room.trim(state)
-        return state, (Remember(entry.weights_id), *closing, *trimmed)
+        state, trimmed = room.trim(state)  # of weights used at the same moment any may leave, these too
+        remember = (Remember(entry.weights_id),) if is_whole(state, entry.weights_id) else ()
+        return state, (*remember, *closing, *trimmed)
     entry = arenas.forsaken(replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id})))
     return room.leave(put(state, entry), entry, room.spare_room(state), told=True)
 

@@ -332,6 +332,18 @@ def test_the_least_recently_used_leave_for_what_comes() -> None:
     assert cached(p) == {"w1", "w3"}
 
 
+def test_weights_that_leave_as_they_are_let_go_are_not_written_down() -> None:
+    p = Played(State(chunks=Chunks(64, 2 * CHUNK_BYTES)))
+    for number in (1, 2):
+        p.do(Attach(number, f"i{number}", card(f"w{number}"), "complete"))
+        granted(p, f"w{number}", number, 2 * CHUNK_BYTES)
+        p.do(Completed(f"w{number}", number))
+    p.do(Release(3, "i2"))
+    effects = p.do(Release(4, "i1"))
+    assert cached(p) == {"w2"}
+    assert not [e for e in effects if isinstance(e, Remember)]
+
+
 def test_pinned_weights_stay_and_what_has_no_room_beside_them_is_not_cached() -> None:
     p = dram(3, 2, 1, budget=4, pinned=(1,))
     assert cached(p) == {"w1", "w3"}

@@ -1,0 +1,100 @@
+"""A scheduler that dies between any two of its steps: whoever leads next brings about the same, and nothing is booked twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from services.scheduler.adapters import tables
+from services.scheduler.adapters.database import connect, migrate
+from services.scheduler.adapters.repository import Deposed, Repository
+from services.scheduler.domain.entities import Model
+from services.scheduler.domain.state import Drop
+from shared.contracts.node import InstanceState
+from shared.errors import StaleToken
+from tests.integration.scheduler.crashing import FIRST, THEN, Crashed, Site, counted, lead, new_site
+
+ROUNDS = 16
+"""Of half a second: an order that was lost on its way is noticed after three."""
+
+
+async def run_through(site: Site) -> None:
+    """Until a term comes to its end."""
+    async with counted(site.engine, site.steps):
+        for _ in range(3):
+            try:
+                last = await lead(site, rounds=ROUNDS)
+            except Crashed:
+                site.now += 0.2
+            else:
+                plans = (last.loop.state.plans.get(i.plan_id) for i in last.loop.state.instances.values())
+                assert all(p is None or p.outcome != "pending" for p in plans), "what was begun came to its end"
+                return
+    raise AssertionError("a leader that does not crash leads to the end")
+
+
+def outcome(site: Site) -> Counter[str]:
+    return Counter(m for m in (*FIRST, *THEN) for _ in site.of(m, InstanceState.READY))
+
+
+async def check(site: Site) -> None:
+    """Nodes, database and promises agree. That no node is over-booked is held by the nodes at every start."""
+    async with site.engine.connect() as connection:
+        rows = (await connection.execute(select(tables.instances.c.instance_id, tables.instances.c.state))).all()
+        plans = {p for (p,) in await connection.execute(select(tables.plans.c.plan_id))}
+    there = {i for m in (*FIRST, *THEN) for i in site.of(m)}
+    assert {instance_id for instance_id, _ in rows} == there, "the database knows what runs, and nothing else"
+    assert site.promised <= plans, "no decision that somebody was told of is lost"
+    assert all(len(site.of(m)) <= 1 for m in (*FIRST, *THEN)), "none is started twice"
+    assert site.epochs == sorted(set(site.epochs))
+    with pytest.raises(Deposed):
+        await Repository(site.engine).commit(site.epochs[-1] - 1, [Drop(Model, "a")])
+
+
+@pytest.fixture
+async def engine(database_url: str) -> AsyncEngine:
+    engine = connect(database_url)
+    await migrate(engine)
+    return engine
+
+
+async def test_it_may_die_anywhere(database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        whole = await new_site(database_url, engine, monkeypatch, 0)
+        await run_through(whole)
+        await check(whole)
+        wanted = outcome(whole)
+        assert wanted["c"] == 1
+        assert sum(wanted.values()) == 2
+        assert whole.steps.count > 30
+        died = set()
+        for k in range(1, whole.steps.count + 1):
+            site = await new_site(database_url, engine, monkeypatch, k)
+            await run_through(site)
+            assert len(site.epochs) == 2, f"it died once, at step {k}"
+            died.add(site.steps.at)
+            await check(site)
+            assert sum(outcome(site).values()) == 2, (k, site.steps.at)
+            assert outcome(site)["c"] == 1, (k, site.steps.at)
+        assert {"SendStart", "SendStop", "ReplyTo", "before COMMIT", "after the commit"} <= died
+    finally:
+        await engine.dispose()
+
+
+async def test_what_a_dead_leader_sent_comes_too_late(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command is still under way when the next leader's has arrived: the node refuses it."""
+    try:
+        site = await new_site(database_url, engine, monkeypatch, 0)
+        first = await lead(site, rounds=2)
+        sent = site.agents["n1"].instances
+        late = next(iter(sent.values())).command
+        await run_through(site)
+        assert first.loop.state.epoch < site.epochs[-1]
+        assert [e.code for e in [site.agents["n1"].start(late)] if e is not None] == [StaleToken.code]
+    finally:
+        await engine.dispose()

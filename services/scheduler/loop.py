@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.loads import Loads
@@ -14,7 +15,7 @@ from services.scheduler.adapters.repository import Repository, durable
 from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import Effect, LoadStarted, ReplyTo, StepDown
-from services.scheduler.domain.events import Event, LoaderStatusHeard, NodeStatusHeard
+from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, LoaderStatusHeard, NodeStatusHeard
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import Change, ClusterState, Traced, apply
 from shared.errors import ThawError
@@ -32,6 +33,19 @@ class SteppedDown(Exception):
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         super().__init__(f"epoch {epoch} has been seen")
+
+
+def together(events: list[Event]) -> list[Event]:
+    """`events`, those in a row that tell of demand as one: they are decided together, not first come only."""
+    found: list[Event] = []
+    for is_demand, run in groupby(events, key=lambda e: isinstance(e, DemandHeard)):
+        some = list(run)
+        if is_demand and len(some) > 1:
+            heard = tuple(e for e in some if isinstance(e, DemandHeard))
+            found.append(DemandsHeard(heard[-1].at, heard))
+        else:
+            found += some
+    return found
 
 
 @dataclass
@@ -84,12 +98,11 @@ class SchedulerLoop:
     async def _decide_all(self) -> None:
         while True:
             await self._few.wait()
-            event = await self._events.get()
-            for number in range(1, AT_A_STRETCH + 1):
+            stretch = [await self._events.get()]
+            while len(stretch) < AT_A_STRETCH and not self._events.empty():
+                stretch.append(self._events.get_nowait())
+            for event in together(stretch):
                 self._decide(event)
-                if number == AT_A_STRETCH or self._events.empty():
-                    break
-                event = self._events.get_nowait()
             if len(self._decided.events) >= MAX_AHEAD:
                 self._few.clear()
             await asyncio.sleep(0)  # a transaction may be over
@@ -109,15 +122,16 @@ class SchedulerLoop:
 
     def _decide(self, event: Event) -> None:
         decided = self._decided
-        decided.events.append(event)
+        decided.events += event.heard if isinstance(event, DemandsHeard) else (event,)
         self._some.set()
         try:
             decision = decide(self.state, event, clock.now(), self._policy)
         except Exception as e:  # the state is as before: one event must not end the mesh
             log.exception("an event could not be decided", extra={"event": type(event).__name__})
-            waiter = getattr(event, "waiter", None)
-            if waiter is not None:
-                decided.effects.append(ReplyTo(waiter, ThawError(f"{type(e).__name__} while deciding: {e}").body()))
+            for each in event.heard if isinstance(event, DemandsHeard) else (event,):
+                waiter = getattr(each, "waiter", None)
+                if waiter is not None:
+                    decided.effects.append(ReplyTo(waiter, ThawError(f"{type(e).__name__} while deciding: {e}").body()))
             return
         for effect in decision.effects:
             if isinstance(effect, StepDown):

@@ -13,6 +13,7 @@ from services.scheduler.domain.events import (
     ChangeNodeAsked,
     CommandAccepted,
     DemandHeard,
+    DemandsHeard,
     Event,
     LoaderStatusHeard,
     MigrateAsked,
@@ -76,6 +77,9 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
                     drain_node(d, node.name)
         case DemandHeard():
             hear_demand(d, event)
+        case DemandsHeard(heard=heard):
+            for each in heard:
+                hear_demand(d, each)
         case NodeStatusHeard(status=status):
             hear_node(d, status)
         case LoaderStatusHeard(status=loader):
@@ -97,8 +101,8 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             administer(d, event)
     recovering = now - state.recovered_at <= policy.recovery_window
     settle(d, everything=recovering or isinstance(event, Recovered | Tick), only_due=not recovering and isinstance(event, Tick))
-    if isinstance(event, DemandHeard):
-        answer_demand(d, event)
+    for each in (event,) if isinstance(event, DemandHeard) else event.heard if isinstance(event, DemandsHeard) else ():
+        answer_demand(d, each)
     return Decision(d.net(), tuple(d.effects), tuple(d.plans), d.state)
 
 

@@ -32,6 +32,14 @@ class DemandHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class DemandsHeard:
+    """Demand for several models that was heard while something else was decided: it is decided together."""
+
+    at: float
+    heard: tuple[DemandHeard, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatusHeard:
     at: float
     status: NodeStatus
@@ -140,6 +148,7 @@ Event = (
     Recovered
     | Tick
     | DemandHeard
+    | DemandsHeard
     | NodeStatusHeard
     | LoaderStatusHeard
     | StartRefused

@@ -15,6 +15,11 @@ from services.scheduler.domain.placement import Placement, ask_of, place, starvi
 from services.scheduler.domain.policies.port import Demand
 from shared.contracts.plans import PlanRecord
 
+SAME_TIME_S = 1.0
+"""Wishes that came within this are taken for simultaneous."""
+AT_ONCE = 16
+"""So many are weighed against each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -48,7 +53,42 @@ def _ordered(d: Draft, found: dict[str, Wish]) -> list[Wish]:
     ordered = [a.model for a in d.policy.profile.order(asks, {}, 1.0)]
     # Whom a policy does not name is not forgotten.
     names = dict.fromkeys([*ordered, *(w.model.key for w in others)])
-    return [*first, *(found[n] for n in names)]
+    return [*first, *_together(d, [found[n] for n in names])]
+
+
+def _together(d: Draft, ordered: list[Wish]) -> list[Wish]:
+    """Of those that came at about the same time, those go first that lose most if another takes their best place: who is served first of them
+    is chance, and what all of them wait together is not. Of more than `AT_ONCE` there is no room for most anyway."""
+    if not 1 < len(ordered) <= AT_ONCE:
+        return ordered
+    result: list[Wish] = []
+    group: list[Wish] = []
+    for wish in ordered:
+        if group and not _alike(group[0], wish):
+            result += _by_regret(d, group)
+            group = []
+        group.append(wish)
+    return [*result, *_by_regret(d, group)]
+
+
+def _alike(a: Wish, b: Wish) -> bool:
+    same = a.model.card.spec.priority == b.model.card.spec.priority and a.extra == b.extra
+    return same and abs(a.since - b.since) <= SAME_TIME_S
+
+
+def _by_regret(d: Draft, group: list[Wish]) -> list[Wish]:
+    if len(group) < 2:
+        return group
+    return sorted(group, key=lambda w: -_regret(d, w))
+
+
+def _regret(d: Draft, wish: Wish) -> float:
+    """Milliseconds between its best place and the second best; as many as can be if it has but one, fewer than any if it has none."""
+    placement = place(d, wish.model, _waited(d, wish), extra=wish.extra, kept_up_only=wish.trigger == "min_replicas")
+    if placement.chosen is None:
+        return -1.0
+    costs = sorted(c.predicted_ms + c.others_ms for c in placement.candidates if c.excluded is None and c.predicted_ms is not None)
+    return costs[1] - costs[0] if len(costs) > 1 else float("inf")
 
 
 def _waited(d: Draft, wish: Wish) -> float:

@@ -1,0 +1,88 @@
+"""Decisions of several requests at once, and fairness between models."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.domain.events import DemandHeard, DemandsHeard, LoaderStatusHeard, Tick
+from services.scheduler.domain.policies.profiles import PROFILES
+from services.scheduler.domain.policy import Policy
+from services.scheduler.loop import together
+from shared.contracts.demand import Demand
+from shared.contracts.loader import LoaderStatus, SegmentStatus
+from shared.contracts.node import InstanceState
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import World
+
+ONE = 400 * MIB
+"""Room for one model of 324 MiB."""
+
+
+def holds(w: World, node: str, *models: str) -> None:
+    held = [
+        SegmentStatus(weights_id=f"rev-/m/{m}", model=m, segment="s", total_bytes=1, loaded_bytes=1, holders=()) for m in models
+    ]
+    w.send(LoaderStatusHeard(w.now, LoaderStatus(node=node, boot_id="b", segments=tuple(held), bytes_per_second=1e8)))
+
+
+def demands(w: World, *models: str) -> None:
+    heard = tuple(DemandHeard(w.now, Demand(gateway="g", model=m, waiting=1), f"w-{m}") for m in models)
+    w.send(DemandsHeard(w.now, heard))
+
+
+def test_who_has_nowhere_else_goes_first() -> None:
+    """Both are soonest on the fast node; the one whose weights lie on both does not mind the other."""
+    w = World()
+    for name in ("fast", "slow"):
+        w.node(name, ONE)
+    w.model("anywhere")
+    w.model("picky")
+    holds(w, "fast", "anywhere", "picky")
+    holds(w, "slow", "anywhere")
+    demands(w, "anywhere", "picky")
+    assert {s.command.card.name: s.node for s in w.starts("anywhere") + w.starts("picky")} == {"picky": "fast", "anywhere": "slow"}
+
+
+def test_everybody_is_answered() -> None:
+    w = World()
+    w.node("n", ONE)
+    for name in ("a", "b"):
+        w.model(name)
+    demands(w, "a", "b", "unknown")
+    assert w.answer("w-a").outlook == "starting"
+    assert w.answer("w-b").outlook == "waiting"
+    assert w.answer("w-unknown").code == "model_not_found"
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_nobody_starves_whatever_the_profile(profile: str) -> None:
+    """A model of low priority, and others of a higher one that keep the only place busy: within the bound it is served."""
+    policy = Policy(profile=PROFILES[profile], preempt_after=5.0, starve_after=20.0, drain_timeout=1.0)
+    w = World(policy=policy)
+    w.state.keeping(policy.profile.keep)
+    w.node("n", ONE)
+    w.model("low", priority=-10)
+    for name in ("high1", "high2"):
+        w.model(name, priority=10)
+    began = w.now
+    served = None
+    while served is None and w.now - began < 40:
+        w.now += 0.5
+        for r in w.agents["n"].instances.values():
+            if r.state is InstanceState.LOADING:
+                r.state = InstanceState.READY
+            r.active = int(r.state is InstanceState.READY)
+        w.agents["n"].finish_stops()
+        w.tick()
+        demands(w, "high1", "high2", "low")
+        if w.of("low", InstanceState.READY):
+            served = w.now - began
+    assert served is not None, w.state.unmet
+    assert served <= policy.starve_after + 5
+
+
+def test_only_demand_in_a_row_is_decided_together() -> None:
+    a, b, c = (DemandHeard(1.0, Demand(gateway="g", model=m, waiting=1), m) for m in "abc")
+    tick = Tick(1.0)
+    assert together([a, b, tick, c]) == [DemandsHeard(1.0, (a, b)), tick, c]
+    assert together([tick]) == [tick]

@@ -19,6 +19,7 @@ from services.scheduler.domain.effects import (
 from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.estimates import NODES_KEPT, learnt, sooner_back
 from services.scheduler.domain.heard import ANYWHERE, Estimate, Pause, Seen, Waiter, estimate_key
+from services.scheduler.domain.moves import Move
 from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.suspending import gently, make_way, need_bytes, park
@@ -61,6 +62,11 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
     demand = d.state.demand.get(model.key)
     d.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
     _clear(d, [d.state.instances[v] for v in placement.victims], placement.short, f"makes room for {model.key}")
+    for victim, device in placement.moves:
+        node, _, device_id = device.partition("/")
+        source = d.state.instances[victim]
+        key = f"m-{d.token():x}"
+        d.put(Move(key, source.model, victim, d.now, "placement", node=node, device=device_id, plan_id=plan_id))
     if model.resting and trigger != "park":
         d.put(replace(model, resting=False))
 

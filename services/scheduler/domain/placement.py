@@ -51,6 +51,8 @@ class Placement:
     """The suspended instance that comes back."""
     short: int = 0
     """Bytes that the victims have to free."""
+    moves: tuple[tuple[str, str], ...] = ()
+    """Victims whose requests go on elsewhere, each with the device."""
 
 
 def place(
@@ -150,7 +152,10 @@ def _chosen(d: Draft, r: Request, possible: list[Possible], considered: list[Can
     best = next(p for p in possible if p.option is option)
     chosen = _recorded(best)
     candidates = _candidates([chosen if c is best else c for c in considered])
-    return Placement(chosen.way, _why(best), candidates, chosen, option.clearance.victims, resume=best.resume, short=best.short)
+    moves = tuple(sorted(option.clearance.moves.items()))
+    return Placement(
+        chosen.way, _why(best), candidates, chosen, option.clearance.victims, resume=best.resume, short=best.short, moves=moves
+    )
 
 
 def alive(presence: Presence) -> bool:

@@ -9,7 +9,7 @@ from services.scheduler.domain.policies.port import Capability, Profile
 from shared.contracts.demand import DEMAND_LOST_AFTER_S
 from shared.contracts.node import NODE_LOST_AFTER_S
 
-LIVE: frozenset[Capability] = frozenset({"sleep", "suspend", "preempt"})
+LIVE: frozenset[Capability] = frozenset({"sleep", "suspend", "preempt", "migrate"})
 """What the mesh can do beside loading and evicting. An option that needs more is not made."""
 
 

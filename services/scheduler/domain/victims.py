@@ -1,7 +1,7 @@
 """Who may go so that another fits: a device's instances as a policy sees them, and what it says checked.
 
 Never: a pinned instance, one that `replicas.min` keeps up, one that is starting or already leaving, one that has just refused.
-Unless `preempt`: none that serves. Never either: one younger than `min_active` while its own requests are on their way.
+Unless `preempt`: none that serves, but for one whose requests can go on elsewhere. Never either: one younger than `min_active` while its own requests are on their way.
 Those that leave already, claims and the asking model's own are left out: their bytes are reckoned with the device's.
 """
 
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.cost.formulas import likely_again
 from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.elsewhere import ways_out
 from services.scheduler.domain.entities import Instance, Model
+from services.scheduler.domain.learning_moves import resume_seconds
 from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
 from services.scheduler.domain.suspending import held_bytes, left_bytes, suspendable
@@ -33,7 +35,7 @@ def cleared(d: Draft, asking: Asking, b: Booking, short: int, clear: Clear, *, f
     """The device, and who leaves it so that at least `short` bytes come free; or why not enough may, in words."""
     view = view_of(b, failed=failed, residents=residents(d, asking, b))
     clearance = clear(asking.ask, view, short, d.now)
-    if clearance is not None and _holds(view, clearance, short):
+    if clearance is not None and _holds(view, clearance, short, preempt=asking.preempt):
         return view, clearance
     obstacles = "; ".join(f"{r.model} ({r.key}) {r.protected}" for r in view.residents if r.protected)
     return view, obstacles or "nothing there can leave"
@@ -65,6 +67,7 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
     else:
         state, used = "idle", idle
     wanted = d.state.waiting(i.model) > 0
+    moves = ways_out(d, i, owner, b) if state == "serving" and owner is not None and not asking.extra else ()
     return Resident(
         key=i.instance_id,
         model=i.model,
@@ -78,7 +81,9 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
         sensitivity=owner.card.spec.latency_sensitivity if owner is not None else 0.0,
         miss=1.0 if wanted or state == "serving" else likely_again(d.now - used, d.policy.horizon),
         reload_s=_reload_s(d, i, owner, b) if owner is not None else 0.0,
-        protected=_protected(d, i, owner, asking, wanted=wanted) or "",
+        resume_s=resume_seconds(d.state, i) if state == "serving" else None,
+        moves=moves,
+        protected=_protected(d, i, owner, asking, wanted=wanted, moves=bool(moves)) or "",
     )
 
 
@@ -92,7 +97,7 @@ def _reload_s(d: Draft, i: Instance, owner: Model, b: Booking) -> float:
     return anew if resume_ms is None else min(anew, resume_ms / 1e3)
 
 
-def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking, *, wanted: bool) -> str | None:
+def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking, *, wanted: bool, moves: bool) -> str | None:
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
     if destination_of(d.state, i.instance_id) is not None:
@@ -108,13 +113,13 @@ def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking, *, wa
         ready = sum(1 for other in d.state.live(owner) if other.state is InstanceState.READY)
         if ready <= owner.card.spec.replicas.min:
             return "is kept up by replicas.min"
-    if not asking.preempt and d.paused(i.instance_id):
+    if not asking.preempt and not moves and d.paused(i.instance_id):
         return "is serving"
     if asking.extra and wanted:
         return "is wanted"
     if i.trigger != "park" and d.now - i.ready_at < d.policy.min_active and (wanted or _never_served(d, i)):
         return "has just become ready for those who wait for it"
-    if not asking.preempt and d.idle_since(i.instance_id) is None:
+    if not asking.preempt and not moves and d.idle_since(i.instance_id) is None:
         return "is serving"
     return None
 
@@ -124,8 +129,12 @@ def _never_served(d: Draft, i: Instance) -> bool:
     return seen is None or seen.status.load.completed == 0
 
 
-def _holds(view: DeviceView, clearance: Clearance, short: int) -> bool:
-    """Whether those who are to leave may, and free enough: a policy is not trusted with more than a choice."""
+def _holds(view: DeviceView, clearance: Clearance, short: int, *, preempt: bool) -> bool:
+    """Whether those who are to leave may, in the way that they are to, and free enough: a policy is not trusted with more than a choice."""
+    there = {r.key: r for r in view.residents}
+    interrupted = [v for v in clearance.victims if v not in clearance.moves and v in there and there[v].state == "serving"]
+    if interrupted and not preempt:
+        return False
     free_to_go = {r.key: r.nbytes for r in view.residents if not r.protected}
     victims = set(clearance.victims)
     return victims <= free_to_go.keys() and sum(free_to_go[v] for v in victims) >= short

@@ -22,6 +22,7 @@ from services.scheduler.simulation.config import (
 from services.scheduler.simulation.report import Outcome, percentile
 from services.scheduler.simulation.workloads.request import Request
 
+SYSTEMS = ("ServerlessLLM", "Ray Serve", "Ray Serve with cache")
 WARM_UP = 2
 """Requests come for twice the measured time; the first half fills the host memories (ours)."""
 SCHEDULERS = (serverlessllm.PROFILE, shepherd.PROFILE, baselines.RANDOM)
@@ -53,8 +54,8 @@ def cluster(
 
 
 def group(model: str, dataset: str, slower: float = 1.0, copies: int | None = None) -> ModelGroup:
-    """Maximum concurrency 1, and a GPU to itself (footnote 3 counts so). A token takes the data set's inference time over its answers' mean length; larger models take longer by their
-    bytes, since decoding is bound by reading weights (ours: the paper states OPT-6.7B's only)."""
+    """Maximum concurrency 1, and a GPU to itself (footnote 3 counts so). A token takes the data set's inference time over its answers' mean
+    length; larger models take longer by their bytes, since decoding is bound by reading weights (ours: the paper states OPT-6.7B's only)."""
     lengths = c.DATASETS[dataset]
     seconds = c.SHAREGPT_S / (c.RATIO if dataset == "GSM8K" else 1.0) * c.WEIGHTS_GB[model] / c.WEIGHTS_GB["OPT-6.7B"] * slower
     token = seconds / (lengths.output + c.RECOMPUTE * lengths.prompt)
@@ -75,6 +76,34 @@ def traffic(
     names = names_of([model])
     lengths = [c.DATASETS[dataset]] * len(names)
     return lambda seed: azure_like(names, lengths, rps, WARM_UP * seconds, cv, zipf, seed)
+
+
+def ray_serve(
+    cached: bool, network: float = c.NETWORK.value, devices: int = int(c.DEVICES.value), together: int = 1
+) -> ClusterFile:
+    """Ray Serve loads safetensors, after the download, at 12 GB/s over the factor of section 7.2; `cached`: with a disk cache that begins with one
+    copy of each model in the cluster. Its downloads share the server's network (section 7.4 estimates each as if it had it alone)."""
+    loads = 12.0 / c.SAFETENSORS.value / (c.PCIE.value * together) * together
+    machines = cluster(devices, together, network=network, cached=False, ssd_gb=c.SSD_GB.value if cached else 0.0, ssd=1000.0)
+    node = machines.nodes[0]
+    links = node.links.model_copy(update={"device": c.PCIE.value * loads, "sequential": frozenset()})
+    startup = machines.runtime.startup.model_copy(update={"stream": False})
+    runtime = machines.runtime.model_copy(update={"startup": startup, "cache_ssd": cached})
+    return ClusterFile(nodes=(node.model_copy(update={"links": links}),), runtime=runtime)
+
+
+def whole(
+    system: str, model: str, dataset: str, rps: float, seconds: float, devices: int = int(c.DEVICES.value), **more: float
+) -> Case:
+    """One point of Fig. 10 to 12: ServerlessLLM, Ray Serve, or Ray Serve with a cache."""
+    together = 2 if model == "OPT-30B" else 1
+    models = group(model, dataset, copies=int(more["copies"]) if "copies" in more else None)
+    network = more.get("network", c.NETWORK.value)
+    ours = system == "ServerlessLLM"
+    machines = cluster(devices, together, network=network) if ours else ray_serve("cache" in system, network, devices, together)
+    profile = serverlessllm.PROFILE if ours else baselines.KEEP_ALIVE
+    shown = label(model=model, dataset=dataset, rps=rps, devices=float(devices), models=float(models.copies), system=system)
+    return Case(shown, machines, (models,), traffic(models, dataset, rps, seconds), profile, everywhere=ours)
 
 
 def case(model: str, dataset: str, rps: float, profile: Profile, seconds: float, zipf: float = c.ZIPF.value, **more: float) -> Case:

@@ -7,6 +7,7 @@ from pydantic import Field, SecretStr, field_validator
 from services.scheduler.domain.policies.profiles import profile_named
 from services.scheduler.domain.policy import Policy
 from shared.errors import InvalidRequest
+from shared.policies import DEFAULT_POLICY
 from shared.settings import CommonSettings
 
 
@@ -17,7 +18,7 @@ class SchedulerSettings(CommonSettings):
     )
     scheduler_name: str = Field(default="", description="Name of this scheduler in views and logs; host and process id by default.")
     policy: str = Field(
-        default="thaw", description="The scheduling policy, as `scheduler.policy` in thaw.yaml; see docs/scheduling.md."
+        default=DEFAULT_POLICY, description="The scheduling policy, as `scheduler.policy` in thaw.yaml; see docs/scheduling.md."
     )
     preempt_after: float = Field(
         default=15.0, ge=0, description="Seconds a model waits before a serving, unpinned instance may be drained for it."

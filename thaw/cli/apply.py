@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 from rich.console import Console
 
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.models import ModelSpec
+from shared.policies import DEFAULT_POLICY
 from thaw.cli.api import Api
 from thaw.cli.models import show_difference
 from thaw.cli.output import Document
@@ -101,4 +103,7 @@ def differences(home: Home, wanted: Wanted) -> list[str]:
         asked = {name: wanted.mesh.nodes[name].devices if name in wanted.mesh.nodes else {} for name in wanted.node_names}
         same = asked.keys() == running.keys() and all(not d or d == running[n] for n, d in asked.items())
         found += [] if same else ["mesh.nodes"]
+    if wanted.scheduler.policy is not None:
+        running_policy = plan.environment.get("THAW_POLICY") or os.environ.get("THAW_POLICY") or DEFAULT_POLICY
+        found += ["scheduler.policy"] if wanted.environment.get("THAW_POLICY", running_policy) != running_policy else []
     return found

@@ -53,7 +53,8 @@ def up(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out, home = screen(as_json), Home.from_environment()
     file = load_config(config) if config is not None else None
-    wanted = Wanted(host=host, port=port, nodes=nodes, mesh=(file or ThawFile()).mesh)
+    asked = file or ThawFile()
+    wanted = Wanted(host=host, port=port, nodes=nodes, mesh=asked.mesh, scheduler=asked.scheduler)
     if (status := running_status(home)) is not None and status.stopping:
         with out.status("waiting for the mesh that is just stopping"):
             control.await_stopped(status)

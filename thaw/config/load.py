@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
+from shared.policies import POLICIES
 from thaw.config.faults import ConfigError, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
 from thaw.config.tree import Tree, read_tree
@@ -63,14 +64,28 @@ class MeshConfig(Strict):
     environment: dict[str, str] = Field(default_factory=dict)
 
 
+class SchedulerConfig(Strict):
+    """`scheduler:`: how the mesh decides."""
+
+    policy: str | None = None
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value is not None and value not in POLICIES:
+            raise ValueError(f"given {value!r}; allowed: {', '.join(POLICIES)}")
+        return value
+
+
 class ThawFile(Strict):
     """A whole thaw.yaml with the defaults worked into each model."""
 
     mesh: MeshConfig = MeshConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     models: tuple[ModelSpec, ...] = ()
 
 
-_KEYS = ("defaults", "mesh", "models")
+_KEYS = ("defaults", "mesh", "models", "scheduler")
 
 
 def load_config(path: Path) -> ThawFile:
@@ -99,12 +114,28 @@ class _Check:
         if root is None:
             return ThawFile()
         if not isinstance(root, dict):
-            self._tree.fault((), "the file must be a mapping with the keys defaults, mesh, models")
+            self._tree.fault((), f"the file must be a mapping with the keys {', '.join(_KEYS)}")
             return ThawFile()
         for key in root.keys() - set(_KEYS):
             self._tree.fault((key,), unknown_key(key, _KEYS))
         defaults = self._defaults(root.get("defaults"))
-        return ThawFile(mesh=self._mesh(root.get("mesh")), models=self._models(root.get("models"), defaults))
+        return ThawFile(
+            mesh=self._mesh(root.get("mesh")),
+            scheduler=self._scheduler(root.get("scheduler")),
+            models=self._models(root.get("models"), defaults),
+        )
+
+    def _scheduler(self, value: Any) -> SchedulerConfig:
+        if value is None:
+            return SchedulerConfig()
+        if not isinstance(value, dict):
+            self._tree.fault(("scheduler",), "must be a mapping, e.g. policy: thaw")
+            return SchedulerConfig()
+        try:
+            return SchedulerConfig.model_validate(value)
+        except ValidationError as e:
+            self._report(e, ("scheduler",), SchedulerConfig)
+            return SchedulerConfig()
 
     def _defaults(self, value: Any) -> dict[str, Any]:
         if value is None:

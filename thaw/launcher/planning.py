@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from thaw.config.load import MeshConfig, NodeConfig
+from thaw.config.load import MeshConfig, NodeConfig, SchedulerConfig
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
 from thaw.launcher.plan import MeshPlan, NodePlan, credentials_of, free_port
@@ -28,6 +28,15 @@ class Wanted:
     port: int | None = None
     nodes: int | None = None
     mesh: MeshConfig = MeshConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """THAW_ settings of the services beside their own environment."""
+        policy = self.scheduler.policy
+        if policy is None or "THAW_POLICY" in os.environ:
+            return self.mesh.environment
+        return {**self.mesh.environment, "THAW_POLICY": policy}
 
     @property
     def host_or_default(self) -> str:
@@ -74,5 +83,5 @@ def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: in
         postgres_port=wanted.mesh.postgres_port or free_port(),
         nats_url=os.environ.get("THAW_NATS_URL") or None,
         database_url=os.environ.get("THAW_DATABASE_URL") or None,
-        environment=wanted.mesh.environment,
+        environment=wanted.environment,
     )

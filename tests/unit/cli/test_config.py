@@ -244,3 +244,15 @@ def test_figures_for_people() -> None:
         "0 B", "1023 B", "2 KiB", "10.0 MiB", "1.5 GiB", "3.0 TiB",
     ]  # fmt: skip
     assert [format_duration(v) for v in (0.0123, 1.25, 42, 600, 9000)] == ["12 ms", "1.2 s", "42 s", "10 min", "2.5 h"]
+
+
+def test_the_scheduling_policy_is_one_of_those_there_are(tmp_path: Path) -> None:
+    assert load(tmp_path, "scheduler: {policy: lru}").scheduler.policy == "lru"
+    assert load(tmp_path, "models: []").scheduler.policy is None
+    (fault,) = faults(tmp_path, "scheduler:\n  policy: lur\n")
+    assert (fault.line, fault.path) == (2, ("scheduler", "policy"))
+    assert "'lur'" in fault.message
+    assert "lru, native" in fault.message
+    (other,) = faults(tmp_path, "scheduler: {polcy: lru}")
+    assert "polcy" in other.text("f")
+    assert "must be a mapping" in faults(tmp_path, "scheduler: thaw")[0].message

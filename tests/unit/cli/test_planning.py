@@ -8,11 +8,12 @@ import pytest
 
 from shared.contracts.models import ModelSpec
 from shared.sizing import need_of
+from thaw.cli.apply import differences
 from thaw.cli.demo import budget_for_two, card_of
-from thaw.config.load import MeshConfig, NodeConfig
+from thaw.config.load import MeshConfig, NodeConfig, SchedulerConfig
 from thaw.demo.models import make_demo_model
 from thaw.errors import CommandError
-from thaw.launcher.home import Home
+from thaw.launcher.home import Home, write_private
 from thaw.launcher.plan import MeshPlan
 from thaw.launcher.planning import Wanted, make_plan
 from thaw.launcher.services import programs_of
@@ -88,3 +89,24 @@ def test_the_demo_budget_holds_two_models_of_three(tmp_path: Path) -> None:
     needs = [need_of(card_of(s)).total for s in specs]
     budget = budget_for_two(specs)
     assert sum(sorted(needs)[-2:]) <= budget < sum(needs)
+
+
+def test_the_policy_reaches_the_scheduler_and_the_environment_goes_before_the_file(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("THAW_POLICY", raising=False)
+    wanted = Wanted(scheduler=SchedulerConfig(policy="lru"))
+    programs = {p.name: p for p in programs_of(home, plan(home, wanted), None)}
+    assert programs["scheduler"].environment["THAW_POLICY"] == "lru"
+    assert "THAW_POLICY" not in plan(home, Wanted()).environment
+    monkeypatch.setenv("THAW_POLICY", "fifo")
+    assert "THAW_POLICY" not in plan(home, wanted).environment
+
+
+def test_another_policy_needs_a_restart(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THAW_POLICY", raising=False)
+    running = plan(home, Wanted(scheduler=SchedulerConfig(policy="lru")))
+    write_private(home.plan_file, running.model_dump_json())
+    assert differences(home, Wanted(scheduler=SchedulerConfig(policy="lru"))) == []
+    assert differences(home, Wanted(scheduler=SchedulerConfig(policy="thaw"))) == ["scheduler.policy"]
+    assert differences(home, Wanted()) == []

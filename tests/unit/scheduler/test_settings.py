@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from services.scheduler.domain.policies.profiles import PROFILES
 from services.scheduler.settings import SchedulerSettings
+from shared.policies import DEFAULT_POLICY, POLICIES
 
 
 @pytest.mark.parametrize("url", ["mysql://thaw:hidden@host/thaw", "host:5432", "postgresql://", ""])
@@ -29,3 +31,8 @@ def test_a_policy_that_there_is_not() -> None:
 def test_the_policy_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THAW_POLICY", "lru")
     assert SchedulerSettings().rules().profile.name == "lru"
+
+
+def test_the_policies_have_the_names_that_a_thaw_yaml_may_say() -> None:
+    assert sorted(PROFILES) == sorted(POLICIES)
+    assert SchedulerSettings().policy == DEFAULT_POLICY

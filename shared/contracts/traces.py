@@ -47,6 +47,13 @@ class RequestTrace(Message):
     critical_path: tuple[CriticalSegment, ...] = ()
 
 
+class TracePage(Frozen):
+    """Traces of requests in the order in which they were written. `next`: where the next page begins; None: there is none yet."""
+
+    traces: tuple[RequestTrace, ...] = ()
+    next: int | None = None
+
+
 class LoadTrace(Message):
     """One start of an instance. Times are milliseconds since the scheduler heard the demand."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -26,7 +27,7 @@ from shared.contracts.admin import (
 )
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelSpec
-from shared.contracts.traces import LoadTrace, RequestTrace
+from shared.contracts.traces import LoadTrace, RequestTrace, TracePage
 from thaw.errors import CommandError, NotRunning
 from thaw.launcher.home import Home, read_json
 
@@ -167,6 +168,14 @@ class Api:
 
     def trace(self, request_id: str | None) -> RequestTrace:
         return self._get(RequestTrace, "GET", f"/admin/v1/traces/{quote(request_id or 'last', safe='')}")
+
+    def traces(self) -> Iterator[RequestTrace]:
+        """All that are kept, the oldest first."""
+        begin: int | None = 1
+        while begin is not None:
+            page = self._get(TracePage, "GET", "/admin/v1/traces", **{"from": str(begin), "limit": "500"})
+            yield from page.traces
+            begin = page.next
 
     def load_trace(self, plan_id: str) -> LoadTrace:
         return self._get(LoadTrace, "GET", f"/admin/v1/traces/loads/{quote(plan_id, safe='')}")

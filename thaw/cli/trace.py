@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from thaw.cli.api import Api
 from thaw.cli.migrate import concerning, show_moves
@@ -18,6 +20,10 @@ def trace(
     request_id: Annotated[
         str | None, typer.Argument(help="A request's id (the x-request-id of its answer); the last request by default.")
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="Write all traces of requests that are kept, one JSON object a line, for thaw simulate.", metavar="FILE"),
+    ] = None,
     as_json: Json = False,
 ) -> Document:
     """Draw the waterfall of a request, and of the model load that it waited for; and how it moved between engines.
@@ -25,6 +31,8 @@ def trace(
     Example: [bold]thaw trace[/]
     """
     api, out = Api.find(), screen(as_json)
+    if export is not None:
+        return _export(api, out, request_id, export)
     record = api.trace(request_id)
     out.print(request_waterfall(record, out))
     load = None
@@ -44,3 +52,18 @@ def trace(
         "load": load.model_dump(mode="json") if load else None,
         "migrations": [m.model_dump(mode="json") for m in moves],
     }
+
+
+def _export(api: Api, out: Console, request_id: str | None, path: Path) -> Document:
+    if request_id is not None:
+        raise CommandError("--export writes all traces; it takes no request.")
+    try:
+        with path.open("w") as file:
+            count = 0
+            for record in api.traces():
+                file.write(record.model_dump_json() + "\n")
+                count += 1
+    except OSError as e:
+        raise CommandError(f"{path} cannot be written: {e.strerror}") from e
+    out.print(f"{count} requests in {path}. Replay them: [bold]thaw simulate --workload trace --trace {path} ...[/]")
+    return {"requests": count, "path": str(path)}

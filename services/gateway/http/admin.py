@@ -39,11 +39,14 @@ from shared.contracts.base import Done, Message
 from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, KeyList, NewKey
 from shared.contracts.models import OPERATORS_FIELDS, ModelSpec
+from shared.contracts.traces import RequestTrace, TracePage
 from shared.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
 
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
 _MAX_BODY = 4 * 1024 * 1024
 _MAX_KEY_BODY = 64 * 1024
+_MOST_TRACES = 1000
+"""In one page."""
 
 
 class Admin:
@@ -69,6 +72,7 @@ class Admin:
             Route(f"{at}/migrations", self.migrate, methods=["POST"]),
             Route(f"{at}/migrations", self.migrations, methods=["GET"]),
             Route(f"{at}/migrations/{{migration_id}}", self.migrations, methods=["GET"]),
+            Route(f"{at}/traces", self.traces, methods=["GET"]),
             Route(f"{at}/traces/last", self.last_trace, methods=["GET"]),
             Route(f"{at}/traces/loads/{{plan_id}}", self.load_trace, methods=["GET"]),
             Route(f"{at}/traces/{{request_id}}", self.request_trace, methods=["GET"]),
@@ -170,6 +174,23 @@ class Admin:
     async def last_trace(self, request: Request) -> Response:
         return await self._trace(f"{subjects.PREFIX}.traces.request.*", "No request has been traced yet")
 
+    async def traces(self, request: Request) -> Response:
+        """`?from=SEQUENCE&limit=N`: a page of what is kept, the oldest first."""
+        begin, limit = _whole(request, "from", 1, most=2**62), _whole(request, "limit", 200, most=_MOST_TRACES)
+        js = self._gateway.mesh.nc.jetstream(timeout=5)
+        found: list[RequestTrace] = []
+        every = f"{subjects.PREFIX}.traces.request.*"
+        try:
+            while len(found) < limit:
+                message = await js.get_msg(subjects.TRACE_STREAM, seq=begin, subject=every, next=True)
+                found.append(RequestTrace.model_validate_json(message.data or b"null"))
+                begin = (message.seq or begin) + 1
+        except NotFoundError:
+            return json_response(TracePage(traces=tuple(found)).model_dump(mode="json"))
+        except (NatsError, TimeoutError) as e:
+            raise Unavailable(f"the traces cannot be read now: {type(e).__name__}", should_retry=True) from e
+        return json_response(TracePage(traces=tuple(found), next=begin).model_dump(mode="json"))
+
     async def _trace(self, subject: str, absent: str) -> Response:
         js = self._gateway.mesh.nc.jetstream(timeout=5)
         try:
@@ -191,6 +212,13 @@ def _refuse_commands(specs: Iterable[ModelSpec]) -> None:
                 f"{spec.name}: {' and '.join(named)} is taken by an admin API with a key only; start the gateway with THAW_ADMIN_KEY",
                 param=named[0],
             )
+
+
+def _whole(request: Request, name: str, default: int, most: int) -> int:
+    given = request.query_params.get(name, str(default))
+    if not given.isdecimal() or not 1 <= int(given) <= most:
+        raise InvalidRequest(f"{name}={given!r} is not a whole number from 1 to {most}", param=name)
+    return int(given)
 
 
 def _deadline(request: Request, kind: type[MeshRequest]) -> int:

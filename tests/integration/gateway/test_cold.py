@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 from services.gateway.domain.dispatcher import MAX_LOST
 from services.gateway.http.sse import DONE
 from shared.contracts.demand import Demand
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.contracts.traces import RequestTrace
+from shared.contracts.traces import RequestTrace, TracePage
 from shared.errors import CheckpointInvalid, EngineFailed, InsufficientMemory
 from tests.integration.gateway.conftest import Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, drain
@@ -219,6 +220,25 @@ async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node:
         assert trace.ttft_ms is not None
         assert abs(sum(s.duration_ms for s in trace.critical_path) - trace.ttft_ms) < 1e-3
         assert {s.phase for s in trace.critical_path} >= {Phase.LOAD, Phase.INIT}
+
+
+async def test_the_traces_that_are_kept_are_read_page_by_page(gateway: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+    asked = [f"page-{n}" for n in range(3)]
+    for request_id in asked:
+        assert (await gateway.http.post(URL, json=chat(), headers={"x-request-id": request_id})).status_code == 200
+        await until(partial(_traced, gateway, request_id))
+    found: list[str] = []
+    begin: int | None = 1
+    while begin is not None:
+        answer = await gateway.http.get("/admin/v1/traces", params={"from": begin, "limit": 2})
+        page = TracePage.model_validate_json(answer.content)
+        found += [t.request_id for t in page.traces]
+        begin = page.next
+    assert [r for r in found if r in asked] == asked
+    refused = await gateway.http.get("/admin/v1/traces", params={"limit": "0"})
+    assert refused.status_code == 400
+    assert "limit" in refused.json()["error"]["message"]
 
 
 async def _traced(gateway: Served, request_id: str) -> bool:

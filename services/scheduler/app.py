@@ -32,6 +32,7 @@ from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.events import Recovered, Tick
 from services.scheduler.handlers import Handlers
 from services.scheduler.loop import SchedulerLoop, SteppedDown
+from services.scheduler.metrics import Metrics
 from services.scheduler.settings import SchedulerSettings
 from shared.contracts import subjects
 from shared.contracts.node import StatusWanted
@@ -52,12 +53,17 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     name = settings.scheduler_name or f"{socket.gethostname()}-{os.getpid()}"
     mesh = Mesh(settings, f"scheduler-{name}")
     engine = connect(settings.database_url.get_secret_value())
+    metrics = Metrics()
     try:
-        async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(_serve(settings, mesh, engine, name), name="serve")
-            await _first(stop, mesh.lost)
-            await end(serving, again_s=3.0)
+        with contextlib.ExitStack() as beside:
+            if settings.scheduler_metrics_port is not None:
+                beside.enter_context(metrics.served(settings.scheduler_metrics_host, settings.scheduler_metrics_port))
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(_serve(settings, mesh, engine, name, metrics), name="serve")
+                await _first(stop, mesh.lost)
+                await end(serving, again_s=3.0)
     finally:
+        metrics.close()
         if not mesh.lost.is_set():
             await mesh.stop()
         await engine.dispose()
@@ -73,7 +79,7 @@ async def _first(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, name: str) -> None:
+async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, name: str, metrics: Metrics) -> None:
     """Lead, again and again. What goes wrong with a server ends the term; the next one begins when it is back."""
     await mesh.start()
     above = 0
@@ -84,17 +90,17 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
                 await migrate(engine)
                 migrated = True
             async with leadership(plain_url(settings.database_url.get_secret_value()), above) as term:
-                above = await _lead(settings, mesh, engine, term, name)
+                above = await _lead(settings, mesh, engine, term, name, metrics)
         except _TROUBLE as e:
             log.warning("not leading", extra={"reason": repr(e)})
             await asyncio.sleep(_AGAIN_S)
 
 
-async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, term: Term, name: str) -> int:
+async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, term: Term, name: str, metrics: Metrics) -> int:
     """One term. Returns the epoch that the next one must exceed."""
     repository = Repository(engine)
     policy = settings.rules()
-    loads = Loads()
+    loads = Loads(metrics.plan)
     loop = SchedulerLoop((await repository.load(term.epoch, clock.now())).keeping(policy.profile.keep), repository, loads, policy)
     js = mesh.nc.jetstream()
     catalog = Catalog(js)

@@ -17,6 +17,13 @@ class SchedulerSettings(CommonSettings):
         description="PostgreSQL, as postgresql://user:password@host:port/name (postgresql+asyncpg:// is accepted too).",
     )
     scheduler_name: str = Field(default="", description="Name of this scheduler in views and logs; host and process id by default.")
+    scheduler_metrics_host: str = Field(default="127.0.0.1", description="Address of the scheduler's Prometheus endpoint.")
+    scheduler_metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="Port of http://…/metrics with predictions and outcomes of plans; none: no endpoint.",
+    )
     policy: str = Field(
         default=DEFAULT_POLICY, description="The scheduling policy, as `scheduler.policy` in thaw.yaml; see docs/scheduling.md."
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 
 from services.scheduler.domain.effects import LoadEnded, LoadStarted
 from shared.contracts.phases import Phase
+from shared.contracts.plans import PlanRecord
 from shared.contracts.traces import LoadTrace
 from shared.telemetry.critical_path import critical_path
 from shared.telemetry.tracing import link_to, traceparent, tracer
@@ -18,7 +21,9 @@ _OUTCOMES = {"ready": "ready", "failed": "failed"}
 class Loads:
     """Open load spans by plan. A span does not survive its leader; its trace id, stored with the plan, does."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[PlanRecord], None] | None = None) -> None:
+        """`told`: hears of every plan that has come to its end."""
+        self._told = told
         self._open: dict[str, tuple[Span, tuple[str, ...]]] = {}
         self._parents: dict[str, str] = {}
 
@@ -48,6 +53,8 @@ class Loads:
     def ended(self, effect: LoadEnded) -> LoadTrace:
         """Close the load's span, with the scheduler's own phases as its children; the record of the whole load."""
         plan = effect.plan
+        if self._told is not None:
+            self._told(plan)
         span, waiters = self._open.pop(plan.plan_id, (None, ()))
         parent = self._parents.pop(plan.instance_id or "", None) or plan.traceparent
         if span is not None:

@@ -1,0 +1,73 @@
+"""What /metrics of a scheduler shows: of every plan that came to its end its prediction, its outcome and the error, as Prometheus text."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+
+from shared.contracts.plans import PlanRecord
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120, 300)
+
+
+_Record = Callable[[float, dict[str, str]], None]
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._provider = MeterProvider(
+            metric_readers=[PrometheusMetricReader(registry=self._registry, scope_info_enabled=False, disable_target_info=True)],
+            shutdown_on_exit=False,
+        )
+        meter = self._provider.get_meter("thaw.scheduler")
+
+        def seconds(name: str, text: str) -> _Record:
+            return meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=SECONDS).record
+
+        self._predicted = seconds("thaw.plan.predicted", "From decision to ready, as predicted.")
+        self._took = seconds("thaw.plan.took", "From decision to ready, as measured.")
+        self._error = seconds("thaw.plan.error", "Absolute difference between the two.")
+        self._bias = meter.create_counter("thaw.plan.late", "s", "Time by which plans took longer than predicted.")
+        self._outcomes = meter.create_counter("thaw.plan.outcomes", "{plan}", "Plans that came to their end, by outcome.")
+        self._phases = seconds("thaw.plan.phase", "Measured phases of plans.")
+
+    def plan(self, plan: PlanRecord) -> None:
+        """A plan came to its end."""
+        chosen = plan.chosen
+        names = {"gen_ai.request.model": plan.model, "thaw.trigger": plan.trigger}
+        if chosen is not None:
+            names |= {"thaw.way": chosen.ready_by, "thaw.clearing": chosen.clearing, "thaw.source": chosen.source}
+        self._outcomes.add(1, {**names, "thaw.outcome": plan.outcome})
+        if plan.outcome != "ready" or chosen is None:
+            return
+        for phase, ms in plan.measured_phases.items():
+            self._phases(ms / 1e3, {**names, "thaw.phase": phase})
+        if chosen.took_ms is None or chosen.predicted_ms is None or chosen.error_ms is None:
+            return
+        self._predicted(chosen.predicted_ms / 1e3, names)
+        self._took(chosen.took_ms / 1e3, names)
+        self._error(abs(chosen.error_ms) / 1e3, names)
+        self._bias.add(max(0.0, chosen.error_ms) / 1e3, names)
+
+    def render(self) -> bytes:
+        text: bytes = generate_latest(self._registry)
+        return text
+
+    @contextlib.contextmanager
+    def served(self, host: str, port: int) -> Iterator[int]:
+        """At http://host:port/metrics; yields the port (0: a free one)."""
+        server, thread = start_http_server(port, host, self._registry)
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def close(self) -> None:
+        self._provider.shutdown()

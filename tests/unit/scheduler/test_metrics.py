@@ -1,0 +1,51 @@
+"""What is exported of plans, and where."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+
+from services.scheduler.metrics import Metrics
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.plans import PlanRecord
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+def plan(outcome: str = "ready", **chosen: object) -> PlanRecord:
+    given = {"node": "n", "device_ids": ("cpu:0",), "way": "load", "predicted_ms": 1000.0, "source": "ssd", **chosen}
+    spans = (PhaseSpan(phase=Phase.LOAD, start_ms=0, duration_ms=700), PhaseSpan(phase=Phase.LOAD, start_ms=500, duration_ms=400))
+    record = {"plan_id": "p", "model": "a", "created": 0, "trigger": "demand", "way": "load", "chosen": given, "measured": spans}
+    return PlanRecord.model_validate({**record, "outcome": outcome})
+
+
+def figures(text: bytes) -> dict[str, float]:
+    rows = (line.rsplit(" ", 1) for line in text.decode().splitlines() if not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, value in rows if "_bucket" not in name}
+
+
+def test_prediction_outcome_and_error_of_a_plan(metrics: Metrics) -> None:
+    metrics.plan(plan(took_ms=1500.0))
+    found = figures(metrics.render())
+    assert found["thaw_plan_predicted_seconds_sum"] == 1.0
+    assert found["thaw_plan_took_seconds_sum"] == 1.5
+    assert found["thaw_plan_error_seconds_sum"] == 0.5
+    assert found["thaw_plan_phase_seconds_sum"] == pytest.approx(0.9)
+    assert 'thaw_source="ssd"' in metrics.render().decode()
+
+
+def test_a_failure_is_counted_and_predicts_nothing(metrics: Metrics) -> None:
+    metrics.plan(plan("failed"))
+    text = metrics.render().decode()
+    assert 'thaw_outcome="failed"' in text
+    assert "thaw_plan_took" not in text
+
+
+def test_they_are_served_over_http(metrics: Metrics) -> None:
+    metrics.plan(plan(took_ms=1500.0))
+    with metrics.served("127.0.0.1", 0) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert b"thaw_plan_error_seconds_sum" in answer.read()

@@ -20,7 +20,7 @@ from services.scheduler.adapters.learned import (
     write_loaders,
 )
 from services.scheduler.domain.entities import Device, Entity, Instance, Model, Node, key_of
-from services.scheduler.domain.heard import Estimate, LoaderPresence
+from services.scheduler.domain.heard import Estimate, LoaderPresence, MeasuredNeed, Profile
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, Traced, apply
 from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
@@ -33,6 +33,7 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
     Instance: (tables.instances, "instance_id"),
     PlanRecord: (tables.plans, "plan_id"),
     Estimate: (tables.parameters, ""),
+    MeasuredNeed: (tables.profiles, "model"),
 }
 _REMEMBERED_PLANS = 1000
 """Plans read back for `thaw explain` without a database call."""
@@ -77,6 +78,8 @@ class Repository:
             found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
             rows = (await connection.execute(select(tables.instances))).mappings()
             found += [_instance(dict(r), now) for r in rows]
+            rows = (await connection.execute(select(tables.profiles))).mappings()
+            found += [_profile(dict(r)) for r in rows]
             newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
             plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
             found += [*await read_estimates(connection), *await read_loaders(connection, now)]
@@ -211,6 +214,8 @@ def _row(entity: Entity) -> dict[str, Any]:
             }
         case Node():
             return {k: v for k, v in _fields(entity).items() if k != "devices"}
+        case MeasuredNeed():
+            return {**_fields(entity), "by_kind": {k: p.model_dump() for k, p in entity.by_kind.items()}}
         case Instance():
             return {**_fields(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
         case PlanRecord():
@@ -222,9 +227,13 @@ def _row(entity: Entity) -> dict[str, Any]:
     raise TypeError(f"{type(entity).__name__} is not kept in the database")
 
 
-def _fields(entity: Node | Instance) -> dict[str, Any]:
+def _fields(entity: Node | Instance | MeasuredNeed) -> dict[str, Any]:
     """As `dataclasses.asdict`, which copies every value: these are frozen, or made into JSON at once."""
     return {f.name: getattr(entity, f.name) for f in fields(entity)}
+
+
+def _profile(row: dict[str, Any]) -> MeasuredNeed:
+    return MeasuredNeed(**{**row, "by_kind": {k: Profile.model_validate(p) for k, p in row["by_kind"].items()}})
 
 
 async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:

@@ -93,6 +93,15 @@ parameters = Table(
     Column("updated", Float, nullable=False, server_default=text("extract(epoch from clock_timestamp())")),
 )
 """What was learned; an empty model or node stands for all of them."""
+profiles = Table(
+    "profiles",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("generation", Integer, nullable=False),
+    Column("engine", Text, nullable=False),
+    Column("by_kind", JSONB, nullable=False),
+)
+"""What an instance of a model was measured to need, by kind of device."""
 residency = Table(
     "residency",
     metadata,

@@ -121,7 +121,7 @@ class Instance:
         return f"{self.model} ({self.instance_id})"
 
 
-Durable = Model | Node | Instance | PlanRecord
+Durable = Model | Node | Instance | PlanRecord | MeasuredNeed
 Volatile = (
     Presence
     | LoaderPresence
@@ -132,7 +132,6 @@ Volatile = (
     | Pressure
     | Trouble
     | ParkTrouble
-    | MeasuredNeed
     | Pause
     | Estimate
     | Counter

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from services.scheduler.domain.cost.learned import Parameter
-from shared.contracts.base import ErrorBody
+from shared.contracts.base import ErrorBody, Frozen
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import InstanceStatus, NodeStatus
 
@@ -177,13 +177,23 @@ class ParkTrouble:
         return self.model
 
 
+class Profile(Frozen):
+    """Bytes: in all, of weights, of KV cache for each token, and of the runtime (libraries, activations at their peak), which is what is left."""
+
+    need_bytes: int
+    load_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    runtime_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredNeed:
-    """What an instance of a model was measured to use of its devices, all of them together."""
+    """The profile of a model's engine: what one instance was measured to use of its devices, all of them together, by kind of device."""
 
     model: str
     generation: int
-    nbytes: int
+    engine: str
+    by_kind: dict[str, Profile]
 
     @property
     def key(self) -> str:

@@ -81,7 +81,7 @@ def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int) -
         node=chosen.node,
         device_ids=chosen.device_ids,
         token=number,
-        reserve_bytes=need_to_start(d.state, model.card),
+        reserve_bytes=need_to_start(d.state, model.card, chosen.device_ids[0].partition(":")[0]),
         kv_bytes=need_of(model.card).kv,
         requested_at=d.now,
         planned_at=d.now,

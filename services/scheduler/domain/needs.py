@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.domain.heard import MeasuredNeed
+from services.scheduler.domain.heard import MeasuredNeed, Profile
 from shared.contracts.models import ModelCard
-from shared.contracts.node import InstanceStatus
+from shared.contracts.node import InstanceState, InstanceStatus
 from shared.sizing import need_of
 
 if TYPE_CHECKING:
@@ -14,24 +14,55 @@ if TYPE_CHECKING:
     from services.scheduler.domain.state import ClusterState
 
 
-def need_to_start(state: ClusterState, card: ModelCard) -> int:
-    """Bytes of a device. What was measured stands for the runtime's share, which is a guess before; weights and KV cache are promised to the
-    engine and never booked below their size. The built-in engine is told its bytes and keeps to them."""
+GREW = 1.05
+"""A later measurement this much larger replaces the first, until an engine has come back twice: from then on it would be a leak."""
+
+
+def need_to_start(state: ClusterState, card: ModelCard, kind: str | None = None) -> int:
+    """Bytes of devices of a kind (None: whichever needs the most). What was measured stands for the runtime's share, which is a guess before;
+    weights and KV cache are promised to the engine and never booked below their size. The built-in engine is told its bytes and keeps to them."""
     configured = need_of(card)
     measured = state.measured.get(card.name)
     if measured is None or measured.generation != card.generation or card.spec.engine == "builtin":
         return configured.total
-    return max(measured.nbytes, configured.total - configured.runtime)
+    found = [p.need_bytes for k, p in measured.by_kind.items() if kind in (None, k)]
+    return max(*found, configured.total - configured.runtime) if found else configured.total
 
 
 def learn_need(d: Draft, s: InstanceStatus) -> None:
-    """Of a suspended instance, whose node has measured what its engine used at most. The first measurement counts: what an engine grows to
-    over many resumptions is not what it starts with."""
-    known = d.state.measured.get(s.model)
-    if not s.state.parked or not s.suspension.need_bytes:
+    """Of an instance that is suspended, whose node has measured what its engine used at most, or has served. Kept: a later start, of a later
+    scheduler too, books it at once."""
+    model = d.state.models.get(s.model)
+    nbytes = _measured(s)
+    if (
+        model is None
+        or model.card.generation != s.generation
+        or model.card.spec.engine == "builtin"
+        or not nbytes
+        or not s.device_ids
+    ):
         return
-    if known is None or known.generation != s.generation:
-        d.put(MeasuredNeed(s.model, s.generation, s.suspension.need_bytes))
+    kind = s.device_ids[0].partition(":")[0]
+    known = d.state.measured.get(s.model)
+    by_kind = known.by_kind if known is not None and known.generation == s.generation else {}
+    old = by_kind.get(kind)
+    if old is not None and (nbytes <= GREW * old.need_bytes or s.suspension.resumes > 1):
+        return
+    info, booked = model.card.info, need_of(model.card)
+    profile = Profile(
+        need_bytes=nbytes,
+        load_bytes=info.weights_bytes,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        runtime_bytes=max(0, nbytes - booked.weights - booked.kv),
+    )
+    d.put(MeasuredNeed(s.model, s.generation, model.card.spec.engine, {**by_kind, kind: profile}))
+
+
+def _measured(s: InstanceStatus) -> int:
+    """Before its first request an engine has not used all that it will."""
+    if s.state.parked:
+        return s.suspension.need_bytes
+    return s.memory.private + s.memory.weights if s.state is InstanceState.READY and s.load.completed and s.memory.private else 0
 
 
 _PARALLEL = ("tensor_parallel_size", "tp_size", "tp", "pipeline_parallel_size", "pp_size")

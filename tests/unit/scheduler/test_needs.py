@@ -8,6 +8,7 @@ import pytest
 
 from services.scheduler.domain.booking import booking
 from services.scheduler.domain.effects import SendResume
+from services.scheduler.domain.needs import need_to_start
 from shared.contracts.node import InstanceState
 from shared.sizing import need_of
 from tests.support.fake_node import MIB
@@ -117,3 +118,37 @@ def test_it_waits_until_the_last_of_its_devices_has_room(w: World) -> None:
     w.demand("a")
     assert not w.sent(SendResume), f"{b.device_ids} is taken, though the other one is free"
     assert running.state is InstanceState.SUSPENDED
+
+
+def test_an_engine_that_has_served_was_measured_too(w: World) -> None:
+    """Where nothing can be suspended; before its first request it has not used all that it will."""
+    w.node(budget=8000 * MIB)
+    configured = hosted(w)
+    running = w.up("a", served=0)
+    running.private = configured - 1000 * MIB
+    w.hear()
+    assert not w.state.measured
+    running.completed = 1
+    w.hear()
+    profile = w.state.measured["a"].by_kind["cpu"]
+    assert profile.need_bytes == configured - 1000 * MIB
+    need = need_of(w.state.models["a"].card)
+    assert profile.runtime_bytes == need.runtime - 1000 * MIB
+    assert profile.load_bytes == w.state.models["a"].card.info.weights_bytes
+
+
+def test_what_it_needs_on_one_kind_of_device_says_nothing_of_another(w: World) -> None:
+    w.node(budget=8000 * MIB)
+    configured = hosted(w)
+    measured(w, "a", configured - 2000 * MIB)
+    card = w.state.models["a"].card
+    assert need_to_start(w.state, card, "cuda") == configured
+    assert need_to_start(w.state, card, "cpu") == need_to_start(w.state, card) == configured - 2000 * MIB
+
+
+def test_a_model_that_was_changed_is_measured_anew(w: World) -> None:
+    w.node(budget=8000 * MIB)
+    configured = hosted(w)
+    measured(w, "a", configured - 2000 * MIB)
+    w.model("a", engine="vllm", max_model_len=64)
+    assert need_to_start(w.state, w.state.models["a"].card) == need_of(w.state.models["a"].card).total

@@ -56,6 +56,7 @@ class Running:
     suspending: bool = False
     stopped: bool = False
     left: int = 0
+    private: int = 0
     suspension: Suspension = Suspension()
 
     @property
@@ -171,7 +172,7 @@ def _status(r: Running, now: float) -> InstanceStatus:
         device_ids=c.device_ids,
         state=r.state,
         progress=r.progress,
-        memory=InstanceMemory(reserved=r.reserved if r.state.parked else c.reserve_bytes, kv=c.kv_bytes),
+        memory=InstanceMemory(reserved=r.reserved if r.state.parked else c.reserve_bytes, kv=c.kv_bytes, private=r.private),
         suspension=r.suspension,
         freed_bytes=c.reserve_bytes if stopped else None,
         capacity=c.card.spec.max_concurrency,
@@ -193,13 +194,15 @@ class World:
     tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100)
+        self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100, keep=self.policy.profile.keep)
         self._asked = 0
 
     def send(self, event: Event) -> Decision:
         before = self.state.fork()
         decision = decide(self.state, event, self.now, self.policy)
         assert self.state == before, "decide must not change the state"
+        again = decide(before, event, self.now, self.policy)
+        assert (again.changes, again.effects, again.plans) == (decision.changes, decision.effects, decision.plans), "the same again"
         self.state.absorb(decision.above)
         apply(before, decision.changes)
         assert all(table(self.state, kind) == table(before, kind) for kind in KINDS), "taken over and applied are the same"

@@ -20,7 +20,9 @@ from thaw.demo.models import make_demo_model
 class Roomy(Thaw):
     """`nodes` nodes with room for `room` instances of a small model (`size`) each."""
 
-    def begin(self, nodes: int, *, size: str = "test", names: tuple[str, ...] = ("one",), room: float = 2.5, **options: Any) -> None:
+    def begin(
+        self, nodes: int, *, size: str = "test", names: tuple[str, ...] = ("one",), room: float = 2.5, **options: Any
+    ) -> None:
         self.environment.setdefault("THAW_DRAM_BYTES", "0")
         sources = {n: make_demo_model(self.home / "models" / n, size, seed=i) for i, n in enumerate(names)}
         card: ModelCard = card_of(ModelSpec(name=names[0], source=str(sources[names[0]]), **options))
@@ -40,6 +42,25 @@ class Roomy(Thaw):
         found = [(i, n) for n in cluster["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
         instance, node = max(found, key=lambda x: x[0]["load"]["active"])
         return str(instance["instance_id"]), str(node["node"])
+
+    def order(self, **fields: Any) -> dict[str, Any]:
+        """What `thaw migrate` asks for, without a process for each. Raises `httpx.HTTPStatusError`."""
+        return self._admin("migrations", fields)
+
+    def _admin(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+        key = json.loads((self.home / "run" / "endpoints.json").read_text())["admin_key"]
+        answer = httpx.post(f"{self.url}/admin/v1/{path}", json=fields, headers={"authorization": f"Bearer {key}"}, timeout=120)
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def everywhere(self, model: str) -> None:
+        """An instance of the model on each node, from now on."""
+        cluster = self.json("ps")
+        (spec,) = [m["card"]["spec"] for m in cluster["models"] if m["card"]["spec"]["name"] == model]
+        nodes = [n["node"] for n in cluster["nodes"]]
+        self._admin("models", {"specs": [{**spec, "replicas": {"min": len(nodes), "max": len(nodes)}}]})
+        until(lambda: all(self.on(model, n) for n in nodes), what=f"{model} on every node")
 
     def on(self, model: str, node: str) -> list[str]:
         cluster = self.json("ps")
@@ -101,9 +122,10 @@ class Stream:
     def _read(self) -> None:
         try:
             wanted = {**self.body, "stream": True, "stream_options": {"include_usage": True}}
-            with httpx.Client(timeout=120, trust_env=False) as client, client.stream(
-                "POST", f"{self.url}/v1/completions", json=wanted
-            ) as response:
+            with (
+                httpx.Client(timeout=120, trust_env=False) as client,
+                client.stream("POST", f"{self.url}/v1/completions", json=wanted) as response,
+            ):
                 self.request_id = response.headers.get("x-request-id", "")
                 last = time.monotonic()
                 for line in response.iter_lines():

@@ -1,0 +1,159 @@
+"""Running streams on a mesh of three nodes, moved about at random: token for token as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.launcher import until
+from tests.support.moving import Roomy, Stream, body
+
+MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "50"))
+"""A nightly run asks for a thousand."""
+STREAMS = 6
+TOKENS = 900
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Roomy]:
+    thaw = Roomy()
+    try:
+        thaw.begin(3, room=1.5, max_model_len=1024, max_concurrency=8)
+        thaw.json("wake", "one")
+        yield thaw
+    finally:
+        thaw.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mesh: Roomy) -> list[Stream]:
+    """What each of the bodies is answered with when nothing moves."""
+    return [Stream(mesh.url, each).start().result() for each in BODIES]
+
+
+BODIES: list[dict[str, Any]] = [
+    body("one", max_tokens=TOKENS),
+    body("one", seed=7, max_tokens=TOKENS),
+    body("one", seed=8, max_tokens=TOKENS, n=2),
+    body("one", seed=9, max_tokens=TOKENS, frequency_penalty=0.5, presence_penalty=0.2),
+    body("one", seed=10, max_tokens=TOKENS, prompt="né 日本 café"),
+    body("one", seed=11, max_tokens=TOKENS - 200),
+]
+
+
+def test_a_stream_moves_and_its_client_notices_nothing(mesh: Roomy, undisturbed: list[Stream]) -> None:
+    stream = Stream(mesh.url, BODIES[0]).start()
+    assert stream.opened.wait(30)
+    _, node = mesh.place("one")
+    answer = mesh.order(request_id=stream.request_id, node="node-1" if node == "node-0" else "node-0")
+    stream.result().assert_same(undisturbed[0])
+    (record,) = answer["migrations"]
+    assert record["state"] == "done"
+    (moved,) = record["requests"]
+    assert moved["outcome"] == "moved"
+    assert moved["pause_ms"] > 0
+    document = mesh.json("trace", stream.request_id)
+    assert [m["migration_id"] for m in document["migrations"]] == [record["migration_id"]]
+
+
+def test_a_request_that_is_over_cannot_move(mesh: Roomy, undisturbed: list[Stream]) -> None:
+    error = mesh.error("migrate", undisturbed[0].request_id, "--to", "node-1")
+    assert error["code"] == "not_found"
+    assert "may be over" in error["message"]
+
+
+def test_an_instance_moves_with_its_whole_batch_and_is_freed(mesh: Roomy, undisturbed: list[Stream]) -> None:
+    streams = [Stream(mesh.url, each).start() for each in BODIES]
+    assert all(s.opened.wait(30) for s in streams)
+    instance, node = mesh.place("one")
+    to = next(n for n in ("node-0", "node-1", "node-2") if n != node)
+    (record,) = mesh.order(instance_id=instance, node=to)["migrations"]
+    assert record["state"] == "done", record
+    for stream, expected in zip(streams, undisturbed, strict=True):
+        stream.result().assert_same(expected)
+    until(lambda: instance not in mesh.on("one", node), what="the source has left")
+    mesh.await_settled()
+
+
+def test_a_node_is_drained_without_a_failed_request(mesh: Roomy, undisturbed: list[Stream]) -> None:
+    streams = [Stream(mesh.url, each).start() for each in BODIES]
+    assert all(s.opened.wait(30) for s in streams)
+    _, node = mesh.place("one")
+    try:
+        drained = mesh.json("node", "drain", node)
+        assert drained["left"] == []
+        for stream, expected in zip(streams, undisturbed, strict=True):
+            stream.result().assert_same(expected)
+        assert all(m["outcome"] in ("moved", "finished") for r in drained["migrations"] for m in r["requests"])
+    finally:
+        mesh.json("node", "uncordon", node)
+
+
+class Load:
+    """Streams that begin anew for as long as it is wanted, each compared with its undisturbed run."""
+
+    def __init__(self, mesh: Roomy, undisturbed: list[Stream]) -> None:
+        self.mesh, self.undisturbed = mesh, undisturbed
+        self.over = threading.Event()
+        self.faults: list[str] = []
+        self.ended = 0
+        self.running: dict[int, Stream] = {}
+        self.threads = [threading.Thread(target=self._run, args=(i,), name="load") for i in range(STREAMS)]
+
+    def _run(self, number: int) -> None:
+        while not self.over.is_set() and not self.faults:
+            which = number % len(BODIES)
+            stream = self.running[number] = Stream(self.mesh.url, BODIES[which]).start()
+            try:
+                stream.result().assert_same(self.undisturbed[which])
+                self.ended += 1
+            except AssertionError as e:
+                self.faults.append(f"{stream.request_id}: {e}")
+
+    def __enter__(self) -> Load:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join(120)
+
+
+def test_many_random_moves_under_load(mesh: Roomy, undisturbed: list[Stream]) -> None:
+    """Single requests mostly, now and then a whole instance. What was over before it could move does not count."""
+    mesh.everywhere("one")  # so that a move takes no start
+    draw = random.Random(20)
+    done = tried = 0
+    states: dict[str, int] = {}
+    deadline = time.monotonic() + 60 + MOVES * 3
+    with Load(mesh, undisturbed) as load:
+        while done < MOVES and not load.faults:
+            assert time.monotonic() < deadline, f"{done} moves of {MOVES}, {tried} tried: {states}"
+            stream = load.running.get(draw.randrange(STREAMS))
+            if stream is None or not stream.request_id or not stream.thread.is_alive():
+                time.sleep(0.01)
+                continue
+            tried += 1
+            try:
+                answer = mesh.order(request_id=stream.request_id, node=f"node-{draw.randrange(3)}")
+            except httpx.HTTPStatusError as e:
+                if e.response.status_code not in (400, 404, 409):  # it is there already, over, or just being moved
+                    raise
+                states["refused"] = states.get("refused", 0) + 1
+                continue
+            (record,) = answer["migrations"]
+            states[record["state"]] = states.get(record["state"], 0) + 1
+            done += record["state"] == "done"
+    assert not load.faults, load.faults
+    assert load.ended >= STREAMS
+    assert states.get("failed", 0) == 0, states
+    mesh.await_settled()

@@ -1,0 +1,146 @@
+"""HydraServe's test beds, systems and requests (section 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from statistics import fmean
+
+from bench.papers.constants import hydraserve as c
+from bench.papers.core import Case, Figures, label, varied
+from bench.papers.traffic import azure_like
+from services.scheduler.domain.policies import baselines, hydraserve, serverlessllm
+from services.scheduler.domain.policies.autoscaling import scale
+from services.scheduler.domain.policies.common import evict_nobody, keep_setting
+from services.scheduler.domain.policies.port import Ask, Option, Profile
+from services.scheduler.simulation.config import (
+    Batching,
+    ClusterFile,
+    LinkSpeeds,
+    ModelGroup,
+    NodeGroup,
+    Runtime,
+    Startup,
+    names_of,
+)
+from services.scheduler.simulation.report import Outcome
+from services.scheduler.simulation.workloads.request import Request
+
+VLLM = varied(baselines.FIFO, "serverless-vllm", clear=evict_nobody, keep=keep_setting, scale=scale)
+"""Section 8.1: "iterates through all GPU servers and selects the one with sufficient GPU resources"; the autoscaler is HydraServe's."""
+SLLM = varied(serverlessllm.PROFILE, "serverlessllm", keep=keep_setting, scale=scale)
+HYDRA = varied(hydraserve.PROFILE, "hydraserve", clear=evict_nobody)
+SYSTEMS = (VLLM, SLLM, HYDRA, replace(HYDRA, name="hydraserve-cache"))
+
+
+def stages(count: int) -> Callable[[Ask, Sequence[Option], str], Option | None]:
+    """The pipeline of so many stages that answers first; models of up to 10 GB stay whole (artifact, algs.py: pipeline_parallel_static)."""
+
+    def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+        whole = ask.need_bytes <= 10 * c.GB_PER_GIB * 1e9 + c.KV_GB.value * 1e9
+        found = [o for o in options if o.stages == (1 if whole else count)]
+        return min(found, key=lambda o: (o.cost.total, -o.full_workers, o.key), default=None)
+
+    return choose
+
+
+def startup(system: str, kinds: Sequence[str], slower: float = 1.0) -> Startup:
+    """The floors of the kinds of device, their mean if there are several."""
+    vllm, sllm, ours = (fmean(c.floors(k)[n] for k in kinds) * slower for n in range(3))
+    if system.startswith("hydraserve"):
+        container, context, libraries = (ours * part for part in c.SPLIT)
+        return Startup(container_s=container, context_s=context, libraries_s=libraries)
+    if system.startswith("serverlessllm"):
+        return Startup(container_s=sllm, prefetch=False)
+    return Startup(container_s=vllm, prefetch=False, stream=False, overlap=False)
+
+
+def nodes(kind: str, count: int, devices: int, network: float, host: float) -> NodeGroup:
+    links = LinkSpeeds(remote=network, ssd=1000.0, device=c.LOAD.value)
+    return NodeGroup(name=kind, count=count, kind=kind, devices=devices, device_gb=c.DEVICE_GB[kind], dram_gb=host, links=links)
+
+
+def runtime(system: str, start: Startup, cached: bool, gather: float = c.GATHER.value) -> Runtime:
+    return Runtime(
+        startup=start,
+        cache_dram=cached,
+        cache_ssd=False,
+        hop_s=c.HOP_S.value,
+        gather_gb_per_second=gather,
+        window_s=c.WINDOW_S.value,
+        timeout_s=1800.0,
+    )
+
+
+def first_test_bed(kind: str, system: str, slower: float = 1.0, cached: bool = False) -> ClusterFile:
+    """The four servers of one kind."""
+    group = nodes(kind, 4, 1 if kind == "a10" else 4, c.NETWORK.value, c.HOST_GB[kind])
+    return ClusterFile(nodes=(group,), runtime=runtime(system, startup(system, [kind], slower), cached))
+
+
+def second_test_bed(system: str, slower: float = 1.0, gather: float = c.GATHER.value) -> ClusterFile:
+    """One start-up time for all: the mean over its 8 A10 and 16 V100."""
+    a10 = nodes("a10", 2, 4, c.NETWORK_A10_II.value, c.HOST_GB["a10-ii"])
+    v100 = nodes("v100", 4, 4, c.NETWORK.value, c.HOST_GB["v100"])
+    start = startup(system, ["a10", "v100", "v100"], slower)
+    return ClusterFile(nodes=(a10, v100), runtime=runtime(system, start, system in ("serverlessllm", "hydraserve-cache"), gather))
+
+
+def group(name: str, model: str, application: str, copies: int, scaled: float = 1.0, kv_per_token_mb: float = 0.5) -> ModelGroup:
+    size = "13B" if "13B" in model else "7B"
+    return ModelGroup(
+        name=name,
+        copies=copies,
+        weights_gb=c.weights_gb(model),
+        kv_gb=c.KV_GB.value,
+        kv_mb_per_token=kv_per_token_mb,
+        service=Batching(prefill_tokens_per_second=c.PREFILL[size], tpot_ms=c.TPOT_MS[size], concurrency=int(c.BATCH.value)),
+        kinds=frozenset({"v100"}) if size == "13B" else frozenset(),
+        slo_ttft=c.SLO_TTFT[application][size] * scaled,
+        slo_tpot=c.SLO_TPOT[application][size] * scaled,
+        keep_alive=c.KEEP_ALIVE_S.value,
+        replicas_max=16,
+    )
+
+
+def applications(scaled: float = 1.0, copies: int = c.INSTANCES) -> tuple[ModelGroup, ...]:
+    """Table 3: three applications, two models, 64 instances of each."""
+    pairs = product(c.SLO_TTFT, ("Llama2-7B", "Llama2-13B"))
+    return tuple(group(f"{a}-{m}", m, a, copies, scaled) for a, m in pairs)
+
+
+def end_to_end(
+    profile: Profile, cv: float, rate: float, seconds: float, scaled: float = 1.0, zipf: float = c.ZIPF.value, **more: float
+) -> Case:
+    models = applications(scaled)
+    names = names_of(list(models))
+    lengths = [c.LENGTHS[n.split("-", 1)[0]] for n in names]
+
+    def traffic(seed: int) -> Sequence[Request]:
+        return azure_like(names, lengths, rate, seconds, cv, zipf, seed)
+
+    shown = label(cv=float(cv), rps=rate, slo=scaled, policy=profile.name)
+    return Case(shown, second_test_bed(profile.name, **more), models, traffic, profile)
+
+
+def measure(outcome: Outcome) -> Figures:
+    """Attainment in percent; of a request that nobody answered it is missed. Cost: memory held over time."""
+    total: dict[str, int] = {}
+    met: dict[str, int] = {}
+    for s in outcome.served:
+        application = s.model.split("-", 1)[0]
+        total[application] = total.get(application, 0) + 1
+        met[application] = met.get(application, 0) + s.in_time
+    for model, _, _ in outcome.given_up:
+        total[model.split("-", 1)[0]] = total.get(model.split("-", 1)[0], 0) + 1
+    every = max(1, sum(total.values()))
+    tpot = [s.tpot for s in outcome.served if s.tpot > 0]
+    return {
+        "attainment": 100 * sum(met.values()) / every,
+        **{a: 100 * met.get(a, 0) / n for a, n in sorted(total.items())},
+        "mean_ttft_s": fmean(s.ttft for s in outcome.served) if outcome.served else 0.0,
+        "mean_tpot_ms": 1e3 * fmean(tpot) if tpot else 0.0,
+        "cost_gb_s": outcome.device_memory_gb_seconds,
+        "starts": float(sum(outcome.loads.values())),
+    }

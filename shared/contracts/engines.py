@@ -39,7 +39,13 @@ _MIB = 1 << 20
 _ALL = frozenset({EVERYTHING})
 CAPABILITIES: dict[Engine, Capabilities] = {
     "builtin": Capabilities(
-        tensor_reuse=True, lora=True, snapshot=True, passes_through=False, runtime_bytes=192 * _MIB, run_by_us=True
+        token_resume=True,
+        tensor_reuse=True,
+        lora=True,
+        snapshot=True,
+        passes_through=False,
+        runtime_bytes=192 * _MIB,
+        run_by_us=True,
     ),
     "vllm": Capabilities(
         token_resume=True,

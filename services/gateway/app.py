@@ -19,13 +19,13 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from services.gateway.adapters.catalog import CatalogCopy
+from services.gateway.finding import answer_finds
 from services.gateway.http.admin import Admin
 from services.gateway.http.edge import Edge, RequestIds
 from services.gateway.http.generate import Generate
 from services.gateway.http.info import Info
 from services.gateway.metrics import Metrics
 from services.gateway.moving import Mover
-from services.gateway.finding import answer_finds
 from services.gateway.recording import Recorder
 from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings

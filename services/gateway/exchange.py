@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from opentelemetry.trace import SpanContext
 from pydantic import ValidationError
 from pydantic_core import from_json
 
@@ -54,7 +55,9 @@ class Handover:
     to: str
     tokens: int
     since: float | None
+    at: float
     migration_id: str | None = None
+    link: SpanContext | None = None
     pause_ms: float | None = None
 
 
@@ -126,9 +129,8 @@ class Exchange:
     def sent(self, now: float) -> None:
         """A (new) attempt begins: note the instance, and the start that the request waited for."""
         move = self.move if self.move is not None and self.move.to == self.ticket.instance_id else None
-        told = self.relay is None or self.relay.streams
-        self.resume = self.made.resume(move.prepared if move is not None else "", told=told) if self.ticket.resumes else None
-        self._note_handover(move)
+        self.resume = self._resume(move.prepared if move is not None else "")
+        self._note_handover(move, now)
         if move is not None:
             move.left.set()
         if self.resume is None:
@@ -148,7 +150,7 @@ class Exchange:
             self.cold_ready_at = route.ready_since
             self.heard.append(Heard(route.ready_since, route.start_phases))
 
-    def _note_handover(self, move: Move | None) -> None:
+    def _note_handover(self, move: Move | None, now: float) -> None:
         """Where the request had got somewhere and goes on, or begins anew, somewhere else."""
         ticket, source = self.ticket, self.instance_id
         self.instance_id = ticket.instance_id or ""
@@ -158,9 +160,26 @@ class Exchange:
         if self.handovers and self.handovers[-1].pause_ms is None:
             source = self.handovers.pop().source  # it did not come about
         tokens = self.made.tokens if self.resume is not None else 0
-        handover = Handover("move" if move is not None else "failover", source, self.instance_id, tokens, self.chunk_at or None)
-        handover.migration_id = move.migration_id if move is not None else None
+        handover = Handover(
+            "move" if move is not None else "failover", source, self.instance_id, tokens, self.chunk_at or None, now
+        )
+        if move is not None:
+            handover.migration_id, handover.link = move.migration_id, move.link
         self.handovers.append(handover)
+
+    def _resume(self, prepared: str = "") -> dict[str, Any] | None:
+        told = self.relay is None or self.relay.streams
+        return self.made.resume(prepared, told=told) if self.ticket.resumes else None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the next attempt would go on from where this one is."""
+        return self._resume() is not None
+
+    def go_on(self) -> None:
+        """Expect what an engine says that goes on from here."""
+        self.resume = self._resume()
+        self._go_on()
 
     def _go_on(self) -> None:
         """Expect the rest of an answer of which an engine has made a part."""
@@ -173,6 +192,7 @@ class Exchange:
         """Expect an answer from its first message on."""
         self._seq, self._progressed = 0, False
         self.made.reset()
+        self.resume = None
         self.ticket.resumes = False
         self.refusal = self.lost = None
         self.relay = None
@@ -246,7 +266,7 @@ class Exchange:
             self._note_told()
 
     def _note_told(self) -> None:
-        fixed, sink = bool(self.made.fixed) or self.key is not None, self.sink
+        fixed, sink = bool(self.made.fixed), self.sink
         streams = self.relay.streams if self.relay is not None else sink.streams and not sink.repeatable
         self.ticket.begun, self.ticket.resumes = fixed and streams, not fixed
 

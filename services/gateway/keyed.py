@@ -20,7 +20,17 @@ from typing import Any
 from nats.errors import Error as NatsError
 
 from services.gateway.adapters.engines import Engines
-from services.gateway.adapters.idempotency import LEASE_S, RENEW_S, Claim, ClaimLost, Entry, Found, IdempotencyStore, reachable
+from services.gateway.adapters.idempotency import (
+    LEASE_S,
+    RENEW_S,
+    Claim,
+    ClaimLost,
+    Entry,
+    Found,
+    IdempotencyStore,
+    Part,
+    reachable,
+)
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Stage
 from services.gateway.exchange import Exchange
@@ -70,6 +80,8 @@ class Keyed:
         self._fresh = fresh
         self._claim: Claim | None = None
         self._heard = ""
+        self._limit = 0
+        self._whole = asyncio.Event()
         self._broken_off: Entry | None = None
         self._ends: list[End] = []
         self._sending: asyncio.Task[None] | None = None
@@ -132,16 +144,20 @@ class Keyed:
             self._ends.append(await self._engines.ask_again(self._exchange, entry.reply))
 
     def send(self) -> None:
-        """The dispatcher has chosen an instance: write that down, then ask it."""
+        """The dispatcher has chosen an instance: write that down, then ask it. What the one before may still say comes too late."""
+        self._engines.forget(self._exchange)
         self._sending = asyncio.create_task(self._send(self._ticket.attempt_id), name="idempotency send")
 
     async def _send(self, attempt_id: str) -> None:
         assert self._claim is not None
         await self._stop_listening()
-        reply = subjects.keyed_reply(self._gateway_id, attempt_id)
+        reply, ticket, before = subjects.keyed_reply(self._gateway_id, attempt_id), self._ticket, self._claim.entry
+        parts = (*before.parts, Part(reply=before.reply, messages=self._exchange.received)) if self._exchange.continues else ()
+        route = self._dispatcher.routes.get(ticket.instance_id or "")
+        revision = route.status.revision if route is not None else ""
         try:
             with reachable():
-                await self._claim.sending(reply, attempt_id, self._ticket.instance_id or "", self._ticket.node)
+                await self._claim.sending(reply, attempt_id, ticket.instance_id or "", ticket.node, revision, parts)
         except ClaimLost:
             return
         except Unavailable as e:
@@ -242,7 +258,15 @@ class Keyed:
         entry = found.entry
         if entry.state == "running" or entry.reply == self._heard:
             return True
+        for part in self._unread(entry):
+            if await self._store.stored(part.reply) < part.messages:
+                return False
         return await self._store.stored(entry.reply) >= entry.messages
+
+    def _unread(self, entry: Entry) -> tuple[Part, ...]:
+        """Parts that have not been read whole; the first of them may have been begun."""
+        at = next((n for n, part in enumerate(entry.parts) if part.reply == self._heard), 0)
+        return entry.parts[at:]
 
     async def _take_over(self, found: Found) -> Claim | Found:
         if found.entry.state == "done":
@@ -261,21 +285,59 @@ class Keyed:
         return joinable(await self._store.find(key, self._fresh), self._fresh.request)
 
     async def _listen(self, entry: Entry) -> None:
-        """Read an attempt from its first message on."""
-        self._require_unbegun()
-        await self._stop_listening()
-        self._exchange.restart()
-        self._heard, self._ticket.attempt_id = entry.reply, entry.attempt_id
+        """Read an attempt from its first message on; before it what it goes on from, as far as that has not been read."""
+        unread = self._unread(entry)
+        if not (unread and unread[0].reply == self._heard):
+            self._require_unbegun()
+            await self._stop_listening()
+            self._exchange.restart()
+        for part in unread:
+            await self._hear(part.reply, entry)
+            await self._until_received(part.messages)
+            await self._stop_listening()
+            self._exchange.go_on()
+        await self._hear(entry.reply, entry)
+
+    async def _hear(self, reply: str, entry: Entry) -> None:
+        """Take what an engine says or said, up to the limit that is set."""
+        if self._heard == reply:
+            return
+        exchange, ticket = self._exchange, self._ticket
+        self._heard, ticket.attempt_id, exchange.revision = reply, entry.attempt_id, entry.revision
+        self._limit = 0
+        self._whole.clear()
 
         def take(data: bytes) -> None:
-            if self._ticket.attempt_id == entry.attempt_id:
-                self._exchange.on_message(data)
-                self._break_off()
+            if self._heard != reply or ticket.attempt_id != entry.attempt_id or self._whole.is_set():
+                return
+            exchange.on_message(data)
+            if 0 < self._limit <= exchange.received:
+                self._whole.set()
+            self._break_off()
 
-        self._ends.append(await self._store.follow(entry.reply, take))
+        self._ends.append(await self._store.follow(reply, take))
+
+    async def _until_received(self, messages: int) -> None:
+        """Take so many messages of what is heard and no more. Raises `EngineFailed` if more of them have been."""
+        exchange = self._exchange
+        if exchange.received > messages:
+            raise EngineFailed("this answer went on elsewhere from an earlier place than was passed on here; repeat the request")
+        self._limit = messages
+        if exchange.received == messages:
+            self._whole.set()
+        over = asyncio.create_task(exchange.over.wait())
+        whole = asyncio.create_task(self._whole.wait())
+        try:
+            async with asyncio.timeout(_REPLAY_S):
+                await asyncio.wait({over, whole}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+            whole.cancel()
 
     def _require_unbegun(self) -> None:
-        if self._ticket.begun:
+        exchange = self._exchange
+        half = exchange.made.tokens and exchange.sink.streams and not exchange.sink.repeatable
+        if self._ticket.begun or half:
             raise EngineFailed("the answer that this Idempotency-Key had begun to get was broken off; repeat the request")
 
     async def _stop_listening(self) -> None:

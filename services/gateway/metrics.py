@@ -45,6 +45,15 @@ class Metrics:
             "gen_ai.client.token.usage", "{token}", "Tokens read and written.", explicit_bucket_boundaries_advisory=TOKENS
         )
         self.cold = meter.create_counter("thaw.cold_starts", "{request}", "Requests that waited for their model's start.")
+        self.handovers = meter.create_counter(
+            "thaw.requests.handed_over", "{handover}", "Times that a request went on at another instance, by kind (move, failover)."
+        )
+        self.pause = meter.create_histogram(
+            "thaw.requests.pause",
+            "s",
+            "From the last token of one instance to the first of the next.",
+            explicit_bucket_boundaries_advisory=SECONDS,
+        )
         self.requests = meter.create_counter("thaw.requests", "{request}", "Requests answered, by status.")
 
     def observe(self, dispatcher: Dispatcher) -> None:
@@ -71,6 +80,11 @@ class Metrics:
         self.duration.record(ended - ticket.arrived, names | failure)
         if exchange.cold_ready_at is not None:
             self.cold.add(1, names)
+        for handover in exchange.handovers:
+            kind = names | {"thaw.kind": handover.kind}
+            self.handovers.add(1, kind)
+            if handover.pause_ms is not None:
+                self.pause.record(handover.pause_ms / 1e3, kind)
         if exchange.first_at is None:
             return
         self.ttft.record(exchange.first_at - ticket.arrived, names)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from opentelemetry.trace import SpanContext
+
 from shared.contracts.migration import RequestMoved
 from shared.errors import ThawError
 
@@ -17,6 +19,7 @@ class Move:
     token: int
     to: str
     prepared: str
+    link: SpanContext | None = None
     left: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Future[RequestMoved] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 

@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import time
 
+from opentelemetry.trace import SpanContext, get_current_span
+
 from services.gateway.domain.ticket import Stage
 from services.gateway.exchange import Exchange
 from services.gateway.move import Move
@@ -45,7 +47,7 @@ class Mover:
         if move is None or move.migration_id != order.migration_id:
             self._check(exchange, order)
             exchange.fence = order.token
-            move = exchange.move = Move(order.migration_id, order.token, order.instance_id, order.prepared)
+            move = exchange.move = Move(order.migration_id, order.token, order.instance_id, order.prepared, _here())
             await self._stop_source(exchange, move)
         return await asyncio.shield(move.done)
 
@@ -101,3 +103,9 @@ class Mover:
         gateway = self._gateway
         gateway.cancel(ticket)
         gateway.dispatcher.on_yielded(ticket, move.to, time.monotonic())
+
+
+def _here() -> SpanContext | None:
+    """The span that the order came under."""
+    context = get_current_span().get_span_context()
+    return context if context.is_valid else None

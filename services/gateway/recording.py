@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from nats.errors import Error as NatsError
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
-from services.gateway.exchange import Exchange
+from services.gateway.exchange import Exchange, Handover
 from services.gateway.metrics import Metrics
 from shared.contracts import subjects
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.contracts.traces import CriticalSegment, RequestTrace
+from shared.contracts.traces import CriticalSegment, HandoverTrace, RequestTrace
 from shared.messaging import Mesh
 from shared.messaging.streams import ensure_trace_stream
 from shared.telemetry.critical_path import critical_path
@@ -63,6 +63,18 @@ def server_timing(exchange: Exchange) -> str:
     for segment in critical_of(exchange, spans_of(exchange)):
         totals[segment.phase.value] = totals.get(segment.phase.value, 0.0) + segment.duration_ms
     return ", ".join(f"{phase};dur={ms:.1f}" for phase, ms in totals.items())
+
+
+def _told(handover: Handover, arrived: float) -> HandoverTrace:
+    return HandoverTrace(
+        kind=handover.kind,
+        source_instance=handover.source,
+        instance_id=handover.to,
+        at_ms=(handover.at - arrived) * 1e3,
+        tokens=handover.tokens,
+        pause_ms=handover.pause_ms,
+        migration_id=handover.migration_id,
+    )
 
 
 class Recorder:
@@ -125,6 +137,11 @@ class Recorder:
         load = link_to(exchange.instance.traceparent) if exchange.instance is not None and exchange.cold_ready_at else None
         if load is not None:
             span.add_link(load.context, {"thaw.link": "model load"})
+        for handover in exchange.handovers:
+            told: dict[str, str | float] = {"thaw.from": handover.source, "thaw.to": handover.to, "thaw.tokens": handover.tokens}
+            span.add_event(handover.kind, told | ({"thaw.pause_ms": handover.pause_ms} if handover.pause_ms is not None else {}))
+            if handover.link is not None:
+                span.add_link(handover.link, {"thaw.link": "migration", "thaw.migration": handover.migration_id or ""})
         if exchange.error is not None:
             span.set_attribute("error.type", exchange.error.code)
             span.set_status(Status(StatusCode.ERROR, exchange.error.message))
@@ -153,6 +170,7 @@ class Recorder:
             completion_tokens=exchange.usage.completion_tokens,
             spans=spans,
             critical_path=critical_of(exchange, spans),
+            handovers=tuple(_told(h, ticket.arrived) for h in exchange.handovers),
         )
 
     async def run(self) -> None:

@@ -39,10 +39,18 @@ _LOOK_S = 0.05
 _HERE_WITHIN_S = 1.0
 
 
+class Part(Frozen):
+    """The first `messages` of what an engine said on `reply`: from there on another one went on."""
+
+    reply: str
+    messages: int
+
+
 class Entry(Frozen):
     """What lies under a key. `request` is a digest of the body that came with it; `owner` names a claim, and is empty once a gateway that
-    was stopped has handed the key over. `reply` is empty until an engine is about to be given the request. `error`: how the answer
-    ended after `messages` messages, if it broke off."""
+    was stopped has handed the key over. `reply` is empty until an engine is about to be given the request. The answer is `parts` in their
+    order, and then what comes on `reply`, from weights of `revision`. `error`: how the answer ended after `messages` messages of that, if it
+    broke off."""
 
     state: Literal["running", "done"] = "running"
     request: str
@@ -50,7 +58,9 @@ class Entry(Frozen):
     renewals: int = 0
     answer_id: str
     created: int
+    parts: tuple[Part, ...] = ()
     reply: str = ""
+    revision: str = ""
     attempt_id: str = ""
     instance_id: str = ""
     node: str = ""
@@ -124,9 +134,11 @@ class Claim:
             except (NatsError, TimeoutError) as e:
                 log.info("an idempotency key could not be renewed", extra={"error": repr(e)})
 
-    async def sending(self, reply: str, attempt_id: str, instance_id: str, node: str) -> None:
-        """Write down who is about to be asked, before it is."""
-        await self._write(reply=reply, attempt_id=attempt_id, instance_id=instance_id, node=node)
+    async def sending(
+        self, reply: str, attempt_id: str, instance_id: str, node: str, revision: str = "", parts: tuple[Part, ...] = ()
+    ) -> None:
+        """Write down who is about to be asked, before it is, and after which parts it goes on."""
+        await self._write(reply=reply, attempt_id=attempt_id, instance_id=instance_id, node=node, revision=revision, parts=parts)
 
     async def done(self, messages: int, error: ThawError | None) -> None:
         await self._write(state="done", messages=messages, error=error.body() if error is not None else None)

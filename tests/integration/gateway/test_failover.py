@@ -18,9 +18,9 @@ URL = "/v1/chat/completions"
 TEXT = "Grüße aus 日本 - 🙂 done"
 
 
-def holding(number: int) -> Any:
+def holding(number: int, until: asyncio.Event | None = None) -> Any:
     """Stop before that token of an attempt."""
-    forever = asyncio.Event()
+    forever = until or asyncio.Event()
     return lambda run, said: forever if said == number else None
 
 

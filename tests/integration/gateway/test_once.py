@@ -27,7 +27,7 @@ def says(*words: str) -> Any:
     """An engine's behaviour: these words and then nothing."""
 
     async def half(run: Run) -> None:
-        await run.start()
+        await run.start(fixed="nobody else can go on")
         await run.text(*words)
         await run.cancelled.wait()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from services.gateway.domain import dispatcher as rules
@@ -12,6 +14,7 @@ from shared.contracts.demand import DemandNoted, LoadFailed
 from shared.contracts.node import InstanceState
 from shared.errors import (
     CheckpointInvalid,
+    Conflict,
     EngineFailed,
     InstanceDraining,
     QueueFull,
@@ -148,15 +151,66 @@ def test_endless_refusal_ends(dispatcher: Dispatcher, world: Recorder) -> None:
     assert len(world.sent) == rules.MAX_ATTEMPTS
 
 
-def test_a_dead_engines_request_is_sent_once_more_if_nothing_was_said(dispatcher: Dispatcher, world: Recorder) -> None:
-    dispatcher.on_status(status(instance("i"), instance("j", active=1)), 0)
+def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher, world: Recorder) -> None:
+    names = [f"i{n}" for n in range(rules.MAX_LOST + 2)]
+    dispatcher.on_status(status(instance(names[0])), 0)
     ask(dispatcher, "r")
-    dispatcher.on_status(status(instance("i", state=InstanceState.FAILED), instance("j")), 1)
-    dispatcher.on_tick(1.1)
-    assert world.sent == [("r", "i"), ("r", "j")]
-    dispatcher.on_status(status(instance("j", state=InstanceState.STOPPED)), 2)
-    dispatcher.on_tick(2.1)
+    for now, (dead, alive) in enumerate(itertools.pairwise(names), 1):
+        dispatcher.on_status(status(instance(dead, state=InstanceState.FAILED), instance(alive)), now)
+        dispatcher.on_tick(now + 0.1)
+    assert world.sent == [("r", name) for name in names[:-1]]
     assert isinstance(world.failed["r"], EngineFailed)
+
+
+def test_a_request_that_brings_tokens_goes_on_longer(dispatcher: Dispatcher, world: Recorder) -> None:
+    made, now = ticket("r", wait=1e6), 0.0
+    dispatcher.on_status(status(instance("i")), now)
+    dispatcher.on_request(made, 1, now)
+    while not world.failed:
+        now += 10
+        made.resumes = True
+        dispatcher.on_status(status(instance("i")), now)
+        dispatcher.on_progress(made)
+        dispatcher.on_engine_lost(made, EngineFailed("it ended"), now)
+    assert len(world.sent) == rules.MAX_LOSSES + 1
+
+
+def test_the_response_timeout_counts_all_that_is_gone_on_with(dispatcher: Dispatcher, world: Recorder) -> None:
+    made = ticket("r", wait=1e6, response=100)
+    dispatcher.on_status(status(instance("i", active=1)), 0)
+    dispatcher.on_request(made, 1, 0)
+    made.resumes = True
+    dispatcher.on_engine_lost(made, EngineFailed("it ended"), 60)
+    dispatcher.on_status(status(instance("i", active=1)), 90)  # the wait is not the engine's
+    assert (made.spent, made.sent_at) == (60, 90)
+    dispatcher.on_heard(made, 129)
+    dispatcher.on_tick(129)
+    assert not world.failed
+    dispatcher.on_tick(131)
+    assert world.failed["r"].status == 504
+
+
+def test_what_one_instance_cannot_go_on_with_another_may(dispatcher: Dispatcher, world: Recorder) -> None:
+    made = ticket("r", wait=1e6)
+    dispatcher.on_status(status(instance("i"), instance("j")), 0)
+    dispatcher.on_request(made, 1, 0)
+    made.resumes, made.revision = True, "0"
+    dispatcher.on_refused(made, Conflict("other weights", param="resume"), 1)
+    assert world.sent == [("r", "i"), ("r", "j")]
+    assert dispatcher.routes.get("i") is dispatcher.routes.choose("m", 1)  # nothing is wrong with it for others
+    dispatcher.on_refused(made, Conflict("other weights", param="resume"), 2)
+    assert world.failed["r"].message == "other weights"
+
+
+def test_a_yielded_request_goes_where_it_was_to_go_or_back(dispatcher: Dispatcher, world: Recorder) -> None:
+    made = ticket("r", wait=1e6)
+    dispatcher.on_status(status(instance("i", capacity=4), instance("j"), instance("k", active=1)), 0)
+    dispatcher.on_request(made, 1, 0)
+    made.resumes = True
+    dispatcher.on_yielded(made, "k", 1)
+    dispatcher.on_refused(made, InstanceDraining(), 2)
+    dispatcher.on_yielded(made, "gone", 3)
+    assert [where for _, where in world.sent] == ["i", "k", "i", "i"]
 
 
 def test_a_dead_engines_request_fails_if_something_was_said(dispatcher: Dispatcher, world: Recorder) -> None:

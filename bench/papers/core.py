@@ -97,7 +97,8 @@ Measure = Callable[[Outcome], Figures]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulated set-up. `label` tells it from the others of its experiment; `everywhere`: every node's disk holds every model that fits."""
+    """One simulated set-up. `label` tells it from the others of its experiment; `everywhere`: every node's disk holds every model that fits.
+    Not `consolidated`: pipelines stay pipelines."""
 
     label: tuple[tuple[str, str], ...]
     cluster: ClusterFile
@@ -105,6 +106,7 @@ class Case:
     traffic: Callable[[int], Sequence[Request]]
     profile: Profile
     everywhere: bool = False
+    consolidated: bool = True
 
 
 class Remembering(World):
@@ -136,6 +138,8 @@ def run(case: Case, seed: int) -> Outcome:
                 if node.ssd.used + model.weights <= node.ssd.capacity:
                     node.ssd.add(model.name, model.weights)
     controller = Controller(world)
+    if not case.consolidated:
+        controller.pipelines.consolidate = lambda instance: None  # type: ignore[method-assign]  # what the ablation leaves out
     schedule(world, controller)
     return controller.run(case.traffic(seed))
 

@@ -1,0 +1,34 @@
+"""HydraServe Fig. 13: tokens' time and memory over time, relative to serverless vLLM; and Fig. 11's applications, from the same runs."""
+
+from __future__ import annotations
+
+from bench.papers import hydraserve as h
+from bench.papers.constants import hydraserve as c
+from bench.papers.core import Options, Result
+
+NAME = "hydraserve-fig13"
+FIG11 = {"serverless-vllm": (51.8, 45.0, 91.5), "serverlessllm": (60.6, 48.1, 99.6), "hydraserve": (83.5, 76.6, 97.3)}
+"""Artifact, ae_scripts/figure11.py: chatbot, code, summarization, in percent."""
+
+
+def run(options: Options) -> Result:
+    result = Result(NAME, "CV 8, 0.6 RPS: TPOT and cost relative to serverless vLLM; attainment by application")
+    seconds = options.seconds(c.DURATION_S.value)
+    result.measured((h.end_to_end(p, 8, 0.6, seconds) for p in h.SYSTEMS), options, h.measure)
+    ours, vllm = result.row(policy="hydraserve"), result.row(policy="serverless-vllm")
+    result.number("8.3, Fig. 13a", "TPOT over serverless vLLM's", ours.over(vllm, "mean_tpot_ms"), 1.06)
+    result.number("8.3, Fig. 13b", "cost (memory x time): serverless vLLM's over ours", vllm.over(ours, "cost_gb_s"), 1.12)
+    for name, shares in FIG11.items():
+        row = result.row(policy=name)
+        for application, share in zip(("chatbot", "code", "summarization"), shares, strict=True):
+            row.paper[application] = share
+            result.number("artifact, Fig. 11", f"{application}: {name}", row[application], share)
+    if options.sensitivity:
+        for factor in (0.5, 1.5):
+            part = Result("", "")
+            gather = c.GATHER.value * factor
+            part.measured(
+                [h.end_to_end(h.HYDRA, 8, 0.6, seconds, gather=gather)], Options(min(3, options.seeds), options.scale), h.measure
+            )
+            result.notes.append(f"Sensitivity, gathering KV blocks at x {factor}: mean TPOT {part.rows[0]['mean_tpot_ms']} ms.")
+    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -278,3 +279,46 @@ def test_a_destination_is_not_evicted_meanwhile(world: World) -> None:
     world.demand("b")
     world.tick(1.0)
     assert not world.stops("a")
+
+
+def crowded() -> World:
+    """A small model serves on the only device that the large one fits; the small one fits elsewhere too."""
+    world = World()
+    world.node("big", budget=600 * MIB)
+    world.model("small", 100 * MIB)
+    serving(world, "small")
+    world.node("little", budget=400 * MIB)
+    return world
+
+
+def test_requests_move_so_that_a_larger_model_gets_its_room() -> None:
+    world = crowded()
+    (small,) = world.of("small")
+    world.model("large", 350 * MIB)
+    world.demand("large", 1)
+    plan = world.state.last_plan_of("large")
+    assert plan is not None
+    assert plan.chosen is not None
+    assert (plan.chosen.node, plan.chosen.clearing) == ("big", "migrate")
+    (stop,) = world.stops("small")
+    assert (stop.command.instance_id, stop.command.only_if_idle) == (small.command.instance_id, False)
+    world.tick(0.25)
+    world.get_ready("small")
+    (record,) = orders(world)
+    assert (record.reason, record.plan_id, record.node) == ("placement", plan.plan_id, "little")
+    small.active = 0
+    world.finish_stops()
+    end(world, record)
+    world.tick(0.25)
+    assert world.of("large", InstanceState.LOADING)
+    assert [node_of(world, r.command.instance_id) for r in world.of("small")] == ["little"]
+
+
+def test_without_the_capability_it_waits_for_its_turn_to_preempt() -> None:
+    world = crowded()
+    world.policy = replace(world.policy, capabilities=frozenset({"preempt"}))
+    world.model("large", 350 * MIB)
+    world.demand("large", 1)
+    world.tick(0.25)
+    assert not world.stops("small")
+    assert not world.state.moves

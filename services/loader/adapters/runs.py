@@ -129,7 +129,6 @@ class Runs:
             return
         finally:
             record_phases(run.timeline.spans(), context_of(order.traceparent))
-        self._settle(run)
         self._speeds = [*self._speeds, (total, seconds)][-_SPEEDS_KEPT:]
         log.info(
             "loaded",
@@ -141,11 +140,12 @@ class Runs:
             },
         )
         self._means.emit(Completed(order.weights_id, order.run))
+        self._settle(run)
 
     def _settle(self, run: Run) -> None:
-        """Close the tier when its copy to the disk is done, and unmap again what was read for that."""
+        """Close the tier when its copy to the disk is done, and unmap what is mapped here still."""
         run.filling, tier = None, run.tier
-        if tier is None or tier.settled().is_set():
+        if tier is None or tier.directory is not None:
             run.close()
             return
 
@@ -155,7 +155,10 @@ class Runs:
             if run.region is not None and run.order.run in self._runs:
                 run.region.zap_all()
 
-        threading.Thread(target=wait, name="settle", daemon=True).start()
+        if tier.settled().is_set():
+            wait()
+        else:
+            threading.Thread(target=wait, name="settle", daemon=True).start()
 
     def _over(self, run: Run, event: Ended | Failed) -> None:
         self._runs.pop(run.order.run, None)

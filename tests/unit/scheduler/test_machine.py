@@ -11,6 +11,7 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
 from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import Recovered
+from services.scheduler.domain.policies.profiles import PROFILES
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.retire import must_leave
 from services.scheduler.domain.state import ClusterState, Put, apply
@@ -29,9 +30,11 @@ node = st.sampled_from(NODES)
 class Cluster(RuleBasedStateMachine):
     """Room for two models on one node and for one on the other; five models of 324 MiB each."""
 
+    profile = "thaw"
+
     def __init__(self) -> None:
         super().__init__()
-        self.w = World(policy=Policy(preempt_after=5.0))
+        self.w = World(policy=Policy(profile=PROFILES[self.profile], preempt_after=5.0, starve_after=20.0))
         self.heard_stops = 0
         self.silent: set[str] = set()
         self.waiting: dict[str, int] = {}
@@ -143,7 +146,7 @@ class Cluster(RuleBasedStateMachine):
     def another_leader(self) -> None:
         """Only what is durable survives; the new epoch is one higher."""
         old = self.w.state
-        state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now)
+        state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now, keep=old.keep)
         kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
         apply(state, [Put(e) for e in kept])
         self.w.state = state
@@ -163,12 +166,12 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def indexes_are_what_the_tables_say(self) -> None:
         kept = self.w.state
-        anew = ClusterState(epoch=kept.epoch)
+        anew = ClusterState(epoch=kept.epoch, keep=kept.keep)
         tables = (kept.models, kept.nodes, kept.presence, kept.loaders, kept.seen, kept.estimates, kept.instances)
         apply(anew, [Put(e) for table in tables for e in table.values()])
         assert anew.bookings == kept.bookings
         assert anew.claimed == kept.claimed
-        for index in ("by_model", "by_node", "by_device", "resident_on", "measured_on"):
+        for index in ("by_model", "by_node", "by_device", "resident_on", "kept_on", "measured_on"):
             had, have = getattr(anew, index), getattr(kept, index)
             assert {k: set(v) for k, v in had.items()} == {k: set(v) for k, v in have.items()}, index
         assert (anew.aliases, anew.kept_up, anew.dues) == (kept.aliases, kept.kept_up, kept.dues)

@@ -1,0 +1,24 @@
+"""Under every profile, whatever happens in whatever order: what test_machine.py says of the default one. Each decision is also made twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from services.scheduler.domain.policies.profiles import PROFILES
+from tests.unit.scheduler.test_machine import Cluster
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES.keys() - {"thaw"}))
+def test_what_holds_under_every_profile(profile: str) -> None:
+    machine = type(f"Cluster_{profile.replace('-', '_')}", (Cluster,), {"profile": profile})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=6,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )

@@ -105,10 +105,10 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     js = mesh.nc.jetstream()
     catalog = Catalog(js)
     await ensure_streams(js)
-    await catalog.reconcile([m.card for m in loop.state.models.values()])
     migrations = Migrations(mesh, loop.post)
     handlers = Handlers(mesh, loop, repository, policy, name, migrations)
     outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations.order)
+    outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:
         async with _sides(loop, repository, term.epoch, migrations):

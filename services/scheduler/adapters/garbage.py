@@ -8,6 +8,8 @@ choosing, and what has survived one is not looked at again until the term ends.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 YOUNG = (5_000, 5, 1_000_000)
 """Thresholds: the two young generations as usual but larger, the oldest never by itself."""
@@ -25,3 +27,15 @@ def unsettle_heap() -> None:
     """Everything is collected as usual again."""
     gc.unfreeze()
     gc.set_threshold(*_DEFAULT)
+
+
+@contextmanager
+def growing_heap() -> Iterator[None]:
+    """Nothing is collected while a large state is made, of which nothing can be garbage yet."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -41,6 +41,7 @@ from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import WeightsReleased
 from shared.contracts.migration import MigrationRecord
+from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import LoadTrace
 from shared.errors import DeadlineExceeded, ThawError, Unreachable
@@ -83,6 +84,10 @@ class Outbox:
         self._order = order
         self._lanes: dict[str, _Lane] = {}
         self._heard: dict[str, asyncio.Event] = {}
+
+    def reconcile(self, cards: Iterable[ModelCard]) -> None:
+        """Bring the catalogue in line with the database, before any later change of it."""
+        self._lane("catalogue", partial(_surely, partial(self._catalog.reconcile, list(cards))))
 
     def heard(self, node: str) -> None:
         """A status of the node came: whoever waits for it may try again."""

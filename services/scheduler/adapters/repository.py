@@ -11,6 +11,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
+from services.scheduler.adapters.garbage import growing_heap
 from services.scheduler.adapters.learned import (
     delete_estimates,
     forget_unknown,
@@ -70,20 +71,20 @@ class Repository:
     async def load(self, epoch: int, now: float) -> ClusterState:
         """The state as the last leader left it, for a term that begins at `now`."""
         state = ClusterState(epoch=epoch, recovered_at=now)
-        async with self._engine.connect() as connection:
-            devices = await _devices(connection)
-            rows = (await connection.execute(select(tables.models))).mappings()
-            found: list[Entity] = [Model(_card(r["card"]), r["error"], r["resting"]) for r in rows]
-            rows = (await connection.execute(select(tables.nodes))).mappings()
-            found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
-            rows = (await connection.execute(select(tables.instances))).mappings()
-            found += [_instance(dict(r), now) for r in rows]
-            rows = (await connection.execute(select(tables.profiles))).mappings()
-            found += [_profile(dict(r)) for r in rows]
-            newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
-            plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
-            found += [*await read_estimates(connection), *await read_loaders(connection, now)]
-        apply(state, [Put(e) for e in (*found, *plans)])
+        with growing_heap():
+            async with self._engine.connect() as connection:
+                devices = await _devices(connection)
+                rows = (await connection.execute(select(tables.models))).mappings()
+                found: list[Entity] = [Model(_card(r["card"]), r["error"], r["resting"]) for r in rows]
+                rows = (await connection.execute(select(tables.instances))).mappings()
+                found += [_instance(dict(r), now) for r in rows]
+                # After their instances, so that each device is reckoned once.
+                rows = (await connection.execute(select(tables.nodes))).mappings()
+                found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
+                newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
+                plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
+                found += [*await read_estimates(connection), *await read_loaders(connection, now)]
+            apply(state, [Put(e) for e in (*found, *plans)])
         return state
 
     async def keep_loaders(self, epoch: int, loaders: Iterable[LoaderPresence]) -> None:
@@ -253,7 +254,8 @@ def _instance(row: dict[str, Any], now: float) -> Instance:
 def _card(row: Any) -> ModelCard:
     """With the routes that its engine declares in this version, whatever they were when the model was registered."""
     card = ModelCard.model_validate(row)
-    return card.model_copy(update={"routes": routes_of(card.spec)})
+    routes = routes_of(card.spec)
+    return card if card.routes == routes else card.model_copy(update={"routes": routes})
 
 
 def _plan(row: dict[str, Any]) -> PlanRecord:

@@ -228,7 +228,11 @@ def _rebook_node(state: ClusterState, name: str) -> None:
 
 def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
     found = state.nodes.get(node)
-    known = {d.device_id for d in found.devices} if found else set()
+    if found is None:  # its devices are reckoned when it is known
+        for device in device_ids:
+            _forget(state, "claimed", device_key(node, device))
+        return
+    known = {d.device_id for d in found.devices}
     for device in device_ids:
         key, booked = device_key(node, device), book(state, node, device)
         if device in known and state.bookings.get(key) != booked:

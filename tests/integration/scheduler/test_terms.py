@@ -103,7 +103,11 @@ async def test_a_lost_database_is_led_above_the_epochs_seen(site: Site, postgres
         return (await site.view()).epoch > 7
 
     await site.until(above)
-    assert await catalogue(site) == {}, "the catalogue follows the database"
+
+    async def nothing_there() -> bool:
+        return await catalogue(site) == {}
+
+    await site.until(nothing_there)  # the catalogue follows the database
     await site.until(lambda: instance.state is InstanceState.STOPPED)
 
 

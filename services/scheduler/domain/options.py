@@ -85,6 +85,10 @@ def of_devices(d: Draft, r: Request, devices: tuple[Booking, ...]) -> Candidate 
             return excluded(b, r.need, fit)
         fits.append(fit)
     clearance = fits[0].clearance if len(fits) == 1 else together([f.clearance for f in fits])
+    if clearance.moves and _in_each_others_way(clearance, devices):
+        return excluded(
+            devices[0], r.need, f"needs {gib(r.need)} of each device, and those that serve there have nowhere else to go on"
+        )
     prediction = r.forecast.at(devices[0], leaving=clearance is not NOTHING_TO_CLEAR)
     reuses = prediction.there and prediction.source != "dram" and "reuse" in d.policy.capabilities
     way: Way = "reuse" if reuses else "load"
@@ -93,6 +97,12 @@ def of_devices(d: Draft, r: Request, devices: tuple[Booking, ...]) -> Candidate 
     )
     ids = tuple([b.device_id for b in devices])
     return Possible(option, devices[0].node, ids, r.need, prediction, max([f.short for f in fits]))
+
+
+def _in_each_others_way(clearance: Clearance, devices: tuple[Booking, ...]) -> bool:
+    """Whether victims of several devices would move to one that is to be cleared itself, or to the same one."""
+    to = list(clearance.moves.values())
+    return len(devices) > 1 and (len(set(to)) < len(to) or not {b.key for b in devices}.isdisjoint(to))
 
 
 def of_suspended(d: Draft, r: Request, i: Instance) -> Candidate | Possible:

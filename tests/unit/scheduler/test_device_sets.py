@@ -68,7 +68,7 @@ def test_a_device_that_is_taken_keeps_it_off_the_node_until_all_have_room() -> N
     w.tick(3)
     noted = w.demand("wide")
     assert noted.outlook == "waiting"
-    assert "is serving" in noted.reason
+    assert "have nowhere else to go on" in noted.reason
     assert booking(w.state, "n0", "cuda:0").claimed == booking(w.state, "n0", "cuda:1").claimed == 0
     small.active = 0
     w.tick(3)

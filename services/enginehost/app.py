@@ -17,6 +17,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from services.enginehost.engine import Engine
+from services.enginehost.moving import Moving
 from services.enginehost.serving import Serving, stopped
 from services.enginehost.settings import HostSettings
 from shared.contracts import subjects
@@ -24,6 +25,7 @@ from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
     ENGINE_CONTROL,
     DrainEngine,
+    DropAdapter,
     EngineAsleep,
     EngineControl,
     EngineProbed,
@@ -35,8 +37,9 @@ from shared.contracts.engine import (
 )
 from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import ReleaseWeights, WeightsReleased
+from shared.contracts.migration import ForgetResume, ListRequests, PrepareResume, ReadTokens, YieldInfer
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, ThawError, UnsupportedParameter
+from shared.errors import EngineFailed, InstanceDraining, ThawError
 from shared.messaging import Mesh
 from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
@@ -58,6 +61,7 @@ class Host:
         self._serving = Serving(self._mesh, lambda: self._reporter.changed())
         self._reporter = Reporter(self._mesh, start, timeline, self._serving.load)
         self._engine = Engine(settings, start, timeline, self._reporter)
+        self._moving = Moving(self._serving)
         self._requests: Subscription | None = None
         self._connected = False
         self._asleep: int | None = None
@@ -215,9 +219,24 @@ class Host:
                 async with self._control_lock:
                     same, took_ms = await self._engine.probe()
                     return EngineProbed(same=same, took_ms=took_ms)
-            case _:
-                raise UnsupportedParameter(f"this engine does not know {command.kind}")
+            case ListRequests():
+                return self._moving.list()
+            case ReadTokens(request_id=request_id):
+                return self._moving.read(request_id)
+            case YieldInfer(request_id=request_id):
+                self._serving.yield_(request_id)
+            case PrepareResume():
+                return await self._prepare(command)
+            case ForgetResume(prepared=name):
+                self._moving.forget(name)
+            case DropAdapter():
+                pass  # it has none
         return Done()
+
+    async def _prepare(self, order: PrepareResume) -> Message:
+        if self._serving.draining or self._asleep is not None or self._reporter.state != "ready":
+            raise InstanceDraining
+        return await self._moving.prepare(order, self._engine.driver, self._engine.client)
 
     async def _sleep(self, level: int) -> Message:
         if self._reporter.state not in ("ready", "asleep"):

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nats.aio.msg import Msg
@@ -14,10 +14,24 @@ from nats.errors import Error as NatsError
 from pydantic import BaseModel, ValidationError
 
 from services.enginehost.answers import Meter
-from services.enginehost.drivers.port import Driver, json_request
-from services.enginehost.http1 import Client, HttpError, HttpRequest, Response
+from services.enginehost.asking import Asked, asked_for
+from services.enginehost.drivers.port import Driver
+from services.enginehost.http1 import Client, HttpError, Response
+from services.enginehost.tracking import Tracker
+from shared.contracts import subjects
 from shared.contracts.engine import EngineLoad
-from shared.contracts.inference import DATA_BYTES, InferData, InferEnd, InferFailed, InferRequest, InferResponse
+from shared.contracts.inference import (
+    DATA_BYTES,
+    ChoiceDelta,
+    InferData,
+    InferEnd,
+    InferFailed,
+    InferRequest,
+    InferResponse,
+    InferYielded,
+    Usage,
+)
+from shared.contracts.migration import RunningRequest
 from shared.contracts.phases import Phase
 from shared.errors import (
     Conflict,
@@ -26,6 +40,7 @@ from shared.errors import (
     InstanceBusy,
     InstanceDraining,
     InvalidRequest,
+    NotFound,
     ShuttingDown,
     ThawError,
 )
@@ -34,7 +49,6 @@ from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
-_PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions", "embedding": "/v1/embeddings"}
 _KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 
@@ -49,6 +63,24 @@ class _Stream:
     timeline: Timeline = field(default_factory=lambda: Timeline("enginehost"))
     seq: int = 0
     task: asyncio.Task[None] | None = None
+    tracker: Tracker | None = None
+    fixed: str = "nothing has been heard of it yet"
+    first_at: float | None = None
+
+    def running(self) -> RunningRequest:
+        tracker, now = self.tracker, time.monotonic()
+        generated = tracker.generated if tracker is not None else 0
+        here = len(tracker.tokens) if tracker is not None else 0
+        rate = (here - 1) / (now - self.first_at) if self.first_at is not None and here > 1 and now > self.first_at else 0.0
+        return RunningRequest(
+            request_id=self.request_id,
+            gateway_id=subjects.gateway_of(self.reply),
+            prompt_tokens=tracker.prompt_tokens if tracker is not None else 0,
+            generated_tokens=generated,
+            tokens_per_second=rate,
+            fixed=self.fixed,
+            traceparent=self.parent,
+        )
 
 
 class Serving:
@@ -151,21 +183,31 @@ class Serving:
             self._fail(stream, EngineFailed(f"{type(e).__name__}: {str(e)[:300]}"))
 
     async def _forward(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
-        outgoing, hide_usage = translate(request, driver)
-        response = await client.send(outgoing)
+        asked = await asked_for(request, driver, client)
+        response = await client.send(asked.outgoing)
         try:
             content_type = response.headers.get("content-type", "application/octet-stream")
-            kept = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
-            self._send(stream, InferResponse(seq=stream.seq, status=response.status, content_type=content_type, headers=kept))
-            meter = Meter(content_type, hide_usage=hide_usage)
-            await self._relay(stream, response, meter)
+            if asked.tracker is not None and response.status == 200 and content_type.startswith("text/event-stream"):
+                usage = await self._follow(stream, response, asked, asked.tracker)
+            else:
+                fixed = asked.fixed or "it was not answered with a stream"
+                self._send(stream, self._head(stream, response, fixed=fixed))
+                meter = Meter(content_type, hide_usage=asked.hide_usage)
+                await self._relay(stream, response, meter)
+                usage = meter.usage
         finally:
             response.close()
-        self._send(stream, InferEnd(seq=stream.seq, usage=meter.usage))
-        self._generated += meter.usage.completion_tokens
+        self._send(stream, InferEnd(seq=stream.seq, usage=usage))
+        self._generated += usage.completion_tokens
         self._completed += 1
         record_phases(stream.timeline.spans(), context_of(stream.parent))
         self._end(stream)
+
+    def _head(self, stream: _Stream, response: Response, *, fixed: str) -> InferResponse:
+        stream.fixed = fixed
+        kept = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
+        kind = response.headers.get("content-type", "application/octet-stream")
+        return InferResponse(seq=stream.seq, status=response.status, content_type=kind, headers=kept, fixed=fixed)
 
     async def _relay(self, stream: _Stream, response: Response, meter: Meter) -> None:
         first = True
@@ -178,11 +220,58 @@ class Serving:
         if data := meter.finish():
             self._send_data(stream, data, first)
 
-    def _send_data(self, stream: _Stream, data: bytes, first: bool) -> None:
-        for start in range(0, len(data), DATA_BYTES):
-            encoded = base64.b64encode(data[start : start + DATA_BYTES])
+    async def _follow(self, stream: _Stream, response: Response, asked: Asked, tracker: Tracker) -> Usage:
+        """As `_relay`, with the tokens beside the bytes. The head waits for the first of them: it tells what the prompt was."""
+        first = True
+        while piece := await response.read():
+            data, deltas = tracker.feed(piece)
+            if not data and not deltas:
+                continue
             if first:
-                self._send(stream, InferData(seq=stream.seq, data=encoded.decode(), phases=stream.timeline.spans()))
+                now = stream.first_at = time.monotonic()
+                stream.timeline.add(Phase.PREFILL, stream.received, now)
+                stream.tracker = tracker
+                self._send(stream, self._tracked_head(stream, response, asked, tracker))
+            self._send_data(stream, data, first, deltas)
+            first = False
+        if first:
+            self._send(stream, self._head(stream, response, fixed="the stream was empty"))
+        if data := tracker.finish():
+            self._send_data(stream, data, first)
+        return tracker.usage
+
+    def _tracked_head(self, stream: _Stream, response: Response, asked: Asked, tracker: Tracker) -> InferResponse:
+        head = self._head(stream, response, fixed="" if tracker.prompt else "the engine tells no token ids")
+        more = {"seed": asked.seed, "prompt_tokens": tracker.prompt_tokens, "resume_head": tracker.head}
+        return head.model_copy(update=more)
+
+    def yield_(self, request_id: str) -> None:
+        """End the request's stream after what has been told of it. Raises `NotFound`, or `Conflict` for what cannot be gone on with."""
+        stream = self.stream(request_id)
+        if stream.fixed:
+            raise Conflict(stream.fixed)
+        self._send(stream, InferYielded(seq=stream.seq))
+        self._end(stream)
+
+    def stream(self, request_id: str) -> _Stream:
+        """Raises `NotFound`."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            raise NotFound(f"request {request_id} is not here (any more)")
+        return stream
+
+    def running(self) -> tuple[RunningRequest, ...]:
+        return tuple(s.running() for s in self._streams.values())
+
+    def _send_data(self, stream: _Stream, data: bytes, first: bool, deltas: Sequence[ChoiceDelta] = ()) -> None:
+        """`deltas` go with the last of the bytes: whoever goes on from them must have all of those."""
+        starts = range(0, len(data), DATA_BYTES) or (0,)
+        for start in starts:
+            encoded = base64.b64encode(data[start : start + DATA_BYTES])
+            progress = tuple(deltas) if start == starts[-1] else ()
+            if first or progress:
+                phases = stream.timeline.spans() if first else ()
+                self._send(stream, InferData(seq=stream.seq, data=encoded.decode(), phases=phases, progress=progress))
                 first = False
             else:  # one of thousands: made without a model
                 self._put(stream, b'{"v":"1.0","kind":"data","seq":%d,"data":"%b"}' % (stream.seq, encoded))
@@ -232,23 +321,3 @@ class Serving:
 
 def stopped() -> ShuttingDown:
     return ShuttingDown("the engine was stopped while it was answering")
-
-
-def translate(request: InferRequest, driver: Driver) -> tuple[HttpRequest, bool]:
-    """What the engine is asked, and whether the usage it tells in its stream is for us only."""
-    if request.endpoint == "other":
-        path = request.route + (f"?{request.query}" if request.query else "")
-        if request.data is not None:
-            headers = {**request.headers, "content-type": request.content_type}
-            return HttpRequest(request.method, path, base64.b64decode(request.data), headers), False
-        if request.method in ("GET", "DELETE"):
-            return HttpRequest(request.method, path, headers=request.headers), False
-        outgoing = json_request(path, driver.body(request.body), request.method)
-        return HttpRequest(outgoing.method, path, outgoing.body, {**request.headers, **outgoing.headers}), False
-    body = driver.body(request.body)
-    hide = False
-    if body.get("stream") and driver.stream_usage:
-        options = body.get("stream_options") or {}
-        hide = not options.get("include_usage")
-        body["stream_options"] = {**options, "include_usage": True}
-    return json_request(_PATHS[request.endpoint], body), hide

@@ -82,6 +82,9 @@ class Driver:
     health_path = "/health"
     stream_usage = True
     """Whether `stream_options.include_usage` is understood."""
+    token_resume = False
+    """Whether it takes prompts as token ids, tells those that it generates, and has /tokenize and /detokenize, as vLLM does: then another
+    engine can go on with its answers, and it with theirs."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch

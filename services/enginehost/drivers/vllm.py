@@ -15,6 +15,8 @@ _OURS = frozenset({"kv_cache_bytes"})
 
 
 class Vllm(Driver):
+    token_resume = True
+
     def command(self) -> Command:
         # Not the `vllm` command: builds under another distribution name lack the metadata that it looks for.
         return Command((self.launch.settings.vllm_python, "-m", "vllm.entrypoints.openai.api_server", *self.arguments()))

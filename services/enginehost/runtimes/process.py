@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from services.enginehost import spawn
+from services.enginehost import reaper, spawn
 from services.enginehost.drivers.port import Command
 from services.enginehost.http1 import Address
 from services.enginehost.runtimes.port import Activity, Ended
@@ -22,6 +23,8 @@ from shared.errors import EngineFailed
 from shared.processes import MARK_VARIABLE, descendants, end_all, marked
 
 _SPAWN = Path(spawn.__file__)
+_REAPER = Path(reaper.__file__)
+_REAPER_WITHIN_S = 30.0
 _LEFTOVERS_WITHIN_S = 2.0
 
 
@@ -43,8 +46,10 @@ class EngineProcess:
 
     container = None
 
-    def __init__(self, child: subprocess.Popen[bytes], mark: str, address: Address, log_path: Path) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], mark: str, address: Address, log_path: Path, held: int) -> None:
+        """`held`: the end of the reaper's pipe; with it goes the engine."""
         self._child = child
+        self._held = held
         self._mark = mark
         self._log_path = log_path
         self._oom_before = _oom_kills()
@@ -57,13 +62,14 @@ class EngineProcess:
     def start(cls, command: Command, mark: str, address: Address, log_path: Path, cgroup_procs: str | None) -> EngineProcess:
         """Raises `EngineFailed`. The program itself is looked for by the child: a missing one ends with status 127 and a line in the log."""
         argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", "--", *command.argv]
+        token = secrets.token_hex(8)
+        env = {**clean_environment(mark, command.env), reaper.VARIABLE: token}
         try:
-            child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, env=clean_environment(mark, command.env), start_new_session=True
-            )
-        except (OSError, ValueError) as e:
+            held = _tie(token, cgroup_procs or "")
+            child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+        except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
-        return cls(child, mark, address, log_path)
+        return cls(child, mark, address, log_path, held)
 
     def pids(self) -> tuple[int, ...]:
         if self._ended.done():
@@ -108,6 +114,9 @@ class EngineProcess:
         # Those that outlive it: workers that ignored the signal, or have left the session.
         known = set(pids)
         await asyncio.to_thread(end_all, lambda: marked(self._mark) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S)
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
         return await self.wait()
 
     def _reap(self) -> None:
@@ -118,6 +127,20 @@ class EngineProcess:
         after = _oom_kills()
         struck = returncode == -signal.SIGKILL and None not in (after, self._oom_before) and after != self._oom_before
         self._ended.set_result(Ended(returncode, struck if returncode == -signal.SIGKILL else False))
+
+
+def _tie(token: str, cgroup_procs: str) -> int:
+    """A process that ends the engine's, all of them, when this one has ended without doing so; the descriptor that holds it off."""
+    reading, held = os.pipe()
+    try:
+        argv = [sys.executable, "-I", str(_REAPER), token, cgroup_procs]
+        subprocess.run(argv, stdin=reading, start_new_session=True, check=True, timeout=_REAPER_WITHIN_S)
+    except BaseException:
+        os.close(held)
+        raise
+    finally:
+        os.close(reading)
+    return held
 
 
 def _same_session(leader: int) -> set[int]:

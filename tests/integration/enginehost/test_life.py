@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.enginehost import reaper
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.phases import Phase
@@ -74,10 +76,27 @@ async def test_whatever_it_forked_ends_with_it(hosts: Hosts) -> None:
 
 
 async def test_the_end_of_its_host_is_the_engines_end(hosts: Hosts) -> None:
-    start = hosts.host(fake_card())
+    """All of it, what has left its session too, and with no nodeagent there to see to it."""
+    start = hosts.host(fake_card("--fork", "--ignore-term"))
     report = await hosts.settled(start.instance_id)
+    assert len(hosts.marked(start.instance_id)) == 2
     os.kill(report.pid, signal.SIGKILL)
     await hosts.left_nothing(start.instance_id)
+
+
+async def test_a_host_that_ends_in_order_leaves_no_reaper(hosts: Hosts) -> None:
+    start = hosts.host(fake_card())
+    report = await hosts.settled(start.instance_id)
+    token = next(v for p in hosts.marked(start.instance_id) for k, v in psutil.Process(p).environ().items() if k == reaper.VARIABLE)
+
+    def reapers() -> set[int]:
+        return {p.pid for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or ())}
+
+    assert len(reapers()) == 1
+    assert not reapers() & set(report.hosted.pids if report.hosted else ())
+    os.kill(report.pid, signal.SIGTERM)
+    await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
+    await hosts.eventually(lambda: asyncio.to_thread(reapers), lambda found: not found)
 
 
 async def test_an_idle_engine_that_stops_generating_is_given_up(hosts: Hosts) -> None:
@@ -194,7 +213,7 @@ async def test_credentials_of_the_mesh_are_not_the_engines(hosts: Hosts) -> None
     env = (await hosts.other(start.instance_id, "/stats", "GET")).json["env"]
     assert env["GIVEN"] == "here!"
     assert env["GIVEN_NOT"] == ""
-    assert [k for k in env if k.startswith("THAW_")] == ["THAW_INSTANCE"]
+    assert sorted(k for k in env if k.startswith("THAW_")) == ["THAW_INSTANCE", "THAW_INSTANCE_HOST"]
 
 
 async def test_a_host_is_small(hosts: Hosts) -> None:

@@ -1,0 +1,56 @@
+"""The host's side of moving requests: what its engine serves, what that has said, its own cache warmed for what is to come, and stopping."""
+
+from __future__ import annotations
+
+import time
+
+from services.enginehost.drivers.port import Driver, call, json_request
+from services.enginehost.http1 import Client
+from services.enginehost.serving import Serving
+from shared.contracts.migration import PrepareResume, RequestsListed, ResumePrepared, RunningChoice, TokensRead
+from shared.errors import Conflict, NotFound, UnsupportedParameter
+
+_REMEMBERED = 64
+
+
+class Moving:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._prepared: dict[str, int] = {}
+
+    def list(self) -> RequestsListed:
+        return RequestsListed(requests=self._serving.running())
+
+    def read(self, request_id: str) -> TokensRead:
+        """Raises `NotFound`, also for a request whose tokens are not followed."""
+        stream = self._serving.stream(request_id)
+        tracker = stream.tracker
+        if tracker is None or stream.fixed:
+            raise NotFound(f"the tokens of request {request_id} are not known: {stream.fixed}")
+        made = RunningChoice(token_ids=tracker.answer, finish_reason=tracker.finish_reason)
+        return TokensRead(running=stream.running(), prompt_token_ids=(tracker.prompt[: tracker.prompt_tokens],), choices=(made,))
+
+    async def prepare(self, order: PrepareResume, driver: Driver, client: Client) -> ResumePrepared:
+        """Have the engine's prefix cache know the sequences: one more token is generated after each, and thrown away. What is not used again
+        leaves that cache by itself.
+
+        Raises `Conflict` for other weights, `UnsupportedParameter` where there is no such cache.
+        """
+        if order.revision != driver.card.info.revision:
+            raise Conflict(f"{driver.card.name} has weights of revision {driver.card.info.revision} here, not {order.revision}")
+        cached = driver.card.spec.engine_args.get("enable_prefix_caching", True)
+        if not driver.token_resume or not cached or order.adapter is not None:
+            raise UnsupportedParameter("this engine has no prefix cache to prepare", param="sequences")
+        began = time.monotonic()
+        for sequence in order.sequences:
+            asked = {"model": driver.served_name, "prompt": list(sequence), "max_tokens": 1, "temperature": 0}
+            await call(client, json_request("/v1/completions", asked), "preparing to go on with an answer")
+        total = sum(map(len, order.sequences))
+        before = self._prepared.pop(order.prepared, 0)
+        self._prepared[order.prepared] = total
+        while len(self._prepared) > _REMEMBERED:
+            del self._prepared[next(iter(self._prepared))]
+        return ResumePrepared(tokens=max(0, total - before), took_ms=(time.monotonic() - began) * 1e3)
+
+    def forget(self, name: str) -> None:
+        self._prepared.pop(name, None)

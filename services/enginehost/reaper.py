@@ -1,0 +1,71 @@
+"""`python -I reaper.py TOKEN CGROUP_FILES`, with a pipe for standard input: ends what is left of an engine once its host is gone.
+
+The kernel ends an engine's first process with its host (spawn.py); what that has forked lives on. The host holds the other end of the pipe, so
+its end, however it comes, is read here as the end of the file. Whatever carries the host's own token in its environment is killed then; a host
+that a nodeagent starts for the same instance meanwhile has another token. This process leaves its parent at once: it belongs to no engine, is
+frozen with none, and in good order finds nothing to do.
+
+Run by file name in a bare interpreter, as spawn.py.
+"""
+
+import os
+import signal
+import sys
+import time
+
+VARIABLE = "THAW_INSTANCE_HOST"
+_WITHIN_S = 10.0
+_POLL_S = 0.05
+
+
+def carrying(token: str) -> list[int]:
+    """Processes with the token in their environment, zombies left out (they have none)."""
+    wanted = f"{VARIABLE}={token}".encode()
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208  # no imports that are not needed
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123
+                    if wanted in file.read().split(b"\0"):
+                        found.append(int(name))
+            except OSError:
+                continue
+    return found
+
+
+def thaw(files: str) -> None:
+    """cgroup v1 keeps a signal from what is frozen."""
+    for path in filter(None, files.split(":")):
+        state = os.path.join(os.path.dirname(path), "freezer.state")  # noqa: PTH118, PTH120
+        if os.path.exists(state):  # noqa: PTH110
+            with open(state, "w") as file:  # noqa: PTH123
+                file.write("THAWED")
+
+
+def end(token: str, files: str) -> None:
+    deadline = time.monotonic() + _WITHIN_S
+    while (found := carrying(token)) and time.monotonic() < deadline:
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        try:
+            thaw(files)
+        except OSError as e:
+            sys.stderr.write(f"an engine's control group cannot be thawed: {e.strerror}\n")
+        time.sleep(_POLL_S)
+
+
+def main() -> int:
+    token, files = sys.argv[1:]
+    if os.fork():
+        return 0
+    while os.read(0, 64):
+        pass
+    end(token, files)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

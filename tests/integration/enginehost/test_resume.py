@@ -1,0 +1,179 @@
+"""Answers of an engine like vLLM that stop in the middle and are gone on with by another host: as if undisturbed."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.inference import (
+    RESUME,
+    InferData,
+    InferEnd,
+    InferFailed,
+    InferReply,
+    InferResponse,
+    InferYielded,
+    Resume,
+    ResumedChoice,
+)
+from shared.contracts.migration import (
+    ForgetResume,
+    ListRequests,
+    PrepareResume,
+    ReadTokens,
+    RequestsListed,
+    ResumePrepared,
+    TokensRead,
+    YieldInfer,
+)
+from shared.errors import Conflict, NotFound
+from tests.support.fake_tokens import prompt_of
+from tests.support.hosted import MIB, HostedAnswer, Hosts, fake_program, hosted_card
+
+SAYS = "Gr\u00fc\u00dfe an \U0001f30d\U0001f30d! 1 < 2, STO und \u6771\u4eac. "
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+async def ready(hosts: Hosts, directory: Path, **options: Any) -> str:
+    directory.mkdir(exist_ok=True)
+    card = hosted_card("engine://demo", "vllm", memory=MIB, context=256, **options)
+    start = hosts.host(card, THAW_VLLM_PYTHON=fake_program(directory, "vllm"))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    return start.instance_id
+
+
+def asked(endpoint: str, **more: Any) -> dict[str, Any]:
+    prompt = {"messages": HELLO} if endpoint == "chat" else {"prompt": "Hello"}
+    return {"stream": True, "temperature": 0, "max_tokens": 200, "fake": {"says": SAYS}, **prompt, **more}
+
+
+def made(replies: list[InferReply]) -> Resume:
+    """What a gateway knows of an answer when these messages have come."""
+    head = next(r for r in replies if isinstance(r, InferResponse))
+    deltas = [d for r in replies if isinstance(r, InferData) for d in r.progress]
+    tokens = tuple(t for d in deltas for t in d.token_ids)
+    reason = next((d.finish_reason for d in deltas if d.finish_reason), None)
+    choice = ResumedChoice(token_ids=tokens, text_chars=sum(len(d.text) for d in deltas), finish_reason=reason)
+    return Resume(revision="r1", choices=(choice,), prompt_tokens=head.prompt_tokens, head=head.resume_head)
+
+
+def body_of(replies: list[InferReply]) -> bytes:
+    return b"".join(base64.b64decode(r.data) for r in replies if isinstance(r, InferData))
+
+
+def told(body: bytes) -> tuple[str, list[Any]]:
+    events = [json.loads(e[6:]) for e in body.decode().split("\n\n") if e.startswith("data: {")]
+    choices = [c for e in events for c in e["choices"]]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices), events
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+@pytest.mark.parametrize(
+    "more", [{}, {"stop": ["STOP", "2, STO und"]}, {"max_tokens": 17, "stream_options": {"include_usage": True}}]
+)
+async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, tmp_path: Path, endpoint: Any, more: dict[str, Any]) -> None:
+    instance = await ready(hosts, tmp_path)
+    body = asked(endpoint, **more)
+    undisturbed = await hosts.whole(instance, endpoint, **body)
+    replies = undisturbed.stream.replies
+    text, events = told(undisturbed.body)
+    assert text in SAYS or text.rstrip("\ufffd") in SAYS
+    head = replies[0]
+    assert isinstance(head, InferResponse)
+    assert (head.fixed, head.prompt_tokens) == ("", 6)
+    assert "token_ids" not in undisturbed.body.decode()
+    whole = made(replies)
+    for cut in range(2, len(replies) - 1):
+        resume = made(replies[:cut])
+        if resume.choices[0].finish_reason is not None:
+            break
+        rest = await hosts.ask(instance, endpoint, resume=resume, **body)
+        await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
+        again = HostedAnswer(rest)
+        joined, joined_events = told(body_of(replies[:cut]) + again.body)
+        assert joined == text, cut
+        assert again.usage == undisturbed.usage, cut
+        assert {(e["id"], e["created"], e["object"]) for e in joined_events} == {
+            (e["id"], e["created"], e["object"]) for e in events
+        }
+        both = made(rest.replies).choices[0]
+        assert resume.choices[0].token_ids + both.token_ids == whole.choices[0].token_ids, cut
+        assert both.finish_reason == whole.choices[0].finish_reason
+        assert [e.get("usage") for e in joined_events if e.get("usage")] == [e["usage"] for e in events if e.get("usage")]
+
+
+async def test_a_request_is_read_and_yielded(hosts: Hosts, tmp_path: Path) -> None:
+    instance = await ready(hosts, tmp_path)
+    control = subjects.engine_control(instance)
+    stream = await hosts.ask(instance, "chat", **asked("chat", fake={"says": SAYS * 20, "pace": 0.01}))
+    await stream.until(lambda r: sum(isinstance(x, InferData) for x in r) > 8)
+    listed = (await hosts.mesh.request(control, ListRequests(), RequestsListed)).requests
+    assert [(r.request_id, r.fixed, r.prompt_tokens) for r in listed] == [(stream.request_id, "", 6)]
+    assert listed[0].tokens_per_second > 0
+    read = await hosts.mesh.request(control, ReadTokens(request_id=stream.request_id), TokensRead)
+    assert read.prompt_token_ids == (tuple(prompt_of({"messages": HELLO})),)
+    assert bytes(read.choices[0].token_ids) == (SAYS * 20).encode()[: len(read.choices[0].token_ids)]
+    await hosts.mesh.request(control, YieldInfer(request_id=stream.request_id), Done)
+    replies = await stream.until(lambda r: isinstance(r[-1], InferYielded))
+    assert len(made(replies).choices[0].token_ids) >= len(read.choices[0].token_ids)
+    with pytest.raises(NotFound):
+        await hosts.mesh.request(control, YieldInfer(request_id=stream.request_id), Done)
+    await hosts.reported(instance, lambda r: r.load.active == 0)
+    assert stream.replies[-1] == replies[-1]
+
+
+async def test_keys_and_values_are_made_ahead_in_the_engines_own_cache(hosts: Hosts, tmp_path: Path) -> None:
+    instance = await ready(hosts, tmp_path)
+    control = subjects.engine_control(instance)
+    tokens = tuple(prompt_of({"messages": HELLO}))
+    first = PrepareResume(prepared="m", revision="r1", sequences=(tokens,))
+    assert (await hosts.mesh.request(control, first, ResumePrepared)).tokens == len(tokens)
+    longer = first.model_copy(update={"sequences": ((*tokens, 65, 66),)})
+    assert (await hosts.mesh.request(control, longer, ResumePrepared)).tokens == 2
+    await hosts.mesh.request(control, ForgetResume(prepared="m"), Done)
+    with pytest.raises(Conflict, match="r2"):
+        await hosts.mesh.request(control, first.model_copy(update={"revision": "r2"}), ResumePrepared)
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "why"),
+    [
+        ({"revision": "r2"}, {}, "revision"),
+        ({"prompt_tokens": 7}, {}, "6 tokens here"),
+        ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"choices": (ResumedChoice(), ResumedChoice(index=1))}, {}, "one unfinished choice"),
+    ],
+)
+async def test_what_cannot_be_gone_on_with_is_refused(
+    hosts: Hosts, tmp_path: Path, change: dict[str, Any], more: dict[str, Any], why: str
+) -> None:
+    instance = await ready(hosts, tmp_path)
+    resume = Resume(revision="r1", choices=(ResumedChoice(token_ids=(71,), text_chars=1),), prompt_tokens=6)
+    stream = await hosts.ask(instance, "chat", resume=resume.model_copy(update=change), **asked("chat", **more))
+    failed = (await stream.until(bool))[0]
+    assert isinstance(failed, InferFailed)
+    assert (failed.error.code, failed.error.param) == (Conflict.code, RESUME)
+    assert why in failed.error.message
+
+
+async def test_answers_that_only_their_engine_can_end_say_so(hosts: Hosts, tmp_path: Path) -> None:
+    instance = await ready(hosts, tmp_path)
+    for more, why in (
+        ({"n": 2}, "n:"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ):
+        body = asked("chat", **more)
+        del body["fake"]
+        answer = await hosts.whole(instance, "chat", **body, fake={"tokens": 3})
+        head = answer.stream.replies[0]
+        assert isinstance(head, InferResponse)
+        assert head.fixed.startswith(why)
+        assert answer.text() == "t0 t1 t2 "

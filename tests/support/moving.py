@@ -21,19 +21,30 @@ class Roomy(Thaw):
     """`nodes` nodes with room for `room` instances of a small model (`size`) each."""
 
     def begin(
-        self, nodes: int, *, size: str = "test", names: tuple[str, ...] = ("one",), room: float = 2.5, **options: Any
+        self,
+        nodes: int,
+        *,
+        size: str = "test",
+        names: tuple[str, ...] = ("one",),
+        room: float = 2.5,
+        positions: int | None = None,
+        **options: Any,
     ) -> None:
+        """`positions`: tokens that the models take, whatever their size says (their weights are random either way)."""
         self.environment.setdefault("THAW_DRAM_BYTES", "0")
         sources = {n: make_demo_model(self.home / "models" / n, size, seed=i) for i, n in enumerate(names)}
+        for source in sources.values() if positions else ():
+            config = json.loads((source / "config.json").read_text())
+            (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
         card: ModelCard = card_of(ModelSpec(name=names[0], source=str(sources[names[0]]), **options))
         budget = int(need_of(card).total * room)
-        config = {
+        document = {
             "mesh": {"port": self.port, "nodes": {f"node-{i}": {"cpu:0": budget} for i in range(nodes)}},
             "defaults": {"keep_alive": -1, **options},
             "models": [{"name": n, "source": str(s)} for n, s in sources.items()],
         }
         path = self.home / "thaw.yaml"
-        path.write_text(json.dumps(config))
+        path.write_text(json.dumps(document))
         self.json("up", "--detach", "--config", str(path))
 
     def place(self, model: str) -> tuple[str, str]:
@@ -56,11 +67,22 @@ class Roomy(Thaw):
 
     def everywhere(self, model: str) -> None:
         """An instance of the model on each node, from now on."""
-        cluster = self.json("ps")
-        (spec,) = [m["card"]["spec"] for m in cluster["models"] if m["card"]["spec"]["name"] == model]
-        nodes = [n["node"] for n in cluster["nodes"]]
-        self._admin("models", {"specs": [{**spec, "replicas": {"min": len(nodes), "max": len(nodes)}}]})
+        nodes = [n["node"] for n in self.json("ps")["nodes"]]
+        self.change(model, replicas={"min": len(nodes), "max": len(nodes)})
         until(lambda: all(self.on(model, n) for n in nodes), what=f"{model} on every node")
+
+    def change(self, model: str, **fields: Any) -> None:
+        """Register a model anew, with some fields as given."""
+        (spec,) = [m["card"]["spec"] for m in self.json("ps")["models"] if m["card"]["spec"]["name"] == model]
+        self._admin("models", {"specs": [{**spec, **fields}]})
+
+    def gather(self, request_id: str, node: str) -> None:
+        """Have a request on that node, wherever it is now."""
+        try:
+            self.order(request_id=request_id, node=node)
+        except httpx.HTTPStatusError as e:
+            if e.response.status_code != 400:  # it is there already
+                raise
 
     def on(self, model: str, node: str) -> list[str]:
         cluster = self.json("ps")

@@ -1,4 +1,4 @@
-"""Engines as containers of a real Docker Engine: the same life as a process's."""
+"""Engines as containers of a real Docker Engine, and of a real Podman: the same life as a process's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +18,47 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
-from tests.docker.engine import docker, image_of
+from tests.docker.boxes import Boxes, docker_boxes, podman_boxes
+from tests.docker.engine import image_of
 from tests.integration.nodeagent.harness import running_node, start_command
 from tests.support.hosted import MIB, Hosts, hosted_card
 from tests.support.servers import NatsServer
 
 pytestmark = pytest.mark.timeout(120)
+IMAGE = "thaw-test-engine"
 SERVER = Path(__file__).with_name("tiny_openai.py")
 
 
-@pytest.fixture(scope="session")
-def image(engine: None, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A server of a hundred lines on the image that Thaw's own are built from."""
-    name = "thaw-test-engine"
+@pytest.fixture(scope="session", params=["docker", "podman"])
+def boxes(request: pytest.FixtureRequest, engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxes]:
+    """Each engine that there may be, with a server of a hundred lines on the image that Thaw's own are built from."""
     dockerfile = (
         f'FROM {image_of("PYTHON_IMAGE")}\nCOPY tiny_openai.py /tiny_openai.py\nENTRYPOINT ["python3", "/tiny_openai.py"]\n'
     )
     context = tmp_path_factory.mktemp("engine")
     shutil.copy(SERVER, context)
     (context / "Dockerfile").write_text(dockerfile)
-    docker("build", "-q", "-t", name, str(context))
-    return name
+    docker_boxes()("build", "-q", "-t", IMAGE, str(context))
+    if request.param == "docker":
+        yield docker_boxes()
+        return
+    with podman_boxes(tmp_path_factory.mktemp("podman")) as found:
+        archive = context / "image.tar"
+        docker_boxes()("save", "-o", str(archive), IMAGE)
+        found("load", "-i", str(archive), within=120)
+        found("tag", f"localhost/{IMAGE}", f"docker.io/library/{IMAGE}")
+        archive.unlink()
+        yield found
 
 
 @pytest.fixture
-async def hosts(nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Hosts]:
+def image(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("THAW_CONTAINER_SOCKET", str(boxes.socket))
+    return IMAGE
+
+
+@pytest.fixture
+async def hosts(boxes: Boxes, nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Hosts]:
     mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
     hosts = Hosts(mesh, f"n-{abs(hash(request.node.nodeid)) % 10**9}", nats_server.url, tmp_path)
@@ -50,8 +66,8 @@ async def hosts(nats_server: NatsServer, tmp_path: Path, request: pytest.Fixture
     yield hosts
     hosts.close()
     for instance in hosts.reports:
-        for container in containers(instance):
-            docker("rm", "-f", container)
+        for container in boxes.containers(instance):
+            boxes("rm", "-f", container)
     await mesh.stop()
 
 
@@ -60,11 +76,7 @@ def card(image: str, *args: str, **more: Any) -> ModelCard:
     return hosted_card("engine://m", "openai", memory=MIB, container=container, env={"GIVEN": "yes"})
 
 
-def containers(instance: str) -> list[str]:
-    return docker("ps", "-aq", "--filter", f"label=thaw.instance={instance}").split()
-
-
-async def test_from_start_to_removed(hosts: Hosts, image: str) -> None:
+async def test_from_start_to_removed(hosts: Hosts, boxes: Boxes, image: str) -> None:
     start = hosts.host(card(image))
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
@@ -73,13 +85,13 @@ async def test_from_start_to_removed(hosts: Hosts, image: str) -> None:
     assert report.hosted.pids
     answer = await hosts.whole(start.instance_id, "chat", messages=[], stream=True)
     assert answer.text() == "a b c "
-    told = json.loads(docker("inspect", report.hosted.container))[0]
+    told = json.loads(boxes("inspect", report.hosted.container))[0]
     assert told["Config"]["Labels"]["thaw.node"] == hosts.node
     assert "GIVEN=yes" in told["Config"]["Env"]
     assert not [e for e in told["Config"]["Env"] if e.startswith("THAW_") and not e.startswith("THAW_INSTANCE=")]
     os.kill(report.pid, signal.SIGTERM)
     await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
-    assert containers(start.instance_id) == []
+    assert boxes.containers(start.instance_id) == []
     assert "tiny: stopped by SIGTERM" in Path(start.log_path).read_text()
 
 
@@ -87,22 +99,22 @@ async def test_from_start_to_removed(hosts: Hosts, image: str) -> None:
     ("arguments", "words"),
     [(("--exit", "7"), "exit status 7"), (("--signal", "9"), "signal 9"), (("--eat",), "for want of memory")],
 )
-async def test_its_end_is_explained(hosts: Hosts, image: str, arguments: tuple[str, ...], words: str) -> None:
+async def test_its_end_is_explained(hosts: Hosts, boxes: Boxes, image: str, arguments: tuple[str, ...], words: str) -> None:
     start = hosts.host(card(image, *arguments))
     report = await hosts.settled(start.instance_id)
     if words == "for want of memory" and report.state == "ready":
         assert report.hosted is not None
         assert report.hosted.container is not None
-        docker("update", "--memory", "24m", "--memory-swap", "24m", report.hosted.container)
+        boxes("update", "--memory", "24m", "--memory-swap", "24m", report.hosted.container)
         await hosts.ask(start.instance_id, "chat", messages=[], eat=True)
         report = await hosts.reported(start.instance_id, lambda r: r.state == "failed")
     assert report.state == "failed"
     assert report.error is not None
     assert words in report.error.message
-    assert containers(start.instance_id) == []
+    assert boxes.containers(start.instance_id) == []
 
 
-async def test_an_image_that_is_not_there(hosts: Hosts, engine: None) -> None:
+async def test_an_image_that_is_not_there(hosts: Hosts, image: str) -> None:
     start = hosts.host(card("thaw-test-none:1", pull="never"))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
@@ -116,13 +128,15 @@ async def test_no_container_engine(hosts: Hosts) -> None:
     assert "/nowhere/docker.sock does not answer" in report.error.message
 
 
-async def test_what_a_killed_host_leaves_is_removed_by_its_nodeagent(nats_server: NatsServer, image: str, tmp_path: Path) -> None:
+async def test_what_a_killed_host_leaves_is_removed_by_its_nodeagent(
+    nats_server: NatsServer, boxes: Boxes, image: str, tmp_path: Path
+) -> None:
     async with running_node(nats_server.url, tmp_path) as node:
         await start_command(node, "boxed", card(image))
         status = await node.reaches("boxed", InstanceState.READY, InstanceState.FAILED, within=60)
         assert status.error is None
-        assert len(containers("boxed")) == 1
+        assert len(boxes.containers("boxed")) == 1
         os.kill(status.pids[0], signal.SIGKILL)
         await node.reaches("boxed", InstanceState.FAILED)
         await node.until(lambda s: s.devices[0].reserved_bytes == 0, within=40)
-        assert await asyncio.to_thread(containers, "boxed") == []
+        assert await asyncio.to_thread(boxes.containers, "boxed") == []

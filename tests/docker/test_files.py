@@ -99,7 +99,9 @@ class Guarded:
             assert there in text
             text = text.replace(there, here)
         (directory / "nats.conf").write_text(text)
-        self.urls = {user: (directory / user / "thaw_nats_url").read_text() for user in ("gateway", "scheduler", "node", "migrator")}
+        self.urls = {
+            user: (directory / user / "thaw_nats_url").read_text() for user in ("gateway", "scheduler", "node", "migrator")
+        }
         self.process = subprocess.Popen(
             [wheel_script("nats-server"), "-c", str(directory / "nats.conf")], stderr=subprocess.DEVNULL
         )

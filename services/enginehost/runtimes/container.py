@@ -16,6 +16,7 @@ from services.enginehost.drivers.port import Launch
 from services.enginehost.http1 import Address, HttpError
 from services.enginehost.runtimes.docker import Docker, NoSuchImage
 from services.enginehost.runtimes.port import Activity, Ended
+from services.enginehost.runtimes.process import oom_kills
 from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.models import ContainerOptions
@@ -29,6 +30,8 @@ LABEL_INSTANCE = "thaw.instance"
 LABEL_NODE = "thaw.node"
 _GPU_CAPABILITIES = [["gpu"]]
 _LOG_WITHIN_S = 1.0
+_KILLED = 137
+"""A shell's way to tell SIGKILL."""
 Told = Callable[[Phase, float], None]
 
 
@@ -41,6 +44,7 @@ class EngineContainer:
         self._pid = pid
         self._log_path = log_path
         self._said = 0
+        self._oom_before = oom_kills()
         self.address = address
         self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._following = asyncio.create_task(self._follow(), name="container log")
@@ -92,6 +96,10 @@ class EngineContainer:
         try:
             returncode: int | None = await self._docker.wait(self.container)
             oom = bool((await self._docker.inspect(self.container))["State"].get("OOMKilled"))
+            # Podman does not always say so: then the kernel's own count, as of a process.
+            oom = oom or (
+                returncode == _KILLED and None not in (self._oom_before, after := oom_kills()) and after != self._oom_before
+            )
         except ThawError as e:
             log.warning("the container engine does not tell of a container", extra={"error": e.message})
             returncode = None

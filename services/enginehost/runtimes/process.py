@@ -52,7 +52,7 @@ class EngineProcess:
         self._held = held
         self._mark = mark
         self._log_path = log_path
-        self._oom_before = _oom_kills()
+        self._oom_before = oom_kills()
         self.address = address
         self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(child.pid)
@@ -124,7 +124,7 @@ class EngineProcess:
         returncode = self._child.wait()
         os.close(self._pidfd)
         self._pidfd = -1
-        after = _oom_kills()
+        after = oom_kills()
         struck = returncode == -signal.SIGKILL and None not in (after, self._oom_before) and after != self._oom_before
         self._ended.set_result(Ended(returncode, struck if returncode == -signal.SIGKILL else False))
 
@@ -159,7 +159,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _oom_kills() -> int | None:
+def oom_kills() -> int | None:
     """How often the kernel's out-of-memory killer has struck on this machine since boot."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():

@@ -55,6 +55,11 @@ class Options:
     scale: float = 1.0
     sensitivity: bool = True
 
+    @property
+    def few(self) -> Options:
+        """For the runs of the sensitivity."""
+        return replace(self, seeds=min(3, self.seeds))
+
     def seconds(self, full: float) -> float:
         return full * self.scale
 

@@ -114,8 +114,8 @@ def end_to_end(
     profile: Profile, cv: float, rate: float, seconds: float, scaled: float = 1.0, zipf: float = c.ZIPF.value, **more: float
 ) -> Case:
     models = applications(scaled)
-    names = names_of(list(models))
-    lengths = [c.LENGTHS[n.split("-", 1)[0]] for n in names]
+    names = tuple(names_of(list(models)))
+    lengths = tuple(c.LENGTHS[n.split("-", 1)[0]] for n in names)
 
     def traffic(seed: int) -> Sequence[Request]:
         return azure_like(names, lengths, rate, seconds, cv, zipf, seed)

@@ -27,8 +27,6 @@ def run(options: Options) -> Result:
         for factor in (0.5, 1.5):
             part = Result("", "")
             gather = c.GATHER.value * factor
-            part.measured(
-                [h.end_to_end(h.HYDRA, 8, 0.6, seconds, gather=gather)], Options(min(3, options.seeds), options.scale), h.measure
-            )
+            part.measured([h.end_to_end(h.HYDRA, 8, 0.6, seconds, gather=gather)], options.few, h.measure)
             result.notes.append(f"Sensitivity, gathering KV blocks at x {factor}: mean TPOT {part.rows[0]['mean_tpot_ms']} ms.")
     return result

@@ -38,7 +38,7 @@ def run(options: Options) -> Result:
 
 
 def sensitivity(result: Result, options: Options, seconds: float) -> None:
-    few = Options(min(3, options.seeds), options.scale)
+    few = options.few
     for what, factor in ((w, f) for w in ("zipf", "slower") for f in (0.5, 1.5)):
         value = factor * (c.ZIPF.value if what == "zipf" else 1.0)
         part = Result("", "")

@@ -73,8 +73,8 @@ def group(model: str, dataset: str, slower: float = 1.0, copies: int | None = No
 def traffic(
     model: ModelGroup, dataset: str, rps: float, seconds: float, cv: float = c.CV.value, zipf: float = c.ZIPF.value
 ) -> Callable[[int], Sequence[Request]]:
-    names = names_of([model])
-    lengths = [c.DATASETS[dataset]] * len(names)
+    names = tuple(names_of([model]))
+    lengths = (c.DATASETS[dataset],) * len(names)
     return lambda seed: azure_like(names, lengths, rps, WARM_UP * seconds, cv, zipf, seed)
 
 

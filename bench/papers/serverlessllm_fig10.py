@@ -39,7 +39,7 @@ def run(options: Options) -> Result:
     if options.sensitivity:
         for rate in (RATE / 2, RATE * 1.5):
             part = Result("", "")
-            part.measured((s.whole(x, "OPT-6.7B", "GSM8K", rate, seconds) for x in s.SYSTEMS), options, s.measure)
+            part.measured((s.whole(x, "OPT-6.7B", "GSM8K", rate, seconds) for x in s.SYSTEMS), options.few, s.measure)
             means_ = ", ".join(f"{x} {part.row(system=x)['mean_s']}" for x in s.SYSTEMS)
             result.notes.append(f"Sensitivity, {rate:g} requests per second, OPT-6.7B on GSM8K, mean: {means_}.")
     return result

@@ -82,7 +82,7 @@ def sensitivity(result: Result, options: Options) -> None:
         for factor in (0.5, 1.5):
             cases = [s.case("OPT-6.7B", "ShareGPT", 0.8, p, seconds, **{name: constant.value * factor}) for p in s.SCHEDULERS]
             part = Result("", "")
-            part.measured(cases, options, s.measure)
+            part.measured(cases, options.few, s.measure)
             ours = part.row(policy="serverlessllm")
             ratios = ", ".join(f"{p.name} {part.row(policy=p.name).over(ours, 'p99_s')}" for p in s.SCHEDULERS[1:])
             result.notes.append(

@@ -32,11 +32,11 @@ def run(options: Options) -> Result:
     if options.sensitivity:
         for cv in (0.5, 1.5):
             part = Result("", "")
-            part.measured([t.case(FUNCTIONS, t.torpor.PROFILE, seconds, cv=cv)], options, t.measure)
+            part.measured([t.case(FUNCTIONS, t.torpor.PROFILE, seconds, cv=cv)], options.few, t.measure)
             result.notes.append(f"Sensitivity, arrivals with CV {cv}: Torpor's functions that comply {part.rows[0]['compliant']}.")
         for factor in (0.5, 1.5):
             part = Result("", "")
-            part.measured([t.case(FUNCTIONS, t.torpor.PROFILE, seconds, nvlink=c.NVLINK.value * factor)], options, t.measure)
+            part.measured([t.case(FUNCTIONS, t.torpor.PROFILE, seconds, nvlink=c.NVLINK.value * factor)], options.few, t.measure)
             result.notes.append(f"Sensitivity, NVLink x {factor}: Torpor's functions that comply {part.rows[0]['compliant']}.")
     return result
 

@@ -8,7 +8,6 @@ to the wanted rate: bursts are thinned. So here: `DENSER` times as many arrivals
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log, sqrt
 from random import Random
@@ -73,7 +72,7 @@ def azure_like(
     zipf: float,
     seed: int,
     denser: float = DENSER,
-) -> list[Request]:
+) -> tuple[Request, ...]:
     """rps·seconds requests. `lengths` by model. Which model is popular is drawn by the seed."""
     random = Random(f"{seed}/{rps}/{cv}")
     parts = shares(len(models), zipf)
@@ -81,4 +80,4 @@ def azure_like(
     pool = [(at, n) for n, part in enumerate(parts) for at in bursts(rps * part * denser, seconds, cv, random)]
     wanted = round(rps * seconds)
     drawn = random.sample(pool, wanted) if len(pool) > wanted else pool
-    return [Request(at, models[n], *lengths[n].draw(random)) for at, n in sorted(drawn)]
+    return tuple(Request(at, models[n], *lengths[n].draw(random)) for at, n in sorted(drawn))

@@ -1,0 +1,107 @@
+"""Tangram's machines, models and requests (section 5), and SLLM-CM, which it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from statistics import fmean
+
+from bench.papers.constants import tangram as c
+from bench.papers.core import Case, Figures, label, varied
+from services.scheduler.domain.policies import baselines, tangram
+from services.scheduler.domain.policies.common import evict_lru
+from services.scheduler.domain.policies.port import Profile
+from services.scheduler.simulation.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from services.scheduler.simulation.report import Outcome, percentile
+from services.scheduler.simulation.workloads.request import Request
+
+
+def release(keep_alive: float, load_s: float) -> float:
+    """An instance ends with its request (section 3.1: parameters are retained "after the model instance is released")."""
+    return 0.0
+
+
+TANGRAM = varied(tangram.PROFILE, "tangram", keep=release)
+SLLM_CM = varied(tangram.PROFILE, "sllm-cm", keep=release, uses=frozenset(), clear=evict_lru)
+RANDOM = varied(SLLM_CM, "sllm-cm", choose=baselines.any_device)
+"""Section 5.6: "SLLM-CM's random GPU selection"."""
+
+
+def cluster(
+    ours: bool, devices: int = 1, gb: float = c.DEVICE_GB.value, pcie: float = c.PCIE.value, merge: float = c.MERGE.value
+) -> ClusterFile:
+    """One device for each worker; "all missing tensors are served from CPU memory" (section 5.1)."""
+    links = LinkSpeeds(remote=1000.0, ssd=1000.0, device=pcie)
+    nodes = NodeGroup(count=devices, devices=1, device_gb=gb, dram_gb=1000.0, links=links)
+    query = c.QUERY_S.value if ours and devices > 1 else 0.0
+    runtime = Runtime(
+        startup=Startup(container_s=c.OTHER_S.value + query, prefetch=False),
+        in_dram=True,
+        elastic_kv=ours,
+        kv_overhead=c.KV_OVERHEAD.value if ours else 0.0,
+        merge_gb_per_second=merge if ours else None,
+        merge_share=c.MERGED.value,
+        timeout_s=1e6,
+    )
+    return ClusterFile(nodes=(nodes,), runtime=runtime)
+
+
+def groups(ours: bool, models: Sequence[c.Model], names: Sequence[str], batch: float, gb: float) -> tuple[ModelGroup, ...]:
+    """SLLM-CM reserves what is left of the device for the KV cache ("all remaining GPU memory is reserved", section 3.3)."""
+    return tuple(
+        ModelGroup(
+            name=name,
+            weights_gb=m.gb,
+            kv_gb=0.0 if ours else max(0.0, gb - m.gb - 0.01),
+            kv_mb_per_token=m.kv_mb * batch if ours else 0.0,
+            service=Batching(prefill_tokens_per_second=1e6, tpot_ms=1e3 * c.BATCH.value / m.throughput, concurrency=1),
+            slo_ttft=60.0,
+            replicas_max=8,
+        )
+        for name, m in zip(names, models, strict=True)
+    )
+
+
+def sequence(names: Sequence[str], level: str, count: int, gap: float, seed: int) -> list[Request]:
+    """Gamma gaps, and the same model again as likely as the level says; else another one, all alike."""
+    random = Random(f"{level} {seed}")
+    shape = 1 / c.CV[level] ** 2
+    at, last, found = 0.0, "", []
+    for _ in range(count):
+        at += random.gammavariate(shape, gap / shape)
+        if not last or random.random() >= c.REPEATED[level]:
+            last = random.choice([n for n in names if n != last])
+        found.append(Request(at, last, *random.choice(c.DATASETS).draw(random)))
+    return found
+
+
+def named(models: Sequence[c.Model]) -> list[str]:
+    """Several copies of a model are different models."""
+    return [f"{m.name}-{n}" for n, m in enumerate(models)]
+
+
+def single(
+    profile: Profile, level: str, batch: float, count: int, models: Sequence[c.Model] = c.MODELS, shown: str = "", **more: float
+) -> Case:
+    """Fig. 8 and 12: one device."""
+    ours, names = profile is TANGRAM, named(models)
+    gap = c.GAP_S.value
+    parts = label(locality=level, batch=f"{batch:g}", pool=shown or f"{sum(m.gb for m in models):.0f} GB", policy=profile.name)
+    traffic: Callable[[int], Sequence[Request]] = lambda seed: sequence(names, level, count, gap, seed)  # noqa: E731  # it is a field
+    return Case(parts, cluster(ours, **more), groups(ours, models, names, batch, c.DEVICE_GB.value), traffic, profile)  # type: ignore[arg-type]  # sensitivity
+
+
+def measure(outcome: Outcome) -> Figures:
+    """Load: time to the first token less what is beside it. By model, of one that is asked for."""
+    found = {
+        "load_s": fmean(max(0.0, s.ttft - c.OTHER_S.value) for s in outcome.served),
+        "ttft_s": fmean(s.ttft for s in outcome.served),
+        "p99_ttft_s": percentile(sorted(s.ttft for s in outcome.served), 99) or 0.0,
+        "reused": (outcome.loads.get("reuse", 0) + outcome.loads.get("ready", 0)) / max(1, sum(outcome.loads.values())),
+    }
+    for name in sorted({s.model for s in outcome.served}):
+        if name.rsplit("-", 1)[1] in "01234567" and len(name.rsplit("-", 1)[1]) == 1:
+            mine = [s.ttft for s in outcome.served if s.model == name]
+            found[f"ttft {name}"] = fmean(mine)
+            found[f"load {name}"] = fmean(max(0.0, t - c.OTHER_S.value) for t in mine)
+    return found

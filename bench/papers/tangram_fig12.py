@@ -1,0 +1,69 @@
+"""Tangram Fig. 12: loading over locality, batch size, and the size of the model pool."""
+
+from __future__ import annotations
+
+from bench.papers import tangram as t
+from bench.papers.constants import tangram as c
+from bench.papers.core import Options, Result, Row, estimate
+
+NAME = "tangram-fig12"
+BATCHES = (1, 16, 64)
+POOLS = (120, 160, 200, 260)
+"""GB. The pool of eight models grows by further models of the same sizes."""
+
+
+def pool(gb: float) -> tuple[c.Model, ...]:
+    models = list(c.MODELS)
+    while sum(m.gb for m in models) < gb:
+        models.append(c.MODELS[(len(models) * 3) % len(c.MODELS)])
+    return tuple(models)
+
+
+def run(options: Options) -> Result:
+    result = Result(NAME, "mean time of loading (seconds)")
+    count = max(40, round(500 * options.scale))
+    profiles = (t.SLLM_CM, t.TANGRAM)
+    result.measured((t.single(p, level, b, count) for level in c.CV for b in BATCHES for p in profiles), options, part)
+    result.measured(
+        (t.single(p, level, 16, count, pool(gb), f"grown {gb} GB") for level in c.CV for gb in POOLS for p in profiles),
+        options,
+        part,
+    )
+
+    def ratio(level: str, batch: int, **where: str) -> Row:
+        mine, other = (result.row(locality=level, batch=str(batch), policy=p.name, **where) for p in (t.TANGRAM, t.SLLM_CM))
+        return Row({}, [{"ratio": a["load_s"] / b["load_s"]} for a, b in zip(mine.runs, other.runs, strict=True)])
+
+    worst = ratio("L1", 64)["ratio"]
+    result.number("5.5, Fig. 12a", "L1, batch 64: as SLLM (ratio)", worst, 1.0)
+    by_level = [ratio(level, 16)["ratio"].mean for level in c.CV]
+    falls = by_level[0] > by_level[1] > by_level[2] >= 0.9 * by_level[3]
+    result.order("5.5, Fig. 12a", "less locality, less gain (L1 over L4, batch 16)", estimate([by_level[0] / by_level[3]]), falls)
+    by_batch = [ratio("L3", b)["ratio"].mean for b in BATCHES]
+    result.order(
+        "5.5, Fig. 12a",
+        "larger batches, less gain (64 over 1, L3)",
+        estimate([by_batch[-1] / by_batch[0]]),
+        by_batch == sorted(by_batch),
+    )
+    large = [ratio(level, 16, pool=f"grown {POOLS[-1]} GB")["ratio"].mean for level in c.CV]
+    result.number(
+        "5.5, Fig. 12b", "pool beyond 200 GB, batch 16: load over SLLM's, the least of the levels", estimate([min(large)]), 0.23
+    )
+    result.number(
+        "5.5, Fig. 12b", "pool beyond 200 GB, batch 16: load over SLLM's, the most of the levels", estimate([max(large)]), 0.56
+    )
+    if options.sensitivity:
+        base = dict(c.REPEATED)
+        for factor in (0.5, 1.5):
+            c.REPEATED.update({k: min(0.95, v * factor) for k, v in base.items()})
+            again = Result("", "")
+            again.measured((t.single(p, "L3", 16, count) for p in profiles), options.few, part)
+            gain = again.row(policy="tangram").over(again.row(policy="sllm-cm"), "load_s")
+            result.notes.append(f"Sensitivity, how likely the same model comes again (L3) x {factor}: load over SLLM-CM's {gain}.")
+        c.REPEATED.update(base)
+    return result
+
+
+def part(outcome: t.Outcome) -> dict[str, float]:
+    return {k: v for k, v in t.measure(outcome).items() if " " not in k}

@@ -1,0 +1,83 @@
+"""Estimates, verdicts, and how results are told."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bench.papers.core import Claim, Estimate, Options, Result, Row, estimate, printed, write
+from bench.papers.traffic import SHAREGPT, azure_like, bursts, shares
+
+
+def test_an_estimate_is_the_mean_with_students_interval() -> None:
+    """1, 2, 3: standard deviation 1; t of 2 degrees of freedom is 4.303."""
+    found = estimate([1.0, 2.0, 3.0, None])
+    half = 4.303 / math.sqrt(3)
+    assert (found.mean, found.seeds) == (2.0, 3)
+    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half))
+    assert estimate([5.0]) == Estimate(5.0, 5.0, 5.0, 1)
+    assert math.isnan(estimate([]).mean)
+
+
+@pytest.mark.parametrize(
+    ("ours", "paper", "verdict"),
+    [
+        (Estimate(10, 9, 11, 5), 12.0, "yes"),  # within a quarter
+        (Estimate(10, 4.5, 15, 5), 15.0, "yes"),  # within the interval
+        (Estimate(10, 9, 11, 5), 15.0, "no"),
+        (Estimate(10, -50, 70, 5), 60.0, "unsure"),  # an interval that says nothing
+        (estimate([]), 1.0, "unsure"),
+    ],
+)
+def test_verdicts(ours: Estimate, paper: float, verdict: str) -> None:
+    assert Claim("1", "", ours, paper).verdict == verdict
+
+
+def test_an_order_holds_or_not() -> None:
+    assert Claim("1", "", estimate([1.0]), holds=True).verdict == "yes"
+    assert Claim("1", "", estimate([1.0]), holds=False).verdict == "no"
+
+
+def test_ratios_are_taken_seed_by_seed() -> None:
+    one, two = Row({}, [{"x": 2.0}, {"x": 30.0}]), Row({}, [{"x": 1.0}, {"x": 10.0}])
+    assert one.over(two, "x").mean == 2.5
+
+
+def test_results_as_a_table_and_as_json(tmp_path: Path) -> None:
+    result = Result("name", "title", [Row({"policy": "a"}, [{"x": 1.0}, {"x": 2.0}], {"x": 3.0})])
+    result.number("§1", "stated", result.rows[0]["x"], 1.5)
+    text = printed(result)
+    assert "| a | 1.50 [-4.85, 7.85] (paper 3.00) |" in text
+    assert "| §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | yes |" in text
+    write([result], tmp_path, {"seeds": 2})
+    document = json.loads((tmp_path / "name.json").read_text())
+    assert document["rows"][0]["figures"]["x"]["seeds"] == 2
+    assert document["claims"][0]["agrees"] == "yes"
+    assert document["settings"] == {"seeds": 2}
+    assert "plot only" in printed(Result("n", "t", [Row({}, [{"x": 1.0}])]))
+
+
+def test_generated_requests_have_the_rate_and_depend_on_the_seed_alone() -> None:
+    names, lengths = ("a", "b", "c"), (SHAREGPT,) * 3
+    one = azure_like(names, lengths, 2.0, 100.0, 4.0, 1.0, seed=1)
+    assert one == azure_like(names, lengths, 2.0, 100.0, 4.0, 1.0, seed=1)
+    assert one != azure_like(names, lengths, 2.0, 100.0, 4.0, 1.0, seed=2)
+    assert len(one) == 200
+    assert all(a.at <= b.at for a, b in pairwise(one))
+    assert all(0 <= r.at < 100 and 1 <= r.output_tokens <= SHAREGPT.most for r in one)
+
+
+def test_shares_and_bursts() -> None:
+    assert shares(2, 1.0) == pytest.approx([2 / 3, 1 / 3])
+    times = bursts(5.0, 200.0, 1.0, Random(1))
+    assert 800 < len(times) < 1200
+    assert bursts(0.0, 10.0, 1.0, Random(1)) == []
+
+
+def test_options_scale_the_length() -> None:
+    assert Options(scale=0.5).seconds(600) == 300

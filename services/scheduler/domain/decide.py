@@ -32,6 +32,7 @@ from services.scheduler.domain.failures import refused, start_failed
 from services.scheduler.domain.heard import LoaderPresence, Pause, Presence, Waiter
 from services.scheduler.domain.lifecycle import conclude, release, stays_suspended
 from services.scheduler.domain.migrating import ask, drain_node, forget_waiter, hear
+from services.scheduler.domain.objectives import adapt
 from services.scheduler.domain.observe import end_stalled_starts, hear_node, lose_silent_nodes
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.registry import administer
@@ -69,6 +70,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             forget_old_demand(d)
             lose_silent_nodes(d)
             end_stalled_starts(d)
+            adapt(d)
             for pause in list(d.state.pauses.values()):
                 if pause.until <= now:
                     d.drop(Pause, pause.subject)

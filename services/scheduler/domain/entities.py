@@ -15,10 +15,12 @@ from services.scheduler.domain.heard import (
     LoaderPresence,
     MeasuredNeed,
     ModelDemand,
+    Objective,
     ParkTrouble,
     Pause,
     Presence,
     Pressure,
+    Queueing,
     Seen,
     Trouble,
     Unmet,
@@ -135,6 +137,8 @@ Volatile = (
     | Pause
     | Estimate
     | Counter
+    | Objective
+    | Queueing
     | Move
     | MoveTimes
 )

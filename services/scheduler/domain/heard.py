@@ -235,6 +235,32 @@ def estimate_key(model: str, node: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Objective:
+    """Requests of a model that were served, and that were late for having waited for a start."""
+
+    model: str
+    total: int = 0
+    late: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
+@dataclass(frozen=True, slots=True)
+class Queueing:
+    """Alpha of the queue by objectives (Torpor, Appendix A.3), and the ratio of models that complied when it was set."""
+
+    alpha: float
+    ratio: float
+    since: float
+
+    @property
+    def key(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
 class Counter:
     """Commands numbered so far in this epoch."""
 

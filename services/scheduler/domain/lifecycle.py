@@ -21,6 +21,7 @@ from services.scheduler.domain.estimates import NODES_KEPT, learnt, sooner_back
 from services.scheduler.domain.heard import ANYWHERE, Estimate, Pause, Seen, Waiter, estimate_key
 from services.scheduler.domain.moves import Move
 from services.scheduler.domain.needs import need_to_start
+from services.scheduler.domain.objectives import count_late
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.suspending import gently, make_way, need_bytes, park
 from shared.contracts.admin import ModelAwake
@@ -187,6 +188,7 @@ def became_ready(d: Draft, i: Instance, status: InstanceStatus) -> None:
         _learn(d, ended)
         finish_plan(d, i, ended)
     if model := d.state.models.get(i.model):
+        count_late(d, i, model)
         d.put(replace(model, error=None))
     if trouble := d.state.trouble.get(i.model):
         d.put(replace(trouble, attempts=0, avoid=()))

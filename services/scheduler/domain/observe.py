@@ -19,6 +19,7 @@ from services.scheduler.domain.failures import crashed, stalled, start_failed
 from services.scheduler.domain.heard import LoaderPresence, Presence, Seen
 from services.scheduler.domain.lifecycle import became_ready, became_suspended, conclude, send_stop, stays_suspended
 from services.scheduler.domain.needs import learn_need
+from services.scheduler.domain.objectives import count_completed
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, ThawError
@@ -53,6 +54,7 @@ def hear_node(d: Draft, status: NodeStatus) -> None:
 
 
 def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
+    count_completed(d, d.state.seen.get(s.instance_id), s)
     d.put(_seen(d, s))
     learn_need(d, s)
     match s.state:

@@ -11,7 +11,7 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
 from services.scheduler.domain.entities import Model
 from services.scheduler.domain.events import AddModelsAsked, AdminAsked, ChangeNodeAsked, RemoveModelAsked, SleepAsked, WakeAsked
-from services.scheduler.domain.heard import MeasuredNeed, ModelDemand, ParkTrouble, Pressure, Trouble, Unmet, Waiter
+from services.scheduler.domain.heard import MeasuredNeed, ModelDemand, Objective, ParkTrouble, Pressure, Trouble, Unmet, Waiter
 from services.scheduler.domain.lifecycle import leave
 from services.scheduler.domain.needs import devices_of
 from services.scheduler.domain.placement import hopeless_on
@@ -156,6 +156,7 @@ def _remove(d: Draft, model: Model) -> None:
     d.drop(ParkTrouble, model.key)
     d.drop(MeasuredNeed, model.key)
     d.drop(ModelDemand, model.key)
+    d.drop(Objective, model.key)
     d.drop(Pressure, model.key)
     d.drop(Unmet, model.key)
     plan = d.state.last_plan_of(model.key)

@@ -14,10 +14,12 @@ from services.scheduler.domain.heard import (
     LoaderPresence,
     MeasuredNeed,
     ModelDemand,
+    Objective,
     ParkTrouble,
     Pause,
     Presence,
     Pressure,
+    Queueing,
     Seen,
     Trouble,
     Unmet,
@@ -85,6 +87,8 @@ class ClusterState:
     pauses: Table[Pause] = field(default_factory=dict)
     estimates: Table[Estimate] = field(default_factory=dict)
     counter: Table[Counter] = field(default_factory=dict)
+    objectives: Table[Objective] = field(default_factory=dict)
+    queueing: Table[Queueing] = field(default_factory=dict)
     moves: Table[Move] = field(default_factory=dict)
     move_times: Table[MoveTimes] = field(default_factory=dict)
     # Indexes. Ids of instances by model, by node and by device (node/device); nodes by what they hold or were measured with.
@@ -226,6 +230,8 @@ _TABLES: dict[type[Any], str] = {
     Pause: "pauses",
     Estimate: "estimates",
     Counter: "counter",
+    Objective: "objectives",
+    Queueing: "queueing",
     Move: "moves",
     MoveTimes: "move_times",
 }

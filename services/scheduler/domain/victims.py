@@ -1,7 +1,8 @@
 """Who may go so that another fits: a device's instances as a policy sees them, and what it says checked.
 
 Never: a pinned instance, one that `replicas.min` keeps up, one that is starting or already leaving, one that has just refused.
-Unless `preempt`: none that serves, but for one whose requests can go on elsewhere. Never either: one younger than `min_active` while its own requests are on their way.
+Unless `preempt`: none that serves, but for one whose requests can go on elsewhere. Never either: one younger than `min_active` while its own
+requests are on their way.
 Those that leave already, claims and the asking model's own are left out: their bytes are reckoned with the device's.
 """
 

@@ -11,6 +11,7 @@ from services.scheduler.domain.failures import give_up
 from services.scheduler.domain.heard import Pressure, Unmet
 from services.scheduler.domain.lifecycle import begin
 from services.scheduler.domain.needs import need_to_start
+from services.scheduler.domain.objectives import alpha, book
 from services.scheduler.domain.placement import Placement, ask_of, place, starving
 from services.scheduler.domain.policies.port import Demand
 from shared.contracts.plans import PlanRecord
@@ -50,7 +51,7 @@ def _ordered(d: Draft, found: dict[str, Wish]) -> list[Wish]:
     first = sorted(starved, key=lambda w: (min(w.since, w.heard), w.model.key))
     others = [w for w in found.values() if w not in first]
     asks = [ask_of(d, w.model, need_to_start(d.state, w.model.card), d.now - w.since, extra=w.extra) for w in others]
-    ordered = [a.model for a in d.policy.profile.order(asks, {}, 1.0)]
+    ordered = [a.model for a in d.policy.profile.order(asks, book(d), alpha(d))]
     # Whom a policy does not name is not forgotten.
     names = dict.fromkeys([*ordered, *(w.model.key for w in others)])
     return [*first, *_together(d, [found[n] for n in names])]

@@ -1,0 +1,58 @@
+"""What a policy that queues by objectives is told of them in a running mesh."""
+
+from __future__ import annotations
+
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.objectives import alpha, book
+from services.scheduler.domain.policies.profiles import PROFILES
+from services.scheduler.domain.policies.torpor_queue import FIRST_ALPHA, PERIOD_S
+from services.scheduler.domain.policy import Policy
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import World
+
+
+def world(profile: str = "torpor") -> World:
+    w = World(policy=Policy(profile=PROFILES[profile]))
+    w.node("n", 4000 * MIB)
+    w.model("a", slo={"ttft": 1.0, "percentile": 0.5})
+    return w
+
+
+def draft(w: World) -> Draft:
+    return Draft(w.state, w.now, w.policy)
+
+
+def test_requests_count_and_those_that_waited_too_long_for_a_start_were_late() -> None:
+    w = world()
+    w.demand("a", 2)
+    w.now += 3.0
+    w.get_ready("a")
+    (running,) = w.of("a")
+    running.completed = 5
+    w.hear()
+    usage = book(draft(w))["a"]
+    assert (usage.total, usage.met, usage.percentile) == (5, 3, 0.5)
+
+
+def test_alpha_adapts_once_in_a_period() -> None:
+    w = world()
+    w.up("a", served=4)
+    w.tick(1)
+    assert alpha(draft(w)) == FIRST_ALPHA
+    w.sleep("a")
+    w.finish_stops()
+    w.demand("a", 9)
+    w.now += 5.0
+    w.get_ready("a")
+    w.tick(1)
+    assert alpha(draft(w)) == FIRST_ALPHA
+    w.tick(PERIOD_S)
+    assert alpha(draft(w)) == FIRST_ALPHA / 2, "no model complies any more"
+
+
+def test_a_policy_without_such_a_queue_counts_nothing() -> None:
+    w = world("lru")
+    w.up("a", served=4)
+    w.tick(1)
+    assert not w.state.objectives
+    assert not book(draft(w))

@@ -173,7 +173,7 @@ class Api:
         """All that are kept, the oldest first."""
         begin: int | None = 1
         while begin is not None:
-            page = self._get(TracePage, "GET", "/admin/v1/traces", **{"from": str(begin), "limit": "500"})
+            page = self._get(TracePage, "GET", f"/admin/v1/traces?from={begin}&limit=500")
             yield from page.traces
             begin = page.next
 

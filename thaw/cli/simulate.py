@@ -1,4 +1,4 @@
-"""`thaw simulate`: what the scheduler would do with a cluster and a workload that are not there."""
+"""`thaw simulate`: what the scheduling policies would do with a cluster and a workload that are not there."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import subprocess
 import sys
 from enum import StrEnum
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.output import Document, screen, verb
 from thaw.errors import CommandError
+
+Runs = list[dict[str, Any]]
 
 
 class Workload(StrEnum):
@@ -21,8 +26,13 @@ class Workload(StrEnum):
     TRACE = "trace"
 
 
-class Policy(StrEnum):
-    THAW = "thaw"
+class Popularity(StrEnum):
+    ZIPF = "zipf"
+    AZURE = "azure"
+
+
+_DRAWN = "Drawn workloads"
+_TRACES = "Recorded workloads"
 
 
 @verb
@@ -32,67 +42,203 @@ def simulate(
     workload: Annotated[
         Workload, typer.Option(help="synthetic: drawn from distributions; trace: read from --trace.")
     ] = Workload.SYNTHETIC,
-    trace: Annotated[Path | None, typer.Option(help="CSV with the columns at, model, prompt_tokens, output_tokens.")] = None,
-    policy: Annotated[Policy, typer.Option(help="thaw: the scheduler as it runs.")] = Policy.THAW,
-    seeds: Annotated[int, typer.Option(min=1, help="So many runs, with the seeds 0, 1 …")] = 1,
-    duration: Annotated[float, typer.Option(min=1, help="Seconds in which requests arrive.")] = 600.0,
-    rps: Annotated[float, typer.Option(help="Requests a second, over all models.")] = 1.0,
-    cv: Annotated[float, typer.Option(help="Coefficient of variation of the times between arrivals (Gamma; 1: Poisson).")] = 1.0,
-    zipf: Annotated[float, typer.Option(min=0, help="The n-th model has a share of 1/n^ZIPF.")] = 1.0,
-    prompt_tokens: Annotated[float, typer.Option(help="Mean.")] = 256.0,
-    output_tokens: Annotated[float, typer.Option(help="Mean.")] = 128.0,
+    policy: Annotated[
+        str, typer.Option(help="Policies by name, comma-separated; a wrong one lists them all.", metavar="A,B,C")
+    ] = "thaw",
+    seeds: Annotated[int, typer.Option(min=1, help="So many runs of each policy, with the seeds 0, 1 ...")] = 1,
+    mesh: Annotated[
+        bool,
+        typer.Option(
+            "--mesh", help="The live scheduler's whole decision loop and the mesh's messages; no links shared, no failures."
+        ),
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures there; -: print them.", metavar="PATH")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Draw distributions and bars there (needs thaw-mesh[plots]).", metavar="DIR")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV of our own, of the Azure LLM traces of 2023 or of BurstGPT; .jsonl of thaw trace --export.",
+            metavar="FILE",
+            rich_help_panel=_TRACES,
+        ),
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Replay so many times as fast.", rich_help_panel=_TRACES)] = 1.0,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds in which requests arrive.", rich_help_panel=_DRAWN)] = 600.0,
+    rps: Annotated[float, typer.Option(help="Requests a second, over all models.", rich_help_panel=_DRAWN)] = 1.0,
+    cv: Annotated[
+        float | None,
+        typer.Option(help="Coefficient of variation of the times between arrivals (Gamma; 1: Poisson).", rich_help_panel=_DRAWN),
+    ] = None,
+    each: Annotated[
+        bool, typer.Option("--each", help="Arrivals are a process of each model's own.", rich_help_panel=_DRAWN)
+    ] = False,
+    popularity: Annotated[
+        Popularity, typer.Option(help="azure: log-normal, like Azure Functions.", rich_help_panel=_DRAWN)
+    ] = Popularity.ZIPF,
+    zipf: Annotated[float, typer.Option(min=0, help="The n-th model has a share of 1/n^ZIPF.", rich_help_panel=_DRAWN)] = 1.0,
+    locality: Annotated[
+        str | None, typer.Option(help="L1, L2, L3 or L4 of the Tangram paper.", metavar="LEVEL", rich_help_panel=_DRAWN)
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="sharegpt, gsm8k, humaneval, longbench or alpaca.", metavar="DATASET", rich_help_panel=_DRAWN),
+    ] = None,
+    prompt_tokens: Annotated[float, typer.Option(help="Mean.", rich_help_panel=_DRAWN)] = 256.0,
+    output_tokens: Annotated[float, typer.Option(help="Mean.", rich_help_panel=_DRAWN)] = 128.0,
     length_cv: Annotated[
-        float, typer.Option(min=0, help="Coefficient of variation of both lengths (log-normal; 0: all alike).")
+        float, typer.Option(min=0, help="Coefficient of variation of both (log-normal; 0: all alike).", rich_help_panel=_DRAWN)
     ] = 0.0,
-    as_json: Json = False,
-) -> Document:
-    """Simulate a cluster: the scheduler's own decisions on devices, links and requests that exist in time only.
+    burst: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="From AT on, for SECONDS, TIMES as fast; may be repeated.", metavar="AT:SECONDS:TIMES", rich_help_panel=_DRAWN
+        ),
+    ] = None,
+) -> Document | None:
+    """Simulate a cluster: scheduling policies on devices, links and requests that exist in time only.
 
-    Example: [bold]thaw simulate --cluster cluster.yaml --models models.yaml --rps 0.8 --cv 8 --seeds 3[/]
+    Example: [bold]thaw simulate --cluster cluster.yaml --models models.yaml --policy thaw,serverlessllm --rps 0.8 --cv 8 --seeds 3[/]
     """
     if (trace is not None) != (workload is Workload.TRACE):
         raise CommandError("--workload trace and --trace FILE go together.")
-    out = screen(as_json)
-    numbers = {
+    order = {
+        "cluster": str(cluster),
+        "models": str(models),
+        "policies": [p.strip() for p in policy.split(",") if p.strip()],
+        "seeds": seeds,
+        "mesh": mesh,
+        "trace": str(trace) if trace is not None else None,
+        "speed": speed,
         "rps": rps,
+        "duration": duration,
         "cv": cv,
         "zipf": zipf,
-        "prompt-tokens": prompt_tokens,
-        "output-tokens": output_tokens,
-        "length-cv": length_cv,
+        "popularity": popularity.value,
+        "each": each,
+        "locality": locality,
+        "lengths": lengths,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "length_cv": length_cv,
+        "bursts": [_burst(b) for b in burst or ()],
+        "plots": str(plots) if plots is not None else None,
     }
-    arguments = ["--cluster", str(cluster), "--models", str(models), "--seeds", str(seeds), "--duration", str(duration)]
-    arguments += [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
-    arguments += ["--trace", str(trace)] if trace is not None else []
-    with out.status("simulating"):
-        document = _simulate(arguments)
+    printed = json_path is not None and str(json_path) == "-"
+    out = screen(printed)
+    document = _simulate(order, out)
     out.print(_table(document["runs"]))
-    return document
+    for path in document["plots"]:
+        out.print(f"drawn: {path}")
+    if printed:
+        print(json.dumps(document))
+    elif json_path is not None:
+        try:
+            json_path.write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as e:
+            raise CommandError(f"{json_path} cannot be written: {e.strerror}") from e
+    return None
 
 
-def _simulate(arguments: list[str]) -> dict[str, Any]:
-    """The simulation's own document. A process of its own: the command line does not import services."""
-    command = [sys.executable, "-m", "services.scheduler.simulation", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _burst(text: str) -> list[float]:
+    parts = text.split(":")
     try:
-        document: dict[str, Any] = json.loads(done.stdout)
+        found = [float(p) for p in parts]
     except ValueError as e:
-        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise CommandError(f"The simulation failed: {last}") from e
+        raise CommandError(f"--burst {text}: it is written AT:SECONDS:TIMES, in numbers.") from e
+    if len(found) != 3 or found[0] < 0 or min(found[1:]) <= 0:
+        raise CommandError(f"--burst {text}: it is written AT:SECONDS:TIMES, the last two more than 0.")
+    return found
+
+
+def _simulate(order: dict[str, Any], out: Console) -> Document:
+    """The simulation's own document. A process of its own: the command line does not import services."""
+    command = [sys.executable, "-m", "services.scheduler.simulation"]
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    last = ""
+    with (
+        Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        task = progress.add_task("simulating", total=None)
+        child.stdin.write(json.dumps(order))
+        child.stdin.close()
+        try:
+            for line in child.stderr:
+                if line.startswith('{"done"'):
+                    told = json.loads(line)
+                    progress.update(task, completed=told["done"], total=told["of"])
+                else:
+                    last = line.strip() or last
+            text = child.stdout.read()
+        except KeyboardInterrupt:
+            child.terminate()
+            raise
+    try:
+        document: Document = json.loads(text)
+    except ValueError as e:
+        raise CommandError(f"The simulation failed: {last or f'status {child.returncode}'}") from e
     if "error" in document:
         raise CommandError(document["error"]["message"], code=document["error"]["code"])
     return document
 
 
-def _table(runs: list[dict[str, Any]]) -> Table:
-    table = Table("policy", "seed", "requests", "failed", "TTFT p50", "p95", "p99", "SLO", "dram/ssd/remote", "device s")
-    for run in runs:
-        ttft = [_seconds(run["ttft"][p]) for p in ("p50", "p95", "p99")]
-        attained = "" if run["slo_attainment"] is None else f"{run['slo_attainment']:.1%}"
-        loads = "/".join(str(run["loads"][tier]) for tier in ("dram", "ssd", "remote"))
-        counts = (str(run["seed"]), f"{run['requests']:,}", str(run["failed"]))
-        table.add_row(run["policy"], *counts, *ttft, attained, loads, f"{run['device_seconds']:,.0f}")
+def _table(runs: Runs) -> Table:
+    """A line for each run; with several seeds, a line of means for each policy instead."""
+    table = Table(
+        "policy",
+        "seed",
+        "requests",
+        "failed",
+        "TTFT p50",
+        "p95",
+        "p99",
+        "TPOT p50",
+        "SLO",
+        "functions",
+        "dram/ssd/remote",
+        "device s",
+    )
+    several = len({r["seed"] for r in runs}) > 1
+    for name in dict.fromkeys(r["policy"] for r in runs):
+        mine = [r for r in runs if r["policy"] == name]
+        for shown in [mine] if several else [[r] for r in mine]:
+            table.add_row(name, f"{len(shown)} seeds" if several else str(shown[0]["seed"]), *_cells(shown))
     return table
+
+
+def _cells(runs: Runs) -> list[str]:
+    def mean(*keys: str) -> float | None:
+        values = []
+        for run in runs:
+            value: Any = run
+            for key in keys:
+                value = value[key]
+            if value is not None:
+                values.append(float(value))
+        return fmean(values) if values else None
+
+    ttft = [_seconds(mean("ttft", p)) for p in ("p50", "p95", "p99")]
+    attained = mean("slo_attainment")
+    loads = "/".join(f"{mean('loads', tier) or 0:.0f}" for tier in ("dram", "ssd", "remote"))
+    failed = (mean("failed") or 0) + (mean("timed_out") or 0)
+    functions = f"{mean('functions_compliant') or 0:.0f} of {mean('functions') or 0:.0f}"
+    return [
+        f"{mean('requests') or 0:,.0f}",
+        f"{failed:,.0f}",
+        *ttft,
+        "" if (tpot := mean("tpot", "p50")) is None else f"{tpot * 1e3:.0f} ms",
+        "" if attained is None else f"{attained:.1%}",
+        functions,
+        loads,
+        f"{mean('device_seconds') or 0:,.0f}",
+    ]
 
 
 def _seconds(value: float | None) -> str:

@@ -31,7 +31,9 @@ class Controller:
         self.options = Options(world)
         self.starts = Starts(world, self.options)
         self.departures = Departures(world, self.options, self.starts, self.requeue)
-        self.migrations = Migrations(world, self.starts, self._start_at, self.departures.leave, self._served_out)
+        self.migrations = Migrations(
+            world, self.starts, self._start_at, self.departures.leave, self._served_out, self._grant, self.requeue
+        )
         self.departures.migrations = self.migrations
         self.pipelines = Pipelines(world, self.starts, self.options, self.departures, self._in_service)
         self._hungry: dict[SimModel, None] = {}
@@ -151,7 +153,7 @@ class Controller:
                 self.departures.clear(device, found)
                 if world.free(device) < wanted:
                     return False
-        run.kv_bytes = wanted
+        run.kv_bytes, run.kv_device = wanted, device
         device.booked += wanted
         world.touch(device)
         return True
@@ -161,8 +163,7 @@ class Controller:
         world, now, instance, model = self.world, self.world.clock.now, run.instance, run.model
         assert instance is not None
         assert run.begun is not None
-        if run.kv_bytes:
-            instance.parts[0].device.booked -= run.kv_bytes
+        run.release_kv()
         first = run.first_at if run.first_at is not None else now
         ttft = first - run.arrived
         tpot = (now - first) / (run.output - 1) if run.output > 1 and now > first else 0.0

@@ -53,7 +53,6 @@ class Nodes:
             world.touch(device)
         world.outcome.restarts += len(interrupted)
         for run in interrupted:
-            run.kv_bytes = 0
             if world.runtime.failover == "restart" and run.tokens:
                 run.pause += world.clock.now - run.admitted_at
                 run.tokens = 0

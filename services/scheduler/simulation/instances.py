@@ -20,7 +20,7 @@ class Run:
     already where it goes on."""
 
     __slots__ = (
-        "admitted_at", "arrived", "begun", "cold", "decode_end", "first_at", "instance", "kv_bytes", "model", "number", "output", "pause",
+        "admitted_at", "arrived", "begun", "cold", "decode_end", "first_at", "instance", "kv_bytes", "kv_device", "model", "number", "output", "pause",
         "paused_at", "prepared", "prompt", "timer", "tokens", "waiting",
     )  # fmt: skip
 
@@ -37,8 +37,16 @@ class Run:
         self.paused_at: float | None = None
         self.timer: Timer | None = None
         self.kv_bytes = 0
+        self.kv_device: SimDevice | None = None
         self.cold = False
         self.waiting = True
+
+
+    def release_kv(self) -> None:
+        """Its KV cache, where it had memory of its own, is no more."""
+        if self.kv_device is not None:
+            self.kv_device.booked -= self.kv_bytes
+        self.kv_bytes, self.kv_device = 0, None
 
 
 class Part:
@@ -215,6 +223,7 @@ class Instance:
             self._prompts_until = self._clock.now
         self._forget(run)
         run.instance = None
+        run.release_kv()
         run.paused_at = self._clock.now
         self.respeed()
 
@@ -240,11 +249,22 @@ class Instance:
         self._advance()
         return max(run.tokens, min(run.output - 1, int(run.output - (run.decode_end - self._virtual) + 1e-6)))
 
-    def left_seconds(self, run: Run) -> float:
-        """Expected seconds until a request is done, as far as its length is known."""
+    def progress(self) -> tuple[float, int]:
+        """Of all that it serves: expected seconds until the last is done, and tokens (prompt and output) of the longest."""
         if isinstance(self.service, Fixed):
-            return max(0.0, self._prompts_until - self._clock.now)
-        return (run.output - self.tokens_of(run)) / self._speed if self._speed else 0.0
+            left = max(0.0, self._prompts_until - self._clock.now) if self.runs else 0.0
+            return left, max((r.prompt for r in self.runs), default=0)
+        self._advance()
+        virtual, longest, remaining = self._virtual, 0, 0.0
+        for run in self.runs:
+            left = run.output - run.tokens if run.timer is not None else run.decode_end - virtual
+            if left > remaining:
+                remaining = left
+            tokens = run.prompt + run.output - left
+            if tokens > longest:
+                longest = int(tokens)
+        speed = self._speed or 1e3 / self.service.tpot_ms
+        return remaining / speed, longest
 
     def _others_share(self) -> None:
         if self._runtime.share_compute:

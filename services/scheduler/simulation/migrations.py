@@ -29,8 +29,11 @@ class Migrations:
         start_at: Callable[[Instance, SimDevice, Callable[[Instance], None]], Start | None],
         leave: Callable[[Instance], None],
         idle: Callable[[Instance], None],
+        grant: Callable[[Instance, Run], bool],
+        requeue: Callable[[list[Run]], None],
     ) -> None:
         self._world, self._starts, self._start_at, self._leave, self._idle = world, starts, start_at, leave, idle
+        self._grant, self._requeue = grant, requeue
         self._under_way: dict[str, Migration] = {}
 
     def concerns(self, instance: Instance) -> bool:
@@ -86,12 +89,18 @@ class Migrations:
     def _hand_over(self, migration: Migration) -> None:
         source, destination = migration.source, migration.destination
         destination.moving = False
+        homeless = []
         for run in list(source.runs):
             source.take(run)
-            run.prepared = migration.prepared.get(run, 0)
-            destination.admit(run)
             self._world.outcome.migrations += 1
+            if self._grant(destination, run):
+                run.prepared = migration.prepared.get(run, 0)
+                destination.admit(run)
+            else:
+                homeless.append(run)
         self._finish(migration)
+        if homeless:  # no memory for its KV cache there: it waits, with its tokens
+            self._requeue(homeless)
 
     def _finish(self, migration: Migration) -> None:
         """The source may leave; a destination that got nothing, because all was answered meanwhile, is idle."""

@@ -126,6 +126,8 @@ class Options:
         short = need - world.free(device)
         if short <= 0:
             return NOTHING_TO_CLEAR
+        if short > self._at_most(device):
+            return None
         view = world.view(device)
         leaving = sum(r.nbytes for r in view.residents if r.state == "leaving")
         if short <= leaving:
@@ -134,6 +136,15 @@ class Options:
         if found is None or (needed := _NEEDS.get(found.how)) is None or needed in world.can:
             return found
         return replace(found, how="evict") if found.how == "suspend" and self._all_idle(device, found) else None
+
+    def _at_most(self, device: SimDevice) -> int:
+        """Bytes that could come free there at the very most."""
+        found = device.kept_bytes
+        for instance in device.instances.values():
+            if instance.state == "leaving" or (instance.state == "ready" and (self._world.interrupts or not instance.runs)):
+                parts = instance.parts
+                found += parts[0].nbytes if len(parts) == 1 else sum(p.nbytes for p in parts if p.device is device)
+        return found
 
     @staticmethod
     def _all_idle(device: SimDevice, found: Clearance) -> bool:

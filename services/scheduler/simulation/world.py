@@ -20,7 +20,7 @@ class World:
         self.clock, self.profile, self.seed = Clock(), profile, seed
         self.cluster, self.runtime = cluster, cluster.runtime
         self.can: frozenset[Capability] = cluster.runtime.capabilities & profile.uses
-        self._interrupts = not self.can.isdisjoint(("migrate", "preempt", "suspend"))
+        self.interrupts = not self.can.isdisjoint(("migrate", "preempt", "suspend"))
         self.outcome = Outcome()
         self.version = 0
         self.asking = 0
@@ -73,7 +73,7 @@ class World:
 
     def view(self, device: SimDevice) -> DeviceView:
         """Where those that serve may be moved or interrupted, their progress is in the view, which is then of one moment only."""
-        made = (device.version, self.clock.now, self.asking) if self._interrupts else (device.version, 0.0, 0)
+        made = (device.version, self.clock.now, self.asking) if self.interrupts else (device.version, 0.0, 0)
         if device.view is None or device.view_of != made:
             device.view, device.view_of = self._view(device), made
         return device.view
@@ -98,16 +98,17 @@ class World:
 
     def _resident(self, device: SimDevice, instance: Instance) -> Resident:
         model, runs = instance.model, instance.runs
-        nbytes = sum(p.nbytes for p in instance.parts if p.device is device)
+        parts = instance.parts
+        nbytes = parts[0].nbytes if len(parts) == 1 else sum(p.nbytes for p in parts if p.device is device)
         state = instance.state
         serving = state == "ready" and bool(runs or instance.moving)
         resume: float | None = None
         moves: tuple[Move, ...] = ()
         left = 0.0
-        if serving and self._interrupts:
-            left = max((instance.left_seconds(r) for r in runs), default=0.0)
+        if serving and self.interrupts:
+            left, tokens = instance.progress()
             if not instance.moving and len(instance.parts) == 1:
-                resume = max((model.resume_seconds(r.prompt + instance.tokens_of(r)) for r in runs), default=0.0)
+                resume = model.resume_seconds(tokens)
                 moves = self._moves(device, instance, resume)
         return Resident(
             instance.key,
@@ -239,12 +240,16 @@ class World:
         )
 
     def demand_of(self, model: SimModel) -> Demand:
-        live = [i for i in model.instances.values() if i.state in ("starting", "ready") and not i.moving]
+        live = running = 0
+        for instance in model.instances.values():
+            if not instance.moving:
+                live += 1
+                running += len(instance.runs)
         return Demand(
             model.name,
             len(model.queue),
-            sum(len(i.runs) for i in live),
-            len(live),
+            running,
+            live,
             model.capacity,
             model.in_window(self.clock.now, self.runtime.window_s),
             model.group.replicas_min,

@@ -23,10 +23,26 @@ def files(tmp_path: Path) -> list[str]:
     return ["simulate", "--cluster", str(tmp_path / "cluster.yaml"), "--models", str(tmp_path / "models.yaml")]
 
 
-def test_a_workload_is_drawn(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*files, "--rps", "0.1", "--duration", "100", "--seeds", "2", "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
-    assert [(r["policy"], r["seed"], r["failed"], r["lost"]) for r in runs] == [("thaw", 0, 0, 0), ("thaw", 1, 0, 0)]
+def test_policies_meet_a_drawn_workload(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "figures.json"
+    more = [
+        "--policy",
+        "thaw,lru",
+        "--rps",
+        "0.1",
+        "--duration",
+        "100",
+        "--seeds",
+        "2",
+        "--burst",
+        "50:10:3",
+        "--json",
+        str(figures),
+    ]
+    assert main([*files, *more]) == 0
+    runs = json.loads(figures.read_text())["runs"]
+    assert [(r["policy"], r["seed"], r["lost"]) for r in runs] == [("thaw", 0, 0), ("thaw", 1, 0), ("lru", 0, 0), ("lru", 1, 0)]
+    assert "2 seeds" in capsys.readouterr().out
 
 
 def test_a_trace_is_replayed(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,13 +50,19 @@ def test_a_trace_is_replayed(files: list[str], tmp_path: Path, capsys: pytest.Ca
     trace.write_text("at,model,prompt_tokens,output_tokens\n0,a-0,1,1\n60,a-0,1,1\n")
     assert main([*files, "--workload", "trace", "--trace", str(trace)]) == 0
     shown = capsys.readouterr().out
-    assert "100.0%" in shown  # 2.01 s until it is ready, and a second
+    assert "100.0%" in shown  # 2 s until it is ready, and a second
     assert "0/1/0" in shown
+    assert main([*files, "--workload", "trace", "--trace", str(trace), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["requests"] == 2
 
 
 def test_refusals(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*files, "--workload", "trace"]) != 0
     assert "go together" in capsys.readouterr().err
+    assert main([*files, "--burst", "5:5"]) != 0
+    assert "AT:SECONDS:TIMES" in capsys.readouterr().err
+    assert main([*files, "--policy", "best"]) != 0
+    assert "serverlessllm" in capsys.readouterr().err
     (tmp_path / "cluster.yaml").write_text("nodes: none")
     assert main(files) != 0
-    assert "cluster.yaml" in capsys.readouterr().err
+    assert "cluster.yaml: nodes" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from math import inf
@@ -26,6 +26,7 @@ from services.scheduler.domain.events import (
     StopRefused,
     Tick,
 )
+from services.scheduler.domain.policies.port import Profile
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.ranks import Dues
 from services.scheduler.domain.state import ClusterState, Put, apply
@@ -40,7 +41,10 @@ from shared.errors import InstanceBusy, InsufficientMemory
 
 TICK_S = 0.25
 REPORT_S = 1.0
-NOBODY_FALLS_SILENT = Policy(node_lost_after=inf, demand_lost_after=inf, recovery_window=0.0, demand_settle=0.0)
+NOBODY_FALLS_SILENT = Policy(
+    capabilities=frozenset({"preempt"}), node_lost_after=inf, demand_lost_after=inf, recovery_window=0.0, demand_settle=0.0
+)
+"""What these machines can do beside loading and evicting: interrupt. Nodes and gateways are heard of as long as there is something to say."""
 Job = Callable[[], None]
 
 
@@ -80,10 +84,11 @@ class _Queue:
 
 
 class Simulation:
-    def __init__(self, cluster: ClusterFile, groups: Sequence[ModelGroup], policy: Policy = NOBODY_FALLS_SILENT) -> None:
+    def __init__(self, cluster: ClusterFile, groups: Sequence[ModelGroup], profile: Profile = NOBODY_FALLS_SILENT.profile) -> None:
         self.now = 0.0
         self.outcome = Outcome()
-        self._policy, self._cluster = policy, cluster
+        self._policy, self._cluster = replace(NOBODY_FALLS_SILENT, profile=profile), cluster
+        self.outcome.percentiles = {n: g.percentile for g in groups for n in names_of([g])}
         self._heap: list[tuple[float, int, Job]] = []
         self._numbers = 0
         self._delay = cluster.runtime.message_ms / 1e3

@@ -93,7 +93,7 @@ def test_a_model_that_fits_nowhere_is_told() -> None:
     assert (outcome.failed, outcome.lost, outcome.served) == (2, 0, [])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.floats(0.05, 2.0),

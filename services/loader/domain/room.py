@@ -3,7 +3,7 @@
 `settle(state, room)`, for the loads that want chunks, in the order they came
  1. memory suffices (what other loads were promised counted) → granted;
  2. not even everything cached and spare would do → denied;
- 3. weights are leaving already, or chunks being made ready, and will do → wait for them;
+ 3. weights are leaving already, loads being called off or chunks being made ready, and will do → wait for them;
  4. else the least recently used cached weights leave, pinned ones never; their chunks stay spare for the load;
  5. nothing is left that could leave → spare chunks of the wrong size are given back, or the load is denied.
 
@@ -52,7 +52,7 @@ def _serve(state: State, entry: Entry, room: int) -> Decision:
         return state, (Grant(entry.run, granted.owned[entry.run].chunks),)
     evictable = cached(state)
     gain = sum(e.total_bytes for e in evictable)
-    coming = table.leaving_bytes + table.making_bytes
+    coming = table.leaving_bytes + table.making_bytes + _called_off(state)
     if granted is None or entry.wants > free + gain + table.spare_bytes + coming:  # 2
         return _deny(state, entry)
     lacking = granted.owned[entry.run].fresh - free - coming
@@ -78,9 +78,17 @@ def _deny(state: State, entry: Entry) -> Decision:
 
 
 def promised(state: State) -> int:
-    """Bytes that granted loads, and chunks that are being made ready, will still take."""
-    filling = (e for e in state.entries.values() if e.stage in (Stage.LOADING, Stage.INDEXED))
-    return state.chunks.making_bytes + sum(max(0, o.fresh - e.loaded_bytes) for e in filling if (o := state.chunks.owned.get(e.run)) is not None)
+    """Bytes that granted loads, and chunks that are being made ready, will still take; a load that was called off may until it has ended."""
+    filling = (e for e in state.entries.values() if e.stage in (Stage.LOADING, Stage.INDEXED, Stage.LEAVING))
+    return state.chunks.making_bytes + sum(
+        max(0, o.fresh - e.loaded_bytes) for e in filling if (o := state.chunks.owned.get(e.run)) is not None
+    )
+
+
+def _called_off(state: State) -> int:
+    """Bytes that loads give back as soon as they have ended."""
+    leaving = (state.chunks.owned.get(e.run) for e in state.entries.values() if e.stage is Stage.LEAVING)
+    return sum(o.nbytes for o in leaving if o is not None)
 
 
 def cached(state: State) -> list[Entry]:

@@ -371,6 +371,18 @@ def test_a_load_waits_for_what_leaves_already() -> None:
     assert p.do(Vacated(1, 2 * CHUNK_BYTES)) == (Grant(run, (0, 1)),)
 
 
+def test_a_load_that_is_called_off_is_counted_with_until_it_has_ended() -> None:
+    p = Played(State(chunks=Chunks(64)))
+    p.do(Attach(1, "a", card("w1"), "complete"))
+    granted(p, "w1", 1, 2 * CHUNK_BYTES)
+    p.do(Release(2, "a"))
+    p.do(Attach(3, "b", card("w2"), "complete"))
+    assert p.do(Laid("w2", 2, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES)) == (), "it may still be writing"
+    p.do(Ended("w1", 1))
+    [grant] = [e for e in p.do(Vacated(1, 3 * CHUNK_BYTES)) if isinstance(e, Grant)]
+    assert grant.run == 2
+
+
 def test_two_loads_do_not_count_on_the_same_memory() -> None:
     p = Played()
     for n in (1, 2):

@@ -9,6 +9,7 @@ to the wanted rate: bursts are thinned. So here: `DENSER` times as many arrivals
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log, sqrt
 from random import Random
 
@@ -63,9 +64,10 @@ def bursts(rate: float, seconds: float, cv: float, random: Random) -> list[float
     return found
 
 
+@lru_cache(maxsize=64)
 def azure_like(
-    models: Sequence[str],
-    lengths: Sequence[Lengths],
+    models: tuple[str, ...],
+    lengths: tuple[Lengths, ...],
     rps: float,
     seconds: float,
     cv: float,

@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 
 from shared.contracts import subjects
 from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineReport, EngineStart, ZygoteFailure
-from shared.contracts.inference import INFER_REPLY, Endpoint, InferChunk, InferReply, InferRequest, InferStarted
+from shared.contracts.inference import INFER_REPLY, Endpoint, InferChunk, InferReply, InferRequest, InferStarted, Resume
 from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
 
@@ -170,6 +170,7 @@ class Engines:
         method: str = "POST",
         query: str = "",
         adapter: ModelCard | None = None,
+        resume: Resume | None = None,
         **body: Any,
     ) -> Stream:
         stream = Stream(f"r{next(_numbers)}")
@@ -191,6 +192,7 @@ class Engines:
             method=method,
             query=query,
             adapter=adapter,
+            resume=resume,
             body={"model": "demo", **body},
         )
         await self.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=subject)

@@ -11,7 +11,7 @@ misbehaves as told. `--like NAME` has it take the options and serve the endpoint
     --no-reload       after a sleep of level 2 its weights are never read again, and it talks nonsense
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status}; {"mute": true} holds from then on, {"eat": true}
-takes memory without end. GET /stats tells what has been seen.
+takes memory without end; {"says": text} has one like vLLM say that (fake_tokens.py). GET /stats tells what has been seen.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from tests.support.fake_tokens import prompt_of, saying, text_of
 
 _OPTIONS: dict[str, list[str]] = {
     "vllm": [
@@ -119,7 +121,14 @@ class Fake:
             Route("/stats", self.stats, methods=["GET"]),
         ]
         published = {
-            "vllm": [("/health", self.healthy), ("/sleep", self.sleep), ("/wake_up", self.wake), ("/collective_rpc", self.rpc)],
+            "vllm": [
+                ("/health", self.healthy),
+                ("/sleep", self.sleep),
+                ("/wake_up", self.wake),
+                ("/collective_rpc", self.rpc),
+                ("/tokenize", self.tokenize),
+                ("/detokenize", self.detokenize),
+            ],
             "sglang": [
                 ("/health", self.healthy),
                 ("/release_memory_occupation", self.sleep),
@@ -183,6 +192,8 @@ class Fake:
         if body.get("model") != self.name and self.like != "ollama" and self.name != "m":
             return JSONResponse({"error": {"message": f"no model {body.get('model')}", "code": 404}}, 404)
         chat = request.url.path.endswith("chat/completions")
+        if "says" in fake:
+            return StreamingResponse(saying(body, chat=chat), media_type="text/event-stream")
         tokens = int(fake.get("tokens", body.get("max_tokens") or 4))
         if body.get("stream"):
             events = self._events(request, body, chat, tokens, float(fake.get("pace", 0.0)))
@@ -238,6 +249,12 @@ class Fake:
         await self._note(request)
         self.dropped = self.dropped and self.options.no_reload
         return JSONResponse({})
+
+    async def tokenize(self, request: Request) -> Response:
+        return JSONResponse({"tokens": prompt_of(await self._note(request))})
+
+    async def detokenize(self, request: Request) -> Response:
+        return JSONResponse({"prompt": text_of((await self._note(request))["tokens"])})
 
     # Ollama
 

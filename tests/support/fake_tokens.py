@@ -1,0 +1,73 @@
+"""vLLM's streams with token ids, as its server sends them, of an engine whose tokens are the bytes of UTF-8. It says `fake.says`, and goes on
+with it after a prompt that ends with a part of it. What is half a character, or may begin a stop string, is held back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+_END = 0
+"""The last token of every prompt."""
+ID = "chatcmpl-fake"
+_numbers = itertools.count(1)
+
+
+def prompt_of(body: Any) -> list[int]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        return prompt
+    text = prompt if prompt is not None else "".join(m["content"] for m in body["messages"])
+    return [*text.encode(), _END]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+async def saying(body: Any, *, chat: bool) -> AsyncIterator[str]:
+    prompt = prompt_of(body)
+    said = len(prompt) - 1 - prompt[::-1].index(_END) + 1
+    rest = body["fake"]["says"].encode()[len(prompt) - said :]
+    stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
+    most = body.get("max_completion_tokens") or body.get("max_tokens") or len(rest)
+    told = bool(body.get("return_token_ids"))
+    ident = f"{ID}-{next(_numbers)}"
+    if chat:
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield _event(ident, chat, [first], {"prompt_token_ids": prompt} if told else {})
+    sent, made = 0, 0
+    for made in range(1, min(most, len(rest)) + 1):
+        text, reason = rest[:made].decode(errors="ignore"), None
+        found = [text.index(s) for s in stops if s in text]
+        if found:
+            text, reason = text[: min(found)], "stop"
+        elif made == len(rest):
+            reason = "stop"
+        elif made == most:
+            text, reason = rest[:made].decode(errors="replace"), "length"
+        else:
+            text = text[: max(0, len(text) - max((len(s) - 1 for s in stops), default=0))]
+        delta, sent = text[sent:], max(sent, len(text))
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason}
+        choice |= {"delta": {"content": delta}} if chat else {"text": delta}
+        if told:
+            choice["token_ids"] = [rest[made - 1]]
+            if not chat and made == 1:
+                choice["prompt_token_ids"] = prompt
+        yield _event(ident, chat, [choice])
+        if reason is not None:
+            break
+        await asyncio.sleep(body["fake"].get("pace", 0.0))
+    if (body.get("stream_options") or {}).get("include_usage"):
+        counted = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
+        yield _event(ident, chat, [], {"usage": counted})
+    yield "data: [DONE]\n\n"
+
+
+def _event(ident: str, chat: bool, choices: list[Any], more: Any = None) -> str:
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    event = {"id": ident, "object": kind, "created": hash(ident) % 10**9, "model": "demo", "choices": choices, **(more or {})}
+    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n"

@@ -1,0 +1,102 @@
+"""Following a stream's tokens, and which answers cannot be followed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.enginehost.tracking import Begun, Tracker, fixed_of
+
+
+def event(**more: Any) -> bytes:
+    return b"data: " + json.dumps(more).encode() + b"\n\n"
+
+
+HEAD = {"id": "a", "created": 1, "model": "m", "object": "text_completion"}
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"stream": False}, "whole"),
+        ({"tools": [{}]}, "tools"),
+        ({"n": 2}, "n:"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"guided_json": {}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ],
+)
+def test_fixed(body: dict[str, Any], why: str) -> None:
+    assert fixed_of("completion", {"stream": True, "prompt": "x", **body}, {}).startswith(why) or why in fixed_of(
+        "completion", {"stream": True, "prompt": "x", **body}, {}
+    )
+
+
+def test_followed() -> None:
+    plain = {"stream": True, "prompt": [1, 2], "n": 1, "presence_penalty": 0, "response_format": {"type": "text"}, "tools": []}
+    assert fixed_of("completion", plain, {}) == ""
+    chat: dict[str, Any] = {"stream": True, "messages": [{"role": "user", "content": "x"}]}
+    assert fixed_of("chat", chat, {}) == ""
+    assert "reasoning" in fixed_of("chat", chat, {"reasoning_parser": "qwen3"})
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert "plain text" in fixed_of("chat", {**chat, "messages": image}, {})
+    assert fixed_of("embedding", chat, {})
+
+
+def test_events_may_come_in_any_pieces() -> None:
+    stream = (
+        event(**HEAD, choices=[{"index": 0, "text": "\u00fc", "token_ids": [5], "prompt_token_ids": [1, 2]}])
+        + event(**HEAD, choices=[{"index": 0, "text": "b", "token_ids": [6, 7], "finish_reason": "stop"}])
+        + event(**HEAD, choices=[], usage={"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5})
+        + b"data: [DONE]\n\n"
+    )
+    whole = Tracker(chat=False, hide_usage=True, hide_ids=True)
+    at_once, all_deltas = whole.feed(stream)
+    for size in (1, 3, 50):
+        tracker = Tracker(chat=False, hide_usage=True, hide_ids=True)
+        pieces = [tracker.feed(stream[i : i + size]) for i in range(0, len(stream), size)]
+        assert b"".join(data for data, _ in pieces) == at_once
+        assert [d for _, deltas in pieces for d in deltas] == all_deltas
+        assert tracker.finish() == b""
+    assert b"token_ids" not in at_once
+    assert b"usage" not in at_once
+    assert at_once.endswith(b"data: [DONE]\n\n")
+    assert (whole.prompt, whole.tokens, whole.finish_reason, whole.head["id"]) == ((1, 2), [5, 6, 7], "stop", "a")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, 3)
+
+
+def test_what_a_client_asked_for_stays() -> None:
+    told = event(**HEAD, choices=[{"index": 0, "text": "a", "token_ids": [5]}]) + event(
+        **HEAD, choices=[], usage={"prompt_tokens": 1}
+    )
+    data, _ = Tracker(chat=False, hide_usage=False, hide_ids=False).feed(told)
+    assert b'"token_ids":[5]' in data
+    assert b"usage" in data
+
+
+def test_what_is_no_event_of_an_answer_goes_on_as_it_is() -> None:
+    for other in (b": comment\n\n", b'data: {"error": {"message": "x"}}\n\n', b"data: {broken\n\n", b"event: x\ndata: {}\n\n"):
+        assert Tracker(chat=True, hide_usage=True, hide_ids=True).feed(other) == (other, [])
+
+
+def test_gone_on_with_it_has_the_form_and_the_counts_of_what_was_begun() -> None:
+    begun = Begun({"id": "first", "created": 7}, prompt_tokens=4, tokens=3, kept=2, skip_chars=2, chat=True)
+    tracker = Tracker(chat=True, hide_usage=False, hide_ids=True, begun=begun)
+    stream = (
+        event(**HEAD, choices=[{"index": 0, "text": "\u00e9", "token_ids": [9], "prompt_token_ids": [1, 2, 3, 4, 5, 6]}])
+        + event(**HEAD, choices=[{"index": 0, "text": "xyz", "token_ids": [10], "finish_reason": "length"}])
+        + event(**HEAD, choices=[], usage={"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8})
+    )
+    data, deltas = tracker.feed(stream)
+    events = [json.loads(e[6:]) for e in data.split(b"\n\n") if e]
+    assert [e["choices"][0]["delta"]["content"] for e in events if e["choices"]] == ["yz"]
+    assert {(e["id"], e["created"]) for e in events} == {("first", 7)}
+    assert events[0]["object"] == "chat.completion.chunk"
+    assert events[-1]["usage"] == {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
+    assert [(d.text, d.token_ids, d.finish_reason) for d in deltas] == [("yz", (10,), "length")]
+    assert tracker.answer == (5, 6, 9, 10)

@@ -353,7 +353,7 @@ class Exchange:
         self._dispatcher.on_finished(self.ticket, now)
 
     def _failed(self, error: ThawError, now: float, *, lost: bool) -> None:
-        if isinstance(error, InstanceDraining) or (self.resume is not None and self._seq == 1):
+        if isinstance(error, InstanceDraining) or (self.resume is not None and self._seq == 1 and not lost):
             self.refusal = error
             self._refused(error, now)
             return

@@ -75,7 +75,6 @@ class Run:
     request: InferRequest
     reply: str
     seq: int = 0
-    said: int = 0
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     yielding: asyncio.Event = field(default_factory=asyncio.Event)
 

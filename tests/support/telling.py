@@ -4,12 +4,22 @@ as a real engine's does."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from services.engine.domain.generation import Generation
 from services.engine.domain.params import Ending
-from shared.contracts.inference import ChoiceDelta, InferChunk, InferFinished, InferYielded, ResumedChoice, TokenLogprob, Usage
+from shared.contracts.inference import (
+    ChoiceDelta,
+    InferChunk,
+    InferFinished,
+    InferStarted,
+    InferYielded,
+    Resume,
+    ResumedChoice,
+    TokenLogprob,
+    Usage,
+)
 from shared.errors import Conflict
 from tests.support.fake_engine import Run
 
@@ -18,18 +28,34 @@ PROMPT_TOKENS = 7
 
 @dataclass(frozen=True)
 class Script:
-    """What a model would say to a request: the tokens of each choice. A token is a byte of the text, in UTF-8."""
+    """What a model would say to a request: a text for each choice. A token is a byte of it, in UTF-8."""
 
     texts: tuple[str, ...]
     stops: tuple[str, ...] = ()
     revision: str = "0"
+    logprobs: bool = False
 
-    def tokens(self, index: int) -> bytes:
-        return self.texts[index].encode()
-
-    def generation(self, index: int) -> Generation:
-        limit = len(self.tokens(index))
-        return Generation(lambda ids: bytes(ids).decode(errors="replace"), (), Ending(limit, stops=self.stops))
+    def answer(self, resume: Resume | None) -> Iterator[InferStarted | InferChunk | InferFinished]:
+        """The messages, not yet numbered, of an engine that is asked for it, or for the rest of it."""
+        there = {c.index: c for c in resume.choices} if resume is not None else {}
+        yield InferStarted(prompt_tokens=PROMPT_TOKENS, seed=3)
+        left: list[Choice] = []
+        for index, text in enumerate(self.texts):
+            tokens = text.encode()
+            choice = Choice(index, Generation(_decode, (), Ending(len(tokens), stops=self.stops)), tokens)
+            if (whole := choice.resume(there.get(index))) is not None:
+                yield from whole
+            else:
+                left.append(choice)
+        total = sum(len(c.token_ids) for c in there.values())
+        while left:
+            for choice in list(left):
+                delta = choice.next(self.logprobs)
+                total += 1
+                yield InferChunk(seq=0, choices=(delta,))
+                if delta.finish_reason is not None:
+                    left.remove(choice)
+        yield InferFinished(seq=0, usage=Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=total))
 
 
 @dataclass
@@ -41,6 +67,33 @@ class Choice:
     tokens: bytes
     owed: str = ""
 
+    def resume(self, begun: ResumedChoice | None) -> list[InferChunk] | None:
+        """What there is to be said of a choice that is whole; None: it goes on."""
+        if begun is None:
+            return None
+        if begun.finish_reason is not None:
+            return []
+        count = len(begun.token_ids)
+        assert bytes(begun.token_ids) == self.tokens[:count]
+        self.tokens = self.tokens[count:]
+        owed = self.generation.resume(begun.token_ids, begun.text_chars)
+        if owed.finish_reason is None:
+            self.owed = owed.text
+            return None
+        return [InferChunk(seq=0, choices=(ChoiceDelta(index=self.index, text=owed.text, finish_reason=owed.finish_reason),))]
+
+    def next(self, logprobs: bool) -> ChoiceDelta:
+        token, self.tokens = self.tokens[0], self.tokens[1:]
+        gained = self.generation.feed(token)
+        owed, self.owed = self.owed, ""
+        return ChoiceDelta(
+            index=self.index,
+            text=owed + gained.text,
+            token_ids=(token,),
+            logprobs=(_logprob(token),) if logprobs else None,
+            finish_reason=gained.finish_reason,
+        )
+
 
 @dataclass
 class Teller:
@@ -48,7 +101,6 @@ class Teller:
 
     script: Script
     at: Callable[[Run, int], asyncio.Event | None] = lambda run, said: None
-    logprobs: bool = False
     made: int = 0
     resumed: list[int] = field(default_factory=list)
 
@@ -59,57 +111,18 @@ class Teller:
             if resume.revision != self.script.revision or resume.prompt_tokens != PROMPT_TOKENS:
                 await run.fail(Conflict("another revision", param="resume"))
                 return
-        await run.start(seed=3)
-        there = {c.index: c for c in resume.choices} if resume is not None else {}
-        left = [c for i in range(len(self.script.texts)) if (c := await self._choice(run, i, there.get(i))) is not None]
-        if await self._say(run, left):
-            total = sum(len(c.token_ids) for c in there.values()) + run.said
-            await run.say(InferFinished(seq=0, usage=Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=total)))
-
-    async def _choice(self, run: Run, index: int, begun: ResumedChoice | None) -> Choice | None:
-        """What is left to be said of a choice; None: nothing."""
-        generation, tokens = self.script.generation(index), self.script.tokens(index)
-        if begun is None:
-            return Choice(index, generation, tokens)
-        if begun.finish_reason is not None:
-            return None
-        assert bytes(begun.token_ids) == tokens[: len(begun.token_ids)]
-        owed = generation.resume(begun.token_ids, begun.text_chars)
-        if owed.finish_reason is None:
-            return Choice(index, generation, tokens[len(begun.token_ids) :], owed.text)
-        await run.say(InferChunk(seq=0, choices=(ChoiceDelta(index=index, text=owed.text, finish_reason=owed.finish_reason),)))
-        return None
-
-    async def _say(self, run: Run, choices: list[Choice]) -> bool:
-        """Choice by choice, token by token; False if it was stopped."""
-        while choices:
-            for choice in list(choices):
-                if (hold := self.at(run, run.said)) is not None:
+        said = 0
+        for message in self.script.answer(resume):
+            if isinstance(message, InferChunk) and message.choices[0].token_ids:
+                if (hold := self.at(run, said)) is not None:
                     await first_of(hold, run.yielding, run.cancelled)
                 if run.yielding.is_set():
                     await run.say(InferYielded(seq=0))
                 if run.yielding.is_set() or run.cancelled.is_set():
-                    return False
-                if await self.token(run, choice):
-                    choices.remove(choice)
-        return True
-
-    async def token(self, run: Run, choice: Choice) -> bool:
-        """Say one; whether it was the last."""
-        token, choice.tokens = choice.tokens[0], choice.tokens[1:]
-        gained = choice.generation.feed(token)
-        delta = ChoiceDelta(
-            index=choice.index,
-            text=choice.owed + gained.text,
-            token_ids=(token,),
-            logprobs=(_logprob(token),) if self.logprobs else None,
-            finish_reason=gained.finish_reason,
-        )
-        choice.owed = ""
-        run.said += 1
-        self.made += 1
-        await run.say(InferChunk(seq=0, choices=(delta,)))
-        return gained.finish_reason is not None
+                    return
+                said += 1
+                self.made += 1
+            await run.say(message)
 
 
 async def first_of(*events: asyncio.Event) -> None:
@@ -120,6 +133,10 @@ async def first_of(*events: asyncio.Event) -> None:
     finally:
         for wait in waits:
             wait.cancel()
+
+
+def _decode(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
 
 
 def _logprob(token: int) -> TokenLogprob:

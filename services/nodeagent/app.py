@@ -83,7 +83,14 @@ class Nodeagent:
         self.launcher = _launcher(settings)
         ledger = Ledger({d: device.info.budget_bytes for d, device in devices.items()})
         policy = Policy(kill_grace_s=settings.kill_grace, adopt_s=settings.adopt_timeout)
-        state = NodeState(ledger, policy, newest_epoch=records.epoch(), snapshot_budget=snapshot_budget(settings))
+        self.keeper = open_keeper(settings, devices, self.mesh)
+        state = NodeState(
+            ledger,
+            policy,
+            newest_epoch=records.epoch(),
+            snapshot_budget=snapshot_budget(settings),
+            spills=self.keeper.can_spill(),
+        )
         self.loop = Loop(state, lambda effect: self.performer.perform(effect))
         self.meter = Meter(
             devices,
@@ -91,7 +98,6 @@ class Nodeagent:
             lambda: self.publisher.changed(urgent=False),
             lambda instance_id, used: self.loop.post(e.Measured(instance_id, used)),
         )
-        self.keeper = open_keeper(settings, devices, self.mesh)
         self.publisher = Publisher(
             self.mesh,
             settings.node,

@@ -103,6 +103,8 @@ class Performer:
                 self._spawn("suspend", effect.instance_id, self._suspend(effect))
             case e.Resume():
                 self._spawn("resume", effect.instance_id, self._resume(effect))
+            case e.Spill():
+                self._spawn("spill", effect.instance_id, self._spill(effect))
             case e.Assess():
                 self._spawn("assess", effect.instance_id, self._assess(effect))
             case e.Measure():
@@ -233,6 +235,16 @@ class Performer:
             return
         self._post(e.Suspended(effect.instance_id, taken.freed_bytes, taken.left_bytes, taken.used_bytes, taken.snapshot_bytes))
         await self._meter.measure_and_tell(instance)
+
+    async def _spill(self, effect: e.Spill) -> None:
+        try:
+            freed = await self._keeper.spill(self._loop.state.instances[effect.instance_id], effect.way)
+        except ThawError as error:
+            log.warning("a snapshot stays in host memory", extra={"instance": effect.instance_id, "error": error.message})
+            self._post(e.Spilled(effect.instance_id, error=error.body()))
+            return
+        log.info("a snapshot went to swap", extra={"instance": effect.instance_id, "bytes": freed})
+        self._post(e.Spilled(effect.instance_id, freed))
 
     async def _resume(self, effect: e.Resume) -> None:
         instance = self._loop.state.instances[effect.instance_id]

@@ -129,7 +129,7 @@ class InstanceMemory(Frozen):
     reserved: int = 0
 
 
-SuspendWay = Literal["cpu", "cuda", "sleep"]
+SuspendWay = Literal["cpu", "cuda", "sleep", "sleep_cuda"]
 """cpu: frozen, its pages written to swap. cuda: checkpointed by the driver into host memory, then frozen. sleep: by the engine's own means."""
 
 

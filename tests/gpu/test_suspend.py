@@ -116,6 +116,25 @@ async def test_a_process_gives_the_device_up_and_gets_it_back(device: CudaDevice
         process.child.wait()
 
 
+async def test_a_snapshot_goes_on_to_swap_and_comes_back(way: CudaWay, groups: Groups) -> None:
+    """Whether the driver keeps it in memory that can be paged out at all is what this shows."""
+    if why := way.cannot_spill():
+        pytest.skip(why)
+    process = spawn(512)
+    try:
+        before = process.ask()
+        target = Target("i", "vllm", ("cuda:0",), groups.gather("i", process.child.pid, include_host=True))
+        await way.suspend(target)
+        freed = await way.spill(target)
+        sys.stdout.write(f"{freed / MIB:.0f} MiB of host memory went to swap\n")
+        await way.resume(target)
+        assert process.ask() == before
+    finally:
+        groups.thaw("i")
+        process.child.kill()
+        process.child.wait()
+
+
 async def test_the_states_follow_the_published_order(way: CudaWay, groups: Groups) -> None:
     process = spawn(64)
     try:

@@ -73,6 +73,15 @@ class Resumed:
 
 
 @dataclass(frozen=True)
+class Spilled:
+    """Its snapshot went from host memory to swap: `freed_bytes` of it. `error`: it did not."""
+
+    instance_id: str
+    freed_bytes: int = 0
+    error: ErrorBody | None = None
+
+
+@dataclass(frozen=True)
 class ResumeFailed:
     instance_id: str
     error: ErrorBody
@@ -196,6 +205,7 @@ Event = (
     | SuspendFailed
     | Resumed
     | ResumeFailed
+    | Spilled
     | Assessed
     | Measured
     | EngineForked
@@ -247,6 +257,14 @@ class Resume:
 
     instance_id: str
     way: SuspendWay | None
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Write a suspended instance's snapshot to swap; answered by `Spilled`."""
+
+    instance_id: str
+    way: SuspendWay
 
 
 @dataclass(frozen=True)
@@ -324,6 +342,7 @@ Effect = (
     | AskHold
     | Suspend
     | Resume
+    | Spill
     | Assess
     | Ping
     | Signal

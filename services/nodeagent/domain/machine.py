@@ -30,6 +30,7 @@ from services.nodeagent.domain.events import (
     Resumed,
     ResumeFailed,
     Shutdown,
+    Spilled,
     StartCommand,
     StopCommand,
     SuspendCommand,
@@ -58,6 +59,8 @@ def _dispatch(turn: Turn, event: Event) -> None:
             stopping.on_stop(turn, event)
         case SuspendCommand() | ResumeCommand() | HoldAnswered() | Suspended() | SuspendFailed() | Resumed() | ResumeFailed():
             _park(turn, event)
+        case Spilled():
+            parking.on_spilled(turn, event)
         case Assessed():
             parking.on_assessed(turn, event)
         case Measured():

@@ -19,6 +19,8 @@ from services.nodeagent.domain.events import (
     Measured,
     Reply,
     Resume,
+    Spill,
+    Spilled,
     StopCommand,
     Suspend,
     SuspendCommand,
@@ -30,9 +32,11 @@ from services.nodeagent.domain.state import EarlyAsk, IdleAsk, Instance, Lap, No
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
-from shared.contracts.node import InstanceState, StopInstance
+from shared.contracts.node import InstanceState, StopInstance, SuspendWay
 from shared.errors import EngineFailed, InstanceBusy
 
+IN_HOST_MEMORY: tuple[SuspendWay, ...] = ("cuda", "sleep_cuda")
+"""Ways whose snapshots are host memory of frozen processes."""
 LEAK_FACTOR = 1.25
 LEAK_FLOOR = 64 * 1024 * 1024
 """An engine that uses this much, and this part, more than after its start has leaked: it is started anew rather than suspended again."""
@@ -194,6 +198,7 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
         frees_bytes=event.freed_bytes,
         left_bytes=event.left_bytes,
         snapshot_bytes=event.snapshot_bytes,
+        spilled="",
         need_bytes=need,
         used_bytes=most,
         base_bytes=most if p.resumes <= 1 else p.base_bytes,
@@ -232,14 +237,41 @@ def _give_up(turn: Turn, instance: Instance, error: ErrorBody) -> None:
 
 
 def make_room(turn: Turn, wanted: int, but: str) -> bool:
-    """Have the coldest suspended instances fall to stopped until `wanted` more bytes are within the budget; whether they are then."""
+    """Have the coldest suspended instances fall, to disk where what they keep is host memory that can go to swap, else to stopped, until
+    `wanted` more bytes are within the budget; whether they are then. What page-out keeps is in swap already: there is nothing to write."""
     while turn.state.snapshots_kept(but) + wanted > turn.state.snapshot_budget:
-        parked = [i for i in turn.state.instances.values() if i.state.parked and not i.stop_asked and i.instance_id != but]
+        parked = [
+            i
+            for i in turn.state.instances.values()
+            if i.state.parked
+            and not i.stop_asked
+            and i.instance_id != but
+            and i.parking.spilled != "writing"
+            and i.parking.snapshot_bytes
+        ]
         if not parked:
             return False
         coldest = min(parked, key=lambda i: (i.parking.suspended.at if i.parking.suspended else 0.0, i.instance_id))
-        stopping.begin(turn, coldest, 0.0, "the coldest, and the node's snapshot budget is used up")
+        way = coldest.parking.outlook.way
+        if turn.state.spills and way in IN_HOST_MEMORY and not coldest.parking.spilled:
+            turn.park(coldest, spilled="writing")
+            turn.emit(Spill(coldest.instance_id, way))
+        else:
+            stopping.begin(turn, coldest, 0.0, "the coldest, and the node's snapshot budget is used up")
     return True
+
+
+def on_spilled(turn: Turn, event: Spilled) -> None:
+    """What is in swap now is not in host memory any more. If it could not be written the budget is looked at again, without that."""
+    instance = turn.find(event.instance_id)
+    if instance is None or instance.parking.spilled != "writing":
+        return
+    if event.error is None:
+        left = max(0, instance.parking.snapshot_bytes - event.freed_bytes)
+        turn.park(instance, spilled="written", snapshot_bytes=left)
+    else:
+        turn.park(instance, spilled="refused")
+        make_room(turn, 0, "")
 
 
 # What is found out.

@@ -68,7 +68,7 @@ def reserve_and_resume(turn: Turn, instance: Instance, wait_s: float, priority: 
 def begin_resume(turn: Turn, instance: Instance) -> None:
     """Its bytes are booked."""
     instance = instance.model_copy(update={"state": InstanceState.RESUMING, "phase": Phase.RESTORE, "progress_at": turn.now})
-    turn.park(instance, begun_at=turn.now)
+    turn.park(instance, begun_at=turn.now, spilled="")
     turn.emit(Resume(instance.instance_id, instance.parking.outlook.way))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import Reservation
@@ -69,6 +70,7 @@ class Parking(Frozen):
     frees_bytes: int = 0
     left_bytes: int = 0
     snapshot_bytes: int = 0
+    spilled: Literal["", "writing", "written", "refused"] = ""
     need_bytes: int = 0
     used_bytes: int = 0
     base_bytes: int = 0
@@ -162,6 +164,8 @@ class NodeState:
     stopping: bool = False
     queue: tuple[Reservation, ...] = ()
     snapshot_budget: int = 0
+    spills: bool = False
+    """Snapshots in host memory can be written to swap here."""
 
     @property
     def snapshot_bytes(self) -> int:
@@ -169,9 +173,9 @@ class NodeState:
         return sum(i.parking.snapshot_bytes for i in self.instances.values() if i.process is Process.ALIVE)
 
     def snapshots_kept(self, but: str) -> int:
-        """Of those that are not being stopped, and not of `but`: what the budget has to hold."""
+        """Of those that are not being stopped or written to swap, and not of `but`: what the budget has to hold."""
         kept = (i for i in self.instances.values() if i.process is Process.ALIVE and not i.stop_asked and i.instance_id != but)
-        return sum(i.parking.snapshot_bytes for i in kept)
+        return sum(i.parking.snapshot_bytes for i in kept if i.parking.spilled != "writing")
 
     def live(self) -> tuple[Instance, ...]:
         """Instances that still hold something."""

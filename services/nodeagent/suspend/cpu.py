@@ -21,9 +21,6 @@ from shared.errors import EngineFailed, PermissionDenied
 log = logging.getLogger(__name__)
 _MOST_LEFT = 0.9
 """An engine that keeps more than nine tenths of its memory is not worth keeping."""
-_PASSES = 3
-_FEW_LEFT = 0.1
-"""A page that was on its way elsewhere when it was advised (in a pagevec, under writeback) goes with the next pass, if many are left."""
 _SWAP_MARGIN = 1.05
 _Touched = dict[int, list[tuple[int, int]]]
 """By process: (address, bytes) of what it had in memory."""
@@ -85,7 +82,7 @@ class CpuWay:
             # The first time nobody knows what it needs: all of it is there because it was just made.
             again = target.instance_id in self._touched
             self._touched[target.instance_id] = _resident(pids) if again else {}
-            after = self._page_out(pids, before.pss + before.swap)
+            after = memory.page_out(pids, before.pss + before.swap)
         except (PermissionDenied, EngineFailed, OSError) as e:
             self._groups.thaw(target.instance_id)
             raise CannotSuspend(e.message if isinstance(e, PermissionDenied | EngineFailed) else str(e)) from e
@@ -102,19 +99,6 @@ class CpuWay:
             extra={"instance": target.instance_id, "before": before.pss, "after": after.pss, "took_s": time.monotonic() - begun},
         )
         return Taken(before.pss, after.pss, after.swap)
-
-    def _page_out(self, pids: tuple[int, ...], whole: int) -> memory.Footprint:
-        found = memory.Footprint()
-        for _ in range(_PASSES):
-            for pid in pids:
-                try:
-                    memory.advise(pid, memory.mappings(pid), memory.MADV_PAGEOUT)
-                except (FileNotFoundError, ProcessLookupError):
-                    continue
-            found = memory.footprint(pids)
-            if found.pss <= _FEW_LEFT * whole:
-                break
-        return found
 
     async def resume(self, target: Target) -> None:
         """What it touched since it last came back is read ahead, all processes at once: the engine's own faults would ask for it piece by

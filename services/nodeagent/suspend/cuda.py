@@ -14,18 +14,19 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from services.nodeagent.domain.state import Outlook
+from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.memory import footprint
 from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from shared.contracts.node import SuspendWay
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, PermissionDenied
 
 log = logging.getLogger(__name__)
 LEAST_DRIVER = 570
 _LOCK_TIMEOUT_MS = 10_000
 _LEAST_FREED = 0.5
+_FOR_SPILLING = {memory.CAP_SYS_NICE: "CAP_SYS_NICE", memory.CAP_SYS_PTRACE: "CAP_SYS_PTRACE"}
 _SINGLE_PROCESS_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 """What cannot be checkpointed of NCCL must be off where an engine has several devices."""
 
@@ -123,6 +124,7 @@ class CudaWay:
         self._groups = groups
         self._gauge = gauge
         self._rates = Rates(left=0.0, resume_bytes_per_s=10e9, least_resume_s=0.3)
+        self._spilled: set[str] = set()
 
     def unavailable(self) -> str:
         return self._reason
@@ -150,7 +152,7 @@ class CudaWay:
             raise CannotSuspend(
                 "the bytes of its processes cannot be read here (NVML knows them by other pids): nothing could be proved"
             )
-        host = footprint(target.pids).pss
+        host = memory.footprint(target.pids).pss
         try:
             for pid in pids:
                 driver.lock(pid, _LOCK_TIMEOUT_MS)
@@ -165,7 +167,7 @@ class CudaWay:
         if used - left < _LEAST_FREED * used:
             self._undo(driver, target, pids)
             raise CannotSuspend(f"checkpointed, and {left >> 20} of {used >> 20} MiB are still in use on the device")
-        return Taken(used, left, max(used - left, footprint(target.pids).pss - host))
+        return Taken(used, left, max(used - left, memory.footprint(target.pids).pss - host))
 
     async def resume(self, target: Target) -> None:
         try:
@@ -173,8 +175,42 @@ class CudaWay:
         except EngineFailed as e:
             raise RestoreFailed(e.message) from e
 
+    def cannot_spill(self) -> str:
+        """Why snapshots cannot be written to swap here; empty if they can."""
+        if memory.swap_space().total == 0:
+            return "this machine has no swap (`thaw doctor --fix` sets some up)"
+        if not self._groups.available:
+            return f"engines cannot be frozen: {self._groups.reason}"
+        lacking = [n for c, n in _FOR_SPILLING.items() if not memory.has_capability(c)]
+        return f"the nodeagent lacks {' and '.join(lacking)}" if lacking else ""
+
+    async def spill(self, target: Target) -> int:
+        """Write the snapshot of a suspended engine, which is memory of its frozen processes, to swap; the bytes of host memory that came free.
+        Raises `CannotSuspend`; its snapshot is then where it was."""
+        return await asyncio.to_thread(self._spill, target)
+
+    def _spill(self, target: Target) -> int:
+        try:
+            if why := self.cannot_spill():
+                raise EngineFailed(why)
+            before = memory.footprint(target.pids)
+            if before.pss > memory.swap_space().free:
+                raise EngineFailed(f"{before.pss >> 20} MiB do not fit the swap that is free")
+            after = memory.page_out(target.pids, before.pss + before.swap)
+        except (EngineFailed, PermissionDenied, OSError) as e:
+            raise CannotSuspend(e.message if isinstance(e, EngineFailed | PermissionDenied) else str(e)) from e
+        freed = before.pss - after.pss
+        if freed < _LEAST_FREED * before.pss:
+            raise CannotSuspend(f"only {max(0, freed) >> 20} of {before.pss >> 20} MiB went to swap: the rest is locked or shared")
+        self._spilled.add(target.instance_id)
+        return freed
+
     def _resume(self, target: Target) -> None:
         driver = self._there()
+        if target.instance_id in self._spilled:
+            self._spilled.discard(target.instance_id)
+            with contextlib.suppress(EngineFailed, PermissionDenied, OSError):  # the driver's own reads bring it back as well
+                memory.page_in(target.pids)
         self._groups.thaw(target.instance_id)
         states = {pid: driver.state(pid) for pid in target.pids}
         broken = [pid for pid, state in states.items() if state is State.FAILED]
@@ -206,7 +242,7 @@ class CudaWay:
                     driver.unlock(pid)
 
     def forget(self, instance_id: str) -> None:
-        """Nothing is kept of one instance alone."""
+        self._spilled.discard(instance_id)
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         self._rates = self._rates.resumed(snapshot_bytes, took_s)

@@ -12,7 +12,7 @@ from services.nodeagent.domain.choosing import choose
 from services.nodeagent.domain.state import Instance, Outlook
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target, Way
+from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Spilling, Taken, Target, Way
 from shared.contracts import subjects
 from shared.contracts.base import Message, Request
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
@@ -94,6 +94,17 @@ class Keeper:
         taken = await self._ways[name].suspend(target)
         self._frozen[instance.instance_id] = target
         return taken
+
+    def can_spill(self) -> bool:
+        """Whether snapshots in host memory can be written to swap here. Blocking."""
+        return any(isinstance(way, Spilling) and not way.unavailable() and not way.cannot_spill() for way in self._ways.values())
+
+    async def spill(self, instance: Instance, name: SuspendWay) -> int:
+        """Bytes of host memory that came free. Raises `CannotSuspend`."""
+        way, target = self._ways[name], self._frozen.get(instance.instance_id)
+        if not isinstance(way, Spilling):
+            raise CannotSuspend(f"what is suspended by way of {name} has nothing to be written to swap")
+        return await way.spill(target if target is not None else await asyncio.to_thread(self.target, instance))
 
     async def resume(self, instance: Instance, name: SuspendWay | None) -> int:
         """Bring it back and look at it: its health, its tokens, its bytes; the bytes that it holds. Raises `RestoreFailed`."""

@@ -17,6 +17,9 @@ PROCESS_MADVISE = 440
 MADV_WILLNEED = 3
 MADV_PAGEOUT = 21
 _BATCH = 512
+_PASSES = 3
+_FEW_LEFT = 0.1
+"""A page that was on its way elsewhere when it was advised (in a pagevec, under writeback) goes with the next pass, if many are left."""
 _STEP = 64 * 1024 * 1024
 """A mapping is advised in steps of this size, so that a failure of one part leaves the others."""
 _UNTOUCHABLE = ("[vvar]", "[vdso]", "[vsyscall]", "[vvar_vclock]", "[uprobes]")
@@ -97,6 +100,31 @@ def advise(pid: int, ranges: Iterable[tuple[int, int]], advice: int) -> int:
         return sum(_advise(descriptor, pieces[i : i + _BATCH], advice) for i in range(0, len(pieces), _BATCH))
     finally:
         os.close(descriptor)
+
+
+def page_out(pids: Iterable[int], whole: int) -> Footprint:
+    """Have the kernel write the pages of frozen processes to swap; what they hold then, of `whole` bytes before."""
+    known = tuple(pids)
+    found = Footprint()
+    for _ in range(_PASSES):
+        for pid in known:
+            try:
+                advise(pid, mappings(pid), MADV_PAGEOUT)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        found = footprint(known)
+        if found.pss <= _FEW_LEFT * whole:
+            break
+    return found
+
+
+def page_in(pids: Iterable[int]) -> None:
+    """Have the kernel read ahead all that processes have in swap."""
+    for pid in pids:
+        try:
+            advise(pid, mappings(pid), MADV_WILLNEED)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
 
 
 def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

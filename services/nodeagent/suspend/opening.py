@@ -18,6 +18,7 @@ from services.nodeagent.suspend.keeper import Keeper
 from services.nodeagent.suspend.memory import swap_space
 from services.nodeagent.suspend.port import Way
 from services.nodeagent.suspend.sleep import SleepWay
+from services.nodeagent.suspend.sleep_cuda import SleepCudaWay
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, SleepEngine
 from shared.contracts.node import SuspendWay
@@ -48,7 +49,8 @@ def open_keeper(settings: NodeagentSettings, devices: Mapping[str, Device], mesh
         if settings.suspend == "auto" and "cpu" in kinds:
             ways["cpu"] = CpuWay(groups)
         if settings.suspend == "auto" and "cuda" in kinds:
-            ways["cuda"] = CudaWay(*open_driver(load_nvml()), groups, gauge)
+            ways["cuda"] = cuda = CudaWay(*open_driver(load_nvml()), groups, gauge)
+            ways["sleep_cuda"] = SleepCudaWay(cuda, sleep, gauge)
         ways["sleep"] = SleepWay(gauge, sleep)
     log.info(
         "suspending",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from services.nodeagent.domain.state import Outlook
 from shared.contracts.node import SuspendWay
@@ -82,4 +82,19 @@ class Way(Protocol):
 
     def forget(self, instance_id: str) -> None:
         """The instance has ended."""
+        ...
+
+
+@runtime_checkable
+class Spilling(Protocol):
+    """A way whose snapshots lie in host memory and can go on to swap."""
+
+    def unavailable(self) -> str: ...
+
+    def cannot_spill(self) -> str:
+        """Why not on this node; empty if they can. Blocking."""
+        ...
+
+    async def spill(self, target: Target) -> int:
+        """Bytes of host memory that came free. Raises `CannotSuspend`, with the snapshot where it was."""
         ...

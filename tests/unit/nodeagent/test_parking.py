@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.nodeagent.domain import events as e
+from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import Outlook
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
-from shared.contracts.node import InstanceState
+from shared.contracts.node import InstanceState, SuspendWay
 from shared.errors import EngineFailed, InstanceBusy, StaleToken
 from tests.unit.nodeagent.world import EPOCH, ERROR, POSSIBLE, World, report, resume, start, suspend
 
@@ -195,3 +198,44 @@ def test_the_coldest_snapshot_falls_to_stopped(w: World) -> None:
 def test_a_snapshot_that_turns_out_too_big_goes(w: World) -> None:
     w.suspended(snapshot=121)
     assert w["i"].stop_asked
+
+
+def test_the_coldest_snapshot_in_host_memory_goes_to_swap_first(w: World) -> None:
+    two_snapshots(w, way="cuda")
+    assert e.Spill("a", "cuda") in w.effects
+    assert not w["a"].stop_asked
+    w.hear(e.Spilled("a", freed_bytes=70))
+    assert (w["a"].parking.spilled, w["a"].parking.snapshot_bytes) == ("written", 0)
+    assert w.state.snapshots_kept("") == 70
+
+
+def test_a_snapshot_that_cannot_be_written_falls_to_stopped(w: World) -> None:
+    two_snapshots(w, way="cuda")
+    w.hear(e.Spilled("a", error=ERROR))
+    assert w["a"].stop_asked
+    assert w["b"].state is SUSPENDED
+
+
+def test_what_page_out_keeps_is_in_swap_already(w: World) -> None:
+    two_snapshots(w, way="cpu")
+    assert not [x for x in w.effects if isinstance(x, e.Spill)]
+    assert w["a"].stop_asked
+
+
+def test_one_that_was_written_out_comes_back_and_can_be_written_again(w: World) -> None:
+    two_snapshots(w, way="cuda")
+    w.hear(e.ResumeCommand(resume("a"), 5))
+    assert w["a"].state is RESUMING
+    w.hear(e.Spilled("a", freed_bytes=70))  # told too late
+    assert w["a"].parking.spilled == ""
+
+
+def two_snapshots(w: World, way: SuspendWay) -> None:
+    """Of 70 bytes each, on a node that keeps 120; `a` is the older."""
+    w.state = replace(w.state, spills=True, ledger=Ledger({"cpu:0": 1000}))
+    for name, pid in (("a", 7), ("b", 8)):
+        w.ready(name, pid)
+        w.hear(e.Assessed(name, POSSIBLE.model_copy(update={"way": way}), 60))
+        w.hear(e.SuspendCommand(suspend(name), 2), after=1.0)
+        w.hear(e.HoldAnswered(name, False))
+        w.hear(e.Suspended(name, freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=70))

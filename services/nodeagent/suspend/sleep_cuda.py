@@ -1,0 +1,82 @@
+"""First by the engine's own means, then by CUDA's checkpoint: asleep at level 1 it has dropped its KV cache and moved its weights to host memory, so
+that little is left on the device to be copied. Brought back in the opposite order; the engine is woken as after any suspension.
+
+SwapServeLLM, 3.3: the engine's help makes the snapshot small. Whether it is quicker than the checkpoint alone is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.nodeagent.domain.state import Outlook
+from services.nodeagent.suspend.cuda import CudaWay
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.memory import footprint
+from services.nodeagent.suspend.port import CannotSuspend, Taken, Target
+from services.nodeagent.suspend.rates import Rates
+from services.nodeagent.suspend.sleep import Sleep
+from shared.contracts.node import SuspendWay
+from shared.errors import ThawError
+
+_LEVEL = 1
+_KEPT_SHARE = 0.5
+"""Of what is on the device, so much is expected to be weights before the first time; the rest, the KV cache, is not kept."""
+
+
+class SleepCudaWay:
+    name: SuspendWay = "sleep_cuda"
+
+    def __init__(self, cuda: CudaWay, sleep: Sleep, gauge: Gauge) -> None:
+        self._cuda = cuda
+        self._sleep = sleep
+        self._gauge = gauge
+        self._rates = Rates(left=0.0, resume_bytes_per_s=5e9, least_resume_s=0.6)
+        self._kept_share = _KEPT_SHARE
+
+    def unavailable(self) -> str:
+        return self._cuda.unavailable()
+
+    def outlook(self, target: Target) -> Outlook:
+        if _LEVEL not in target.sleep_levels:
+            return Outlook(reason=f"{target.engine} has no sleep of level {_LEVEL} here")
+        alone = self._cuda.outlook(target)
+        if alone.way is None:
+            return alone
+        snapshot = int((alone.left_bytes + alone.snapshot_bytes) * self._kept_share)
+        return Outlook(
+            way="sleep_cuda",
+            left_bytes=alone.left_bytes,
+            snapshot_bytes=snapshot,
+            resume_s=self._rates.resume_s(snapshot),
+        )
+
+    async def suspend(self, target: Target) -> Taken:
+        """If the checkpoint fails the engine sleeps, and is woken by whoever wants it back."""
+        used = await asyncio.to_thread(self._gauge.used, target)
+        host = await asyncio.to_thread(footprint, target.pids)
+        try:
+            await self._sleep(target.instance_id, _LEVEL)
+        except ThawError as e:
+            raise CannotSuspend(f"the engine would not sleep: {e.message}") from e
+        taken = await self._cuda.suspend(target)
+        now = await asyncio.to_thread(footprint, target.pids)
+        snapshot = max(taken.snapshot_bytes, now.pss - host.pss)
+        if used:
+            self._kept_share += 0.3 * (snapshot / used - self._kept_share)
+        return Taken(max(used, taken.used_bytes), taken.left_bytes, snapshot)
+
+    async def resume(self, target: Target) -> None:
+        await self._cuda.resume(target)
+
+    def cannot_spill(self) -> str:
+        return self._cuda.cannot_spill()
+
+    async def spill(self, target: Target) -> int:
+        """Also the weights that the engine has moved to host memory go."""
+        return await self._cuda.spill(target)
+
+    def forget(self, instance_id: str) -> None:
+        self._cuda.forget(instance_id)
+
+    def learn(self, snapshot_bytes: int, took_s: float) -> None:
+        self._rates = self._rates.resumed(snapshot_bytes, took_s)

@@ -1,0 +1,54 @@
+"""Snapshots of the CUDA checkpoint, host memory of frozen processes, written to swap: real processes and pages, a driver of dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from services.nodeagent.suspend import memory
+from services.nodeagent.suspend.cuda import CudaWay
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.port import CannotSuspend, Target
+from tests.integration.suspend.test_page_out import MIB, Tree
+from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
+
+
+@pytest.fixture
+def tree(able: None, swap: memory.Swap, groups: Groups) -> Iterator[Tree]:
+    found = Tree(60, 1)
+    yield found
+    groups.kill("i")
+    found.close()
+
+
+def on_gpu(tree: Tree, groups: Groups) -> tuple[CudaWay, Target]:
+    target = Target("i", "vllm", ("cuda:0",), tree.target(groups).pids, hosted=True)
+    driver = FakeDriver(dict.fromkeys(target.pids, 1 << 30))
+    return CudaWay(driver, "", groups, Gauge({"cuda:0": FakeGpu(driver)})), target
+
+
+async def test_a_snapshot_goes_to_swap_and_comes_back_byte_for_byte(tree: Tree, groups: Groups) -> None:
+    before = tree.digest()
+    way, target = on_gpu(tree, groups)
+    assert way.cannot_spill() == ""
+    await way.suspend(target)
+    held = memory.footprint(target.pids).pss
+    freed = await way.spill(target)
+    assert freed >= 100 * MIB
+    assert memory.footprint(target.pids).pss == pytest.approx(held - freed, abs=2 * MIB)
+    assert groups.frozen("i")
+    await way.resume(target)
+    assert tree.digest() == before
+
+
+async def test_without_the_rights_it_stays_where_it_is(tree: Tree, groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, target = on_gpu(tree, groups)
+    await way.suspend(target)
+    monkeypatch.setattr(memory, "has_capability", lambda number: number != memory.CAP_SYS_NICE)
+    with pytest.raises(CannotSuspend, match="lacks CAP_SYS_NICE"):
+        await way.spill(target)
+    monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(0, 0))
+    assert "no swap" in way.cannot_spill()
+    await way.resume(target)

@@ -1,0 +1,94 @@
+"""The engine's own sleep before the driver's checkpoint: order, what is left to copy, and what happens when either fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.nodeagent.domain.choosing import choose
+from services.nodeagent.suspend.cuda import CudaWay, State
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.port import CannotSuspend, Target
+from services.nodeagent.suspend.sleep_cuda import SleepCudaWay
+from shared.contracts.engine import EngineAsleep
+from shared.errors import EngineFailed
+from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
+from tests.unit.suspend.test_cuda import GIB, A, B, Frozen
+
+
+class Sleeper:
+    """An engine that drops all but a gibibyte of `A` when it sleeps."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+        self.refuses = False
+
+    async def __call__(self, instance_id: str, level: int) -> EngineAsleep:
+        self._driver.calls.append((f"sleep {level}", 0))
+        if self.refuses:
+            raise EngineFailed("it is busy")
+        self._driver.held[A] = GIB
+        return EngineAsleep(level=level, took_ms=1.0)
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver({A: 40 * GIB, B: GIB})
+
+
+def ways(driver: FakeDriver) -> tuple[CudaWay, SleepCudaWay, Sleeper]:
+    gauge = Gauge({"cuda:0": FakeGpu(driver)})
+    cuda, sleeper = CudaWay(driver, "", Frozen(driver), gauge), Sleeper(driver)
+    return cuda, SleepCudaWay(cuda, sleeper, gauge), sleeper
+
+
+def target(*levels: int) -> Target:
+    return Target("i", "vllm", ("cuda:0",), (A, B), hosted=True, sleep_levels=levels)
+
+
+async def test_it_sleeps_and_is_then_checkpointed(driver: FakeDriver) -> None:
+    _, both, _ = ways(driver)
+    taken = await both.suspend(target(1, 2))
+    assert [c for c, _ in driver.calls] == ["sleep 1", "lock", "lock", "checkpoint", "checkpoint", "freeze"]
+    assert (taken.used_bytes, taken.left_bytes, taken.snapshot_bytes) == (41 * GIB, 0, 2 * GIB)
+    driver.calls.clear()
+    await both.resume(target(1, 2))
+    assert [c for c, _ in driver.calls] == ["thaw", "restore", "restore", "unlock", "unlock"]
+
+
+async def test_an_engine_that_would_not_sleep_is_left_alone(driver: FakeDriver) -> None:
+    _, both, sleeper = ways(driver)
+    sleeper.refuses = True
+    with pytest.raises(CannotSuspend, match="would not sleep: it is busy"):
+        await both.suspend(target(1))
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_a_checkpoint_that_fails_leaves_it_asleep_and_running(driver: FakeDriver) -> None:
+    _, both, _ = ways(driver)
+    driver.fails.add(("checkpoint", B))
+    with pytest.raises(CannotSuspend, match="checkpoint of pid"):
+        await both.suspend(target(1))
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+def test_without_a_sleep_of_its_own_there_is_nothing_to_combine(driver: FakeDriver) -> None:
+    _, both, _ = ways(driver)
+    assert both.outlook(target()).way is None
+    assert "no sleep of level 1" in both.outlook(target(2)).reason
+
+
+async def test_the_quicker_one_is_taken_by_what_was_measured(driver: FakeDriver) -> None:
+    cuda, both, _ = ways(driver)
+
+    def chosen() -> str | None:
+        return choose((cuda.outlook(target(1)), both.outlook(target(1)))).way
+
+    assert chosen() == "cuda"
+    cuda.learn(41 * GIB, 20.0)
+    assert chosen() == "sleep_cuda"
+    await both.suspend(target(1))
+    driver.held[A] = 40 * GIB
+    await both.resume(target(1))
+    for _ in range(10):
+        both.learn(2 * GIB, 60.0)
+    assert chosen() == "cuda"

@@ -55,14 +55,12 @@ def run(options: Options) -> Result:
     )
     gains(result, "serverless vLLM", 2.1, 4.7)
     gains(result, "ServerlessLLM", 1.7, 3.1)
-    single = result.row(device="a10", model="OPT-6.7B", system="HydraServe, one worker")
-    cached = result.row(device="a10", model="OPT-6.7B", system="ServerlessLLM, cached")
-    less = single.over(cached, "ttft_s")
-    result.order(
-        "8.2",
-        "OPT-6.7B: one worker quicker than ServerlessLLM with the model cached (V100)",
-        *_v100(result) if less.mean >= 1 else (less, True),
-    )
+    for kind in c.FIG7:
+        single, cached = (
+            result.row(device=kind, model="OPT-6.7B", system=s) for s in ("HydraServe, one worker", "ServerlessLLM, cached")
+        )
+        less = single.over(cached, "ttft_s")
+        result.order("8.2", f"OPT-6.7B on {kind}: one worker quicker than ServerlessLLM with the model cached", less, less.mean < 1)
     result.notes.append(
         f"The times beside the bytes come from the {c.CALIBRATION} rows (not compared otherwise); nothing is drawn: one run."
     )
@@ -73,14 +71,6 @@ def run(options: Options) -> Result:
             seconds = ", ".join(f"{r.label['system']} {r['ttft_s']}" for r in part.rows)
             result.notes.append(f"Sensitivity, times beside the bytes x {factor}, Llama2-7B on A10: {seconds}.")
     return result
-
-
-def _v100(result: Result) -> tuple[object, bool]:
-    single, cached = (
-        result.row(device="v100", model="OPT-6.7B", system=s) for s in ("HydraServe, one worker", "ServerlessLLM, cached")
-    )
-    less = single.over(cached, "ttft_s")
-    return less, less.mean < 1
 
 
 def gains(result: Result, system: str, least: float, most: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from statistics import fmean
 
@@ -81,14 +81,20 @@ def named(models: Sequence[c.Model]) -> list[str]:
 
 
 def single(
-    profile: Profile, level: str, batch: float, count: int, models: Sequence[c.Model] = c.MODELS, shown: str = "", **more: float
+    profile: Profile,
+    level: str,
+    batch: float,
+    count: int,
+    models: Sequence[c.Model] = c.MODELS,
+    shown: str = "",
+    more: Mapping[str, float] | None = None,
 ) -> Case:
-    """Fig. 8 and 12: one device."""
+    """Fig. 8 and 12: one device. `more`: other constants of `cluster`."""
     ours, names = profile is TANGRAM, named(models)
     gap = c.GAP_S.value
     parts = label(locality=level, batch=f"{batch:g}", pool=shown or f"{sum(m.gb for m in models):.0f} GB", policy=profile.name)
     traffic: Callable[[int], Sequence[Request]] = lambda seed: sequence(names, level, count, gap, seed)  # noqa: E731  # it is a field
-    return Case(parts, cluster(ours, **more), groups(ours, models, names, batch, c.DEVICE_GB.value), traffic, profile)  # type: ignore[arg-type]  # sensitivity
+    return Case(parts, cluster(ours, **(more or {})), groups(ours, models, names, batch, c.DEVICE_GB.value), traffic, profile)  # type: ignore[arg-type]  # sensitivity
 
 
 def measure(outcome: Outcome) -> Figures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.papers import tangram as t
 from bench.papers.constants import tangram as c
 from bench.papers.core import Options, Result, Row, estimate
+from services.scheduler.simulation.report import Outcome
 
 NAME = "tangram-fig12"
 BATCHES = (1, 16, 64)
@@ -65,5 +66,5 @@ def run(options: Options) -> Result:
     return result
 
 
-def part(outcome: t.Outcome) -> dict[str, float]:
+def part(outcome: Outcome) -> dict[str, float]:
     return {k: v for k, v in t.measure(outcome).items() if " " not in k}

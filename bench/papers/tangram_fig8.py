@@ -34,7 +34,7 @@ def run(options: Options) -> Result:
             for factor in (0.5, 1.5):
                 part = Result("", "")
                 part.measured(
-                    [t.single(p, LEVEL, batch, count, **{name: constant.value * factor}) for p in (t.SLLM_CM, t.TANGRAM)],
+                    [t.single(p, LEVEL, batch, count, more={name: constant.value * factor}) for p in (t.SLLM_CM, t.TANGRAM)],
                     options,
                     t.measure,
                 )

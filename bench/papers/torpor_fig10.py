@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 
 from bench.papers import torpor as t
 from bench.papers.constants import torpor as c
 from bench.papers.core import Options, Result
+from bench.papers.traffic import bursts
 from services.scheduler.domain.policies import baselines
 from services.scheduler.domain.policies.baselines import infless_keep
 
@@ -17,7 +19,7 @@ FUNCTIONS = 160
 def run(options: Options) -> Result:
     result = Result(NAME, "160 functions on four V100")
     seconds = options.seconds(c.DURATION_S.value / 2)
-    result.measured([t.case(FUNCTIONS, p, seconds) for p in (t.torpor.PROFILE, baselines.NATIVE)], options, t.measure)
+    result.measured([t.case(FUNCTIONS, p, seconds) for p in (t.VARIANTS[0], baselines.NATIVE)], options, t.measure)
     result.measured([t.case(FUNCTIONS, baselines.INFLESS_KA, seconds, keep_s=keep_alive(seconds))], options, t.measure)
     ours, native, infless = (result.row(policy=p) for p in ("torpor", "native", "infless-ka"))
     for row, executed, compliant in ((ours, 160, 160), (native, c.NATIVE_OF_160, None), (infless, 112, 7)):
@@ -32,11 +34,11 @@ def run(options: Options) -> Result:
     if options.sensitivity:
         for cv in (0.5, 1.5):
             part = Result("", "")
-            part.measured([t.case(FUNCTIONS, t.torpor.PROFILE, seconds, cv=cv)], options.few, t.measure)
+            part.measured([t.case(FUNCTIONS, t.VARIANTS[0], seconds, cv=cv)], options.few, t.measure)
             result.notes.append(f"Sensitivity, arrivals with CV {cv}: Torpor's functions that comply {part.rows[0]['compliant']}.")
         for factor in (0.5, 1.5):
             part = Result("", "")
-            part.measured([t.case(FUNCTIONS, t.torpor.PROFILE, seconds, nvlink=c.NVLINK.value * factor)], options.few, t.measure)
+            part.measured([t.case(FUNCTIONS, t.VARIANTS[0], seconds, nvlink=c.NVLINK.value * factor)], options.few, t.measure)
             result.notes.append(f"Sensitivity, NVLink x {factor}: Torpor's functions that comply {part.rows[0]['compliant']}.")
     return result
 
@@ -44,5 +46,5 @@ def run(options: Options) -> Result:
 def keep_alive(seconds: float) -> float:
     """INFless-KA's lifespan from the function's past: the tail of the gaps between requests of a function of the mean rate."""
     rate = (c.RATE_LOW.value + c.RATE_HIGH.value) / 2 / 60
-    times = t.bursts(rate, 100 / rate, 1.0, t.Random("infless"))
+    times = bursts(rate, 100 / rate, 1.0, Random("infless"))
     return infless_keep([], [b - a for a, b in pairwise(times)], seconds)

@@ -16,7 +16,7 @@ DEADLINES = (0.15, 0.25)
 def run(options: Options) -> Result:
     result = Result(NAME, "six nodes: functions that comply, and how even the devices' loads are")
     seconds = options.seconds(c.DURATION_S.value / 4)
-    policies = (t.torpor.PROFILE, t.SIMPLE, t.NONSWAP, baselines.NATIVE)
+    policies = (t.VARIANTS[0], t.SIMPLE, t.NONSWAP, baselines.NATIVE)
     nodes = int(c.NODES.value)
     result.measured((t.case(n, p, seconds, *DEADLINES, nodes=nodes) for n in FUNCTIONS for p in policies), options, t.measure)
     ours, simple, nonswap, native = (result.row(functions="1000", policy=p.name) for p in policies)

@@ -15,7 +15,7 @@ FUNCTIONS = 560
 def run(options: Options) -> Result:
     result = Result(NAME, "FIFO and SLO-aware queueing, deadlines of 60 to 80 ms")
     seconds = options.seconds(c.DURATION_S.value / 4)
-    policies = (t.torpor.PROFILE, t.VARIANTS[1])
+    policies = (t.VARIANTS[0], t.VARIANTS[1])
     result.measured((t.case(FUNCTIONS, p, seconds, deadline) for deadline in DEADLINES for p in policies), options, t.measure)
     for deadline in DEADLINES:
         ms = str(round(deadline * 1e3))

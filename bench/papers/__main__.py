@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.papers.constants import Constant
-from bench.papers.core import Options, printed, write
+from bench.papers.core import Options, printed, summary, write
 
 EXPERIMENTS = (
     *(f"serverlessllm_fig{n}" for n in (8, 9, 10, 11, 12)),
@@ -47,7 +47,13 @@ def main() -> None:
     parser.add_argument("--no-sensitivity", action="store_true", help="leave out the runs with constants at ±50 %%")
     parser.add_argument("--json", type=Path, metavar="DIR", help="write one file for each experiment")
     parser.add_argument("--constants", action="store_true", help="print the constants and where they come from")
+    parser.add_argument(
+        "--summary", type=Path, metavar="DIR", help="print one table of the statements in such files, and run nothing"
+    )
     args = parser.parse_args()
+    if args.summary is not None:
+        print(summary(args.summary))
+        return
     if args.constants:
         print(constants())
         return

@@ -268,3 +268,16 @@ def write(results: Sequence[Result], directory: Path, settings: Mapping[str, Any
     for result in results:
         document = {**result.document(), "settings": dict(settings)}
         (directory / f"{result.name}.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
+
+
+def summary(directory: Path) -> str:
+    """One table of the statements in a directory's JSON files."""
+    rows = [["experiment", "where", "the paper says", "paper", "ours, 95 % interval", "agrees"]]
+    for path in sorted(directory.glob("*.json")):
+        document = json.loads(path.read_text())
+        for claim in document["claims"]:
+            stated = "order" if claim["paper"] is None else _short(claim["paper"])
+            rows.append(
+                [document["experiment"], claim["where"], claim["text"], stated, str(Estimate(**claim["ours"])), claim["agrees"]]
+            )
+    return "\n".join(_table(rows))

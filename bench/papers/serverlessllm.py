@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from bench.papers.constants import serverlessllm as c
 from bench.papers.core import Case, Figures, label
-from bench.papers.traffic import azure_like
+from bench.papers.traffic import DENSER, azure_like
 from services.scheduler.domain.policies import baselines, serverlessllm, shepherd
 from services.scheduler.domain.policies.port import Profile
 from services.scheduler.simulation.config import (
@@ -71,22 +71,27 @@ def group(model: str, dataset: str, slower: float = 1.0, copies: int | None = No
 
 
 def traffic(
-    model: ModelGroup, dataset: str, rps: float, seconds: float, cv: float = c.CV.value, zipf: float = c.ZIPF.value
+    model: ModelGroup,
+    dataset: str,
+    rps: float,
+    seconds: float,
+    cv: float = c.CV.value,
+    zipf: float = c.ZIPF.value,
+    denser: float = DENSER,
 ) -> Callable[[int], Sequence[Request]]:
     names = tuple(names_of([model]))
     lengths = (c.DATASETS[dataset],) * len(names)
-    return lambda seed: azure_like(names, lengths, rps, WARM_UP * seconds, cv, zipf, seed)
+    return lambda seed: azure_like(names, lengths, rps, WARM_UP * seconds, cv, zipf, seed, denser)
 
 
 def ray_serve(
     cached: bool, network: float = c.NETWORK.value, devices: int = int(c.DEVICES.value), together: int = 1
 ) -> ClusterFile:
-    """Ray Serve loads safetensors, after the download, at 12 GB/s over the factor of section 7.2; `cached`: with a disk cache that begins with one
+    """Ray Serve loads safetensors, after the download, at the RAID's speed over the factor of section 7.2; `cached`: with a disk cache that begins with one
     copy of each model in the cluster. Its downloads share the server's network (section 7.4 estimates each as if it had it alone)."""
-    loads = 12.0 / c.SAFETENSORS.value / (c.PCIE.value * together) * together
     machines = cluster(devices, together, network=network, cached=False, ssd_gb=c.SSD_GB.value if cached else 0.0, ssd=1000.0)
     node = machines.nodes[0]
-    links = node.links.model_copy(update={"device": c.PCIE.value * loads, "sequential": frozenset()})
+    links = node.links.model_copy(update={"device": c.RAID.value / c.SAFETENSORS.value, "sequential": frozenset()})
     startup = machines.runtime.startup.model_copy(update={"stream": False})
     runtime = machines.runtime.model_copy(update={"startup": startup, "cache_ssd": cached})
     return ClusterFile(nodes=(node.model_copy(update={"links": links}),), runtime=runtime)
@@ -108,11 +113,13 @@ def whole(
 
 def case(model: str, dataset: str, rps: float, profile: Profile, seconds: float, zipf: float = c.ZIPF.value, **more: float) -> Case:
     """One point of Fig. 8 and 9. A single copy of OPT-30B takes two devices: 66 GB do not fit on one."""
-    slower = more.pop("slower", 1.0)
+    slower, denser = more.pop("slower", 1.0), more.pop("denser", DENSER)
     models = group(model, dataset, slower)
     machines = cluster(together=2 if model == "OPT-30B" else 1, **more)  # type: ignore[arg-type]  # floats of the sensitivity runs only
     shown = label(model=model, dataset=dataset, rps=rps, policy=profile.name)
-    return Case(shown, machines, (models,), traffic(models, dataset, rps, seconds, zipf=zipf), profile, everywhere=True)
+    return Case(
+        shown, machines, (models,), traffic(models, dataset, rps, seconds, zipf=zipf, denser=denser), profile, everywhere=True
+    )
 
 
 def measure(outcome: Outcome) -> Figures:

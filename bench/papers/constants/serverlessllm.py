@@ -14,6 +14,7 @@ PCIE = Constant(31.5, "GB/s", "NVIDIA A40 data sheet: PCI Express Gen4, 31.5 GB/
 SSD = Constant(
     6.0, "GB/s", "half of section 7.2's 12 GB/s of two PCIe 4.0 NVMe SSDs in RAID 0; the single one is not stated", stated=False
 )
+RAID = Constant(12.0, "GB/s", "section 7.2: RAID0-NVMe; what the loaders were compared on")
 POOL_GB = Constant(
     165, "GB", 'section 7.3: with 66 GB each "only two models can be stored in the main memory", so 132 to 198', stated=False
 )

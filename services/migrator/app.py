@@ -30,7 +30,7 @@ async def run(settings: MigratorSettings, stop: asyncio.Event) -> int:
     mesh = Mesh(settings, f"migrator-{name}")
     metrics = Metrics()
     if settings.migrator_metrics_port is not None:
-        metrics.serve(settings.migrator_metrics_port)
+        metrics.serve(settings.migrator_metrics_host, settings.migrator_metrics_port)
     # Never the same twice: a process that is started again does not take what its predecessor held for its own.
     owner = f"{name}-{uuid.uuid4().hex[:8]}"
     options = Options(settings.migrate_at_once, settings.migrate_pause * 1e3)

@@ -15,6 +15,7 @@ class MigratorSettings(CommonSettings):
         ge=0,
         description="Longest expected pause in seconds that a stream is handed over with if more rounds gain nothing.",
     )
+    migrator_metrics_host: str = Field(default="127.0.0.1", description="Address of the migrator's Prometheus endpoint.")
     migrator_metrics_port: int | None = Field(
-        default=None, ge=0, le=65535, description="Port of Prometheus metrics on all addresses; none: no metrics are served."
+        default=None, ge=1, le=65535, description="Port of http://…/metrics with pauses, rounds and outcomes; none: no endpoint."
     )

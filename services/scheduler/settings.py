@@ -43,6 +43,11 @@ class SchedulerSettings(CommonSettings):
     park_at_once: int = Field(
         default=2, ge=0, description="Models started on a node at once to be parked ahead of their first request; 0: none are."
     )
+    rebalance_every: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds between looks at whether hot models should be spread and cold ones packed by moving requests; 0: never.",
+    )
     command_timeout: float = Field(
         default=5.0, gt=0, description="Seconds a nodeagent may be unreachable before a start on it counts as failed."
     )
@@ -73,4 +78,5 @@ class SchedulerSettings(CommonSettings):
             drain_timeout=self.drain_timeout,
             scale_up_after=self.scale_up_after,
             park_at_once=self.park_at_once,
+            rebalance_every=self.rebalance_every,
         )

@@ -45,9 +45,9 @@ class Metrics:
         self._ended = meter.create_counter("thaw.migrations", "{migration}", "Migrations by outcome and reason.")
         self._server: WSGIServer | None = None
 
-    def serve(self, port: int) -> None:
+    def serve(self, host: str, port: int) -> None:
         """Raises `OSError` if the port cannot be had."""
-        self._server, _ = start_http_server(port, registry=self._registry)
+        self._server, _ = start_http_server(port, host, registry=self._registry)
 
     def record(self, record: MigrationRecord) -> None:
         names = {"gen_ai.request.model": record.model, "thaw.reason": record.reason or "operator"}

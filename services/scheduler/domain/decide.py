@@ -35,6 +35,7 @@ from services.scheduler.domain.migrating import ask, drain_node, forget_waiter, 
 from services.scheduler.domain.objectives import adapt
 from services.scheduler.domain.observe import end_stalled_starts, hear_node, lose_silent_nodes
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.rebalance import rebalance
 from services.scheduler.domain.registry import administer
 from services.scheduler.domain.settle import settle
 from services.scheduler.domain.state import Change, ClusterState
@@ -77,6 +78,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             for node in d.state.nodes.values():
                 if node.drain_since is not None:
                     drain_node(d, node.name)
+            rebalance(d)
         case DemandHeard():
             hear_demand(d, event)
         case DemandsHeard(heard=heard):

@@ -52,6 +52,8 @@ class Policy:
     """A device whose nodeagent refused a reservation is left alone this long."""
     stop_repeat: float = 5.0
     """A stop that shows no effect in the node's status is sent again after this."""
+    rebalance_every: float = 0.0
+    """Seconds between looks at whether requests should move although nobody asked; 0: never."""
     backoff_first: float = 1.0
     backoff_limit: float = 30.0
     init_grace: float = 30.0

@@ -87,8 +87,8 @@ def traffic(
 def ray_serve(
     cached: bool, network: float = c.NETWORK.value, devices: int = int(c.DEVICES.value), together: int = 1
 ) -> ClusterFile:
-    """Ray Serve loads safetensors, after the download, at the RAID's speed over the factor of section 7.2; `cached`: with a disk cache that begins with one
-    copy of each model in the cluster. Its downloads share the server's network (section 7.4 estimates each as if it had it alone)."""
+    """Ray Serve loads safetensors, after the download, at the RAID's speed over the factor of section 7.2; `cached`: with a disk cache that begins
+    with one copy of each model in the cluster. Its downloads share the server's network (section 7.4 estimates each as if it had it alone)."""
     machines = cluster(devices, together, network=network, cached=False, ssd_gb=c.SSD_GB.value if cached else 0.0, ssd=1000.0)
     node = machines.nodes[0]
     links = node.links.model_copy(update={"device": c.RAID.value / c.SAFETENSORS.value, "sequential": frozenset()})

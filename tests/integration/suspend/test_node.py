@@ -42,6 +42,14 @@ async def test_a_suspended_engine_gives_its_memory_back_and_gets_it_again(node: 
     await begin_request(node, instance_id)
 
 
+async def test_one_that_has_to_make_room_the_moment_it_is_ready_is_suspended(node: Node) -> None:
+    """Its agent has not looked at it by then: the command waits for that."""
+    instance_id = await node.start(BIG, mib=400)
+    await node.reaches(instance_id, READY)
+    await node.suspend(instance_id)
+    assert (await node.reaches(instance_id, SUSPENDED, STOPPED)).state is SUSPENDED
+
+
 async def test_a_busy_instance_is_not_suspended_if_it_may_only_be_idle(node: Node) -> None:
     instance_id = await ready(node, {**BIG, "tokens": 400, "pace": 0.05})
     await begin_request(node, instance_id)

@@ -19,7 +19,7 @@ from bench.papers.core import Options, printed, summary, write
 EXPERIMENTS = (
     *(f"serverlessllm_fig{n}" for n in (8, 9, 10, 11, 12)),
     *(f"torpor_fig{n}" for n in (10, 11, 14, 16)),
-    *(f"tangram_fig{n}" for n in (8, 12, 13)),
+    *(f"tangram_fig{n}" for n in (8, 10, 12, 13)),
     *(f"hydraserve_fig{n}" for n in (7, 8, 9, 10, 12, 13, 14)),
 )
 PAPERS = ("serverlessllm", "torpor", "tangram", "hydraserve")

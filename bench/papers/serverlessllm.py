@@ -124,20 +124,21 @@ def case(model: str, dataset: str, rps: float, profile: Profile, seconds: float,
 
 def measure(outcome: Outcome) -> Figures:
     """Of the second half of the requests: start-up latency with the pause in it (section 7.1); one that timed out has waited for 300 s.
-    Loads, migrations and preemptions are of the whole run, over two to be comparable."""
+    Loads, migrations and preemptions are of the whole run, for 1,000 requests."""
     every = sorted([s.at for s in outcome.served] + [at for _, at, _ in outcome.given_up])
     middle = every[len(every) // WARM_UP] if every else 0.0
     lost = sum(at >= middle for _, at, _ in outcome.given_up)
     waits = sorted([s.startup for s in outcome.served if s.at >= middle] + [c.TIMEOUT_S.value] * lost)
     loads = sum(outcome.loads.get(t, 0) for t in ("dram", "ssd", "remote"))
     total = max(1, len(waits))
+    each = 1000 / max(1, len(every))
     return {
         "mean_s": sum(waits) / total,
         "p95_s": percentile(waits, 95) or 0.0,
         "p99_s": percentile(waits, 99) or 0.0,
         "ssd_share": outcome.loads.get("ssd", 0) / loads if loads else 0.0,
-        "ssd_loads": outcome.loads.get("ssd", 0) / WARM_UP,
-        "migrations": outcome.migrations / WARM_UP,
-        "preemptions": outcome.preemptions / WARM_UP,
+        "ssd_loads": outcome.loads.get("ssd", 0) * each,
+        "migrations": outcome.migrations * each,
+        "preemptions": outcome.preemptions * each,
         "served_share": 1 - lost / total,
     }

@@ -236,7 +236,7 @@ class Scenario:
 
 
 def policies(mesh: Roomy, rounds: int, figures: Values) -> None:
-    scenario = Scenario(mesh, 900)
+    scenario = Scenario(mesh, 400)
     for policy in POLICIES * rounds:
         scenario.run(policy, figures)
 

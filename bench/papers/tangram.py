@@ -62,13 +62,13 @@ def groups(ours: bool, models: Sequence[c.Model], names: Sequence[str], batch: f
     )
 
 
-def sequence(names: Sequence[str], level: str, count: int, gap: float, seed: int) -> list[Request]:
-    """Gamma gaps, and the same model again as likely as the level says; else another one, all alike."""
+def sequence(names: Sequence[str], level: str, count: int, gap: float, seed: int, apart: float = 0.0) -> list[Request]:
+    """Gamma gaps, `apart` seconds at least, and the same model again as likely as the level says; else another one, all alike."""
     random = Random(f"{level} {seed}")
     shape = 1 / c.CV[level] ** 2
     at, last, found = 0.0, "", []
     for _ in range(count):
-        at += random.gammavariate(shape, gap / shape)
+        at += apart + random.gammavariate(shape, gap / shape)
         if not last or random.random() >= c.REPEATED[level]:
             last = random.choice([n for n in names if n != last])
         found.append(Request(at, last, *random.choice(c.DATASETS).draw(random)))
@@ -93,7 +93,7 @@ def single(
     ours, names = profile is TANGRAM, named(models)
     gap = c.GAP_S.value
     parts = label(locality=level, batch=f"{batch:g}", pool=shown or f"{sum(m.gb for m in models):.0f} GB", policy=profile.name)
-    traffic: Callable[[int], Sequence[Request]] = lambda seed: sequence(names, level, count, gap, seed)  # noqa: E731  # it is a field
+    traffic: Callable[[int], Sequence[Request]] = lambda seed: sequence(names, level, count, gap, seed, gap)  # noqa: E731  # it is a field
     return Case(parts, cluster(ours, **(more or {})), groups(ours, models, names, batch, c.DEVICE_GB.value), traffic, profile)  # type: ignore[arg-type]  # sensitivity
 
 

@@ -20,7 +20,12 @@ MERGE = Constant(432.0, "GB/s", "half of the L40's 864 GB/s (data sheet): a move
 MERGED = Constant(0.07, "", "section 5.4.1: packing takes 93 % off merging")
 KV_OVERHEAD = Constant(0.032, "", "section 5.2: throughput loss under 3.2 %")
 BATCH = Constant(16, "sequences", "sections 2.3 and 5.5; the batch of Fig. 8 is not stated")
-GAP_S = Constant(600, "s", "not stated: long enough that requests do not wait for each other", stated=False)
+GAP_S = Constant(
+    600,
+    "s",
+    "not stated: loading is compared, so that no request waits for another; at least this long apart, and as long again on average",
+    stated=False,
+)
 REPEATED = {"L1": 0.0, "L2": 0.3, "L3": 0.6, "L4": 0.6}
 """How likely the next request is for the same model. Section 2.3: "most requests are consecutive" (L3, its value is plot only: ours); section
 5.1: none at L1, half of it at L2, as at L3 with more burstiness at L4."""

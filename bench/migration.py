@@ -146,7 +146,7 @@ def throughput(mesh: Roomy, rounds: int, figures: Values) -> None:
     node = "node-0"
     for _ in range(rounds):
         streams = [Stream(mesh.url, completion("one", 512, 2000)).start() for _ in range(8)]
-        until(lambda streams=streams: all(len(s.tokens) > 4 for s in streams), 120, "eight streams run")
+        until(partial(_all_run, streams), 120, "eight streams run")
         for stream in streams:  # all on one instance
             mesh.gather(stream.request_id, node)
         until(lambda: len(serving(mesh)) == 1, 60, "one instance serves")
@@ -165,6 +165,10 @@ def throughput(mesh: Roomy, rounds: int, figures: Values) -> None:
         for stream in streams:
             stream.result()
         mesh.await_settled()
+
+
+def _all_run(streams: list[Stream]) -> bool:
+    return all(len(s.tokens) > 4 for s in streams)
 
 
 def _move(mesh: Roomy, stream: Stream, node: str) -> list[dict[str, Any]]:

@@ -148,11 +148,11 @@ class Victim(Thaw):
 
     def engines(self) -> list[psutil.Process]:
         """Engine processes, forked or not."""
-        return [p for p in self._engine_processes() if not _listens(p)]
+        return [p for p in self._engine_processes() if not listens(p)]
 
     def zygotes(self) -> list[psutil.Process]:
         """Processes that engines are forked from: they listen on the socket in their command line; their forks do not."""
-        return [p for p in self._engine_processes() if _listens(p)]
+        return [p for p in self._engine_processes() if listens(p)]
 
     def _engine_processes(self) -> list[psutil.Process]:
         return [p for p in self.processes() if "services.engine" in " ".join(_command(p))]
@@ -165,7 +165,7 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def _listens(process: psutil.Process) -> bool:
+def listens(process: psutil.Process) -> bool:
     try:
         return any(str(c.laddr).endswith("zygote.sock") for c in process.net_connections(kind="unix"))
     except psutil.Error:

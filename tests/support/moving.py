@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 
 from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.node import InstanceState
 from shared.sizing import need_of
 from tests.support.launcher import Thaw, until
+from tests.support.mesh import listens
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
@@ -93,6 +95,36 @@ class Roomy(Thaw):
             for i in n["instances"]
             if i["model"] == model and i["state"] == "ready"
         ]
+
+    def faults_in_the_books(self) -> list[str]:
+        """What is booked, runs or is leased without an owner; empty: nothing."""
+        cluster = self.json("ps")
+        faults = [f"migration {m['migration_id']} is {m['state']}" for m in cluster["migrations"]]
+        pids: set[int] = set()
+        for node in cluster["nodes"]:
+            live = [i for i in node["instances"] if InstanceState(i["state"]).holds_memory]
+            pids |= {int(pid) for i in live for pid in i["pids"]}
+            faults += [f"{i['instance_id']} is {i['state']}" for i in live if i["state"] != "ready"]
+            faults += [
+                f"{i['instance_id']} serves or keeps {i['load']}" for i in live if i["load"]["active"] or i["load"]["kv_bytes_used"]
+            ]
+            reserved = sum(d["reserved_bytes"] for d in node["devices"])
+            booked = sum(i["memory"]["reserved"] for i in live)
+            if reserved != booked:
+                faults.append(f"{node['node']}: {reserved} bytes reserved, and {booked} by live instances")
+        engines = {
+            p.pid for p in self.processes() if "services.engine" in " ".join(p.cmdline()) and not p.children() and not listens(p)
+        }
+        if engines != pids:
+            faults.append(f"engine processes {engines}, and {pids} of live instances")
+        return faults
+
+    def assert_settled(self, within: float = 60.0) -> None:
+        """What a destination has prepared and nobody resumed is kept for half a minute at most."""
+        deadline = time.monotonic() + within
+        while faults := self.faults_in_the_books():
+            assert time.monotonic() < deadline, f"{faults}{self.last_words()}"
+            time.sleep(0.2)
 
     def settled(self) -> bool:
         """No engine serves or keeps anything, and no migration is under way."""

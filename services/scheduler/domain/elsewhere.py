@@ -8,6 +8,7 @@ from itertools import islice
 from services.scheduler.domain.booking import Booking, booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
+from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.learning_moves import resume_seconds
 from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.policies.port import Move
@@ -37,8 +38,8 @@ def _ways(d: Draft, i: Instance, owner: Model, here: Booking, resume_s: float) -
             if key != here.key:
                 yield Move(key, resume_s, held_bytes(d.state, i))
     need = need_to_start(d.state, owner.card)
-    forecast = d.forecast(owner.card)
+    forecast = Forecast(d.state, owner.card, d.now)
     for devices in islice(shortlists(d, need, (), forecast), 1):  # 2
         for b in devices:
             if b.key != here.key and not b.closed and b.free >= need:
-                yield Move(b.key, forecast.again_s(b) + resume_s, b.free)
+                yield Move(b.key, forecast.at(b, leaving=False).ms / 1e3 + resume_s, b.free)

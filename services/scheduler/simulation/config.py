@@ -87,6 +87,9 @@ class Runtime(_Strict):
     homes: bool = Field(default=False, description="A model belongs to one node, round robin; only there can it be.")
     cache_dram: bool = True
     cache_ssd: bool = True
+    ssd_copies: Literal["one", "full"] = Field(
+        default="one", description="Of each model on disks, to begin with: one, or as many as the disks of all nodes hold."
+    )
     in_dram: bool = Field(default=False, description="Every model begins in the memory of its nodes, as far as they hold it.")
     elastic_kv: bool = Field(
         default=False, description="Memory for the KV cache is taken with each request instead of with the instance (Tangram §3.3)."

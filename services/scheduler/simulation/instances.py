@@ -20,8 +20,8 @@ class Run:
     already where it goes on."""
 
     __slots__ = (
-        "admitted_at", "arrived", "begun", "cold", "decode_end", "first_at", "instance", "kv_bytes", "kv_device", "model", "number", "output", "pause",
-        "paused_at", "prepared", "prompt", "timer", "tokens", "waiting",
+        "admitted_at", "arrived", "begun", "cold", "decode_end", "first_at", "instance", "kv_bytes", "kv_device", "model", "number",
+        "output", "pause", "paused_at", "prepared", "prompt", "timer", "tokens", "waiting",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, model: SimModel) -> None:
@@ -40,7 +40,6 @@ class Run:
         self.kv_device: SimDevice | None = None
         self.cold = False
         self.waiting = True
-
 
     def release_kv(self) -> None:
         """Its KV cache, where it had memory of its own, is no more."""

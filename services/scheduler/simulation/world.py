@@ -43,19 +43,18 @@ class World:
         self._fill()
 
     def _fill(self) -> None:
-        """Disks, and with `in_dram` memories, hold the models beforehand, round robin over the nodes that may serve them."""
-        for model in self.models.values():
-            nodes = (
-                model.nodes[model.number % len(model.nodes) :] + model.nodes[: model.number % len(model.nodes)]
-                if model.nodes
-                else ()
-            )
-            placed = False
-            for node in nodes:
-                fits = node.ssd.used + model.weights <= node.ssd.capacity
-                if fits and not placed:
-                    placed = node.ssd.add(model.name, model.weights)
-                if self.runtime.in_dram and node.dram.used + model.weights <= node.dram.capacity:
+        """Disks hold the models beforehand, round robin over the nodes that may serve them, the most popular first; with `in_dram` memories do."""
+        passes = max(len(m.nodes) for m in self.models.values()) if self.runtime.ssd_copies == "full" else 1
+        for round_ in range(passes):
+            for model in self.models.values():
+                turn = (model.number + round_) % len(model.nodes) if model.nodes else 0
+                for node in model.nodes[turn:] + model.nodes[:turn]:
+                    if model.name not in node.ssd and node.ssd.used + model.weights <= node.ssd.capacity:
+                        node.ssd.add(model.name, model.weights)
+                        break
+        for model in self.models.values() if self.runtime.in_dram else ():
+            for node in model.nodes:
+                if node.dram.used + model.weights <= node.dram.capacity:
                     node.dram.add(model.name, model.weights)
 
     def touch(self, device: SimDevice) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.scheduler.simulation.config import GB, NodeGroup, Startup
@@ -41,6 +42,8 @@ class MeshNode:
     name: str
     group: NodeGroup
     startup: Startup
+    measured: Iterator[float] | None = None
+    """What recorded starts took, in their order; when they have been used up, `startup` goes on."""
     instances: dict[str, MeshInstance] = field(default_factory=dict)
     seq: int = 1
     loader_seq: int = 0
@@ -71,7 +74,8 @@ class MeshNode:
             cache.add(weights, nbytes)
         self.dram.pin(weights)
         s = self.startup
-        engine = now + s.container_s + s.context_s + s.libraries_s
+        usual = s.container_s + s.context_s + s.libraries_s
+        engine = now + (next(self.measured, usual) if self.measured is not None else usual)
         ready = max(loaded, engine) + s.init_s
         phases = ((Phase.LOAD, now, loaded), (Phase.CONTAINER, now, engine), (Phase.INIT, max(loaded, engine), ready))
         instance = self.instances[command.instance_id] = MeshInstance(command, now, ready, tier, capacity, phases)

@@ -84,7 +84,14 @@ class _Queue:
 
 
 class Simulation:
-    def __init__(self, cluster: ClusterFile, groups: Sequence[ModelGroup], profile: Profile = NOBODY_FALLS_SILENT.profile) -> None:
+    def __init__(
+        self,
+        cluster: ClusterFile,
+        groups: Sequence[ModelGroup],
+        profile: Profile = NOBODY_FALLS_SILENT.profile,
+        starts: Sequence[float] | None = None,
+    ) -> None:
+        """`starts`: seconds that recorded starts took, in their order, in place of the cluster's own."""
         self.now = 0.0
         self.outcome = Outcome()
         self._policy, self._cluster = replace(NOBODY_FALLS_SILENT, profile=profile), cluster
@@ -94,7 +101,8 @@ class Simulation:
         self._delay = cluster.runtime.message_ms / 1e3
         self._ticking = self._reporting = False
         self.state = ClusterState(epoch=1, recovered_at=-1e6)
-        self.nodes = {name: MeshNode(name, group, cluster.runtime.startup) for name, group in cluster.each()}
+        measured = iter(starts) if starts is not None else None
+        self.nodes = {name: MeshNode(name, group, cluster.runtime.startup, measured) for name, group in cluster.each()}
         owners = [g for g in groups for _ in range(g.copies)]
         self._queues = {n: _Queue(card_of(n, g), g) for n, g in zip(names_of(list(groups)), owners, strict=True)}
         apply(self.state, [Put(Model(q.card)) for q in self._queues.values()])

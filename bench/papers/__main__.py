@@ -21,6 +21,7 @@ EXPERIMENTS = (
     *(f"torpor_fig{n}" for n in (10, 11, 14, 16)),
     *(f"tangram_fig{n}" for n in (8, 10, 12, 13)),
     *(f"hydraserve_fig{n}" for n in (7, 8, 9, 10, 12, 13, 14)),
+    "thaw_beside",
 )
 PAPERS = ("serverlessllm", "torpor", "tangram", "hydraserve")
 

@@ -14,14 +14,14 @@ from bench.papers.__main__ import EXPERIMENTS, constants
 from bench.papers.core import Options, printed
 
 ROOT = Path(__file__).parents[3]
-LARGE = {"torpor_fig10": 16, "torpor_fig11": (480, 560), "torpor_fig14": (500, 1000), "torpor_fig16": 16}
+LARGE = {"torpor_fig10": 16, "torpor_fig11": (480, 560), "torpor_fig14": (500, 1000), "torpor_fig16": 16, "thaw_beside": 16}
 SCALE = {"torpor_fig11": 0.02, "torpor_fig14": 0.02, "torpor_fig16": 0.05}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_it_prints_what_the_paper_says_beside_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module(f"bench.papers.{name}")
-    if name in ("torpor_fig10", "torpor_fig16"):
+    if name in ("torpor_fig10", "torpor_fig16", "thaw_beside"):
         monkeypatch.setattr(module, "FUNCTIONS", LARGE[name])
     if name in ("torpor_fig11", "torpor_fig14"):
         few(module, monkeypatch)

@@ -153,10 +153,20 @@ class Project:
     """compose/ under a project name of its own, with changes for local stand-ins of the servers' images where these are in use."""
 
     def __init__(
-        self, command: tuple[str, ...], images: Images, models: Path, otlp_port: int, hub_port: int, directory: Path
+        self,
+        command: tuple[str, ...],
+        images: Images,
+        models: Path,
+        otlp_port: int,
+        hub_port: int,
+        directory: Path,
+        more: tuple[str, ...] = (),
+        **environment: str,
     ) -> None:
-        """`directory`: where the changes go. The ports are the host's, for what the test itself serves to the containers."""
+        """`directory`: where the changes go. The ports are the host's, for what the test itself serves to the containers. `more`: files of
+        compose/ on top of compose.yaml, and variables of theirs."""
         self._command = command
+        self._more = more
         self.name = f"thaw-test-{uuid.uuid4().hex[:8]}"
         self.images = images
         self.port = free_port()
@@ -175,13 +185,15 @@ class Project:
             "THAW_SHM_SIZE": "512m",
             "THAW_LOADER_MEMORY": "2g",
             "THAW_ENGINES_MEMORY": "4g",
+            **environment,
         }
         for variable in ("NATS_IMAGE", "POSTGRES_IMAGE"):
             if (image := base_image(variable)) is not None:
                 self._env[variable] = image
 
     def compose(self, *arguments: str, within: float = 120) -> str:
-        files = ("-f", str(ROOT / "compose" / "compose.yaml"), "-f", str(self._override))
+        names = [ROOT / "compose" / n for n in ("compose.yaml", *self._more)]
+        files = [x for path in (*names, self._override) for x in ("-f", str(path))]
         return run(*self._command, *files, "-p", self.name, *arguments, within=within, env=self._env)
 
     def up(self) -> None:

@@ -49,15 +49,18 @@ from services.loader.domain.events import (
 )
 from services.loader.domain.state import Entry, Stage, State
 from services.loader.pool.giving_back import GivingBack
+from services.loader.prefetching import Prefetching
 from services.loader.tiers.sources import Sources
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import (
     AttachWeights,
+    CancelPrefetch,
     Inspected,
     InspectModel,
     LoaderCommand,
     LoaderStatus,
     ModelFilePart,
+    PrefetchWeights,
     PrepareWeights,
     ReadModelFile,
     ReleaseWeights,
@@ -66,7 +69,7 @@ from shared.contracts.loader import (
 )
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeStatus
-from shared.errors import NotFound, ShuttingDown, from_body
+from shared.errors import NotFound, ShuttingDown, StaleToken, from_body
 
 log = logging.getLogger(__name__)
 _INSPECTIONS_AT_ONCE = 8
@@ -95,6 +98,7 @@ class Loader:
         self._numbers = itertools.count(1)
         self._runs, self._giving_back = workers(self._from_thread)
         self._shares = False
+        self._prefetching = Prefetching(self._bring, self._end_hold)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
         self.changed = asyncio.Event()
         self._moved = asyncio.Event()
@@ -106,7 +110,17 @@ class Loader:
         match command:
             case InspectModel():
                 return await self._inspect(command)
+            case PrefetchWeights():
+                if command.token >> 32 < self._state.epoch:
+                    raise StaleToken(f"a prefetch is from leader epoch {command.token >> 32}; {self._state.epoch} was seen")
+                self._prefetching.begin(command)
+                return Done()
+            case CancelPrefetch(weights_id=weights_id):
+                self._prefetching.cancel(weights_id)
+                return Done()
             case PrepareWeights():
+                if not command.background:
+                    self._prefetching.make_way(command.card.info.revision)
                 return await self._ask(
                     lambda n: Prepare(
                         n,
@@ -119,6 +133,7 @@ class Loader:
                     )
                 )
             case AttachWeights():
+                self._prefetching.make_way(command.card.info.revision)
                 device = self._device(command.device)
                 return await self._ask(
                     lambda n: Attach(n, command.instance_id, command.card, command.until, command.traceparent, device=device)
@@ -157,6 +172,7 @@ class Loader:
 
     async def stop(self) -> None:
         """Refuse what waits, call off what loads, and wait until that is done. Complete weights stay for those who hold them, or cached."""
+        await self._prefetching.stop()
         self.dispatch(Stop())
         while not self._state.settled:
             self.changed.clear()
@@ -164,6 +180,12 @@ class Loader:
         self._inspections.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._runs.close)
         await asyncio.to_thread(self._giving_back.close)
+
+    async def _bring(self, holder: str, command: PrefetchWeights) -> Message:
+        return await self._ask(lambda n: Attach(n, holder, command.card, "complete", None, local=True, background=True))
+
+    def _end_hold(self, holder: str, keep: bool) -> None:
+        self.dispatch(Release(next(self._numbers), holder, keep))
 
     async def _inspect(self, command: InspectModel) -> Inspected:
         return Inspected(info=await self._loop.run_in_executor(self._inspections, described, command.spec, self._sources))

@@ -48,6 +48,9 @@ class SchedulerSettings(CommonSettings):
         ge=0,
         description="Seconds between looks at whether hot models should be spread and cold ones packed by moving requests; 0: never.",
     )
+    prefetch: bool = Field(
+        default=True, description="Bring weights of models that are likely to be asked for to idle nodes ahead of their requests."
+    )
     command_timeout: float = Field(
         default=5.0, gt=0, description="Seconds a nodeagent may be unreachable before a start on it counts as failed."
     )
@@ -78,5 +81,6 @@ class SchedulerSettings(CommonSettings):
             drain_timeout=self.drain_timeout,
             scale_up_after=self.scale_up_after,
             park_at_once=self.park_at_once,
+            prefetch=self.prefetch,
             rebalance_every=self.rebalance_every,
         )

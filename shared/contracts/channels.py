@@ -89,8 +89,15 @@ CHANNELS: tuple[Channel, ...] = (
         "loaderCommand",
         f"{_P}.loader.{{node}}.command",
         "loader",
-        "Inspect, prepare, attach and release weights.",
-        (loader.InspectModel, loader.PrepareWeights, loader.AttachWeights, loader.ReleaseWeights),
+        "Inspect, prepare, attach, release and prefetch weights.",
+        (
+            loader.InspectModel,
+            loader.PrepareWeights,
+            loader.AttachWeights,
+            loader.ReleaseWeights,
+            loader.PrefetchWeights,
+            loader.CancelPrefetch,
+        ),
         (loader.Inspected, loader.WeightsAttached, loader.WeightsReleased, base.Done, base.Failure),
     ),
     Channel(

@@ -96,6 +96,23 @@ class WeightsReleased(Message):
     device_bytes: int = Field(default=0, description="Of a device's memory, given back with it.")
 
 
+class PrefetchWeights(Request):
+    """Bring weights to a tier for nobody yet; answered at once with `Done`. It comes after everything else on each link, and is dropped as soon
+    as somebody waits for other weights, or when its node's memory has no room. Repeating it is harmless."""
+
+    kind: Literal["prefetch"] = "prefetch"
+    token: int = Field(description="Of the leader; an older epoch than one seen is refused.")
+    card: ModelCard
+    tier: Literal["dram", "ssd"] = Field(default="dram", description="ssd: of what is remote; it is not kept in memory.")
+
+
+class CancelPrefetch(Request):
+    """Drop a prefetch that is not over, if there is one of these weights."""
+
+    kind: Literal["cancel_prefetch"] = "cancel_prefetch"
+    weights_id: str
+
+
 ModelFile = Literal[
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
 ]
@@ -117,7 +134,9 @@ class ModelFilePart(Message):
     total: int = Field(description="Bytes of the whole file.")
 
 
-LoaderCommand = Annotated[InspectModel | PrepareWeights | AttachWeights | ReleaseWeights, Field(discriminator="kind")]
+LoaderCommand = Annotated[
+    InspectModel | PrepareWeights | AttachWeights | ReleaseWeights | PrefetchWeights | CancelPrefetch, Field(discriminator="kind")
+]
 LOADER_COMMAND: TypeAdapter[LoaderCommand] = TypeAdapter(LoaderCommand)
 
 

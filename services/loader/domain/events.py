@@ -39,8 +39,11 @@ class Attach:
 
 @dataclass(frozen=True)
 class Release:
+    """`keep`: what nobody holds any more may stay cached in memory."""
+
     reply: int
     instance_id: str
+    keep: bool = True
 
 
 @dataclass(frozen=True)

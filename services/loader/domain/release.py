@@ -21,7 +21,7 @@ def release(state: State, event: Release, now: float) -> Decision:
     state, effects = _let_adapters_go(state, event.instance_id, now)
     entry = state.held_by(event.instance_id)
     if entry is not None:
-        state, more = let_go(state, entry, event.instance_id, now)
+        state, more = let_go(state, entry, event.instance_id, now, keep=event.keep)
         effects = (*effects, *more)
     else:
         entry = next((e for e in state.entries.values() if event.instance_id in e.released_by), None)
@@ -45,8 +45,8 @@ def _let_adapters_go(state: State, instance_id: str, now: float) -> Decision:
     return state, tuple(e for e in effects if not isinstance(e, Remember) or is_whole(state, e.weights_id))
 
 
-def let_go(state: State, entry: Entry, instance_id: str, now: float) -> Decision:
-    """`instance_id` no longer holds `entry`; after the last one it is cached, or leaves."""
+def let_go(state: State, entry: Entry, instance_id: str, now: float, *, keep: bool = True) -> Decision:
+    """`instance_id` no longer holds `entry`; after the last one it is cached (if it may be, and `keep`), or leaves."""
     gone = StaleToken(f"instance {instance_id} has released its weights").body()
     refused = tuple(Refused(w.reply, gone) for w in entry.waiters if w.instance_id == instance_id)
     entry = replace(
@@ -66,12 +66,12 @@ def let_go(state: State, entry: Entry, instance_id: str, now: float) -> Decision
     if entry.stage is not Stage.COMPLETE:
         entry = replace(entry, stage=Stage.LEAVING, wants=0, released_by=frozenset({instance_id}))
         return put(state, arenas.forsaken(entry)), (*refused, CancelRun(entry.weights_id, entry.run))
-    state, effects = _unheld(state, entry, instance_id)
+    state, effects = _unheld(state, entry, instance_id, keep)
     return state, (*refused, *effects)
 
 
-def _unheld(state: State, entry: Entry, instance_id: str) -> Decision:
-    if room.may_cache(state, entry) and not state.closing:
+def _unheld(state: State, entry: Entry, instance_id: str, keep: bool) -> Decision:
+    if keep and room.may_cache(state, entry) and not state.closing:
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=True))
         state, closing = arenas.closed(put(state, replace(entry, stage=Stage.CACHED)), entry.weights_id, instance_id)
         state, trimmed = room.trim(state)  # of weights used at the same moment any may leave, these too

@@ -28,6 +28,8 @@ from services.scheduler.domain.effects import (
     PublishLoadFailed,
     PutCatalog,
     ReplyTo,
+    SendCancelPrefetch,
+    SendPrefetch,
     SendPrepare,
     SendRelease,
     SendResume,
@@ -103,7 +105,7 @@ class Outbox:
                     self._lane(f"agent {effect.node}", self._start_job(effect, committed_at))
                 case SendStop() | SendSuspend():
                     self._lane(f"agent {effect.node}", self._stop_job(effect))
-                case SendPrepare() | SendRelease():
+                case SendPrepare() | SendRelease() | SendPrefetch() | SendCancelPrefetch():
                     self._lane(f"loader {effect.node}", self._loader_job(effect))
                 case PublishLoadFailed(event):
                     self._lane("events", partial(self._mesh.publish, subjects.LOAD_FAILED, event))
@@ -166,12 +168,15 @@ class Outbox:
 
         return stop
 
-    def _loader_job(self, effect: SendPrepare | SendRelease) -> Job:
+    def _loader_job(self, effect: SendPrepare | SendRelease | SendPrefetch | SendCancelPrefetch) -> Job:
         async def tell() -> None:
             subject = subjects.loader_command(effect.node)
             try:
                 if isinstance(effect, SendRelease):
                     await self._mesh.request(subject, effect.command, WeightsReleased)
+                    return
+                if isinstance(effect, SendPrefetch | SendCancelPrefetch):
+                    await self._mesh.request(subject, effect.command, Done)
                     return
                 command = effect.command
                 parent = command.traceparent or self._loads.parent(command.instance_id)

@@ -10,6 +10,7 @@ from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.events import DemandHeard
+from services.scheduler.domain.habits import Habit
 from services.scheduler.domain.heard import GatewayDemand, ModelDemand, Pressure
 from shared.contracts.demand import DemandNoted
 from shared.contracts.node import InstanceState
@@ -22,6 +23,7 @@ def hear_demand(d: Draft, event: DemandHeard) -> None:
     if model is None:
         return
     name = model.key
+    asked_anew = bool(heard.waiting) and not d.state.waiting(name)
     since = event.at - heard.oldest_wait_ms / 1e3
     waiting = heard.waiting
     trouble = d.state.trouble.get(name)
@@ -33,6 +35,9 @@ def hear_demand(d: Draft, event: DemandHeard) -> None:
     if old is not None and old.waiting and waiting:
         entry = GatewayDemand(heard.gateway, waiting, heard.in_flight, since, event.at, heard.traceparents or old.traceparents)
     _keep(d, name, (*others, entry) if waiting or heard.in_flight else others)
+    if asked_anew:
+        habit = d.state.habits.get(name)
+        d.put(Habit(name, d.now) if habit is None else habit.again(d.now))
 
 
 def _others(d: Draft, name: str, gateway: str) -> tuple[GatewayDemand, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import LoadFailed
-from shared.contracts.loader import PrepareWeights, ReleaseWeights
+from shared.contracts.loader import CancelPrefetch, PrefetchWeights, PrepareWeights, ReleaseWeights
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard
 from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance
@@ -48,6 +48,18 @@ class SendRelease:
 
     node: str
     command: ReleaseWeights
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefetch:
+    node: str
+    command: PrefetchWeights
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancelPrefetch:
+    node: str
+    command: CancelPrefetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,8 @@ Effect = (
     | SendResume
     | SendPrepare
     | SendRelease
+    | SendPrefetch
+    | SendCancelPrefetch
     | SendStop
     | SendSuspend
     | PublishLoadFailed

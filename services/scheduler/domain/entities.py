@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.scheduler.domain.habits import Habit, Prefetch
 from services.scheduler.domain.heard import (
     Counter,
     Estimate,
@@ -123,7 +124,7 @@ class Instance:
         return f"{self.model} ({self.instance_id})"
 
 
-Durable = Model | Node | Instance | PlanRecord | MeasuredNeed
+Durable = Model | Node | Instance | PlanRecord | MeasuredNeed | Estimate
 Volatile = (
     Presence
     | LoaderPresence
@@ -135,8 +136,9 @@ Volatile = (
     | Trouble
     | ParkTrouble
     | Pause
-    | Estimate
     | Counter
+    | Habit
+    | Prefetch
     | Objective
     | Queueing
     | Move

@@ -61,6 +61,8 @@ class Policy:
     settled_after: float = 30.0
     """An instance that failed after serving this long does not lengthen the back-off."""
 
+    prefetch: bool = True
+    """Weights of models that are likely to be asked for are brought to nodes ahead."""
     park_at_once: int = 2
     """So many starts for parking run on a node at a time; 0: none at all."""
     park_tries: int = 3

@@ -11,6 +11,7 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
 from services.scheduler.domain.entities import Model
 from services.scheduler.domain.events import AddModelsAsked, AdminAsked, ChangeNodeAsked, RemoveModelAsked, SleepAsked, WakeAsked
+from services.scheduler.domain.habits import Habit
 from services.scheduler.domain.heard import MeasuredNeed, ModelDemand, Objective, ParkTrouble, Pressure, Trouble, Unmet, Waiter
 from services.scheduler.domain.lifecycle import leave
 from services.scheduler.domain.needs import devices_of
@@ -155,6 +156,7 @@ def _remove(d: Draft, model: Model) -> None:
     d.drop(Trouble, model.key)
     d.drop(ParkTrouble, model.key)
     d.drop(MeasuredNeed, model.key)
+    d.drop(Habit, model.key)
     d.drop(ModelDemand, model.key)
     d.drop(Objective, model.key)
     d.drop(Pressure, model.key)

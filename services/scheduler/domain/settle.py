@@ -5,6 +5,7 @@
 3. Claims whose bytes the nodeagent has reported free are sent, in the order they were made.
 4. Models that want more instances than they have are placed: higher priority first, then the one that has waited longest.
 5. With nobody waiting, models that are to be parked ahead of their first request are started for that (ahead.py).
+6. With nobody waiting still, weights of models that are likely to be asked for are brought to nodes (prefetching.py).
 
 Only what the event touched is looked at (scope.py), so that a decision costs what it is about and not what there is. What follows from
 the mere passing of time is looked at with each Tick.
@@ -19,6 +20,7 @@ from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.heard import Waiter
 from services.scheduler.domain.lifecycle import answer_awake, leave, send_start
 from services.scheduler.domain.migrating import advance
+from services.scheduler.domain.prefetching import prefetch_some
 from services.scheduler.domain.retire import retire
 from services.scheduler.domain.scope import Everything, Touched
 from services.scheduler.domain.suspending import left_bytes, share
@@ -44,6 +46,8 @@ def settle(d: Draft, *, everything: bool, only_due: bool = False) -> None:
                 send_claims(d, scope.claimed())
                 wish = wish_of(d, d.state.models[wish.model.key])
         park_some(d, scope.models())  # 5
+        if only_due:
+            prefetch_some(d)  # 6
         send_claims(d, scope.claimed())
     answer(d)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from services.scheduler.domain.booking import Booking, device_key
 from services.scheduler.domain.entities import Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.habits import Habit, Prefetch
 from services.scheduler.domain.heard import (
     Counter,
     Estimate,
@@ -87,6 +88,8 @@ class ClusterState:
     pauses: Table[Pause] = field(default_factory=dict)
     estimates: Table[Estimate] = field(default_factory=dict)
     counter: Table[Counter] = field(default_factory=dict)
+    habits: Table[Habit] = field(default_factory=dict)
+    prefetches: Table[Prefetch] = field(default_factory=dict)
     objectives: Table[Objective] = field(default_factory=dict)
     queueing: Table[Queueing] = field(default_factory=dict)
     moves: Table[Move] = field(default_factory=dict)
@@ -106,6 +109,8 @@ class ClusterState:
     """By revision: nodes whose loaders hold its weights, whole."""
     kept_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By revision: nodes whose loaders have its files on disk."""
+    bringing: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By node: instances whose weights are to be brought there."""
     queues: Table[float] = field(default_factory=dict)
     """By node: when what its links have to bring will have come. Nodes with idle links are left out."""
     measured_on: Table[tuple[str, ...]] = field(default_factory=dict)
@@ -230,6 +235,8 @@ _TABLES: dict[type[Any], str] = {
     Pause: "pauses",
     Estimate: "estimates",
     Counter: "counter",
+    Habit: "habits",
+    Prefetch: "prefetches",
     Objective: "objectives",
     Queueing: "queueing",
     Move: "moves",

@@ -1,0 +1,124 @@
+"""Weights brought ahead of requests: which models are likely, and when nothing is brought."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.domain.effects import SendCancelPrefetch, SendPrefetch
+from services.scheduler.domain.events import LoaderStatusHeard, RemoveModelAsked
+from services.scheduler.domain.habits import Habit
+from services.scheduler.domain.prefetching import HORIZON_S, LIKELY, likelihood
+from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import World
+
+ROOM = 1000 * MIB
+
+
+def tell(w: World, node: str = "n1", *, cached: tuple[str, ...] = (), used: int | None = None, queue_ms: float = 0.0) -> None:
+    held = tuple(CachedModel(weights_id=f"rev-/m/{name}", tier="dram", nbytes=100 * MIB) for name in cached)
+    status = LoaderStatus(
+        node=node,
+        boot_id="b",
+        cached=held,
+        dram_budget_bytes=ROOM,
+        dram_bytes=len(held) * 100 * MIB if used is None else used,
+        links=(LinkStatus(link="ssd:a", finish_ms=queue_ms),),
+    )
+    w.send(LoaderStatusHeard(w.now, status))
+
+
+def used_to_be_asked_for(w: World, name: str, *, every: float = 30.0, times: int = 3) -> None:
+    """Asked for, served by nobody, given up; so many times, the last one just now."""
+    for _ in range(times):
+        w.demand(name)
+        w.demand(name, 0)
+        w.sleep(name)
+        for agent in w.agents.values():
+            agent.instances.clear()
+        w.tick(every)
+    for agent in w.agents.values():
+        agent.boot += "+"
+    w.tick(4.0)
+
+
+def world() -> World:
+    w = World()
+    w.node("n1", 400 * MIB)
+    w.model("m")
+    used_to_be_asked_for(w, "m")
+    assert not w.state.by_model.get("m")
+    return w
+
+
+def prefetched(w: World) -> list[tuple[str, str, str]]:
+    return [(e.node, e.command.card.name, e.command.tier) for e in w.sent(SendPrefetch)]
+
+
+def test_a_likely_model_is_brought_to_an_idle_node_once() -> None:
+    w = world()
+    tell(w)
+    w.tick(0.25)
+    w.tick(0.25)
+    assert prefetched(w) == [("n1", "m", "dram")]
+    tell(w, cached=("m",))
+    w.tick(0.25)
+    assert not w.state.prefetches
+
+
+def test_not_while_requests_wait_or_links_are_busy_or_it_is_off() -> None:
+    w = world()
+    w.model("full", pin=True)
+    w.up("full")
+    w.model("other")
+    w.demand("other")
+    tell(w)
+    w.tick(0.25)
+    assert prefetched(w) == []
+    w.demand("other", 0)
+    tell(w, queue_ms=900.0)
+    w.tick(0.25)
+    assert prefetched(w) == []
+
+
+def test_nothing_likelier_is_pushed_out() -> None:
+    w = world()
+    w.model("often")
+    used_to_be_asked_for(w, "often", every=5.0, times=6)
+    tell(w, cached=("often",), used=ROOM)
+    w.tick(0.25)
+    assert prefetched(w) == []
+    w.model("never")
+    tell(w, cached=("never",), used=ROOM)
+    w.tick(0.25)
+    assert ("n1", "m", "dram") in prefetched(w)
+
+
+def test_it_is_called_off_when_it_is_of_no_use() -> None:
+    w = world()
+    tell(w)
+    w.tick(0.25)
+    w.admin(RemoveModelAsked(w.now, "removal", "m"))
+    w.tick(0.25)
+    assert [(e.node, e.command.weights_id) for e in w.sent(SendCancelPrefetch)] == [("n1", "rev-/m/m")]
+
+
+def test_a_period_is_noticed() -> None:
+    habit = Habit("m", 0.0)
+    for n in range(1, 6):
+        habit = habit.again(n * 3600.0)
+    last = 5 * 3600.0
+    assert likelihood(habit, last + 1800.0) < LIKELY
+    assert likelihood(habit, last + 3600.0 - HORIZON_S / 2) > LIKELY
+    assert likelihood(habit, last + 3 * 3600.0) < LIKELY
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=20), st.floats(0.0, 1e6))
+def test_likelihood_is_one(distances: list[float], unused: float) -> None:
+    habit, at = Habit("m", 0.0), 0.0
+    for distance in distances:
+        at += distance
+        habit = habit.again(at)
+    assert 0.0 <= likelihood(habit, at + unused) <= 1.0
+    assert likelihood(Habit("m", 0.0), unused) == likelihood(None, unused) == 0.0

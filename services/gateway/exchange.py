@@ -261,7 +261,7 @@ class Exchange:
     def _begun(self, head: InferStarted | InferResponse) -> None:
         """An engine has taken the answer on. What the client has of it may now be such that nobody else could go on."""
         self.made.begin(head, self.revision)
-        self.ticket.revision = self.revision
+        self.ticket.revision, self.ticket.admitted = self.revision, True
         if self.first_at is not None:
             self._note_told()
 

@@ -8,7 +8,8 @@ Events come in as method calls with `now`; everything that must happen outside l
 4. A request refused before anything came of it (draining, nobody listens) goes back to the head of its queue; the instance is left alone
    for a while. After MAX_ATTEMPTS it fails.
 5. A request whose instance died goes back, to go on elsewhere from where it was, if what its client has got, if anything, can be continued;
-   otherwise it fails. So it does after MAX_LOST deaths without a token in between, or MAX_LOSSES at all: it may be what they die of.
+   otherwise it fails. So it does after MAX_LOST deaths without a token in between, or MAX_LOSSES at all: it may be what they die of. Deaths
+   that find it waiting in the engine are rather others' doing: of those MAX_UNHEARD may follow each other.
 6. A waiter whose time is over fails; so do all waiters of a model whose load failed for good.
 """
 
@@ -36,6 +37,7 @@ from shared.errors import (
 
 MAX_ATTEMPTS = 12
 MAX_LOST = 3
+MAX_UNHEARD = 8
 MAX_LOSSES = 64
 GONE_GRACE_S = 0.3
 """How long an instance reported failed or stopped may still have messages under way."""
@@ -154,7 +156,7 @@ class Dispatcher:
 
     def on_progress(self, ticket: Ticket) -> None:
         """The present attempt has brought a token."""
-        ticket.lost = ticket.refusals = 0
+        ticket.lost = ticket.unheard = ticket.refusals = 0
         ticket.first, ticket.avoid = None, frozenset()
 
     def on_refused(self, ticket: Ticket, error: ThawError, now: float) -> None:
@@ -264,7 +266,7 @@ class Dispatcher:
         ticket.instance_id = route.status.instance_id
         ticket.attempts += 1
         ticket.attempt_id = f"{ticket.id}-{ticket.attempts}"
-        ticket.sent_at, ticket.heard_at = now, 0.0
+        ticket.sent_at, ticket.heard_at, ticket.admitted = now, 0.0, False
         ticket.node = route.node
         self.routes.hold(route.status.instance_id)
         self._sent[ticket.id] = ticket
@@ -285,9 +287,13 @@ class Dispatcher:
                 self._tell(ticket.model, queue, now)
 
     def _lost(self, ticket: Ticket, now: float, error: ThawError | None = None) -> None:
-        ticket.lost += 1
         ticket.losses += 1
-        if not ticket.begun and ticket.lost <= MAX_LOST and ticket.losses <= MAX_LOSSES:
+        if ticket.admitted:
+            ticket.lost += 1
+        else:
+            ticket.unheard += 1
+        bearable = ticket.lost <= MAX_LOST and ticket.unheard <= MAX_UNHEARD and ticket.losses <= MAX_LOSSES
+        if bearable and not ticket.begun:
             self._requeue(ticket, now)
             return
         route = self.routes.get(ticket.instance_id or "")

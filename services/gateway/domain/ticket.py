@@ -18,7 +18,7 @@ class Stage(Enum):
 @dataclass(slots=True)
 class Ticket:
     """Times are seconds on the gateway's monotonic clock. `begun`: the client has got output that nobody would continue. `resumes`: there is
-    output that another instance goes on with."""
+    output that another instance goes on with. `admitted`: the engine has begun with it, and not only put it in its queue."""
 
     id: str
     model: str
@@ -34,7 +34,9 @@ class Ticket:
     attempts: int = 0
     queue_timeout: float = 0.0
     refusals: int = 0
+    admitted: bool = False
     lost: int = 0
+    unheard: int = 0
     losses: int = 0
     begun: bool = False
     resumes: bool = False

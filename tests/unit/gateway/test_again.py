@@ -83,14 +83,16 @@ def test_an_instance_that_says_its_engine_broke_down_is_believed_within_bounds(b
     dispatcher.on_status(status(instance("i"), instance("j")), 0)
     made = ticket("r", now=0)
     dispatcher.on_request(made, 2, 0)
-    made.begun = begun
+    made.begun, made.admitted = begun, True
     dispatcher.on_engine_lost(made, EngineFailed("it ended"), 1)
     if not begun:
         assert world.sent == [("r", "i"), ("r", "j")]
         for now in range(10, 10 * MAX_LOST, 10):
+            made.admitted = True
             dispatcher.on_engine_lost(made, EngineFailed("it ended"), now)
             dispatcher.on_status(status(instance("i"), instance("j")), now + 9)
         assert "r" not in world.failed
+        made.admitted = True
         dispatcher.on_engine_lost(made, EngineFailed("it ended"), 10 * MAX_LOST)
         assert len(world.sent) == MAX_LOST + 1
     assert world.failed["r"].message == "it ended"

@@ -151,11 +151,13 @@ def test_endless_refusal_ends(dispatcher: Dispatcher, world: Recorder) -> None:
     assert len(world.sent) == rules.MAX_ATTEMPTS
 
 
-def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher, world: Recorder) -> None:
-    names = [f"i{n}" for n in range(rules.MAX_LOST + 2)]
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher, world: Recorder, admitted: bool) -> None:
+    names = [f"i{n}" for n in range((rules.MAX_LOST if admitted else rules.MAX_UNHEARD) + 2)]
     dispatcher.on_status(status(instance(names[0])), 0)
-    ask(dispatcher, "r")
+    made = ask(dispatcher, "r")
     for now, (dead, alive) in enumerate(itertools.pairwise(names), 1):
+        made.admitted = admitted
         dispatcher.on_status(status(instance(dead, state=InstanceState.FAILED), instance(alive)), now)
         dispatcher.on_tick(now + 0.1)
     assert world.sent == [("r", name) for name in names[:-1]]

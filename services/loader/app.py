@@ -92,7 +92,7 @@ async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory
     def workers(emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
         threads = Threads(settings.loader_threads, settings.loader_remote_threads)
         copies = Copies(gpus, pool, emit) if gpus is not None else None
-        runs = Runs(pool, sharing.sources, emit, threads, settings.loader_order, copies)
+        runs = Runs(pool, sharing.sources, emit, threads, settings.loader_order, copies, verify=settings.verify)
         sharing.measure_by(runs.speed_of)
         return runs, GivingBack(pool, emit)
 

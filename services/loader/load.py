@@ -1,6 +1,6 @@
 """Load a checkpoint into shared memory, without any mesh: what the loader service runs, and benches and tests call.
 
-    python -m services.loader.load SOURCE [--threads N] [--ready]
+    python -m services.loader.load SOURCE [--threads N] [--ready] [--verify]
 
 times one load and prints it as one line of JSON; a refusal is `{"error": …}` and status 1. SOURCE is a directory, a file, or the URL of a model
 (https://, s3://, gs://, az://, hf://), which is then read straight into memory and not kept on the disk.
@@ -31,6 +31,7 @@ from services.loader.pipeline.fill import Filling, PieceReader
 from services.loader.pipeline.link import Link
 from services.loader.pipeline.pieces import cut
 from services.loader.pipeline.remote import TierReader
+from services.loader.pipeline.verified import verify_region
 from services.loader.pool.memory import PoolMemory
 from services.loader.pool.region import Region
 from services.loader.tiers.headers import bring_small_files, checkpoint_of
@@ -48,6 +49,8 @@ class LoadReport:
     seconds: float
     read_seconds: float
     stats: ReadStats
+    verified_bytes: int = 0
+    verify_seconds: float = 0.0
 
     @property
     def bytes_per_second(self) -> float:
@@ -147,9 +150,11 @@ def load_private(
     check: Callable[[Checkpoint], None] | None = None,
     pool: PoolMemory | None = None,
     on_loaded: Callable[[int], None] | None = None,
+    verify: bool = False,
 ) -> PrivateLoad:
     """Load a model directory, a safetensors file or a model's URL into memory without a name; of a model divided by `thaw convert`, the part of
-    `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one.
+    `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one. `verify`: compare
+    what has arrived with the hashes that a converted checkpoint carries.
 
     Raises `CheckpointInvalid`, `InsufficientMemory` or `Unavailable`, and then keeps no memory.
     """
@@ -169,12 +174,15 @@ def load_private(
             stats = _read(filling, reader, options.threads)
             if tier is not None:
                 tier.finish()
+            read = time.monotonic()
+            verified = verify_region(layout, region) if verify else 0
             ended = time.monotonic()
     except BaseException:
         if pool is not None:
             pool.close()
         raise
-    return PrivateLoad(layout, pool.detach(), LoadReport("", layout.total_bytes, ended - started, ended - reading, stats))
+    report = LoadReport("", layout.total_bytes, ended - started, read - reading, stats, verified, ended - read)
+    return PrivateLoad(layout, pool.detach(), report)
 
 
 def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory:
@@ -191,15 +199,15 @@ def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory
     return pool
 
 
-def measure(path: Path | str, threads: int, *, ready: bool = False) -> dict[str, Any]:
+def measure(path: Path | str, threads: int, *, ready: bool = False, verify: bool = False) -> dict[str, Any]:
     """Load once and let go of the memory again: bytes, seconds (wall), CPU seconds, and bandwidths in GB/s (10^9 bytes).
 
     `stages` follow each other; `steps` say what the reading threads did meanwhile, in seconds of all threads together. `ready`: the memory is
-    populated before the clock runs.
+    populated before the clock runs. `verify`: with the time that comparing hashes takes, as a stage.
     """
     pool = ready_pool(path) if ready else None
     before = time.process_time()
-    loaded = load_private(path, ReadOptions(threads=threads), pool=pool)
+    loaded = load_private(path, ReadOptions(threads=threads), pool=pool, verify=verify)
     cpu = time.process_time() - before
     report, stats = loaded.report, loaded.report.stats
     count = sum(place.file.size for place in loaded.layout.places)
@@ -214,9 +222,11 @@ def measure(path: Path | str, threads: int, *, ready: bool = False) -> dict[str,
         "cpu_seconds": round(cpu, 6),
         "threads": threads,
         "stages": [
-            {"stage": "headers", "seconds": round(report.seconds - report.read_seconds, 6)},
+            {"stage": "headers", "seconds": round(report.seconds - report.read_seconds - report.verify_seconds, 6)},
             {"stage": "read", "seconds": round(report.read_seconds, 6), "gb_per_s": _gb_per_s(count, report.read_seconds)},
+            *([_verify_stage(report)] if verify else []),
         ],
+        "verified_bytes": report.verified_bytes,
         "steps": [
             _step("page cache", stats.copy_seconds, stats.cached),
             _step("allocate", stats.allocate_seconds, stats.direct + stats.buffered),
@@ -228,6 +238,11 @@ def measure(path: Path | str, threads: int, *, ready: bool = False) -> dict[str,
         "buffered_bytes": stats.buffered,
         "remote_bytes": stats.remote,
     }
+
+
+def _verify_stage(report: LoadReport) -> dict[str, Any]:
+    speed = _gb_per_s(report.verified_bytes, report.verify_seconds)
+    return {"stage": "verify", "seconds": round(report.verify_seconds, 6), "gb_per_s": speed}
 
 
 def _step(name: str, seconds: float, count: int) -> dict[str, Any]:
@@ -243,9 +258,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", metavar="SOURCE")
     parser.add_argument("--threads", type=int, default=4, choices=range(1, 65), metavar="N")
     parser.add_argument("--ready", action="store_true", help="populate the memory before the clock runs")
+    parser.add_argument("--verify", action="store_true", help="compare with the hashes of a converted checkpoint")
     options = parser.parse_args(arguments)
     try:
-        document, status = measure(options.path, options.threads, ready=options.ready), os.EX_OK
+        document = measure(options.path, options.threads, ready=options.ready, verify=options.verify)
+        status = os.EX_OK
     except ThawError as e:
         document, status = {"error": e.body().model_dump()}, 1
     sys.stdout.write(json.dumps(document) + "\n")

@@ -20,6 +20,10 @@ class LoaderSettings(NodeSettings):
     loader_order: Literal["fair", "in-order"] = Field(
         default="fair", description="How loads share a disk or a remote host: a chunk each in turn, or one after the other."
     )
+    verify: bool = Field(
+        default=False,
+        description="Compare every tensor of a converted checkpoint with its SHA-256 before a load is complete. Costs the hashing of its bytes.",
+    )
     dram_bytes: int | None = Field(
         default=None,
         ge=0,

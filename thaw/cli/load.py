@@ -33,6 +33,7 @@ def load(
     tier: Annotated[Tier, typer.Option(help="Where the weights go: dram, the host's shared memory.")] = Tier.DRAM,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read: connections, of a URL.")] = 4,
     ready: Annotated[bool, typer.Option("--ready", help="Populate the memory beforehand, as the loader's pool has it.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with the hashes of a converted checkpoint.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Show the bandwidth of each stage too.")] = False,
     as_json: Json = False,
 ) -> Document:
@@ -43,7 +44,7 @@ def load(
     """
     out = screen(as_json)
     with out.status(f"loading {path}"):
-        document = _load(path if "://" in path else str(Path(path).expanduser().absolute()), threads, ready)
+        document = _load(path if "://" in path else str(Path(path).expanduser().absolute()), threads, ready, verify)
     out.print(
         f"[green]✓[/] {format_size(document['bytes'])} in {format_duration(document['seconds'])}: "
         f"[bold]{_rate(document['gb_per_s'])}[/], {document['cpu_seconds']:.2f} CPU seconds"
@@ -53,9 +54,10 @@ def load(
     return document
 
 
-def _load(path: str, threads: int, ready: bool) -> dict[str, Any]:
+def _load(path: str, threads: int, ready: bool, verify: bool) -> dict[str, Any]:
     """The loader's own report. A process of its own: the command line does not import services."""
-    command = [sys.executable, "-m", "services.loader.load", path, "--threads", str(threads), *(["--ready"] if ready else [])]
+    command = [sys.executable, "-m", "services.loader.load", path, "--threads", str(threads)]
+    command += [option for option, wanted in (("--ready", ready), ("--verify", verify)) if wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         document: dict[str, Any] = json.loads(done.stdout)

@@ -21,6 +21,7 @@ from services.loader.format.segment import Layout, lay_out
 from services.loader.pipeline.fill import Filling, PieceReader
 from services.loader.pipeline.pieces import cut
 from services.loader.pipeline.remote import TierReader
+from services.loader.pipeline.verified import verify_region
 from services.loader.pool.memory import PoolMemory
 from services.loader.pool.region import Region
 from services.loader.tiers.port import Cancelled, Tier
@@ -50,6 +51,7 @@ class Means:
     links: Links
     progress: Progress
     copies: Copies | None = None
+    verify: bool = False
 
 
 class Denied(Exception):
@@ -87,6 +89,9 @@ class Run:
             reading = time.monotonic()
             self._fill(tier, layout, self.region, directory, stats)
             tier.finish(self.cancelled)
+            if self.means.verify:
+                verify_region(layout, self.region, cancelled=self.cancelled)
+                self.region.zap_all()
             seconds = time.monotonic() - reading
         finally:
             self.means.progress.over(order.run)

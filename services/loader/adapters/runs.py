@@ -37,10 +37,13 @@ class Runs:
         threads: Threads,
         order: Order = "fair",
         copies: Copies | None = None,
+        *,
+        verify: bool = False,
     ) -> None:
-        """`copies`: brings what arrives to devices; None where there are none but the CPU."""
+        """`copies`: brings what arrives to devices; None where there are none but the CPU. `verify`: a load is complete when the hashes of a
+        converted checkpoint have been compared."""
         self.copies = copies
-        self._means = Means(pool, sources, emit, threads, Links(order), Progress(emit), copies)
+        self._means = Means(pool, sources, emit, threads, Links(order), Progress(emit), copies, verify)
         self._runs: dict[int, Run] = {}
         self._speeds: list[tuple[int, float]] = []
         self._loads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="load")

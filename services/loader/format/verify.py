@@ -48,7 +48,7 @@ def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None]
 
 def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] | None = None) -> Verified:
     """The same for one rank's files, opened already."""
-    work = [(file, t) for file in checkpoint.files for t in _once(file.header.tensors)]
+    work = [(file, t) for file in checkpoint.files for t in once(file.header.tensors)]
     lock = threading.Lock()
 
     def told(count: int) -> None:
@@ -66,7 +66,7 @@ def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Cal
     return Verified(1, sum(len(f.header.tensors) for f in checkpoint.files), sum(t.nbytes for _, t in work))
 
 
-def _once(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
+def once(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
     """The first of those that are tied."""
     found: dict[tuple[int, int], TensorEntry] = {}
     for tensor in tensors:
@@ -77,7 +77,7 @@ def _once(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
 def verify_tensor(tensor: TensorEntry, data: memoryview | bytes, where: str) -> None:
     """Raises `CheckpointInvalid` if `data`, read from `where`, is not what was converted. Tensors without a hash pass."""
     if tensor.sha256 and hashlib.sha256(data).hexdigest() != tensor.sha256:
-        raise _damaged(tensor, where)
+        raise damaged(tensor, where)
 
 
 def _check(file: WeightFile, tensor: TensorEntry, told: Callable[[int], None]) -> None:
@@ -98,10 +98,10 @@ def _check(file: WeightFile, tensor: TensorEntry, told: Callable[[int], None]) -
     except OSError as e:
         raise CheckpointInvalid(f"{file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
     if tensor.sha256 and digest.hexdigest() != tensor.sha256:
-        raise _damaged(tensor, str(file.path))
+        raise damaged(tensor, str(file.path))
 
 
-def _damaged(tensor: TensorEntry, where: str) -> CheckpointInvalid:
+def damaged(tensor: TensorEntry, where: str) -> CheckpointInvalid:
     return CheckpointInvalid(
         f"{where}: the bytes of tensor {tensor.name!r} are not those that were converted; convert the model again"
     )

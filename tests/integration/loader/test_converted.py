@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from services.loader.load import measure
 from shared.errors import CheckpointInvalid
 from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.integration.loader.test_service import status_where
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
 
@@ -42,6 +44,28 @@ async def test_what_is_damaged_is_not_registered_nor_loaded(loader: LoaderProces
     with pytest.raises(CheckpointInvalid, match="no valid index"):
         await client.card(tmp_path / "out")
     assert loader.memory() == 0
+
+
+async def test_flipped_bits_are_found_where_that_is_asked_for(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", tensors(megabytes=20))
+    convert(tmp_path / "m", tmp_path / "out")
+    assert measure(tmp_path / "out", 2, verify=True)["verified_bytes"] > 19_000_000
+    assert measure(tmp_path / "m", 2, verify=True)["verified_bytes"] == 0, "safetensors carry no hashes"
+    with (tmp_path / "out" / "weights-00000-of-00001.thaw").open("r+b") as file:
+        file.seek(18_000_000)
+        [old] = file.read(1)
+        file.seek(18_000_000)
+        file.write(bytes([old ^ 1]))
+    with pytest.raises(CheckpointInvalid, match="not those that were converted"):
+        measure(tmp_path / "out", 2, verify=True)
+    loader.end()
+    loader.environment["THAW_VERIFY"] = "true"
+    loader.start()
+    await client.until_served()
+    with pytest.raises(CheckpointInvalid, match="not those that were converted"):
+        await client.attach("i1", await client.card(tmp_path / "out"))
+    await client.release("i1")
+    await status_where(client, loader.node, lambda status: not status.segments and loader.memory() == 0)
 
 
 async def test_pickles_are_sent_to_the_converter(client: Client, tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""Whether weights that have arrived in the pool are those that were converted: each tensor's SHA-256 against the index (ADR 0017)."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.format.safetensors import TensorEntry
+from services.loader.format.segment import Layout, Place
+from services.loader.format.verify import damaged, once
+from services.loader.pool.region import Region
+from services.loader.tiers.port import Cancelled
+
+
+def verify_region(layout: Layout, region: Region, *, threads: int = 2, cancelled: threading.Event | None = None) -> int:
+    """Bytes that were hashed, tied tensors once; 0 where the checkpoint carries no hashes. Raises `CheckpointInvalid` or `Cancelled`."""
+    work = [(place, t) for place in layout.places for t in once(place.file.header.tensors) if t.sha256]
+
+    def check(place: Place, tensor: TensorEntry) -> None:
+        digest, at = hashlib.sha256(), place.offset + tensor.offset
+        end = at + tensor.nbytes
+        while at < end:
+            if cancelled is not None and cancelled.is_set():
+                raise Cancelled
+            length = min(end - at, CHUNK_BYTES - at % CHUNK_BYTES)
+            with region.view(at, length) as data:
+                digest.update(data)
+            at += length
+        if digest.hexdigest() != tensor.sha256:
+            raise damaged(tensor, str(place.file.path))
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        try:
+            for _ in pool.map(lambda pair: check(*pair), work):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return sum(t.nbytes for _, t in work)

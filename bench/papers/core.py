@@ -176,11 +176,14 @@ class Claim:
     ours: Estimate
     paper: float | None = None
     holds: bool | None = None
+    bound: float | None = None
+    """Of an order: what the figure must be on one side of; an interval over several seeds that holds it is "unsure"."""
 
     @property
     def verdict(self) -> Literal["yes", "no", "unsure"]:
         if self.holds is not None:
-            return "yes" if self.holds else "no"
+            crossed = self.bound is not None and self.ours.seeds > 1 and self.ours.low < self.bound < self.ours.high
+            return "unsure" if crossed else "yes" if self.holds else "no"
         if self.paper is None or math.isnan(self.ours.mean):
             return "unsure"
         if abs(self.ours.mean - self.paper) <= CLOSE * abs(self.paper):
@@ -208,8 +211,8 @@ class Result:
     def number(self, where: str, text: str, ours: Estimate, paper: float) -> None:
         self.claims.append(Claim(where, text, ours, paper))
 
-    def order(self, where: str, text: str, ours: Estimate, holds: bool) -> None:
-        self.claims.append(Claim(where, text, ours, holds=holds))
+    def order(self, where: str, text: str, ours: Estimate, holds: bool, bound: float | None = None) -> None:
+        self.claims.append(Claim(where, text, ours, holds=holds, bound=bound))
 
     def document(self) -> dict[str, Any]:
         return {

@@ -44,7 +44,7 @@ def run(options: Options) -> Result:
     for kind, model in pairs:
         for before, after in pairwise(STEPS):
             ratio = result.row(device=kind, step=after).over(result.row(device=kind, step=before), "ttft_s")
-            result.order("8.2, Fig. 8", f"{model}, {after}: shorter than without (ratio)", ratio, ratio.mean < 1.0)
+            result.order("8.2, Fig. 8", f"{model}, {after}: shorter than without (ratio)", ratio, ratio.mean < 1.0, bound=1.0)
     result.notes.append(
         "Overlap gains nothing here because fetching takes longer than container, context, libraries and loading in turn."
     )

@@ -110,7 +110,7 @@ def run(options: Options) -> Result:
     packing, merging, drawn = (result.row(strategy=s, model="all") for s in ("MCE+PGP", "MCE+GM", "Rand+GM"))
     result.number("5.4.1, Fig. 10", "packing takes 93 % off merging (what is left of it)", packing.over(merging, "merge_s"), 0.07)
     less = merging.over(drawn, "load_s")
-    result.order("5.4.1, Fig. 10", "eviction by cost loads less than eviction by chance (ratio)", less, less.mean < 1)
+    result.order("5.4.1, Fig. 10", "eviction by cost loads less than eviction by chance (ratio)", less, less.mean < 1, bound=1.0)
     whole = sum(m.gb for m in c.MODELS) / len(c.MODELS) / c.PCIE.value
     result.notes.append(f"Without reuse a request loads {whole:.2f} s on average over the eight models.")
     result.notes.append("compute_ms is of Python on whatever machine this ran on; the paper's is below 1 ms in C++.")

@@ -14,7 +14,8 @@ from bench.papers.constants import hydraserve as hc
 from bench.papers.constants import serverlessllm as sc
 from bench.papers.constants import torpor as oc
 from bench.papers.core import Case, Measure, Options, Result, varied
-from services.scheduler.domain.policies import thaw
+from bench.papers.tangram_fig12 import part
+from services.scheduler.domain.policies import serverlessllm, thaw
 from services.scheduler.domain.policies.port import Profile
 
 NAME = "thaw-beside"
@@ -35,7 +36,7 @@ class Setting:
 def settings(options: Options) -> list[Setting]:
     """Thaw's keep-alive is the paper's: it is a setting of the model, not a choice of the policy."""
     seconds = options.seconds(sc.DURATION_S.value)
-    sllm = s.serverlessllm.PROFILE
+    sllm = serverlessllm.PROFILE
     return [
         Setting(
             "ServerlessLLM, ShareGPT at 0.8 RPS",
@@ -55,7 +56,7 @@ def settings(options: Options) -> list[Setting]:
             "Tangram, 4 devices at 0.4 RPS",
             t.TANGRAM,
             lambda p: ours_on_tangram(p, options),
-            tangram_fig13.part,
+            part,
             (("p99_ttft_s", False), ("load_s", False)),
         ),
         Setting(
@@ -83,16 +84,16 @@ def on_hydraserve(profile: Profile, options: Options) -> Case:
 def run(options: Options) -> Result:
     result = Result(NAME, "Thaw's profile beside each paper's own")
     for setting in settings(options):
-        part = Result("", "")
-        part.measured([setting.case(p) for p in (thaw.PROFILE, setting.best)], options, setting.measure)
-        ours, theirs = part.rows
-        for row in part.rows:
+        both = Result("", "")
+        both.measured([setting.case(p) for p in (thaw.PROFILE, setting.best)], options, setting.measure)
+        ours, theirs = both.rows
+        for row in both.rows:
             row.label = {"setting": setting.name, "policy": row.label["policy"]}
             row.runs = [{f: r[f] for f, _ in setting.better if f in r} for r in row.runs]
-        result.rows += part.rows
+        result.rows += both.rows
         for figure, more in setting.better:
             ratio = ours.over(theirs, figure)
             as_good = ratio.mean >= 1 if more else ratio.mean <= 1
-            result.order("ours", f"{setting.name}: {figure}, thaw's over {theirs.label['policy']}'s", ratio, as_good)
+            result.order("ours", f"{setting.name}: {figure}, thaw's over {theirs.label['policy']}'s", ratio, as_good, bound=1.0)
     result.notes.append("Not in any paper: the same machines and requests, with Thaw's profile in the place of the paper's policy.")
     return result

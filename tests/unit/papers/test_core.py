@@ -38,9 +38,11 @@ def test_verdicts(ours: Estimate, paper: float, verdict: str) -> None:
     assert Claim("1", "", ours, paper).verdict == verdict
 
 
-def test_an_order_holds_or_not() -> None:
+def test_an_order_holds_or_not_or_the_interval_says_nothing() -> None:
     assert Claim("1", "", estimate([1.0]), holds=True).verdict == "yes"
     assert Claim("1", "", estimate([1.0]), holds=False).verdict == "no"
+    assert Claim("1", "", Estimate(0.9, 0.7, 1.1, 3), holds=True, bound=1.0).verdict == "unsure"
+    assert Claim("1", "", Estimate(0.9, 0.8, 0.95, 3), holds=True, bound=1.0).verdict == "yes"
 
 
 def test_ratios_are_taken_seed_by_seed() -> None:

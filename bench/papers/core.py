@@ -274,13 +274,14 @@ def write(results: Sequence[Result], directory: Path, settings: Mapping[str, Any
 
 
 def summary(directory: Path) -> str:
-    """One table of the statements in a directory's JSON files."""
+    """One table of the statements in a directory's JSON files, with the seeds and the length of the runs."""
     rows = [["experiment", "where", "the paper says", "paper", "ours, 95 % interval", "agrees"]]
     for path in sorted(directory.glob("*.json")):
         document = json.loads(path.read_text())
+        seeds = max((c["ours"]["seeds"] for c in document["claims"]), default=0)
+        runs = f"{document['experiment']} ({seeds} × {document['settings'].get('scale', 1.0):g})"
         for claim in document["claims"]:
             stated = "order" if claim["paper"] is None else _short(claim["paper"])
-            rows.append(
-                [document["experiment"], claim["where"], claim["text"], stated, str(Estimate(**claim["ours"])), claim["agrees"]]
-            )
+            rows.append([runs, claim["where"], claim["text"], stated, str(Estimate(**claim["ours"])), claim["agrees"]])
+            runs = ""
     return "\n".join(_table(rows))

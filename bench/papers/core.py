@@ -279,7 +279,7 @@ def summary(directory: Path) -> str:
     for path in sorted(directory.glob("*.json")):
         document = json.loads(path.read_text())
         seeds = max((c["ours"]["seeds"] for c in document["claims"]), default=0)
-        runs = f"{document['experiment']} ({seeds} × {document['settings'].get('scale', 1.0):g})"
+        runs = f"{document['experiment']} ({seeds} x {document['settings'].get('scale', 1.0):g})"
         for claim in document["claims"]:
             stated = "order" if claim["paper"] is None else _short(claim["paper"])
             rows.append([runs, claim["where"], claim["text"], stated, str(Estimate(**claim["ours"])), claim["agrees"]])

@@ -61,7 +61,7 @@ def test_results_as_a_table_and_as_json(tmp_path: Path) -> None:
     assert document["rows"][0]["figures"]["x"]["seeds"] == 2
     assert document["claims"][0]["agrees"] == "yes"
     assert document["settings"] == {"seeds": 2}
-    assert "| name (2 × 1) | §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | yes |" in summary(tmp_path)
+    assert "| name (2 x 1) | §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | yes |" in summary(tmp_path)
     assert "plot only" in printed(Result("n", "t", [Row({}, [{"x": 1.0}])]))
 
 

@@ -186,7 +186,7 @@ class Engine:
             self._adapters = Adapters(shelf, computable.room, self._start.card.spec.keep_alive, self._reporter.changed)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
         self._requests = await self._mesh.nc.subscribe(subjects.infer(self._start.instance_id), cb=self._serving.on_message)
-        await self._mesh.nc.flush(timeout=int(_FLUSH_WITHIN_S))
+        await self._mesh.flush(int(_FLUSH_WITHIN_S))
         if not self._serving.draining:
             self._reporter.enter("ready")
         log.info("ready", extra={"instance": self._start.instance_id, "model": self._start.card.name})

@@ -82,6 +82,15 @@ class Mesh:
         """The raw client."""
         return self._broker.connection
 
+    async def flush(self, within: int = 10) -> None:
+        """Return once the server has taken all subscriptions and messages so far; raises what NATS raises after `within` seconds.
+
+        nats-py's flush sends its ping ahead of what is still in its buffer, and so may be answered before the server has that. The first
+        one empties the buffer; the second one is behind it.
+        """
+        await self.nc.flush(timeout=within)
+        await self.nc.flush(timeout=within)
+
     @property
     def max_body(self) -> int:
         """The largest body in bytes that may be sent; more must be refused before it is published."""

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from pydantic import SecretStr, TypeAdapter
 
@@ -162,8 +161,8 @@ async def stop_when_asked(run: Run | None) -> Message:
 class FakeEngine:
     """One instance. `yields` answers `YieldInfer`; None: nothing does. Keeps every request it got."""
 
-    def __init__(self, nc: Client, model: str, behaviour: Behaviour = speak, capacity: int = 16) -> None:
-        self.nc = nc
+    def __init__(self, mesh: Mesh, model: str, behaviour: Behaviour = speak, capacity: int = 16) -> None:
+        self.mesh, self.nc = mesh, mesh.nc
         self.id = uuid.uuid4().hex
         self.model = model
         self.behaviour = behaviour
@@ -185,7 +184,7 @@ class FakeEngine:
             await self.nc.subscribe(subjects.infer(self.id), cb=self._on_request),
             await self.nc.subscribe(subjects.engine_control(self.id), cb=self._on_control),
         ]
-        await self.nc.flush()
+        await self.mesh.flush()
 
     async def vanish(self) -> None:
         """Stop listening and working, as a killed process does."""
@@ -293,7 +292,7 @@ class FakeNode:
             await self.heard.wait_for(true)
 
     async def engine(self, model: str, behaviour: Behaviour = speak, *, ready: bool = True, capacity: int = 16) -> FakeEngine:
-        engine = FakeEngine(self.mesh.nc, model, behaviour, capacity)
+        engine = FakeEngine(self.mesh, model, behaviour, capacity)
         self.engines[engine.id] = engine
         await engine.listen()
         if ready:

@@ -24,9 +24,11 @@ Excludes = Callable[[Booking], str]
 """Says why a model may not run on a device; empty: it may."""
 
 
-def checker(state: ClusterState, model: Model) -> Excludes | None:
-    """What checks devices for the model, in the state as it is now; None: nothing is to be checked."""
+def checker(state: ClusterState, model: Model, *, apart: bool = False) -> Excludes | None:
+    """What checks devices for the model, in the state as it is now; None: nothing is to be checked. `apart`: as if it were to be spread."""
     rules = model.card.spec.placement
+    if apart and not rules.spread:
+        rules = rules.model_copy(update={"spread": True})
     if not rules.any and not state.apart:
         return None
     found: dict[str, str] = {}

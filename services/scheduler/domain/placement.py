@@ -63,8 +63,10 @@ def place(
     extra: bool = False,
     kept_up_only: bool = False,
     only: tuple[str, str] | None = None,
+    apart: bool = False,
 ) -> Placement:
-    """Decide for `model`, which has waited `waited` seconds. `only`: the node and device (empty: any of it) that it is confined to."""
+    """Decide for `model`, which has waited `waited` seconds. `only`: the node and device (empty: any of it) that it is confined to; `apart`: not
+    on a node that runs an instance of it."""
     trouble = d.state.trouble.get(model.key)
     if kept_up_only and trouble and trouble.not_before > d.now:  # 1
         return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
@@ -75,6 +77,7 @@ def place(
     devices = devices_of(model.card)
     whole = need_to_start(d.state, model.card)
     need = -(-whole // devices)
+    excludes = checker(d.state, model, apart=apart)
     request = Request(
         Asking(model, ask_of(d, model, whole, waited, extra=extra), not extra and waited >= d.policy.preempt_after, extra),
         thaw.PROFILE if starving(d, waited) else d.policy.profile,
@@ -83,7 +86,7 @@ def place(
         trouble.avoid if trouble else (),
         Forecast(d.state, model.card, d.now),
         bool(d.state.pauses),
-        checker(d.state, model) if only is None else confined(*only, checker(d.state, model)),
+        excludes if only is None else confined(*only, excludes),
     )
     considered: list[Candidate | Possible] = [] if extra else [of_suspended(d, request, i) for i in d.state.parked(model)]
     for sets in _shortlists(d, request):

@@ -155,7 +155,7 @@ def _no_longer(d: Draft, name: str) -> None:
 def grant(d: Draft, wish: Wish) -> bool:
     """Start what is wished for, or keep on record why not. Whether something was begun (then there may be more to wish for)."""
     model = d.state.models[wish.model.key]
-    placement = place(d, model, _waited(d, wish), extra=wish.extra, kept_up_only=wish.trigger == "min_replicas")
+    placement = _placed(d, model, wish)
     if placement.chosen is not None:
         begin(d, model, placement, wish.trigger, wish.heard)
         d.drop(Unmet, model.key)
@@ -173,6 +173,16 @@ def grant(d: Draft, wish: Wish) -> bool:
         if placement.error is not None and model.error != placement.error.message:
             d.put(replace(model, error=placement.error.message))
     return False
+
+
+def _placed(d: Draft, model: Model, wish: Wish) -> Placement:
+    """Another instance goes to a node that runs none of the model, if one has room: a hot model outlives its nodes, and shares their links."""
+    waited, kept = _waited(d, wish), wish.trigger == "min_replicas"
+    if d.state.live(model):
+        alone = place(d, model, waited, extra=wish.extra, kept_up_only=kept, apart=True)
+        if alone.chosen is not None:
+            return alone
+    return place(d, model, waited, extra=wish.extra, kept_up_only=kept)
 
 
 def _note(d: Draft, wish: Wish, placement: Placement) -> PlanRecord:

@@ -91,6 +91,14 @@ def test_a_spread_model_has_one_instance_on_a_node() -> None:
     assert all(r.startswith("placement.spread") for r in reasons), reasons
 
 
+def test_another_replica_goes_to_another_node_if_it_can() -> None:
+    w = world({"n1": "a", "n2": "a"})
+    w.model("m", replicas={"min": 3, "max": 3})
+    w.tick(0.5)
+    assert sorted(s.node for s in w.starts("m"))[:3] in (["n1", "n1", "n2"], ["n1", "n2", "n2"])
+    assert len({s.node for s in w.starts("m")[:2]}) == 2
+
+
 def test_of_many_devices_the_excluded_ones_do_not_hide_the_one_that_is_allowed() -> None:
     w = world({f"n{n:02}": "far" for n in range(40)} | {"n17": "near"})
     assert placed(w, "m", labels={"zone": "near"}) == "n17"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from services.scheduler.simulation.departures import Departures
 from services.scheduler.simulation.instances import Instance, Part
@@ -22,8 +23,8 @@ class Pipelines:
         """Scale-down: one stage stays, in the background. Scale-up, if more instances are wanted: as many become whole ones."""
         world, model = self._world, instance.model
         demand = world.demand_of(model)
-        others = demand.live - 1
-        wanted = max(1, min(len(instance.parts), world.profile.scale(demand) - others))
+        others = demand.live - len(instance.parts)
+        wanted = max(1, min(len(instance.parts), world.profile.scale(replace(demand, live=others + 1)) - others))
         able = [p for p in instance.parts if self._can_grow(instance, p)]
         if not able:
             # No stage has room for the rest yet: again when that may have changed, as long as it serves.
@@ -75,8 +76,9 @@ class Pipelines:
             p.device.instances.pop(instance.key, None)
             p.device.booked -= p.nbytes
             world.touch(p.device)
-        for p in others:
-            self._replica(instance, p)
+        replicas = [self._replica(instance, p) for p in others]
+        for new in replicas:  # once all of them count, so that nobody starts one more
+            self._in_service(new)
         for p in leaving:
             self._starts.room(p.device)
         for p in survivors:
@@ -84,7 +86,7 @@ class Pipelines:
         if not instance.runs and instance.state == "ready":
             self._in_service(instance)
 
-    def _replica(self, instance: Instance, part: Part) -> None:
+    def _replica(self, instance: Instance, part: Part) -> Instance:
         world = self._world
         world.plans += 1
         new = Instance(f"i{world.plans}", instance.model, [part], world.clock, world.runtime, instance.finished)
@@ -92,7 +94,7 @@ class Pipelines:
         part.device.booked += part.nbytes
         new.state, new.ready_at, new.load_s, new.source = "ready", world.clock.now, instance.load_s, "pipeline"
         instance.model.instances[new.key] = new
-        self._in_service(new)
+        return new
 
     def _gather_seconds(self, instance: Instance) -> float:
         """KV blocks of what runs, from the other stages, over the network."""

@@ -242,7 +242,7 @@ class World:
         live = running = 0
         for instance in model.instances.values():
             if not instance.moving:
-                live += 1
+                live += len(instance.parts)  # of a pipeline as many may become instances of their own (HydraServe §6.1)
                 running += len(instance.runs)
         return Demand(
             model.name,

@@ -1,0 +1,69 @@
+"""What people are told of migrations."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from shared.contracts.base import ErrorBody
+from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
+from thaw.cli.migrate import concerning, show_migrations, show_moves, told
+
+DONE = MigrationRecord(
+    migration_id="m-1",
+    token=1,
+    model="one",
+    revision="r",
+    source_instance="i-1",
+    source_node="node-0",
+    instance_id="i-2",
+    node="node-1",
+    created=1.0,
+    state="done",
+    rounds=(
+        MigrationRound(request_id="q-1", number=1, tokens=300, took_ms=41.0, gap=7),
+        MigrationRound(request_id="p-1", number=1, tokens=200, took_ms=30.0, gap=2),
+    ),
+    requests=(
+        MovedRequest(request_id="q-1", outcome="moved", tokens=90, pause_ms=31.0),
+        MovedRequest(request_id="p-1", outcome="finished"),
+    ),
+    duration_ms=812.0,
+)
+
+
+def shown(show: object, *arguments: object) -> str:
+    out = io.StringIO()
+    show(Console(file=out, width=140), *arguments)  # type: ignore[operator]  # one of the functions above
+    return out.getvalue()
+
+
+def test_one_line_tells_what_became_of_it() -> None:
+    assert "i-1 from node-0 to node-1 (i-2): done; 1 of 2 requests moved, pause 31 ms, 0.81 s in all" in told(DONE)
+    failed = DONE.model_copy(
+        update={"state": "failed", "error": ErrorBody(code="unreachable", message="nobody [there]"), "request_id": "q"}
+    )
+    assert "request q from node-0" in told(failed)
+    assert "nobody \\[there]" in told(failed)
+    given_up = DONE.model_copy(update={"state": "given_up", "requests": (MovedRequest(request_id="q-1", reason="it was over"),)})
+    assert told(given_up).endswith("it was over")
+
+
+def test_those_under_way_are_listed() -> None:
+    assert shown(show_migrations, [DONE]) == ""
+    text = shown(show_migrations, [DONE, DONE.model_copy(update={"state": "preparing", "migration_id": "m-2"})])
+    assert "m-2" in text
+    assert "m-1" not in text
+    assert "1 of 2" in text
+
+
+def test_a_request_finds_its_own_moves() -> None:
+    other = DONE.model_copy(update={"migration_id": "m-0", "created": 0.5, "requests": (MovedRequest(request_id="q-2"),)})
+    unrelated = DONE.model_copy(update={"requests": (MovedRequest(request_id="qq-1"),)})
+    found = concerning([DONE, other, unrelated], "q")
+    assert [r.migration_id for r in found] == ["m-0", "m-1"]
+    text = shown(show_moves, [DONE], "q")
+    assert "node-0 → node-1: moved, pause 31 ms" in text
+    assert "round 1: 300 tokens in 41 ms, 7 more meanwhile" in text
+    assert "200 tokens" not in text

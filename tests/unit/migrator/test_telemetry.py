@@ -1,0 +1,93 @@
+"""A migration's trace: its own, linked with its requests', gone on with by a later owner; and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.migrator.adapters import telemetry
+from services.migrator.adapters.telemetry import Metrics, MigrationSpan
+from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
+from shared.telemetry.ids import SystemIds
+from shared.telemetry.tracing import carry
+from tests.unit.migrator.test_leases import record
+
+REQUEST = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(id_generator=SystemIds())
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(telemetry, "tracer", provider.get_tracer("test"))
+    yield exporter
+    provider.shutdown()
+
+
+def ended(first: MigrationRecord) -> MigrationRecord:
+    return first.model_copy(
+        update={
+            "state": "done",
+            "duration_ms": 500.0,
+            "rounds": (MigrationRound(request_id="q-1", number=1, tokens=100, took_ms=20.0, gap=3, start_ms=5.0),),
+            "requests": (
+                MovedRequest(request_id="q-1", outcome="moved", pause_ms=25.0),
+                MovedRequest(request_id="p-1", outcome="fixed"),
+            ),
+        }
+    )
+
+
+def named(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
+    (found,) = [s for s in spans.get_finished_spans() if s.name == name]
+    return found
+
+
+def test_rounds_are_spans_of_a_trace_that_is_linked(spans: InMemorySpanExporter) -> None:
+    span = MigrationSpan(record(1))
+    with span.current():
+        assert carry()["traceparent"] == span.traceparent
+    assert trace.get_current_span() is not span.span
+    span.link(REQUEST)
+    span.end(ended(record(1)), lost=False)
+    whole, made = named(spans, "migrate m"), named(spans, "round")
+    assert [format(link.context.trace_id, "032x") for link in whole.links] == ["a" * 32]
+    assert whole.attributes is not None
+    assert whole.attributes["thaw.outcome"] == "done"
+    assert made.parent is not None
+    assert made.parent.span_id == whole.context.span_id
+    assert made.attributes is not None
+    assert (made.attributes["thaw.tokens"], made.attributes["thaw.gap"]) == (100, 3)
+    assert made.start_time is not None
+    assert made.end_time is not None
+    assert made.end_time - made.start_time == 20_000_000
+
+
+def test_a_later_owner_goes_on_with_the_trace_and_tells_its_own_rounds_only(spans: InMemorySpanExporter) -> None:
+    first = MigrationSpan(record(1))
+    taken = ended(record(1)).model_copy(update={"traceparent": first.traceparent})
+    second = MigrationSpan(taken)
+    assert second.traceparent == first.traceparent
+    second.end(taken, lost=False)
+    first.end(record(1), lost=True)
+    assert {s.name for s in spans.get_finished_spans()} == {"migrate m"}
+    assert len({s.context.trace_id for s in spans.get_finished_spans()}) == 1
+
+
+def test_metrics_by_outcome() -> None:
+    metrics = Metrics()
+    try:
+        metrics.record(ended(record(1)))
+        text = metrics.render()
+    finally:
+        metrics.close()
+    labels = 'gen_ai_request_model="m",thaw_outcome="fixed",thaw_reason="operator"'
+    assert f"thaw_migration_requests_total{{{labels}}} 1.0" in text
+    assert 'thaw_migration_pause_seconds_sum{gen_ai_request_model="m",thaw_reason="operator"} 0.025' in text
+    assert 'thaw_migration_tokens_total{gen_ai_request_model="m",thaw_reason="operator"} 100.0' in text

@@ -257,7 +257,7 @@ def test_damage_after_the_registration_is_told_and_repaired(
 
 
 def test_logs_are_there_for_every_service(mesh: Thaw) -> None:
-    for service in ("gateway", "scheduler", "nodeagent", "loader", "nats", "postgres", "supervisor", "engine"):
+    for service in ("gateway", "scheduler", "migrator", "nodeagent", "loader", "nats", "postgres", "supervisor", "engine"):
         assert mesh.json("logs", service)["logs"]
     assert "gateway" in mesh.error("logs", "nobody")["remedy"]
 

@@ -128,6 +128,7 @@ class Load:
             thread.join(120)
 
 
+@pytest.mark.timeout(150 + 4 * MOVES)
 def test_many_random_moves_under_load(mesh: Roomy, undisturbed: list[Stream]) -> None:
     """Single requests mostly, now and then a whole instance. What was over before it could move does not count."""
     mesh.everywhere("one")  # so that a move takes no start

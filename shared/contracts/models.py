@@ -74,7 +74,8 @@ class PlacementRules(Strict):
     """Where instances of a model may run. Every rule must hold; each device that one excludes is shown with it by `thaw explain`."""
 
     labels: dict[str, str] = Field(
-        default_factory=dict, description="Labels that its nodes must have (THAW_NODE_LABELS), each with this value, or any for '*'."
+        default_factory=dict,
+        description="Labels that its nodes must have (THAW_LABELS), each with this value, or any for '*'.",
     )
     devices: tuple[str, ...] = Field(
         default=(), description="Devices it may use, as patterns of node/device or of the device alone: gpu-*/cuda:0, cuda:*."

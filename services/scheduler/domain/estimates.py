@@ -105,15 +105,6 @@ class Forecast:
         """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are not special, without its detail."""
         return self._before + max(self._load_ms(bytes_per_second), self._engine) + self._after
 
-    def again_s(self, b: Booking) -> float:
-        """Seconds to start it on a device that is free and on links that are idle."""
-        state, revision = self._state, self._card.info.revision
-        groups = (state.measured_on.get(self._card.name), state.resident_on.get(revision), state.kept_on.get(revision))
-        if any(group and b.node in group for group in groups):
-            found = self.at(b, leaving=False)
-            return (found.ms - found.queued_ms) / 1e3
-        return self.elsewhere(b.bytes_per_second) / 1e3
-
     def _load_ms(self, bytes_per_second: float | None) -> float:
         if self._own_load is not None:
             return self._own_load
@@ -223,6 +214,17 @@ def on_device(status: LoaderStatus | None, revision: str, device_id: str) -> int
 
 def _cost(phases: Mapping[str, float], ms: float, spread_ms: float) -> Cost:
     return Cost(ms / 1e3, {k: v / 1e3 for k, v in phases.items()}, spread_ms / 1e3)
+
+
+def again_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
+    """Seconds to start a model on a device that is free and on links that are idle."""
+    revision = card.info.revision
+    known = (state.measured_on.get(card.name), state.resident_on.get(revision), state.kept_on.get(revision))
+    if not any(known):  # as `Forecast` would have it, without making one
+        load = load_s(card.info.weights_bytes, b.bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
+        before, engine, after = _PRIOR_PARTS
+        return (before + max(load, engine) + after) / 1e3
+    return Forecast(state, card).at(b, leaving=False).ms / 1e3
 
 
 def sooner_back(state: ClusterState, i: Instance) -> bool:

@@ -120,7 +120,9 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
             _park(state, model)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
-    if _brings(old) != _brings(new):
+    before, after = _brings(old), _brings(new)
+    if before != after:
+        _regroup(state, "bringing", [present.node] if before else (), [present.node] if after else (), present.instance_id)
         _queue(state, present.node)
     if new is None:
         _forget(state, "dues", present.instance_id)
@@ -162,8 +164,8 @@ def _queue(state: ClusterState, node: str) -> None:
     """Keep when the node's links will have brought what is queued on them (cost/links.py)."""
     loader = state.loaders.get(node)
     heard_at = loader.heard_at if loader is not None else 0.0
-    there = [(load, i) for i in state.on_node(node) if (load := _brings(i)) is not None]
-    decided = [load for load, i in there if load[0] > heard_at and not _resident(state, i)]
+    there = [state.instances[i] for i in state.bringing.get(node, ())]
+    decided = [load for i in there if (load := _brings(i)) is not None and load[0] > heard_at and not _resident(state, i)]
     until = busy_until(heard_at, loader.status if loader is not None else None, decided)
     if until <= 0.0:
         _forget(state, "queues", node)

@@ -15,6 +15,7 @@ from services.scheduler.domain.cost.formulas import likely_again
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.elsewhere import ways_out
 from services.scheduler.domain.entities import Instance, Model
+from services.scheduler.domain.estimates import again_s
 from services.scheduler.domain.learning_moves import resume_seconds
 from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
@@ -90,7 +91,7 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
 
 def _reload_s(d: Draft, i: Instance, owner: Model, b: Booking) -> float:
     """Seconds to have it back: by resuming it if it would be suspended, else by starting it anew."""
-    anew = d.forecast(owner.card).again_s(b)
+    anew = again_s(d.state, owner.card, b)
     if i.state.parked:
         return anew
     seen = d.state.seen.get(i.instance_id)

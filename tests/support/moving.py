@@ -145,7 +145,8 @@ def body(model: str, seed: int | None = None, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Stream:
-    """One streamed completion, read in a thread of its own. `gaps`: seconds between what came."""
+    """One streamed completion, read in a thread of its own. `gaps`: seconds between what came; `began`, `first`: when it was asked,
+    and when the first token came."""
 
     url: str
     body: dict[str, Any]
@@ -158,6 +159,8 @@ class Stream:
     error: str = ""
     done: bool = False
     gaps: list[float] = field(default_factory=list)
+    began: float = 0.0
+    first: float = 0.0
     ids: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -174,6 +177,7 @@ class Stream:
         self._left.set()
 
     def _read(self) -> None:
+        self.began = time.monotonic()
         try:
             wanted = {**self.body, "stream": True, "stream_options": {"include_usage": True}}
             with (
@@ -211,6 +215,7 @@ class Stream:
                 self.tokens += choice["logprobs"]["tokens"]
                 self.logprobs += choice["logprobs"]["token_logprobs"]
             self.finish = choice["finish_reason"] or self.finish
+            self.first = self.first or time.monotonic()
         self.opened.set()
 
     def result(self, within: float = 120.0) -> Stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.policies import hydraserve
@@ -73,6 +73,7 @@ def test_a_tight_objective_takes_more_stages_and_one_that_cannot_be_met_takes_on
     assert allocate(12 * GB, 17 * GB, [server(0, free=1)], TIMES, 60, 1) is None
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(3, 30), st.integers(1, 4), st.integers(2, 10)), min_size=1, max_size=5),
     st.booleans(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.policies.port import Ask, DeviceView, Usage
@@ -13,6 +13,7 @@ from tests.unit.scheduler.policies.views import ask, devices, option
 
 
 @pytest.mark.parametrize("name", PROFILES)
+@settings(deadline=None)
 @given(view=devices(), short=st.integers(1, 60), now=st.floats(0, 10))
 def test_no_protected_victim_enough_freed_and_the_same_again(name: str, view: DeviceView, short: int, now: float) -> None:
     found = PROFILES[name].clear(ask(), view, short, now)

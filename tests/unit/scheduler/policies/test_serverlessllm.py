@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.policies import serverlessllm, shepherd
@@ -47,6 +47,7 @@ def brute_force(victims: list[Departure], short: int) -> float | None:
     return best
 
 
+@settings(deadline=None)
 @given(victims=departures(), short=st.integers(1, 40))
 def test_the_recurrence_finds_what_trying_every_assignment_finds(victims: list[Departure], short: int) -> None:
     found = least_time(victims, short)

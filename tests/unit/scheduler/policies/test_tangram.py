@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise, permutations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.policies import tangram
@@ -117,6 +117,7 @@ def least_moved(regions: list[Region], tensors: dict[str, int]) -> int | None:
     return min(costs, default=None)
 
 
+@settings(deadline=None)
 @given(pools())
 def test_packing_is_valid_and_costs_between_the_least_possible_and_merging_all(pool: tuple[list[Region], dict[str, int]]) -> None:
     regions, tensors = pool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.policies import torpor
@@ -106,6 +106,7 @@ def test_of_one_function_the_longest_waiting_goes_first_and_one_not_heard_of_is_
     assert [(a.model, a.waited) for a in ordered] == [("new", 0.0), ("f1", 2.0), ("f1", 1.0)]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=8),
     st.floats(0, 1),

@@ -102,7 +102,7 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
             kept: list[Entity] = [*state.models.values(), *state.nodes.values(), *state.instances.values()]
             await repository.commit(term.epoch, [Put(entity) for entity in kept])
             loop = SchedulerLoop(state, repository, loads, Policy())
-            outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, Migrations(mesh, loop.post).order)
+            outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, Migrations(mesh, loop.post))
             deciding = asyncio.create_task(loop.run(outbox))
             settle_heap()
             before = await _started(mesh)

@@ -107,7 +107,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     await ensure_streams(js)
     migrations = Migrations(mesh, loop.post)
     handlers = Handlers(mesh, loop, repository, policy, name, migrations)
-    outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations.order)
+    outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations)
     outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable, Iterable
 
 from nats.errors import Error as NatsError
-from nats.js.errors import KeyWrongLastSequenceError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from pydantic import ValidationError
 
 from services.scheduler.adapters import clock
 from services.scheduler.domain.events import Event, MigrationHeard
 from shared.contracts import subjects
+from shared.contracts.base import ErrorBody
 from shared.contracts.migration import FindRequest, ListRequests, MigrationRecord, RequestFound, RequestsListed
 from shared.errors import DeadlineExceeded, ThawError, Unreachable
 from shared.messaging import Mesh
@@ -53,7 +54,9 @@ class Migrations:
             self._post(MigrationHeard(clock.now(), record))
 
     def remove(self, key: str) -> None:
-        self._records.pop(key, None)
+        record = self._records.pop(key, None)
+        if record is not None and not record.over:
+            self._post(MigrationHeard(clock.now(), record.model_copy(update={"state": "cancelled"})))
 
     def latest(self, migration_id: str | None, limit: int) -> tuple[MigrationRecord, ...]:
         """The latest first."""
@@ -72,6 +75,21 @@ class Migrations:
             except (NatsError, TimeoutError) as e:
                 log.warning("a migration cannot be ordered now", extra={"migration_id": record.migration_id, "error": repr(e)})
                 await asyncio.sleep(_AGAIN_S)
+
+    async def call_off(self, migration_id: str, error: ErrorBody) -> None:
+        """Cancel an order, if nobody has begun with it."""
+        try:
+            bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2))
+            entry = await bucket.get(migration_id)
+            record = MigrationRecord.model_validate_json(entry.value or b"")
+            if record.owner or record.state != "asked":
+                return
+            cancelled = record.model_copy(update={"state": "cancelled", "error": error})
+            await bucket.update(migration_id, cancelled.model_dump_json().encode(), last=entry.revision)
+        except (KeyNotFoundError, KeyWrongLastSequenceError):
+            return  # it is gone, or somebody has just begun
+        except (NatsError, TimeoutError) as e:
+            log.warning("a migration cannot be called off now", extra={"migration_id": migration_id, "error": repr(e)})
 
     async def found(self, request_id: str) -> RequestFound | None:
         """Where a request is that its client knows by that id. None: no gateway has it (any more)."""

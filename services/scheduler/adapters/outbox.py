@@ -18,8 +18,10 @@ from nats.js import JetStreamContext
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog
 from services.scheduler.adapters.loads import SCHEDULER, Loads
+from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.effects import (
+    CallOffMigration,
     DeleteCatalog,
     Effect,
     LoadEnded,
@@ -42,7 +44,6 @@ from services.scheduler.domain.events import CommandAccepted, Event, StartRefuse
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import WeightsReleased
-from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import LoadTrace
@@ -74,7 +75,7 @@ class Outbox:
         post: Callable[[Event], None],
         reply: Callable[[ReplyTo], None],
         patience: float,
-        order: Callable[[MigrationRecord], Awaitable[None]],
+        migrations: Migrations,
     ) -> None:
         self._mesh = mesh
         self._js = js
@@ -83,7 +84,7 @@ class Outbox:
         self._post = post
         self._reply = reply
         self._patience = patience
-        self._order = order
+        self._migrations = migrations
         self._lanes: dict[str, _Lane] = {}
         self._heard: dict[str, asyncio.Event] = {}
 
@@ -112,7 +113,9 @@ class Outbox:
                 case LoadEnded():
                     self._lane("traces", self._trace_job(self._loads.ended(effect)))
                 case OrderMigration(record):
-                    self._lane("migrations", partial(self._order, record))
+                    self._lane("migrations", partial(self._migrations.order, record))
+                case CallOffMigration(migration_id, error):
+                    self._lane("migrations", partial(self._migrations.call_off, migration_id, error))
                 case PutCatalog(card):
                     catalogued = True
                     self._lane("catalogue", partial(_surely, partial(self._catalog.put, card)))

@@ -127,6 +127,14 @@ class OrderMigration:
 
 
 @dataclass(frozen=True, slots=True)
+class CallOffMigration:
+    """Cancel an order that no migrator has taken up."""
+
+    migration_id: str
+    error: ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
 class StepDown:
     """Someone acted under a newer epoch than this leader's: lead again only above `epoch`."""
 
@@ -149,5 +157,6 @@ Effect = (
     | LoadStarted
     | LoadEnded
     | OrderMigration
+    | CallOffMigration
     | StepDown
 )

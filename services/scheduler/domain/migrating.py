@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.effects import OrderMigration, ReplyTo
+from services.scheduler.domain.effects import CallOffMigration, OrderMigration, ReplyTo
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.events import MigrateAsked
 from services.scheduler.domain.heard import Pause
@@ -32,6 +32,9 @@ from shared.errors import Conflict, InsufficientMemory, InvalidRequest, NotFound
 AT_ONCE = ("drain", "placement")
 """Reasons for which the source goes, whatever becomes of the move."""
 TRIGGER = "migrate"
+UNCLAIMED_S = 10.0
+"""An order that no migrator has taken up by then is called off."""
+NO_MIGRATOR = "no migrator takes it up; start one: python -m services.migrator"
 RETRY_S = 5.0
 """A drained node's instance is not asked to move again before this."""
 
@@ -162,8 +165,11 @@ def advance(d: Draft) -> None:
     if not d.state.moves:
         return
     for move in sorted(d.state.moves.values(), key=lambda m: m.since):
-        if not move.ordered:
+        if move.record is None:
             _advance(d, move)
+        elif move.record.state == "asked" and not move.record.owner and d.now - move.record.created > UNCLAIMED_S and not move.why:
+            d.put(replace(move, why=NO_MIGRATOR))
+            d.emit(CallOffMigration(move.migration_id, Unavailable(NO_MIGRATOR, should_retry=True).body()))
 
 
 def _advance(d: Draft, move: Move) -> None:

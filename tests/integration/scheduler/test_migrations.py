@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from shared.contracts import subjects
+from services.scheduler.domain import migrating
 from shared.contracts.admin import ChangeNode, Migrate, MigrationsViewed, ViewMigrations
 from shared.contracts.base import Done
 from shared.contracts.migration import MigrationRecord, MovedRequest
@@ -112,6 +113,19 @@ async def test_it_ends_while_nobody_leads(site: Site) -> None:
     await finish(site, record)
     site.scheduler(scheduler_name="second")
     await site.until(lambda: any(isinstance(c, StopInstance) and c.instance_id == source for c in first.commands))
+
+
+async def test_without_a_migrator_it_is_called_off(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrating, "UNCLAIMED_S", 0.2)
+    first = await site.node(node="n1", budget=400 * MIB)
+    site.scheduler()
+    source = await serving(site, first)
+    await site.node(node="n2", budget=400 * MIB)
+    (record,) = (await site.ask(Migrate(instance_id=source, node="n2", deadline_ms=20_000), MigrationsViewed)).migrations
+    assert record.state == "cancelled"
+    assert record.error is not None
+    assert "no migrator" in record.error.message
+    assert (await an_order(site)).state == "cancelled"
 
 
 async def test_a_drain_begins_again_with_the_next_leader(site: Site) -> None:

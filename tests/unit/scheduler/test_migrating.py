@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.effects import OrderMigration
+from services.scheduler.domain.effects import CallOffMigration, OrderMigration
 from services.scheduler.domain.events import MigrateAsked, MigrationHeard, WaiterGone
 from services.scheduler.domain.moves import MoveTimes
 from shared.contracts.admin import MigrationsViewed
@@ -279,6 +279,21 @@ def test_a_destination_is_not_evicted_meanwhile(world: World) -> None:
     world.demand("b")
     world.tick(1.0)
     assert not world.stops("a")
+
+
+def test_an_order_that_no_migrator_takes_up_is_called_off(world: World) -> None:
+    waiter = ask(world, serving(world))
+    world.get_ready("a")
+    (record,) = orders(world)
+    world.tick(5.0)
+    assert not world.sent(CallOffMigration)
+    world.tick(6.0)
+    world.tick(6.0)
+    (off,) = world.sent(CallOffMigration)
+    end(world, record, "cancelled", error=off.error)
+    assert "no migrator" in world.answer(waiter).migrations[0].error.message
+    assert not world.stops("a")
+    assert not world.state.moves
 
 
 def crowded() -> World:

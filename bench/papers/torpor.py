@@ -23,7 +23,7 @@ def random_swap(ask: Ask, options: Sequence[Option], seed: str) -> Option | None
     """Torpor-Random: "randomly schedules a request to an idle GPU if the target model is not loaded, and then triggers model swapping"."""
     free = [o for o in options if not any(d.running for d in o.devices)]
     if here := [o for o in free if o.way == "ready"]:
-        return min(here, key=lambda o: o.key)
+        return sorted(here, key=lambda o: o.key)[int(drawn(seed, ask.model, "here") * len(here))]
     swaps = sorted((o for o in free if o.way == "load"), key=lambda o: o.key)
     return swaps[int(drawn(seed, ask.model) * len(swaps))] if swaps else None
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.scheduler.domain.policies.common import in_order, inactive, keep_until_needed, one_each
-from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, Resident
+from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, Resident, drawn
 from services.scheduler.domain.policies.torpor_queue import order
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """Algorithm 1. A: devices that execute nothing.
 
-    1. The model is on a device of A: execute there (line 8); which one of several is not stated, ours is the one with the least key.
+    1. The model is on a device of A: execute there (line 8); which one of several is not stated, ours is drawn, so that none is preferred.
     2. It is on busy devices only: the pair with the fastest link, copied device to device (line 11).
     3. It is on none: from host memory, on a device of A
        a. whose neighbour is not loading (line 13), else
@@ -22,7 +22,7 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """
     available = [o for o in options if not any(d.running for d in o.devices)]
     if here := [o for o in available if o.way == "ready"]:
-        return min(here, key=lambda o: o.key)
+        return sorted(here, key=lambda o: o.key)[int(drawn(seed, ask.model) * len(here))]
     if copies := [o for o in available if o.way == "peer_copy"]:
         return min(copies, key=lambda o: (o.cost.total, o.clearance.penalty, o.key))
     for quiet in (("none",), ("none", "light"), ("none", "light", "heavy")):

@@ -25,6 +25,12 @@ def test_a_free_device_that_has_the_model_is_taken_before_any_swap() -> None:
     assert torpor.choose(ask(), [*others, here], "") == here
 
 
+def test_of_several_devices_that_have_it_none_is_preferred() -> None:
+    options = [option(f"n/g{n}", way="ready") for n in range(3)]
+    drawn = [torpor.choose(ask(), options, f"plan {n}") for n in range(300)]
+    assert all(70 < drawn.count(o) < 130 for o in options)
+
+
 def test_resident_on_busy_devices_only_it_is_copied_over_the_fastest_link() -> None:
     busy = option("n/g0", way="ready", running=1)
     slow, fast = option("n/g1", way="peer_copy", seconds=0.4), option("n/g2", way="peer_copy", seconds=0.2)

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from shared.contracts import subjects
 from services.scheduler.domain import migrating
+from shared.contracts import subjects
 from shared.contracts.admin import ChangeNode, Migrate, MigrationsViewed, ViewMigrations
 from shared.contracts.base import Done
 from shared.contracts.migration import MigrationRecord, MovedRequest
@@ -26,6 +26,17 @@ async def serving(site: Site, node: FakeNode) -> str:
     await site.demand("one", 0)
     await node.load("one", 2)
     return node.of("one")[0].command.instance_id
+
+
+async def another(site: Site) -> FakeNode:
+    """A second node, which the scheduler has heard."""
+    node = await site.node(node="n2", budget=400 * MIB)
+
+    async def heard() -> bool:
+        return any(n.node == "n2" and n.alive for n in (await site.view()).nodes)
+
+    await site.until(heard)
+    return node
 
 
 async def ordered(site: Site) -> list[MigrationRecord]:
@@ -57,7 +68,7 @@ async def test_an_operator_is_answered_when_it_is_done(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)
-    second = await site.node(node="n2", budget=400 * MIB)
+    second = await another(site)
     asking = asyncio.create_task(site.ask(Migrate(instance_id=source, node="n2", deadline_ms=20_000), MigrationsViewed))
     record = await an_order(site)
     assert (record.source_instance, record.node, record.reason) == (source, "n2", "operator")
@@ -82,7 +93,7 @@ async def test_the_leader_ends_in_the_middle(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler(scheduler_name="first")
     source = await serving(site, first)
-    await site.node(node="n2", budget=400 * MIB)
+    await another(site)
     asked = Migrate(instance_id=source, node="n2", deadline_ms=20_000)
     asking = asyncio.create_task(site.mesh.request(subjects.ADMIN, asked, MigrationsViewed))
     record = await an_order(site)
@@ -101,7 +112,7 @@ async def test_it_ends_while_nobody_leads(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)
-    await site.node(node="n2", budget=400 * MIB)
+    await another(site)
     (ordered_now,) = (
         await site.ask(Migrate(instance_id=source, node="n2", wait=False, deadline_ms=20_000), MigrationsViewed)
     ).migrations
@@ -120,7 +131,7 @@ async def test_without_a_migrator_it_is_called_off(site: Site, monkeypatch: pyte
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)
-    await site.node(node="n2", budget=400 * MIB)
+    await another(site)
     (record,) = (await site.ask(Migrate(instance_id=source, node="n2", deadline_ms=20_000), MigrationsViewed)).migrations
     assert record.state == "cancelled"
     assert record.error is not None
@@ -136,8 +147,8 @@ async def test_a_drain_begins_again_with_the_next_leader(site: Site) -> None:
     stop, task = site.schedulers[0]
     stop.set()
     await task
-    second = await site.node(node="n2", budget=400 * MIB)
     site.scheduler(scheduler_name="second")
+    second = await another(site)
     await first.load("one", 2)
     record = await an_order(site)
     assert (record.source_instance, record.reason) == (source, "drain")

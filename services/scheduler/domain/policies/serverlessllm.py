@@ -108,7 +108,7 @@ def _front(states: list[_State], short: int) -> list[_State]:
 
 
 def ways_out(resident: Resident) -> tuple[Move, ...]:
-    if resident.moves or resident.resume_s is None:
+    if resident.moves or resident.resume_s is None or not resident.move_to:
         return resident.moves
     return (Move(resident.move_to, resident.resume_s, resident.nbytes),)
 

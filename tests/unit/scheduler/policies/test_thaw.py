@@ -1,0 +1,74 @@
+"""The mesh's own policy: the least time for all."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.domain.cost.cost import Cost
+from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Move, Option, Resident
+from services.scheduler.domain.policies.thaw import choose, clear, scale
+
+ASK = Ask("new", 10, 1.0)
+
+
+def device(*residents: Resident, key: str = "n/0", failed: bool = False) -> DeviceView:
+    return DeviceView(key, key.partition("/")[0], 100, 0, 0, residents, failed=failed)
+
+
+def idle(key: str, nbytes: int, miss: float = 0.5, reload_s: float = 1.0) -> Resident:
+    return Resident(key, key, nbytes, "idle", miss=miss, reload_s=reload_s)
+
+
+def option(key: str, total: float, penalty: float = 0.0, how: str = "none", *, failed: bool = False) -> Option:
+    clearance = Clearance(how, penalty=penalty)  # type: ignore[arg-type]  # one of the literals
+    return Option((device(key=key, failed=failed),), "load", Cost(total), clearance)
+
+
+def test_the_least_missed_leave() -> None:
+    found = clear(ASK, device(idle("hot", 10, miss=0.9), idle("cold", 10, miss=0.1)), 10, 0.0)
+    assert found is not None
+    assert (found.how, found.victims, found.penalty) == ("evict", ("cold",), 0.1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.floats(0, 9)), max_size=6), st.integers(1, 30))
+def test_enough_is_freed_and_nobody_leaves_for_nothing(sizes: list[tuple[int, float, float]], short: int) -> None:
+    there = [idle(f"r{n}", size, miss, again) for n, (size, miss, again) in enumerate(sizes)]
+    found = clear(ASK, device(*there), short, 0.0)
+    assert (found is None) == (sum(r.nbytes for r in there) < short)
+    if found is not None:
+        freed = [r.nbytes for r in there if r.key in found.victims]
+        assert sum(freed) == found.freed >= short
+        assert all(found.freed - size < short for size in freed)
+
+
+def test_who_serves_moves_rather_than_being_interrupted() -> None:
+    serving = Resident("a", "a", 10, "serving", active=1, resume_s=0.5, moves=(Move("n/1", 0.5, 10),), left_s=60, reload_s=1)
+    found = clear(ASK, device(serving), 10, 0.0)
+    assert found is not None
+    assert (found.how, found.moves, found.delay_s) == ("migrate", {"a": "n/1"}, 0.5)
+
+
+def test_nobody_is_interrupted_who_is_done_sooner_than_back() -> None:
+    nearly = Resident("a", "a", 10, "serving", active=1, resume_s=1.0, left_s=0.5, reload_s=5)
+    assert clear(ASK, device(nearly), 10, 0.0) is None
+
+
+def test_own_time_and_what_others_lose_are_one_sum() -> None:
+    options = [option("a/0", 5.0), option("b/0", 1.0, penalty=3.0, how="evict"), option("c/0", 1.0, penalty=9.0, how="evict")]
+    assert choose(ASK, options, "") is options[1]
+    crowd = Ask("new", 10, 1.0, requests=9)
+    assert choose(crowd, [options[0], options[2]], "") is options[2], "many wait: what one other loses counts less"
+
+
+def test_not_where_it_has_failed_and_nobody_interrupted_while_there_is_another_way() -> None:
+    failed, interrupts, slow = option("a/0", 1.0, failed=True), option("b/0", 1.0, how="preempt"), option("c/0", 50.0)
+    assert choose(ASK, [failed, interrupts, slow], "") is slow
+    assert choose(ASK, [failed, interrupts], "") is interrupts
+    assert choose(ASK, [], "") is None
+
+
+def test_as_many_as_what_waits_and_runs_needs() -> None:
+    assert scale(Demand("a", waiting=1, running=0, live=0, capacity=4)) == 1
+    assert scale(Demand("a", waiting=3, running=8, live=2, capacity=4, maximum=8)) == 3
+    assert scale(Demand("a", waiting=0, running=8, live=2, capacity=4, maximum=8)) == 2

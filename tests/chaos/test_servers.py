@@ -67,29 +67,20 @@ def test_streams_do_not_notice_postgres(mesh: Victim, client: openai.OpenAI) -> 
     mesh.await_replaced("postgres", old)
 
 
-def test_streams_end_whole_or_with_an_error_when_nats_restarts(mesh: Victim, client: openai.OpenAI) -> None:
+def test_answers_are_whole_though_nats_restarts(mesh: Victim, client: openai.OpenAI) -> None:
     whole = ask(client, tokens=900)
     streams = [Asked(mesh.url, "one") for _ in range(4)]
     answer = Asked(mesh.url, "one", stream=False)
     assert all(a.begun.wait(30) for a in streams)
     old = mesh.kill("nats")
-    for outcome in [a.outcome() for a in streams]:
-        if outcome.kind == "answered":
-            assert (outcome.text, outcome.tokens) == (whole, 900)
-        else:
-            assert (outcome.kind, outcome.code) == ("stream error", "engine_failed")
-            assert whole.startswith(outcome.text)
-    outcome = answer.outcome()
-    if outcome.kind == "answered":
-        assert outcome.text == whole
-    else:
-        assert (outcome.kind, outcome.status) == ("error", 500)
+    for outcome in [a.outcome() for a in (*streams, answer)]:
+        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
     mesh.await_replaced("nats", old)
     assert ask(client, tokens=900) == whole
 
 
 def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI) -> None:
-    """The engine's last messages die with NATS: no later one shows the gap, and yet the stream neither hangs nor stops in silence."""
+    """The engine's last messages die with NATS, and no later one shows the gap: the stream goes on from what came."""
     whole = ask(client, tokens=900)
     engine = psutil.Process(mesh.engine("one"))
     stream = Asked(mesh.url, "one")
@@ -98,10 +89,6 @@ def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI) -> 
         until(lambda: engine.cpu_percent(0.3) < 5, what="the engine has said everything")
         old = mesh.kill("nats")
     outcome = stream.outcome()
-    if outcome.kind == "answered":  # it was done before NATS was
-        assert outcome.text == whole
-    else:
-        assert (outcome.kind, outcome.code) == ("stream error", "engine_failed")
-        assert whole.startswith(outcome.text)
+    assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
     mesh.await_replaced("nats", old)
     assert ask(client, tokens=900) == whole

@@ -5,7 +5,7 @@ Events come in as method calls with `now`; everything that must happen outside l
 1. A new request goes at once to the least-loaded ready instance that takes it, unless others of its model wait already.
 2. Otherwise it waits, first come first served, if fewer than the model's bound wait; beyond, it is refused with a time to come back.
 3. Demand is told when the first waiter comes, then every second, and once with 0 when the last has gone.
-4. A request refused before anything came of it (draining, nobody listens) goes back to the head of its queue; the instance is left alone
+4. A request refused before anything came of it (draining, nobody listens) goes back to its place in the queue; the instance is left alone
    for a while. After MAX_ATTEMPTS it fails.
 5. A request whose instance died goes back, to go on elsewhere from where it was, if what its client has got, if anything, can be continued;
    otherwise it fails. So it does after MAX_LOST deaths without a token in between, or MAX_LOSSES at all: it may be what they die of. Deaths
@@ -37,7 +37,7 @@ from shared.errors import (
 
 MAX_ATTEMPTS = 12
 MAX_LOST = 3
-MAX_UNHEARD = 8
+MAX_UNHEARD = 16
 MAX_LOSSES = 64
 GONE_GRACE_S = 0.3
 """How long an instance reported failed or stopped may still have messages under way."""
@@ -279,7 +279,8 @@ class Dispatcher:
             ticket.queue_deadline = max(ticket.queue_deadline, now + ticket.queue_timeout)
         queue = self._queues.setdefault(ticket.model, Queue())
         queue.waiting[ticket.id] = ticket
-        queue.waiting.move_to_end(ticket.id, last=False)
+        for later in [t for t in queue.waiting.values() if (t.arrived, not t.attempts) > (ticket.arrived, False)]:
+            queue.waiting.move_to_end(later.id)
         self._pump(ticket.model, now)
         if ticket.stage is Stage.QUEUED:
             self._effects.requeued(ticket)

@@ -164,6 +164,16 @@ def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher,
     assert isinstance(world.failed["r"], EngineFailed)
 
 
+def test_those_who_lost_their_engine_keep_their_order(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i", capacity=4)), 0)
+    for n in range(4):
+        dispatcher.on_request(ticket(f"r{n}", now=n / 10), 8, n / 10)
+    dispatcher.on_status(status(instance("i", state=InstanceState.FAILED)), 1)
+    dispatcher.on_tick(1.1)
+    dispatcher.on_status(status(instance("j", capacity=4)), 2)
+    assert [name for name, _ in world.sent] == ["r0", "r1", "r2", "r3"] * 2
+
+
 def test_a_request_that_brings_tokens_goes_on_longer(dispatcher: Dispatcher, world: Recorder) -> None:
     made, now = ticket("r", wait=1e6), 0.0
     dispatcher.on_status(status(instance("i")), now)

@@ -1,0 +1,47 @@
+"""An engine is killed every two seconds for a minute under 30 streams, each of which ends as if nothing had been."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import openai
+import psutil
+import pytest
+
+from tests.support.mesh import Victim, kill
+from tests.support.outcomes import Asked, ask
+
+STREAMS, TOKENS = 30, 900
+FOR_S, EVERY_S = 60.0, 2.0
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Victim]:
+    """Of its own: what it goes through is in the others' logs otherwise. float32, so that no batch changes a token."""
+    victim = Victim()
+    try:
+        victim.begin()
+        yield victim
+    finally:
+        victim.close()
+
+
+def test_a_storm(mesh: Victim, client: openai.OpenAI) -> None:
+    whole = ask(client, tokens=TOKENS)
+    streams = [Asked(mesh.url, "one", tokens=TOKENS) for _ in range(STREAMS)]
+    ended: list[Asked] = []
+    killed, begun = set[int](), time.monotonic()
+    while time.monotonic() - begun < FOR_S:
+        time.sleep(EVERY_S)  # the storm's own rhythm
+        for pid in [int(i["pids"][0]) for i in mesh.instances("one") if i["pids"]]:
+            if pid not in killed and psutil.pid_exists(pid):
+                kill(pid)
+                killed.add(pid)
+        ended += [s for s in streams if not s.is_alive()]
+        streams = [s if s.is_alive() else Asked(mesh.url, "one", tokens=TOKENS) for s in streams]
+    assert len(killed) > 5
+    for stream in (*ended, *streams):
+        outcome = stream.outcome(within=120)
+        assert (outcome.kind, outcome.finish, outcome.tokens) == ("answered", "length", TOKENS), outcome
+        assert outcome.text == whole

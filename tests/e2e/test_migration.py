@@ -35,7 +35,7 @@ def mesh() -> Iterator[Roomy]:
 @pytest.fixture(scope="module")
 def undisturbed(mesh: Roomy) -> list[Stream]:
     """What each of the bodies is answered with when nothing moves."""
-    return [Stream(mesh.url, each).start().result() for each in BODIES]
+    return [s.result() for s in [Stream(mesh.url, each).start() for each in BODIES]]
 
 
 BODIES: list[dict[str, Any]] = [

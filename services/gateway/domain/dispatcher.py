@@ -37,7 +37,7 @@ from shared.errors import (
 
 MAX_ATTEMPTS = 12
 MAX_LOST = 3
-MAX_UNHEARD = 16
+MAX_UNHEARD = 32
 MAX_LOSSES = 64
 GONE_GRACE_S = 0.3
 """How long an instance reported failed or stopped may still have messages under way."""

@@ -56,7 +56,8 @@ class MeshNode:
         self._free_at: dict[str, float] = {}
 
     def reserved(self, device: str) -> int:
-        return sum(i.command.reserve_bytes for i in self.instances.values() if device in i.command.device_ids)
+        there = [i.command for i in self.instances.values() if i.state is not InstanceState.STOPPED]
+        return sum(c.reserve_bytes for c in there if device in c.device_ids)
 
     def fits(self, command: StartInstance) -> bool:
         return all(self.reserved(d) + command.reserve_bytes <= self.budget for d in command.device_ids)

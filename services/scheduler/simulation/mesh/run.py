@@ -100,6 +100,7 @@ class Simulation:
         self._numbers = 0
         self._delay = cluster.runtime.message_ms / 1e3
         self._ticking = self._reporting = False
+        self._heard_at: dict[str, float] = {}
         self.state = ClusterState(epoch=1, recovered_at=-1e6)
         measured = iter(starts) if starts is not None else None
         self.nodes = {name: MeshNode(name, group, cluster.runtime.startup, measured) for name, group in cluster.each()}
@@ -248,8 +249,9 @@ class Simulation:
 
     def _gone(self, node: MeshNode, instance: MeshInstance) -> None:
         self._count(instance)
-        node.gone(instance)
+        instance.state = InstanceState.STOPPED
         self._later(NodeStatusHeard(self.now + self._delay, node.status(self.now)))
+        node.gone(instance)
 
     def _count(self, instance: MeshInstance) -> None:
         seconds = self.now - instance.began
@@ -264,6 +266,7 @@ class Simulation:
     def _hear(self) -> None:
         """What nodes have to report by now."""
         for name in list(self._dirty):
+            self._heard_at[name] = self.now
             self._decide(NodeStatusHeard(self.now, self.nodes[name].status(self.now)))
         self._dirty.clear()
 
@@ -305,6 +308,9 @@ class Simulation:
 
     def _tick(self) -> None:
         self._ticking = False
+        for name in self.nodes:  # as long as something is open, nodes are heard of as often as real ones
+            if self.now - self._heard_at.get(name, 0.0) >= REPORT_S:
+                self._dirty[name] = None
         if self._heap or self.state.claimed or self.state.unmet:
             self._hear()
             self._decide(Tick(self.now))

@@ -79,13 +79,15 @@ class Forecast:
 
     @cached_property
     def special(self) -> set[str]:
-        """Nodes that hold its weights, have started it before, or whose links are busy."""
-        state, revision, now = self._state, self._card.info.revision, self._now
+        """Nodes that hold its weights, or have started it before."""
+        state, revision = self._state, self._card.info.revision
         found = {*state.resident_on.get(revision, ()), *state.kept_on.get(revision, ())}
         found.update(state.measured_on.get(self._card.name, ()))
-        if now is not None and state.queues:
-            found.update([node for node, until in state.queues.items() if until > now])
         return found
+
+    def busy(self, node: str) -> bool:
+        """Whether a load would have to wait for the node's links."""
+        return self._now is not None and self._state.queues.get(node, 0.0) > self._now
 
     def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
         """Milliseconds by phase on a device's node, and in all. `leaving`: others must leave first."""
@@ -94,7 +96,7 @@ class Forecast:
 
     def at(self, b: Booking, *, leaving: bool) -> Prediction:
         """The prediction for a device."""
-        special = b.node in self.special
+        special = b.node in self.special or self.busy(b.node)
         key = (b.key if special else "", b.bytes_per_second, leaving)
         found = self._found.get(key)
         if found is None:
@@ -102,7 +104,7 @@ class Forecast:
         return found
 
     def elsewhere(self, bytes_per_second: float | None) -> float:
-        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are not special, without its detail."""
+        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are neither special nor busy, without its detail."""
         return self._before + max(self._load_ms(bytes_per_second), self._engine) + self._after
 
     def _load_ms(self, bytes_per_second: float | None) -> float:

@@ -2,7 +2,8 @@
 
 Only the best are considered in full and kept in the plan; they are found in orders that are kept with the bookings (ranks.py). Looked at one by
 one are only devices that something tells apart: those this very decision has changed, those of nodes that have started the model before or
-hold its weights, and those where it has just failed. The order is that of the branches of placement.py:
+hold its weights, and those where it has just failed. Nodes whose links are busy come after those that are not. The order is that of the
+branches of placement.py:
 
  A. It fits now. Exact: the first of the list is the best there is. With it those few where it would be sooner although idle ones have to
     leave: the nodes that hold its weights.
@@ -64,6 +65,7 @@ class _Search:
         self._view = d.bookings()
         self._avoid = avoid
         self._forecast = forecast
+        self._any_busy, self._busy = bool(d.state.queues), False
         special = (
             device_key(name, device.device_id)
             for name in forecast.special
@@ -127,12 +129,14 @@ class _Search:
         return self._best(of_class, lambda b: b.idle_since if fits(b) else None)
 
     def _open(self, ordered: Iterable[tuple[float, str]]) -> Iterator[tuple[float, Booking]]:
-        """Those that are not looked at one by one, and not paused."""
+        """Those that are not looked at one by one, and not paused; on nodes with busy links or on those without, whichever it is the turn of."""
         for rank, key in ordered:
             if key in self._skipped or (self._paused is not None and self._paused(key)):
                 continue
             found = self._view.get(key)
-            if found is not None and not (self._excludes is not None and self._excludes(found)):
+            if found is None or (self._any_busy and self._forecast.busy(found.node) is not self._busy):
+                continue
+            if not (self._excludes is not None and self._excludes(found)):
                 yield rank, found
 
     def _best(
@@ -143,11 +147,13 @@ class _Search:
         return (b for *_, b in merge(self._of_classes(of_class), apart))
 
     def _of_classes(self, of_class: Callable[[SpeedClass], Iterator[tuple[float, Booking]]]) -> Iterator[Ranked]:
-        """Class by class, the soonest first; a class is not looked at before those sooner are used up."""
-        for ms, classes in groupby(self._classes, key=itemgetter(0)):
-            runs = [run for _, known in classes if (run := of_class(known)) is not _NONE]
-            if runs:
-                yield from merge(*[_ranked(ms, run) for run in runs])
+        """Class by class, the soonest first; a class is not looked at before those sooner are used up. Nodes whose links are busy come last:
+        how long they are is told apart when they are considered."""
+        for self._busy in (False, True) if self._any_busy else (False,):
+            for ms, classes in groupby(self._classes, key=itemgetter(0)):
+                runs = [run for _, known in classes if (run := of_class(known)) is not _NONE]
+                if runs:
+                    yield from merge(*[_ranked(ms, run) for run in runs])
 
     def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
         for key, b in self._apart.items():

@@ -72,13 +72,17 @@ def _together(d: Draft, ordered: list[Wish]) -> list[Wish]:
     return [*result, *_by_regret(d, group)]
 
 
+WEIGHED = 8
+"""In a larger group nobody's loss is weighed against the others': each weighing is a decision of its own."""
+
+
 def _alike(a: Wish, b: Wish) -> bool:
     same = a.model.card.spec.priority == b.model.card.spec.priority and a.extra == b.extra
     return same and abs(a.since - b.since) <= SAME_TIME_S
 
 
 def _by_regret(d: Draft, group: list[Wish]) -> list[Wish]:
-    if len(group) < 2:
+    if not 2 <= len(group) <= WEIGHED:
         return group
     return sorted(group, key=lambda w: -_regret(d, w))
 

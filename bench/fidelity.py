@@ -3,7 +3,7 @@
     python -m bench.fidelity [--seconds 240] [--rps 0.3] [--cv 2] [--seed 1] [--json PATH]
 
 A mesh of one node whose device holds two of three models serves a drawn workload; `thaw trace --export` records it. `simulate --mesh` replays it:
-production `decide`, the mesh's own messages. What a prompt and a token take are medians of the run, what leaving takes is its least.
+production `decide`, the mesh's own messages. What a prompt, a token and leaving take are medians of the run.
 What starts take is told twice: as recorded, start by start (then queues, evictions and who waits for whom are compared), and as their median.
 """
 
@@ -87,15 +87,14 @@ def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Meas
     warm = [t for t in traces if not t.cold and t.ttft_ms is not None]
     if not warm or not loads:
         raise ValueError("the recorded run has no warm request, or no start: nothing can be measured from it")
-    waits = [sum(s.duration_ms for s in load.spans if s.phase is Phase.RESERVE) for load in loads]
+    spans = [[s.duration_ms for s in load.spans if s.phase is Phase.RESERVE and s.process == "scheduler"] for load in loads]
+    waited = [sum(found) for found in spans if found]
     tokens = [
         (t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in traces if t.ttft_ms is not None and t.completion_tokens > 1
     ]
-    # The least wait for room: the others have the answers in them that somebody who left still gave.
-    waited = [w for w in waits if w > 1]
     return Measured(
         median(start_seconds(load) for load in loads),
-        min(waited) / 1e3 if waited else 0.0,
+        median(waited) / 1e3 if waited else 0.0,
         median(t.ttft_ms for t in warm if t.ttft_ms is not None) / 1e3,
         max(median(tokens), 0.01) / 1e3,
     )

@@ -149,7 +149,8 @@ class _Search:
     def _of_classes(self, of_class: Callable[[SpeedClass], Iterator[tuple[float, Booking]]]) -> Iterator[Ranked]:
         """Class by class, the soonest first; a class is not looked at before those sooner are used up. Nodes whose links are busy come last:
         how long they are is told apart when they are considered."""
-        for self._busy in (False, True) if self._any_busy else (False,):
+        for busy in (False, True) if self._any_busy else (False,):
+            self._busy = busy
             for ms, classes in groupby(self._classes, key=itemgetter(0)):
                 runs = [run for _, known in classes if (run := of_class(known)) is not _NONE]
                 if runs:

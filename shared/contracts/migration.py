@@ -123,6 +123,7 @@ class RequestMoved(Message):
 GatewayControl = Annotated[MoveRequest, Field(discriminator="kind")]
 GATEWAY_CONTROL: TypeAdapter[MoveRequest] = TypeAdapter(MoveRequest)
 
+
 class FindRequest(Request):
     """Which request is meant by `x-request-id`. Answered with `RequestFound` by the gateway that holds it; by nobody else."""
 

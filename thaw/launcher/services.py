@@ -13,7 +13,15 @@ from thaw.launcher.processes import MARK
 from thaw.launcher.servers import Postgres, nats_program
 
 _RANKS = {"gateway": 0, "migrator": 0, "nodeagent": 1, "loader": 2, "scheduler": 3, "postgres": 4, "nats": 5}
-_BOUNDS_S = {"gateway": 40.0, "migrator": 10.0, "nodeagent": 30.0, "loader": 10.0, "scheduler": 10.0, "postgres": 15.0, "nats": 10.0}
+_BOUNDS_S = {
+    "gateway": 40.0,
+    "migrator": 10.0,
+    "nodeagent": 30.0,
+    "loader": 10.0,
+    "scheduler": 10.0,
+    "postgres": 15.0,
+    "nats": 10.0,
+}
 """A gateway lets open requests finish (30 s), a nodeagent has its engines to stop."""
 
 

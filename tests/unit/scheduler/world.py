@@ -56,6 +56,7 @@ class Running:
     suspending: bool = False
     stopped: bool = False
     left: int = 0
+    private: int = 0
     suspension: Suspension = Suspension()
 
     @property
@@ -171,7 +172,7 @@ def _status(r: Running, now: float) -> InstanceStatus:
         device_ids=c.device_ids,
         state=r.state,
         progress=r.progress,
-        memory=InstanceMemory(reserved=r.reserved if r.state.parked else c.reserve_bytes, kv=c.kv_bytes),
+        memory=InstanceMemory(reserved=r.reserved if r.state.parked else c.reserve_bytes, kv=c.kv_bytes, private=r.private),
         suspension=r.suspension,
         freed_bytes=c.reserve_bytes if stopped else None,
         capacity=c.card.spec.max_concurrency,

@@ -16,10 +16,12 @@ from shared.contracts.engine import EngineLoad
 from shared.contracts.loader import (
     LOADER_COMMAND,
     AttachWeights,
+    CancelPrefetch,
     Inspected,
     InspectModel,
     LoaderCommand,
     LoaderStatus,
+    PrefetchWeights,
     PrepareWeights,
     ReleaseWeights,
     WeightsReleased,
@@ -256,7 +258,7 @@ class FakeNode:
                 if spec.source.endswith("broken"):
                     raise CheckpointInvalid(f"{spec.source}: a shard is missing")
                 return Inspected(info=model_info(spec.source, self.sizes.get(spec.source, 64 * MIB)))
-            case PrepareWeights():
+            case PrepareWeights() | PrefetchWeights() | CancelPrefetch():
                 return Done()
             case ReleaseWeights():
                 return WeightsReleased(freed_bytes=0)

@@ -9,7 +9,7 @@ those who go for it will lose, weighted by how likely they are wanted.
 - Which option: the least sum of its own time and of the others' loss, for each request that waits; a load that shares a bus with its neighbour's
   costs the neighbour as long as it takes (Torpor §5.3). Not where it has just failed, and none with interruptions while there is another. Options
   that miss the objective for each token come after those that meet it (HydraServe §4.1).
-- How many: HydraServe's autoscaler (§6.1) from what waits, runs and is expected.
+- How many: HydraServe's autoscaler (§6.1) from what waits, runs and, where engines batch, is expected.
 """
 
 from __future__ import annotations
@@ -150,10 +150,11 @@ def keep(keep_alive: float, load_s: float) -> float:
 
 
 def scale(demand: Demand) -> int:
-    """One while anybody waits; more when what waits, runs and is expected is more than those there can run at once."""
+    """One while anybody waits; more when what waits and runs is more than those there can run at once, with what is expected where engines
+    batch. Where each instance serves one request at a time, one for somebody who may come would displace somebody who has come."""
     wanted = demand.live
     if demand.waiting:
-        needed = demand.waiting + demand.running + predicted(demand)
+        needed = demand.waiting + demand.running + (predicted(demand) if demand.capacity > 1 else 0)
         wanted = max(1, wanted, -(-needed // max(1, demand.capacity)))
     return bounded(demand, wanted)
 

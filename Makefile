@@ -24,7 +24,7 @@ down: ## Stop the mesh
 	@$(BIN)/thaw down
 
 test: $(STAMP) ## Run the whole test suite
-	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+	@$(BIN)/pytest -n $(WORKERS) --dist loadscope
 
 lint: $(STAMP) ## Check style, types and imports
 	@$(BIN)/ruff check

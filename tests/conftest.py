@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.servers import NatsServer, PostgresServer
 
@@ -25,13 +27,19 @@ _ALONE = dict.fromkeys(
 """Folders and files that one worker takes one after the other: they page out, and read what that freed."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers each folder stays on one: its tests share servers, and some of them a cgroup, the swap or the Docker Engine."""
-    for item in items:
-        parts = item.path.relative_to(_TESTS).parts
+class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """With several workers each folder stays on one: its tests share servers, and some of them a cgroup, the swap or the Docker Engine.
+    (xdist's own groups do nothing with this pytest.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        parts = nodeid.split("::")[0].split("/")[1:]
         folder = "docker" if parts[0] == "docker" else "/".join(parts[:2])
-        item.add_marker(pytest.mark.xdist_group(_ALONE.get(folder, folder)))
+        return _ALONE.get(folder, folder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolder:
+    return ByFolder(config, log)
 
 
 @pytest.fixture(scope="session")

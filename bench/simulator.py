@@ -98,6 +98,7 @@ def tangram() -> Case:
             kv_mb_per_token=0.4,
             service=Batching(prefill_tokens_per_second=5000, tpot_ms=20, concurrency=1),
             slo_ttft=5,
+            keep_alive=0,
         )
         for name, gb in sizes.items()
     )

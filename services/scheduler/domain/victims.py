@@ -85,8 +85,16 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
         reload_s=_reload_s(d, i, owner, b) if owner is not None else 0.0,
         resume_s=resume_seconds(d.state, i) if state == "serving" else None,
         moves=moves,
+        copies=_copies(d, owner),
         protected=_protected(d, i, owner, asking, wanted=wanted, moves=bool(moves)) or "",
     )
+
+
+def _copies(d: Draft, owner: Model | None) -> int:
+    """Instances of the model that can serve."""
+    if owner is None or len(d.state.by_model.get(owner.key, ())) < 2:
+        return 1
+    return max(1, sum([other.state is InstanceState.READY for other in d.state.live(owner)]))
 
 
 def _reload_s(d: Draft, i: Instance, owner: Model, b: Booking) -> float:

@@ -66,12 +66,20 @@ class Departures:
         def over() -> None:
             instance.keep_timer = None
             if instance.state == "ready" and not instance.runs and not instance.moving:
-                if "suspend" in world.can:
+                if "suspend" in world.can and self._comes_back_sooner(instance):
                     self.suspend(instance)
                 else:
                     self.leave(instance)
 
         instance.keep_timer = world.clock.after(seconds, over)
+
+    def _comes_back_sooner(self, instance: Instance) -> bool:
+        """From a snapshot than by a new start, of which weights that stay on the device are no part."""
+        world, model, path = self._world, instance.model, instance.parts[0].device.path
+        stays = "reuse" in world.can and not world.runtime.exclusive
+        load = 0.0 if stays else model.weights / min(link.bandwidth for link in path)
+        back = world.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in path)
+        return back < world.startup_seconds(0.0, load)
 
     def leave(self, instance: Instance) -> None:
         """It serves nobody any more; its memory is free when that is proved."""

@@ -45,8 +45,9 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
 
 
 def _loss(r: Resident) -> float:
-    """Seconds that its leaving is expected to cost: Tangram's Eq. 2. What is only started to be parked is missed by nobody."""
-    return 0.0 if r.state == "starting" else r.miss * r.reload_s * r.sensitivity
+    """Seconds that its leaving is expected to cost: Tangram's Eq. 2. What is only started to be parked is missed by nobody, nor is one of
+    several (Torpor §5.3: one replica per model while memory is full)."""
+    return 0.0 if r.state == "starting" or r.copies > 1 else r.miss * r.reload_s * r.sensitivity
 
 
 def _cheapest(idle: list[Resident], short: int) -> list[Resident] | None:

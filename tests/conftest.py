@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,12 @@ class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         parts = nodeid.split("::")[0].split("/")[1:]
         folder = "docker" if parts[0] == "docker" else "/".join(parts[:2])
         return _ALONE.get(folder, folder)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker ignores SIGINT, and so would every process that a test starts and then interrupts."""
+    if hasattr(config, "workerinput"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

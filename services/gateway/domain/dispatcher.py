@@ -289,7 +289,7 @@ class Dispatcher:
 
     def _lost(self, ticket: Ticket, now: float, error: ThawError | None = None) -> None:
         ticket.losses += 1
-        if ticket.admitted:
+        if ticket.admitted or error is not None:  # a host that speaks for its dead engine had given it the request
             ticket.lost += 1
         else:
             ticket.unheard += 1

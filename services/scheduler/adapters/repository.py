@@ -81,6 +81,8 @@ class Repository:
                 # After their instances, so that each device is reckoned once.
                 rows = (await connection.execute(select(tables.nodes))).mappings()
                 found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
+                rows = (await connection.execute(select(tables.profiles))).mappings()
+                found += [_profile(dict(r)) for r in rows]
                 newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
                 plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
                 found += [*await read_estimates(connection), *await read_loaders(connection, now)]

@@ -47,6 +47,10 @@ def view_of(b: Booking, *, failed: bool, residents: tuple[Resident, ...] = ()) -
     return DeviceView(b.key, b.node, b.budget, b.free, b.coming, residents, failed=failed)
 
 
+NOISE_S = 0.05
+"""Two measurements of one start differ by as much: of two instances alike the one that has been idle longer goes."""
+
+
 def residents(d: Draft, asking: Asking, b: Booking) -> tuple[Resident, ...]:
     """What holds memory of the device and could in principle leave."""
     there = d.state.on_device(b.node, b.device_id)
@@ -82,7 +86,7 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
         priority=owner.card.spec.priority if owner is not None else -1000,
         sensitivity=owner.card.spec.latency_sensitivity if owner is not None else 0.0,
         miss=1.0 if wanted or state == "serving" else likely_again(d.now - used, d.policy.horizon),
-        reload_s=_reload_s(d, i, owner, b) if owner is not None else 0.0,
+        reload_s=round(_reload_s(d, i, owner, b) / NOISE_S) * NOISE_S if owner is not None else 0.0,
         resume_s=resume_seconds(d.state, i) if state == "serving" else None,
         moves=moves,
         copies=_copies(d, owner),

@@ -25,7 +25,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.sink import Sink
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.models import ModelCard
-from shared.contracts.node import NodeStatus
+from shared.contracts.node import InstanceState, NodeStatus
 from shared.errors import ModelNotFound, ShuttingDown, ThawError, Unavailable
 from shared.messaging import Mesh
 from shared.telemetry.tracing import traceparent
@@ -145,9 +145,11 @@ class Gateway:
     def on_model_removed(self, name: str) -> None:
         error = ModelNotFound(f"The model `{name}` was removed", param="model")
         self.dispatcher.on_model_removed(name, error, time.monotonic())
-        for route in self.dispatcher.routes.all():
-            if any(a.name == name for a in route.status.load.adapters):
-                self.engines.drop_adapter(route.status.instance_id, name)
+        # Whatever instances have told of their adapters: one may have loaded it since. Where it is not loaded this is harmless.
+        if not any(True for _ in self.dispatcher.routes.of(name)):
+            for route in self.dispatcher.routes.all():
+                if route.status.state is InstanceState.READY:
+                    self.engines.drop_adapter(route.status.instance_id, name)
 
     def _on_noted(self, demand: Demand, noted: DemandNoted) -> None:
         self.dispatcher.on_noted(demand.model, noted, time.monotonic())

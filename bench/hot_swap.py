@@ -121,8 +121,13 @@ def swap(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
             freed = seen["freed_by_last_suspend_bytes"]
             figures.add(engine, "freed_mib", freed / MIB)
             figures.add(engine, "freed_part", freed / (freed + left))
-        figures.add(engine, f"resume_{order}_ttft_ms", mesh.ask(engine)[0])
-        figures.add(engine, f"resume_{order}_ms", mesh.instance(engine)["last_resume"]["took_ms"])
+        took = mesh.ask(engine)[0]
+        resumed = mesh.instance(engine)["last_resume"]
+        if resumed is None:
+            print(f"{engine} was started anew in {took:.0f} ms: that was predicted to be sooner than to resume it", file=sys.stderr)
+            break
+        figures.add(engine, f"resume_{order}_ttft_ms", took)
+        figures.add(engine, f"resume_{order}_ms", resumed["took_ms"])
     else:
         for _ in range(3):
             figures.add(engine, "decode_after_tokens_per_s", mesh.decoding(engine))

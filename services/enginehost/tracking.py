@@ -93,12 +93,14 @@ class Tracker:
     _usage: Usage | None = None
     _skip: int = 0
     _again: int = 0
+    _noted: bool = False
 
     def __post_init__(self) -> None:
         if self.begun is not None:
             self.head = dict(self.begun.head)
             self._skip = self.begun.skip_chars
             self._again = self.begun.tokens - self.begun.kept
+            self._noted = True
 
     @property
     def usage(self) -> Usage:
@@ -167,7 +169,10 @@ class Tracker:
         self.tokens += ids
         self.finish_reason = reason or self.finish_reason
         told, self._again = ids[self._again :], max(0, self._again - len(ids))
-        if told or text or reason:
+        if (
+            told or text or reason or not self._noted
+        ):  # the first of them tells that there is an answer to go on with, if only its role
+            self._noted = True
             deltas.append(ChoiceDelta(index=choice.get("index", 0), text=text, token_ids=told, finish_reason=reason))
 
     def _text(self, choice: dict[str, Any]) -> str:

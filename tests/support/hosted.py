@@ -7,12 +7,12 @@ import base64
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shared.contracts.engine import EngineStart
-from shared.contracts.inference import InferData, InferEnd, InferFailed, InferResponse
+from shared.contracts.inference import InferData, InferEnd, InferFailed, InferReply, InferResponse, Resume, ResumedChoice
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.processes import mark_of, marked
 from shared.settings import NodeSettings
@@ -48,6 +48,27 @@ class HostedAnswer:
         """Of a stream of text or chat completions."""
         choices = [e["choices"][0] for e in self.events() if e["choices"]]
         return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices)
+
+
+def resume_of(replies: Sequence[InferReply], revision: str = "r1") -> Resume:
+    """What a gateway knows of an answer when these messages have come."""
+    head = next(r for r in replies if isinstance(r, InferResponse))
+    deltas = [d for r in replies if isinstance(r, InferData) for d in r.progress]
+    tokens = tuple(t for d in deltas for t in d.token_ids)
+    reason = next((d.finish_reason for d in deltas if d.finish_reason), None)
+    choice = ResumedChoice(token_ids=tokens, text_chars=sum(len(d.text) for d in deltas), finish_reason=reason)
+    return Resume(revision=revision, choices=(choice,), prompt_tokens=head.prompt_tokens, head=head.resume_head)
+
+
+def bytes_of(replies: Sequence[InferReply]) -> bytes:
+    return b"".join(base64.b64decode(r.data) for r in replies if isinstance(r, InferData))
+
+
+def told(body: bytes) -> tuple[str, list[Any]]:
+    """Text and events of a stream, or of a part of one."""
+    events = [json.loads(e[6:]) for e in body.decode().split("\n\n") if e.startswith("data: {")]
+    choices = [c for e in events for c in e["choices"]]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices), events
 
 
 class Hosts(Engines):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from shared.contracts.inference import (
     InferData,
     InferEnd,
     InferFailed,
-    InferReply,
     InferResponse,
     InferYielded,
     Resume,
@@ -34,7 +31,7 @@ from shared.contracts.migration import (
 )
 from shared.errors import Conflict, NotFound
 from tests.support.fake_tokens import prompt_of
-from tests.support.hosted import MIB, HostedAnswer, Hosts, fake_program, hosted_card
+from tests.support.hosted import MIB, HostedAnswer, Hosts, bytes_of, fake_program, hosted_card, resume_of, told
 
 SAYS = "Gr\u00fc\u00dfe an \U0001f30d\U0001f30d! 1 < 2, STO und \u6771\u4eac. "
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -54,26 +51,6 @@ def asked(endpoint: str, **more: Any) -> dict[str, Any]:
     return {"stream": True, "temperature": 0, "max_tokens": 200, "fake": {"says": SAYS}, **prompt, **more}
 
 
-def made(replies: list[InferReply]) -> Resume:
-    """What a gateway knows of an answer when these messages have come."""
-    head = next(r for r in replies if isinstance(r, InferResponse))
-    deltas = [d for r in replies if isinstance(r, InferData) for d in r.progress]
-    tokens = tuple(t for d in deltas for t in d.token_ids)
-    reason = next((d.finish_reason for d in deltas if d.finish_reason), None)
-    choice = ResumedChoice(token_ids=tokens, text_chars=sum(len(d.text) for d in deltas), finish_reason=reason)
-    return Resume(revision="r1", choices=(choice,), prompt_tokens=head.prompt_tokens, head=head.resume_head)
-
-
-def body_of(replies: list[InferReply]) -> bytes:
-    return b"".join(base64.b64decode(r.data) for r in replies if isinstance(r, InferData))
-
-
-def told(body: bytes) -> tuple[str, list[Any]]:
-    events = [json.loads(e[6:]) for e in body.decode().split("\n\n") if e.startswith("data: {")]
-    choices = [c for e in events for c in e["choices"]]
-    return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices), events
-
-
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
 @pytest.mark.parametrize(
     "more", [{}, {"stop": ["STOP", "2, STO und"]}, {"max_tokens": 17, "stream_options": {"include_usage": True}}]
@@ -89,21 +66,21 @@ async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, tmp_path: Path, endpo
     assert isinstance(head, InferResponse)
     assert (head.fixed, head.prompt_tokens) == ("", 6)
     assert "token_ids" not in undisturbed.body.decode()
-    whole = made(replies)
+    whole = resume_of(replies)
     for cut in range(2, len(replies) - 1):
-        resume = made(replies[:cut])
+        resume = resume_of(replies[:cut])
         if resume.choices[0].finish_reason is not None:
             break
         rest = await hosts.ask(instance, endpoint, resume=resume, **body)
         await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         again = HostedAnswer(rest)
-        joined, joined_events = told(body_of(replies[:cut]) + again.body)
+        joined, joined_events = told(bytes_of(replies[:cut]) + again.body)
         assert joined == text, cut
         assert again.usage == undisturbed.usage, cut
         assert {(e["id"], e["created"], e["object"]) for e in joined_events} == {
             (e["id"], e["created"], e["object"]) for e in events
         }
-        both = made(rest.replies).choices[0]
+        both = resume_of(rest.replies).choices[0]
         assert resume.choices[0].token_ids + both.token_ids == whole.choices[0].token_ids, cut
         assert both.finish_reason == whole.choices[0].finish_reason
         assert [e.get("usage") for e in joined_events if e.get("usage")] == [e["usage"] for e in events if e.get("usage")]
@@ -122,7 +99,7 @@ async def test_a_request_is_read_and_yielded(hosts: Hosts, tmp_path: Path) -> No
     assert bytes(read.choices[0].token_ids) == (SAYS * 20).encode()[: len(read.choices[0].token_ids)]
     await hosts.mesh.request(control, YieldInfer(request_id=stream.request_id), Done)
     replies = await stream.until(lambda r: isinstance(r[-1], InferYielded))
-    assert len(made(replies).choices[0].token_ids) >= len(read.choices[0].token_ids)
+    assert len(resume_of(replies).choices[0].token_ids) >= len(read.choices[0].token_ids)
     with pytest.raises(NotFound):
         await hosts.mesh.request(control, YieldInfer(request_id=stream.request_id), Done)
     await hosts.reported(instance, lambda r: r.load.active == 0)

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from typing import Any
 
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.inference import InferData, InferEnd, InferFailed, InferReply, InferResponse, Resume, ResumedChoice
+from shared.contracts.inference import InferEnd, InferFailed
 from shared.contracts.migration import PrepareResume, ResumePrepared
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
-from tests.support.hosted import HostedAnswer
+from tests.support.hosted import HostedAnswer, bytes_of, resume_of, told
 from tests.support.servers import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 HELLO = [{"role": "user", "content": "Where does the ice go?"}]
-
-
-def made(replies: list[InferReply]) -> Resume:
-    head = next(r for r in replies if isinstance(r, InferResponse))
-    deltas = [d for r in replies if isinstance(r, InferData) for d in r.progress]
-    choice = ResumedChoice(token_ids=tuple(t for d in deltas for t in d.token_ids), text_chars=sum(len(d.text) for d in deltas))
-    return Resume(revision="r1", choices=(choice,), prompt_tokens=head.prompt_tokens, head=head.resume_head)
-
-
-def text_of(body: bytes) -> str:
-    events = [json.loads(e[6:]) for e in body.decode().split("\n\n") if e.startswith("data: {")]
-    return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for e in events for c in e["choices"])
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
@@ -39,12 +25,12 @@ async def test_cut_anywhere_and_gone_on_with(mesh: Mesh, nats_server: NatsServer
     body = {**prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
     undisturbed = await hosts.whole(vllm.instance, endpoint, **body)
     replies = undisturbed.stream.replies
-    whole = made(replies)
+    whole = resume_of(replies)
     assert len(whole.choices[0].token_ids) == 40
     assert undisturbed.usage is not None
     assert undisturbed.usage.completion_tokens == 40
     for cut in (3, len(replies) // 2, len(replies) - 3):
-        resume = made(replies[:cut])
+        resume = resume_of(replies[:cut])
         if cut == len(replies) // 2:
             sequence = (*range(3, 3 + resume.prompt_tokens), *resume.choices[0].token_ids)
             ahead = PrepareResume(prepared=endpoint, revision="r1", sequences=(sequence,))
@@ -52,8 +38,7 @@ async def test_cut_anywhere_and_gone_on_with(mesh: Mesh, nats_server: NatsServer
         rest = await hosts.ask(vllm.instance, endpoint, resume=resume, **body)
         await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         again = HostedAnswer(rest)
-        got = resume.choices[0].token_ids + made(rest.replies).choices[0].token_ids
+        got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
         assert got == whole.choices[0].token_ids, cut
-        before = b"".join(base64.b64decode(r.data) for r in replies[:cut] if isinstance(r, InferData))
-        assert text_of(before + again.body) == text_of(undisturbed.body)
+        assert told(bytes_of(replies[:cut]) + again.body)[0] == told(undisturbed.body)[0]
         assert again.usage == undisturbed.usage

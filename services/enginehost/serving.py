@@ -198,7 +198,8 @@ class Serving:
         finally:
             response.close()
         self._send(stream, InferEnd(seq=stream.seq, usage=usage))
-        self._generated += usage.completion_tokens
+        begun = asked.tracker.begun if asked.tracker is not None else None
+        self._generated += usage.completion_tokens - (begun.kept if begun is not None else 0)
         self._completed += 1
         record_phases(stream.timeline.spans(), context_of(stream.parent))
         self._end(stream)

@@ -86,6 +86,19 @@ async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, tmp_path: Path, endpo
         assert [e.get("usage") for e in joined_events if e.get("usage")] == [e["usage"] for e in events if e.get("usage")]
 
 
+async def test_tokens_of_another_engine_are_not_counted_as_ones_own(hosts: Hosts, tmp_path: Path) -> None:
+    instance = await ready(hosts, tmp_path)
+    body = asked("completion", max_tokens=12, fake={"says": SAYS, "pace": 0.01})
+    replies = (await hosts.whole(instance, "completion", **body)).stream.replies
+    cut = next(n for n in range(2, len(replies)) if resume_of(replies[:n]).choices[0].token_ids)
+    resume = resume_of(replies[:cut])
+    kept = len(resume.choices[0].token_ids)
+    rest = await hosts.ask(instance, "completion", resume=resume, **body)
+    await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
+    report = await hosts.reported(instance, lambda r: r.load.completed == 2)
+    assert 12 < report.load.generated_tokens <= 24 - kept + 3, "up to three are made again: half a character"
+
+
 async def test_a_request_is_read_and_yielded(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path)
     control = subjects.engine_control(instance)

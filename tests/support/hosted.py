@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
+from services.enginehost import reaper
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferData, InferEnd, InferFailed, InferReply, InferResponse, Resume, ResumedChoice
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
@@ -20,6 +23,15 @@ from tests.support.engines import Engines, Stream
 
 T = TypeVar("T")
 MIB = 1 << 20
+
+
+def token_of(pid: int) -> str:
+    """By which the reaper of a hosted engine knows this process of it."""
+    return psutil.Process(pid).environ()[reaper.VARIABLE]
+
+
+def reapers(token: str) -> set[int]:
+    return {p.pid for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or ())}
 
 
 class HostedAnswer:

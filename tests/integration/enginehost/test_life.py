@@ -14,12 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.enginehost import reaper
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.phases import Phase
 from shared.processes import end_all
-from tests.support.hosted import FAKE, MIB, Hosts, fake_card, hosted_card
+from tests.support.hosted import FAKE, MIB, Hosts, fake_card, hosted_card, reapers, token_of
 
 
 async def test_ready_means_that_a_token_was_generated(hosts: Hosts) -> None:
@@ -87,16 +86,12 @@ async def test_the_end_of_its_host_is_the_engines_end(hosts: Hosts) -> None:
 async def test_a_host_that_ends_in_order_leaves_no_reaper(hosts: Hosts) -> None:
     start = hosts.host(fake_card())
     report = await hosts.settled(start.instance_id)
-    token = next(v for p in hosts.marked(start.instance_id) for k, v in psutil.Process(p).environ().items() if k == reaper.VARIABLE)
-
-    def reapers() -> set[int]:
-        return {p.pid for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or ())}
-
-    assert len(reapers()) == 1
-    assert not reapers() & set(report.hosted.pids if report.hosted else ())
+    token = token_of(next(iter(hosts.marked(start.instance_id))))
+    assert len(reapers(token)) == 1
+    assert not reapers(token) & set(report.hosted.pids if report.hosted else ())
     os.kill(report.pid, signal.SIGTERM)
     await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
-    await hosts.eventually(lambda: asyncio.to_thread(reapers), lambda found: not found)
+    await hosts.eventually(lambda: asyncio.to_thread(reapers, token), lambda found: not found)
 
 
 async def test_an_idle_engine_that_stops_generating_is_given_up(hosts: Hosts) -> None:

@@ -15,7 +15,7 @@ from shared.contracts.node import InstanceState
 from shared.processes import mark_of, marked
 from shared.settings import NodeSettings
 from tests.integration.nodeagent.harness import WITHIN_S, Node, gone, running_node, start_command
-from tests.support.hosted import MIB, fake_card
+from tests.support.hosted import MIB, fake_card, reapers, token_of
 from tests.support.servers import NatsServer
 
 READY, FAILED, STOPPED = InstanceState.READY, InstanceState.FAILED, InstanceState.STOPPED
@@ -73,8 +73,11 @@ async def test_an_agents_death_leaves_host_and_engine_as_they_are(node: Node) ->
 
 
 async def test_what_died_while_there_was_no_agent_is_cleaned_up_by_the_next(node: Node) -> None:
-    host, *_ = await ready(node, "h4", "--fork")
+    host, engine, *_ = await ready(node, "h4", "--fork")
     node.kill_agent()
+    for pid in reapers(token_of(engine)):  # which would leave the next agent nothing to do
+        os.kill(pid, signal.SIGKILL)
+        assert await gone(pid)
     os.kill(host, signal.SIGKILL)
     assert await gone(host)
     assert len(await left(node, "h4")) >= 1

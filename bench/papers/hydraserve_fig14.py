@@ -17,11 +17,15 @@ SERVERS, DEVICES = 4, 4
 MODEL = "Llama2-13B"
 
 
-def burst(requests: int, group: int, slower: float = 1.0) -> dict[str, float]:
-    """Workers for all requests at 8 each, over the servers evenly: each gets its share of the server's network. A group prefills its 8 x `group`
-    requests one after another; each stage does its part of the work, so that prompts of different requests overlap in the pipeline."""
+def burst(requests: int, group: int, slower: float = 1.0, copies_apart: bool = False) -> dict[str, float]:
+    """Workers for all requests at 8 each, over the servers evenly. A server fetches each part of the model once, however many of its workers wait
+    for it (section 5.1; artifact, local_server.py: one region by model, stage and stages, shared by all that ask); the stages of one group
+    lie on different servers in the same order, so that each server has one part to fetch. With `copies_apart` every worker fetches its own.
+    A group prefills its 8 x `group` requests one after another; each stage does its part of the work, so that prompts of different requests
+    overlap in the pipeline."""
     workers = -(-requests // int(c.BATCH.value))
-    network = c.NETWORK.value * 1e9 / -(-workers // SERVERS)
+    fetches = -(-workers // SERVERS) if copies_apart else 1
+    network = c.NETWORK.value * 1e9 / fetches
     floor = c.floors("v100")[2] * slower
     prefill = TOKENS / c.PREFILL["13B"]
     times = Times(prefill, c.TPOT_MS["13B"] / 1e3, c.HOP_S.value, 0.0, *(floor * part for part in c.SPLIT))
@@ -46,4 +50,6 @@ def run(options: Options) -> Result:
         for factor in (0.5, 1.5):
             gain = burst(128, 1, factor)["mean_ttft_s"] / burst(128, 4, factor)["mean_ttft_s"]
             result.notes.append(f"Sensitivity, times beside the bytes x {factor}: {gain:.2f} times.")
+        apart = burst(128, 1, copies_apart=True)["mean_ttft_s"] / burst(128, 4, copies_apart=True)["mean_ttft_s"]
+        result.notes.append(f"If each of a server's four workers fetched its own copy: {apart:.2f} times.")
     return result

@@ -74,12 +74,16 @@ class PrepareResume(Request):
     sequences: tuple[tuple[int, ...], ...]
     adapter: ModelCard | None = None
     keep_ms: int = Field(default=30_000, gt=0)
+    within_ms: int | None = Field(
+        default=None, gt=0, description="Answered after that long with what was computed, if that is not all. Engines may not heed it."
+    )
 
 
 class ResumePrepared(Message):
     kind: Literal["resume_prepared"] = "resume_prepared"
     tokens: int = Field(description="Computed by this call.")
     took_ms: float
+    left: int = Field(default=0, description="Tokens of the sequences that are not computed yet.")
 
 
 class ForgetResume(Request):

@@ -11,6 +11,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
 _databases = itertools.count(1)
@@ -39,7 +40,8 @@ class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A worker ignores SIGINT, and so would every process that a test starts and then interrupts."""
+    """What a run starts ends with it, killed or not. A worker ignores SIGINT, and so would every process that a test starts and interrupts."""
+    tie_to_this_process()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,9 +1,9 @@
-"""`python -I reaper.py TOKEN CGROUP_FILES`, with a pipe for standard input: ends what is left of an engine once its host is gone.
+"""`python -I reaper.py NAME=TOKEN CGROUP_FILES`, with a pipe for standard input: ends what is left of an engine once its host is gone.
 
 The kernel ends an engine's first process with its host (spawn.py); what that has forked lives on. The host holds the other end of the pipe, so
-its end, however it comes, is read here as the end of the file. Whatever carries the host's own token in its environment is killed then; a host
-that a nodeagent starts for the same instance meanwhile has another token. This process leaves its parent at once: it belongs to no engine, is
-frozen with none, and in good order finds nothing to do.
+its end, however it comes, is read here as the end of the file. Whatever carries the host's own token in its environment, as the variable NAME, is
+killed then; a host that a nodeagent starts for the same instance meanwhile has another token. This process leaves its parent at once: it belongs
+to no engine, is frozen with none, and in good order finds nothing to do.
 
 Run by file name in a bare interpreter, as spawn.py.
 """
@@ -18,9 +18,9 @@ _WITHIN_S = 10.0
 _POLL_S = 0.05
 
 
-def carrying(token: str) -> list[int]:
-    """Processes with the token in their environment, zombies left out (they have none)."""
-    wanted = f"{VARIABLE}={token}".encode()
+def carrying(entry: str) -> list[int]:
+    """Processes with this entry (NAME=TOKEN) in their environment, zombies left out (they have none)."""
+    wanted = entry.encode()
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208  # no imports that are not needed
         if name.isdigit():
@@ -42,9 +42,9 @@ def thaw(files: str) -> None:
                 file.write("THAWED")
 
 
-def end(token: str, files: str) -> None:
+def end(entry: str, files: str) -> None:
     deadline = time.monotonic() + _WITHIN_S
-    while (found := carrying(token)) and time.monotonic() < deadline:
+    while (found := carrying(entry)) and time.monotonic() < deadline:
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -58,12 +58,12 @@ def end(token: str, files: str) -> None:
 
 
 def main() -> int:
-    token, files = sys.argv[1:]
+    entry, files = sys.argv[1:]
     if os.fork():
         return 0
     while os.read(0, 64):
         pass
-    end(token, files)
+    end(entry, files)
     return 0
 
 

@@ -31,7 +31,7 @@ def token_of(pid: int) -> str:
 
 
 def reapers(token: str) -> set[int]:
-    return {p.pid for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or ())}
+    return {p.pid for p in psutil.process_iter(["cmdline"]) if f"{reaper.VARIABLE}={token}" in (p.info["cmdline"] or ())}
 
 
 class HostedAnswer:

@@ -133,7 +133,7 @@ def _tie(token: str, cgroup_procs: str) -> int:
     """A process that ends the engine's, all of them, when this one has ended without doing so; the descriptor that holds it off."""
     reading, held = os.pipe()
     try:
-        argv = [sys.executable, "-I", str(_REAPER), token, cgroup_procs]
+        argv = [sys.executable, "-I", str(_REAPER), f"{reaper.VARIABLE}={token}", cgroup_procs]
         subprocess.run(argv, stdin=reading, start_new_session=True, check=True, timeout=_REAPER_WITHIN_S)
     except BaseException:
         os.close(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,9 @@ async def test_the_same_tokens_as_with_its_own_loader(
         assert "from its loader" in Path(start.log_path).read_text()
         answer = await hosts.whole(start.instance_id, "completion", **ASKED)
         assert answer.json["choices"][0]["token_ids"] == expected
+        assert len(hosts.marked(start.instance_id)) > 1
+        os.kill(report.pid, signal.SIGKILL)
+        await hosts.left_nothing(start.instance_id)
     finally:
         hosts.close()
         loader.terminate()

@@ -1,0 +1,24 @@
+"""Ends what a test run has started, however that run ends: a run that is killed cleans up nothing itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+
+from services.enginehost import reaper
+
+VARIABLE = "TEST_RUN"
+_WITHIN_S = 30.0
+
+
+def tie_to_this_process() -> None:
+    """From now on whatever is started from here, and what that starts, is killed when this process has ended, if it is there still."""
+    token = secrets.token_hex(8)
+    environment = {k: v for k, v in os.environ.items() if k != VARIABLE}  # an earlier one's: that is to outlive it
+    reading, _held_until_the_end = os.pipe()
+    argv = [sys.executable, "-I", reaper.__file__, f"{VARIABLE}={token}", ""]
+    subprocess.run(argv, stdin=reading, env=environment, start_new_session=True, check=True, timeout=_WITHIN_S)
+    os.close(reading)
+    os.environ[VARIABLE] = token

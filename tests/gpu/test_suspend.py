@@ -1,11 +1,12 @@
-"""CUDA checkpoint and restore of a real process, on a machine that has a GPU: `python -m pytest tests/gpu/test_suspend.py -s`.
+"""CUDA checkpoint and restore of real processes, on a machine that has a GPU: `python -m pytest tests/gpu/test_suspend.py -s`.
 
-A torch process is locked, checkpointed and frozen; NVML shows its bytes gone; it is thawed, restored and unlocked, and computes the same. Prints
-bytes and milliseconds, several sizes, so that latency can be set against bytes.
+Torch processes are locked, checkpointed and frozen; NVML shows their bytes gone; they are thawed, restored and unlocked, and compute the same.
+Prints bytes and milliseconds, several sizes, so that latency can be set against bytes, and what comes of the order that SwapServeLLM's paper has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -127,6 +128,69 @@ async def test_a_snapshot_goes_on_to_swap_and_comes_back(way: CudaWay, groups: G
         await way.suspend(target)
         freed = await way.spill(target)
         sys.stdout.write(f"{freed / MIB:.0f} MiB of host memory went to swap\n")
+        await way.resume(target)
+        assert process.ask() == before
+    finally:
+        groups.thaw("i")
+        process.child.kill()
+        process.child.wait()
+
+
+async def test_an_engine_of_several_processes_is_locked_whole_and_comes_back_whole(way: CudaWay, groups: Groups) -> None:
+    """Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order that CudaWay keeps."""
+    processes = [spawn(256), spawn(64)]
+    try:
+        before = [p.ask() for p in processes]
+        for process in processes:
+            pids = groups.gather("i", process.child.pid, include_host=True)
+        driver, _ = open_driver(load_nvml())
+        assert driver is not None
+        target = Target("i", "vllm", ("cuda:0",), pids)
+        await way.suspend(target)
+        assert [driver.state(p.child.pid) for p in processes] == [State.CHECKPOINTED] * 2
+        assert groups.frozen("i") == groups.available
+        await way.resume(target)
+        assert not groups.frozen("i")
+        assert [p.ask() for p in processes] == before
+    finally:
+        groups.thaw("i")
+        for process in processes:
+            process.child.kill()
+            process.child.wait()
+
+
+FIRST_FROZEN = """
+import sys
+from services.nodeagent.devices.cuda import load_nvml
+from services.nodeagent.suspend.cuda import open_driver
+from shared.errors import EngineFailed
+driver, reason = open_driver(load_nvml())
+try:
+    driver.lock(int(sys.argv[1]), 2000)
+    driver.checkpoint(int(sys.argv[1]))
+    print("it was locked and checkpointed")
+except EngineFailed as e:
+    print(e.message)
+"""
+HANGS_AFTER_S = 30.0
+
+
+async def test_what_the_papers_order_does(way: CudaWay, groups: Groups) -> None:
+    """The paper freezes first. CRIU's maintainers found that to hang: printed is what this driver does. Thawed, the process goes on."""
+    if not groups.available:
+        pytest.skip(groups.reason)
+    process = spawn(64)
+    try:
+        before = process.ask()
+        target = Target("i", "vllm", ("cuda:0",), groups.gather("i", process.child.pid, include_host=True))
+        await asyncio.to_thread(groups.freeze, "i")
+        asking = [sys.executable, "-c", FIRST_FROZEN, str(process.child.pid)]
+        try:
+            done = subprocess.run(asking, capture_output=True, text=True, timeout=HANGS_AFTER_S, check=False)  # noqa: ASYNC221
+            found = done.stdout.strip() or done.stderr[-500:]
+        except subprocess.TimeoutExpired:
+            found = f"no answer within {HANGS_AFTER_S:g} s"
+        sys.stdout.write(f"frozen before it was locked: {found}\n")
         await way.resume(target)
         assert process.ask() == before
     finally:

@@ -14,7 +14,7 @@ from services.scheduler.adapters import clock
 from services.scheduler.domain.events import Event, MigrationHeard
 from shared.contracts import subjects
 from shared.contracts.base import ErrorBody
-from shared.contracts.migration import FindRequest, ListRequests, MigrationRecord, RequestFound, RequestsListed
+from shared.contracts.migration import MIGRATION_KEPT_S, FindRequest, ListRequests, MigrationRecord, RequestFound, RequestsListed
 from shared.errors import DeadlineExceeded, ThawError, Unreachable
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
@@ -32,6 +32,8 @@ class Migrations:
         self._mesh = mesh
         self._post = post
         self._records: dict[str, MigrationRecord] = {}
+        self._heard: dict[str, float] = {}
+        """When each last changed (seconds of the loop's clock), the longest ago first."""
 
     async def watch(self) -> None:
         """Follow the bucket until cancelled."""
@@ -50,10 +52,20 @@ class Migrations:
             log.warning("a migration is not understood", extra={"key": key, "error": str(e)})
             return
         if self._records.get(key) != record:
+            now = clock.now()
             self._records[key] = record
-            self._post(MigrationHeard(clock.now(), record))
+            self._heard.pop(key, None)
+            self._heard[key] = now
+            self._post(MigrationHeard(now, record))
+            self._forget(now - MIGRATION_KEPT_S)
+
+    def _forget(self, before: float) -> None:
+        """What the bucket has let go for its age, which no watcher is told."""
+        while (key := next(iter(self._heard))) and self._heard[key] < before:
+            self.remove(key)
 
     def remove(self, key: str) -> None:
+        self._heard.pop(key, None)
         record = self._records.pop(key, None)
         if record is not None and not record.over:
             self._post(MigrationHeard(clock.now(), record.model_copy(update={"state": "cancelled"})))

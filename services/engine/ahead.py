@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +14,23 @@ from services.engine.lora import Adapter
 from services.engine.runner import Row, Runner
 from shared.errors import Conflict, EngineFailed, InsufficientMemory, NotFound, ThawError
 
-Outcome = int | ThawError
-"""Tokens computed, or why not."""
+
+@dataclass(frozen=True)
+class Computed:
+    """Tokens that an order has computed, and those of its sequences that are not yet."""
+
+    tokens: int
+    left: int = 0
+
+
+Outcome = Computed | ThawError
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Compute `sequences` and keep them for `keep_s` from then on, as `name`. It is given up after `within_s`. `variant`: what besides
-    the tokens decides about keys and values (the adapter's revision). `told` is called on the computing thread."""
+    """Compute `sequences` and keep them for `keep_s` from then on, as `name`. After `answer_s` it ends with what was computed, if that is
+    anything; it is given up after `within_s`. `variant`: what besides the tokens decides about keys and values (the adapter's revision).
+    `told` is called on the computing thread."""
 
     name: str
     sequences: tuple[tuple[int, ...], ...]
@@ -29,6 +39,7 @@ class Prepare:
     keep_s: float
     within_s: float
     told: Callable[[Outcome], None]
+    answer_s: float = math.inf
 
 
 @dataclass
@@ -54,11 +65,16 @@ class _Kept:
     parts: list[Part]
     expires: float
     order: Prepare | None = None
+    answer_by: float = math.inf
     done: int = 0
 
     @property
     def blocks(self) -> int:
         return sum(p.blocks for p in self.parts)
+
+    @property
+    def left(self) -> int:
+        return sum(max(0, p.remaining) for p in self.parts)
 
 
 @dataclass
@@ -91,9 +107,10 @@ class Ahead:
             return
         variant = order.variant
         held = list(old.parts) if old is not None and old.variant == variant else []
-        kept = _Kept(variant, [self._claim(held, tokens) for tokens in order.sequences], time.monotonic() + order.within_s, order)
-        self._kept[order.name] = kept
-        self._conclude(order.name, kept)
+        now = time.monotonic()
+        parts = [self._claim(held, tokens) for tokens in order.sequences]
+        kept = self._kept[order.name] = _Kept(variant, parts, now + order.within_s, order, now + order.answer_s)
+        self._conclude(kept)
 
     def _claim(self, held: list[Part], tokens: tuple[int, ...]) -> Part:
         """The part of `held` that has most of `tokens`, cut to what they share; a new one if that is nothing."""
@@ -131,16 +148,17 @@ class Ahead:
 
     def computed(self, part: Part, row: Row) -> None:
         part.computed += len(row.tokens)
-        for name, kept in list(self._kept.items()):
+        for kept in list(self._kept.values()):
             if any(p is part for p in kept.parts):
                 kept.done += len(row.tokens)
-                self._conclude(name, kept)
+                self._conclude(kept)
 
-    def _conclude(self, name: str, kept: _Kept) -> None:
-        if kept.order is not None and all(p.remaining <= 0 for p in kept.parts):
+    def _conclude(self, kept: _Kept) -> None:
+        now = time.monotonic()
+        if kept.order is not None and (not kept.left or (kept.done and now >= kept.answer_by)):
             order, kept.order = kept.order, None
-            kept.expires = time.monotonic() + order.keep_s
-            order.told(kept.done)
+            kept.expires = now + order.keep_s
+            order.told(Computed(kept.done, kept.left))
 
     def failed(self, part: Part, error: EngineFailed) -> None:
         """A step over `part` failed: nothing of it can be trusted."""

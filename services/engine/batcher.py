@@ -10,86 +10,28 @@ import logging
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import replace
 
 import torch
 
 from services.engine.ahead import Ahead, Prepare
+from services.engine.commands import Cancel, Command, Forget, ForgetAhead, Grant, Stop, Yield
 from services.engine.domain import ahead
-from services.engine.domain.generation import Generation
-from services.engine.domain.planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
-from services.engine.domain.randomness import uniform
+from services.engine.domain.planning import Limits, StepPlan, blocks_for, plan_step
 from services.engine.embedding import Embedder
-from services.engine.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
+from services.engine.embedding_jobs import EmbeddingJobs
+from services.engine.events import Admitted, Broken, Event, Progressed, Yielded
 from services.engine.lora import Adapter
 from services.engine.requests import Choice, EmbedRequest, GenerationRequest
 from services.engine.runner import Row, Runner
-from services.engine.sampling import History, Sampled, sample
+from services.engine.sequences import Sequence, choose
 from services.engine.tokenization import Tokenization
-from shared.contracts.inference import ChoiceDelta, TokenLogprob, TopLogprob
+from shared.contracts.inference import ChoiceDelta
 from shared.errors import EngineFailed, ThawError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Cancel:
-    request_id: str
-
-
-@dataclass(frozen=True)
-class _Yield:
-    request_id: str
-
-
-@dataclass(frozen=True)
-class _ForgetAhead:
-    name: str
-
-
-@dataclass(frozen=True)
-class _Forget:
-    adapter: Adapter
-    forgotten: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class _Grant:
-    kv_blocks: int
-
-
-@dataclass(frozen=True)
-class _Stop:
-    pass
-
-
-Command = GenerationRequest | EmbedRequest | Prepare | _Cancel | _Yield | _Forget | _ForgetAhead | _Grant | _Stop
-
-
-@dataclass
-class _Sequence:
-    key: int
-    request: GenerationRequest
-    choice: Choice
-    tokens: list[int]
-    generation: Generation
-    history: History
-    computed: int = 0
-    state: Any = None
-    owed: str = ""
-
-    @property
-    def view(self) -> SequenceView:
-        return SequenceView(self.key, len(self.tokens), self.computed)
-
-
-@dataclass
-class _Embedding:
-    request: EmbedRequest
-    vectors: list[bytes] = field(default_factory=list)
-    dimensions: int = 0
 
 
 class Batcher:
@@ -101,18 +43,17 @@ class Batcher:
         embedder: Embedder,
         tokenization: Tokenization,
         limits: Limits,
-        deliver: Callable[[Sequence[Event]], None],
+        deliver: Callable[[Many[Event]], None],
     ) -> None:
         self._runner = runner
-        self._embedder = embedder
         self._tokens = tokenization
         self._limits = limits
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._keys = 0
-        self._running: dict[int, _Sequence] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._embeddings: deque[_Embedding] = deque()
+        self._running: dict[int, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._embeddings = EmbeddingJobs(embedder)
         self._unfinished: Counter[str] = Counter()
         self._admitted: set[str] = set()
         self._ahead = Ahead(runner)
@@ -124,29 +65,29 @@ class Batcher:
 
     def cancel(self, request_id: str) -> None:
         """Forget `request_id` before the next step; nothing more is delivered for it after that."""
-        self._inbox.put(_Cancel(request_id))
+        self._inbox.put(Cancel(request_id))
 
     def yield_(self, request_id: str) -> None:
         """Stop the request before the next step; `Yielded` is delivered after all that it has gained. Nothing is, if it is not there."""
-        self._inbox.put(_Yield(request_id))
+        self._inbox.put(Yield(request_id))
 
     def prepare(self, order: Prepare) -> None:
         """Compute keys and values ahead, behind what runs."""
         self._inbox.put(order)
 
     def forget_ahead(self, name: str) -> None:
-        self._inbox.put(_ForgetAhead(name))
+        self._inbox.put(ForgetAhead(name))
 
     def forget(self, adapter: Adapter, forgotten: Callable[[], None]) -> None:
         """No request will name `adapter` again; `forgotten` is called, on the computing thread, when it keeps nothing of it."""
-        self._inbox.put(_Forget(adapter, forgotten))
+        self._inbox.put(Forget(adapter, forgotten))
 
     def grant(self, kv_blocks: int) -> None:
         """Keys and values may take that many blocks from the next step on; sequences give way if they have more."""
-        self._inbox.put(_Grant(kv_blocks))
+        self._inbox.put(Grant(kv_blocks))
 
     def stop(self) -> None:
-        self._inbox.put(_Stop())
+        self._inbox.put(Stop())
 
     def run(self) -> None:
         """Serve until `stop`."""
@@ -154,7 +95,7 @@ class Batcher:
             self._ahead.expire(time.monotonic())
             events, self._said = self._said, []
             events += self._step()
-            events += self._embed()
+            events += self._embeddings.step()
             self.blocks_used = sum(blocks_for(s.computed) for s in self._running.values()) + self._blocks_ahead()
             if events:
                 self._deliver(events)
@@ -170,28 +111,28 @@ class Batcher:
             command = self._inbox.get(block=idle, timeout=patience)
             while True:
                 match command:
-                    case _Stop():
+                    case Stop():
                         return False
-                    case _Cancel(request_id):
+                    case Cancel(request_id):
                         self._forget(request_id)
-                    case _Yield(request_id):
+                    case Yield(request_id):
                         if request_id in self._unfinished:
                             self._forget(request_id)
                             self._said.append(Yielded(request_id))
                     case Prepare():
                         views = (s.view for s in self._running.values()), (s.view for s in self._waiting)
                         self._ahead.order(command, ahead.room(*views, self._limits))
-                    case _ForgetAhead(name):
+                    case ForgetAhead(name):
                         self._ahead.forget(name)
-                    case _Forget(adapter, forgotten):
+                    case Forget(adapter, forgotten):
                         if self._runner is not None:
                             self._runner.forget(adapter)
                         del adapter
                         forgotten()
-                    case _Grant(kv_blocks):
+                    case Grant(kv_blocks):
                         self._limits = replace(self._limits, kv_blocks=kv_blocks)
                     case EmbedRequest():
-                        self._embeddings.append(_Embedding(command))
+                        self._embeddings.add(command)
                     case GenerationRequest():
                         self._enqueue(command)
                 command = self._inbox.get_nowait()
@@ -200,7 +141,9 @@ class Batcher:
 
     def _enqueue(self, request: GenerationRequest) -> None:
         whole = [c for c in request.choices if c.begun is not None and c.begun.owed.finish_reason is not None]
-        sequences = [self._sequence(request, c) for c in request.choices if c not in whole]
+        first, self._keys = self._keys + 1, self._keys + len(request.choices)
+        begun = enumerate((c for c in request.choices if c not in whole), first)
+        sequences = [Sequence.begin(key, request, choice, self._tokens) for key, choice in begun]
         if request.prepared:
             parts = self._ahead.claim(request.prepared, request.variant, [tuple(s.tokens) for s in sequences])
             for sequence, part in zip(sequences, parts, strict=True):
@@ -209,20 +152,6 @@ class Batcher:
         self._unfinished[request.request_id] = len(sequences)
         if whole or not sequences:
             self._complete(request.request_id, whole, done=not sequences)
-
-    def _sequence(self, request: GenerationRequest, choice: Choice) -> _Sequence:
-        self._keys += 1
-        begun, penalised = choice.begun, request.params.penalised
-        made = begun.tokens if begun is not None else ()
-        return _Sequence(
-            self._keys,
-            request,
-            choice,
-            [*choice.prompt, *made],
-            begun.generation if begun is not None else Generation(self._tokens.decode, choice.prompt, choice.ending),
-            History(frozenset(choice.prompt), Counter(made)) if penalised else History(frozenset(), Counter()),
-            owed=begun.owed.text if begun is not None else choice.echo or "",
-        )
 
     def _complete(self, request_id: str, choices: list[Choice], *, done: bool) -> None:
         """Choices that the tokens made elsewhere complete."""
@@ -237,7 +166,7 @@ class Batcher:
     def _forget(self, request_id: str) -> None:
         self._running = {k: s for k, s in self._running.items() if s.request.request_id != request_id}
         self._waiting = deque(s for s in self._waiting if s.request.request_id != request_id)
-        self._embeddings = deque(e for e in self._embeddings if e.request.request_id != request_id)
+        self._embeddings.forget(request_id)
         self._unfinished.pop(request_id, None)
         self._admitted.discard(request_id)
 
@@ -284,12 +213,12 @@ class Batcher:
         after = [replace(s.view, computed=s.computed + counts.get(k, 0)) for k, s in self._running.items()]
         missing = self._ahead.give_way(ahead.excess(after, self._blocks_ahead(), self._limits))
         for sequence in self._waiting if missing else ():
-            sequence.computed, sequence.state = 0, None
+            sequence.give_way()
 
     def _move(self, plan: StepPlan, runner: Runner) -> Iterable[Event]:
         for key in reversed(plan.preempted):
             sequence = self._running.pop(key)
-            sequence.computed, sequence.state = 0, None
+            sequence.give_way()
             self._waiting.appendleft(sequence)
             log.info("a sequence gave way: the KV cache is full", extra={"request_id": sequence.request.request_id})
         for _ in plan.admitted:
@@ -302,12 +231,15 @@ class Batcher:
                 self._admitted.add(request_id)
                 yield Admitted(request_id, time.monotonic())
 
-    def _advance(self, worked: list[_Sequence], logits: torch.Tensor) -> list[Event]:
+    def _advance(self, worked: list[Sequence], logits: torch.Tensor) -> list[Event]:
         """Choose the next token of every sequence that has all its tokens computed."""
-        whole = [i for i, s in enumerate(worked) if s.computed == len(s.tokens)]
+        whole = [i for i, s in enumerate(worked) if s.whole]
         gained: dict[str, list[ChoiceDelta]] = {}
-        for i, sampled in zip(whole, self._choose([worked[i] for i in whole], logits[whole]), strict=True):
-            gained.setdefault(worked[i].request.request_id, []).append(self._gain(worked[i], sampled))
+        for i, sampled in zip(whole, choose([worked[i] for i in whole], logits[whole]), strict=True):
+            delta = worked[i].gain(sampled, self._tokens)
+            gained.setdefault(worked[i].request.request_id, []).append(delta)
+            if delta.finish_reason is not None:
+                self._running.pop(worked[i].key)
         now = time.monotonic()
         events: list[Event] = []
         for request_id, deltas in gained.items():
@@ -318,70 +250,8 @@ class Batcher:
                 self._forget(request_id)
         return events
 
-    def _choose(self, sequences: list[_Sequence], logits: torch.Tensor) -> list[Sampled]:
-        params = [s.request.params for s in sequences]
-        if all(p.greedy and p.untouched and p.top_logprobs is None for p in params):
-            return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
-        return [
-            sample(row, p, s.history, 0.0 if p.greedy else uniform(p.seed, s.choice.index, s.generation.count))
-            for s, p, row in zip(sequences, params, logits, strict=True)
-        ]
-
-    def _gain(self, sequence: _Sequence, sampled: Sampled) -> ChoiceDelta:
-        owed, sequence.owed = sequence.owed, ""
-        gained = sequence.generation.feed(sampled.token)
-        sequence.tokens.append(sampled.token)
-        if sequence.request.params.penalised:
-            sequence.history.output[sampled.token] += 1
-        if gained.finish_reason is not None:
-            self._running.pop(sequence.key)
-        return ChoiceDelta(
-            index=sequence.choice.index,
-            text=owed + gained.text,
-            token_ids=(sampled.token,),
-            logprobs=(self._told(sampled),) if sampled.logprob is not None else None,
-            finish_reason=gained.finish_reason,
-        )
-
-    def _told(self, sampled: Sampled) -> TokenLogprob:
-        assert sampled.logprob is not None
-        own = self._top(sampled.token, sampled.logprob)
-        return TokenLogprob(**own.model_dump(), top=tuple(self._top(token, logprob) for token, logprob in sampled.top))
-
-    def _top(self, token: int, logprob: float) -> TopLogprob:
-        raw = self._tokens.token_bytes(token)
-        return TopLogprob(token_id=token, token=raw.decode(errors="replace"), logprob=max(logprob, -9999.0), bytes=tuple(raw))
-
-    def _break(self, sequences: list[_Sequence], error: ThawError) -> list[Event]:
+    def _break(self, sequences: list[Sequence], error: ThawError) -> list[Event]:
         broken = dict.fromkeys(s.request.request_id for s in sequences)
         for request_id in broken:
             self._forget(request_id)
         return [Broken(request_id, error) for request_id in broken]
-
-    # Embeddings
-
-    def _embed(self) -> list[Event]:
-        """One forward pass for the oldest embedding request, between steps of generation."""
-        if not self._embeddings:
-            return []
-        job = self._embeddings[0]
-        request_id, done = job.request.request_id, len(job.vectors)
-        events: list[Event] = [] if done else [Admitted(request_id, time.monotonic())]
-        try:
-            vectors = self._embedder.embed(job.request.inputs[done : done + self._embedder.batch], job.request.dimensions)
-        except ThawError as e:
-            self._forget(request_id)
-            return [*events, Broken(request_id, e)]
-        except Exception as e:  # a process boundary, as in _step
-            log.exception("an embedding failed")
-            self._forget(request_id)
-            return [
-                *events,
-                Broken(request_id, EngineFailed(f"the engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")),
-            ]
-        job.vectors += [row.numpy().astype("<f4").tobytes() for row in vectors]
-        job.dimensions = vectors.shape[-1]
-        if len(job.vectors) == len(job.request.inputs):
-            self._forget(request_id)
-            events.append(Embedded(request_id, tuple(job.vectors), job.dimensions))
-        return events

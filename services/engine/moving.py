@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from services.engine.ahead import Outcome, Prepare
@@ -75,6 +76,7 @@ class Moving:
                     order.keep_ms / 1e3,
                     order.deadline_ms / 1e3,
                     told,
+                    order.within_ms / 1e3 if order.within_ms is not None else math.inf,
                 )
             )
             outcome = await done
@@ -83,7 +85,7 @@ class Moving:
                 serving.adapters.release(card.info.revision)
         if isinstance(outcome, ThawError):
             raise outcome
-        return ResumePrepared(tokens=outcome, took_ms=(time.monotonic() - begun) * 1e3)
+        return ResumePrepared(tokens=outcome.tokens, took_ms=(time.monotonic() - begun) * 1e3, left=outcome.left)
 
     def forget(self, name: str) -> None:
         if self._serving.batcher is not None:

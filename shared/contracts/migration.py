@@ -8,7 +8,7 @@ the last message of the request's stream). *Gateways*: `MoveRequest` has the one
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -124,7 +124,6 @@ class RequestMoved(Message):
     pause_ms: float = Field(description="From the last token of the one to the first of the other, as the gateway heard them.")
 
 
-GatewayControl = Annotated[MoveRequest, Field(discriminator="kind")]
 GATEWAY_CONTROL: TypeAdapter[MoveRequest] = TypeAdapter(MoveRequest)
 
 
@@ -156,7 +155,7 @@ class MigrationRound(Frozen):
     number: int
     tokens: int = Field(description="Recomputed by this round.")
     took_ms: float
-    gap: int = Field(description="Tokens that the source generated meanwhile.")
+    gap: int = Field(description="Tokens that the destination then lacked: generated meanwhile, or not come to.")
     start_ms: float = Field(default=0.0, description="Since the owner had taken the migration up.")
 
 

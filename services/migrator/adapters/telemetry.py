@@ -41,6 +41,9 @@ class Metrics:
         )
         self._rounds = meter.create_counter("thaw.migration.rounds", "{round}", "Recomputations at destinations.")
         self._recomputed = meter.create_counter("thaw.migration.tokens", "{token}", "Tokens recomputed at destinations.")
+        self._moved = meter.create_counter(
+            "thaw.migration.moved_tokens", "{token}", "Tokens that moved requests had generated when they went on elsewhere."
+        )
         self._requests = meter.create_counter("thaw.migration.requests", "{request}", "Requests by what became of their move.")
         self._ended = meter.create_counter("thaw.migrations", "{migration}", "Migrations by outcome and reason.")
         self._server: WSGIServer | None = None
@@ -56,6 +59,7 @@ class Metrics:
             self._duration.record(record.duration_ms / 1e3, names)
         self._rounds.add(len(record.rounds), names)
         self._recomputed.add(sum(r.tokens for r in record.rounds), names)
+        self._moved.add(sum(m.tokens for m in record.requests if m.outcome == "moved"), names)
         for moved in record.requests:
             self._requests.add(1, names | {"thaw.outcome": moved.outcome})
             if moved.pause_ms is not None:

@@ -26,13 +26,18 @@ from shared.errors import (
 
 LEAST_MS = 5_000
 """A deadline for what is expected to be quick."""
+UNKNOWN_MS = 20_000
+"""… for what was never measured."""
 PATIENT = 3.0
 """So many times the expected duration is waited."""
+SLICE_MS = 2_000
+"""A round that takes longer is cut, so that its speed is learned whatever its length."""
 LIST_MS = 2_000
 
 
 def read(t: Turn, name: str, tokens: TokensRead) -> None:
-    """1. It cannot move after all. 2. The first reading: the whole sequence is to be computed. 3. A later one: the gap decides."""
+    """1. It cannot move after all. 2. The first reading: the whole sequence is to be computed. 3. A later one: the gap decides. 4. A round that was
+    cut goes on; it is one of those that count only if the source was faster."""
     job = t.work.jobs.get(name)
     if job is None:
         return
@@ -42,7 +47,7 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
     sequences = sequences_of(tokens)
     total = sum(map(len, sequences))
     job = t.job(name, running=tokens.running, total=total, read_at=t.now, rate=_rate(job, tokens, total, t.now))
-    if job.rounds == 0:  # 2
+    if not job.asked_prepare:  # 2
         t.note(name, "moving", predicted_ms=t.work.speed.of(total), tokens=tokens.running.generated_tokens)
         t.job(name, last_gap=total)
         _prepare(t, name, tokens, sequences, total)
@@ -50,6 +55,12 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
     gap = total - job.prepared  # 3
     start_ms = max(0.0, (job.round_began - t.work.began) * 1e3)
     t.round(name, job.round_tokens, t.now * 1e3 - job.round_began * 1e3, gap, start_ms)
+    if job.left and gap < job.last_gap:  # 4
+        t.job(name, last_gap=gap)
+        _prepare(t, name, tokens, sequences, gap)
+        return
+    if job.left:
+        job = t.job(name, rounds=job.rounds + 1)
     match next_step(gap, job.last_gap, job.rounds, t.work.speed, job.rate, t.work.options.pause_ms):
         case "round":
             t.job(name, last_gap=gap)
@@ -74,8 +85,10 @@ def _rate(job: Job, tokens: TokensRead, total: int, now: float) -> float:
 
 def _prepare(t: Turn, name: str, tokens: TokensRead, sequences: tuple[tuple[int, ...], ...], new: int) -> None:
     t.job(name, stage="preparing", round_began=t.now, round_tokens=new, asked_prepare=True)
+    known = t.work.speed.weight > 0
     message = PrepareResume(
-        deadline_ms=max(LEAST_MS, int(PATIENT * t.work.speed.of(new))),
+        deadline_ms=max(LEAST_MS if known else UNKNOWN_MS, int(PATIENT * t.work.speed.of(new))),
+        within_ms=SLICE_MS,
         prepared=t.prepared_name(name),
         revision=t.work.record.revision,
         sequences=sequences,
@@ -89,7 +102,8 @@ def prepared(t: Turn, name: str, result: ResumePrepared) -> None:
     if job is None:
         return
     t.set(speed=learned(t.work.speed, result.tokens, result.took_ms))
-    t.job(name, prepared=job.total, rounds=job.rounds + 1, round_tokens=result.tokens)
+    rounds = job.rounds if result.left else job.rounds + 1
+    t.job(name, prepared=job.total - result.left, left=result.left, rounds=rounds, round_tokens=result.tokens)
     t.read(name)
 
 

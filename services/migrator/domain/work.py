@@ -32,12 +32,13 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Job:
     """One request on its way. `prepared` and `total`: tokens of all its sequences that the destination has computed, and that there were
-    when the source was last asked, at `read_at`."""
+    when the source was last asked, at `read_at`. `left`: what its last round did not come to."""
 
     running: RunningRequest
     began: float
     stage: Literal["reading", "preparing", "moving", "checking"] = "reading"
     prepared: int = 0
+    left: int = 0
     total: int = 0
     last_gap: int = 0
     rounds: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.engine.ahead import Outcome, Prepare
+from services.engine.ahead import Computed, Outcome, Prepare
 from services.engine.batcher import Batcher
 from services.engine.events import Broken, Event, Progressed, Yielded
 from services.engine.requests import GenerationRequest
+from services.engine.runner import Row, Runner
 from shared.contracts.inference import ChoiceDelta, InferRequest, Resume, ResumedChoice
 from shared.errors import Conflict, InsufficientMemory
 from tests.integration.engine.test_families import BF16_NEAR_TIE, LoadedModel, save
@@ -26,13 +29,17 @@ Deltas = dict[int, list[ChoiceDelta]]
 class Told:
     """A batcher at work, and what it has told of each request."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, runner: Runner | None = None) -> None:
         self.deltas: dict[str, Deltas] = {}
         self.over: set[str] = set()
         self.ends: list[Event] = []
         self.grew = threading.Condition()
         self.batcher = Batcher(
-            loaded.computable.runner, loaded.computable.embedder, loaded.files.tokenization, loaded.limits, self._deliver
+            runner or loaded.computable.runner,
+            loaded.computable.embedder,
+            loaded.files.tokenization,
+            loaded.limits,
+            self._deliver,
         )
         self.thread = threading.Thread(target=self.batcher.run)
         self.thread.start()
@@ -60,14 +67,14 @@ class Told:
         with self.grew:
             assert self.grew.wait_for(true, 60)
 
-    def prepare(self, name: str, *sequences: Sequence[int], keep_s: float = 60.0) -> Outcome:
+    def prepare(self, name: str, *sequences: Sequence[int], keep_s: float = 60.0, answer_s: float = math.inf) -> Outcome:
         done, outcomes = threading.Event(), list[Outcome]()
 
         def told(outcome: Outcome) -> None:
             outcomes.append(outcome)
             done.set()
 
-        self.batcher.prepare(Prepare(name, tuple(map(tuple, sequences)), None, "", keep_s, 60.0, told))
+        self.batcher.prepare(Prepare(name, tuple(map(tuple, sequences)), None, "", keep_s, 60.0, told, answer_s))
         assert done.wait(60)
         return outcomes[0]
 
@@ -213,22 +220,61 @@ def test_keys_and_values_computed_ahead_are_used(loaded: LoadedModel, told: Told
     first = request(loaded, "whole")
     whole = told.answer(first)
     tokens = flat(whole[0])[1]
-    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == len(PROMPT) + 4
+    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
     # Extended, only the rest is computed; and what was prepared of other tokens is not used.
-    assert told.prepare("p", [*PROMPT, *tokens[:9]]) == 4
-    assert told.prepare("q", [*PROMPT[:-1], 999, 998]) == len(PROMPT)
+    assert told.prepare("p", [*PROMPT, *tokens[:9]]) == Computed(4)
+    assert told.prepare("q", [*PROMPT[:-1], 999, 998]) == Computed(len(PROMPT))
     for name, count in (("p", 10), ("q", 10)):
         rest = told.answer(request(loaded, f"rest-{name}", cut(whole, {0: count}, first, prepared=name)))
         assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0])
-    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == len(PROMPT) + 4  # it was given away with its request
+    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)  # it was given away with its request
     told.batcher.forget_ahead("p")
-    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == len(PROMPT) + 4
+    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
 
 
 def test_what_is_kept_is_let_go_of_when_its_time_is_over(loaded: LoadedModel, told: Told) -> None:
-    assert told.prepare("p", PROMPT, keep_s=0.01) == len(PROMPT) - 1
+    assert told.prepare("p", PROMPT, keep_s=0.01) == Computed(len(PROMPT) - 1)
     told.answer(request(loaded, "other"))
-    assert told.prepare("p", PROMPT) == len(PROMPT) - 1
+    assert told.prepare("p", PROMPT) == Computed(len(PROMPT) - 1)
+
+
+def test_it_is_answered_after_a_while_with_what_was_computed(loaded: LoadedModel, told: Told) -> None:
+    sequence, chunk = list(range(1, 401)), loaded.limits.chunk_tokens
+    parts = [told.prepare("p", sequence, answer_s=0.0)]
+    while isinstance(parts[-1], Computed) and parts[-1].left:
+        parts.append(told.prepare("p", sequence, answer_s=0.0))
+    steps = [min(chunk, 399 - at) for at in range(0, 399, chunk)]
+    assert parts == [Computed(n, 399 - sum(steps[: i + 1])) for i, n in enumerate(steps)]
+
+
+def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) -> None:
+    """Behind what runs, and in chunks: an answer is delayed by a part of a chunk for each of its tokens, never by more."""
+    small = LoadedModel.__new__(LoadedModel)
+    small.__dict__ = loaded.__dict__ | {"limits": dataclasses.replace(loaded.limits, chunk_tokens=32)}
+    rows: list[list[int]] = []
+
+    class Counting:
+        rewinds = loaded.computable.runner.rewinds
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(loaded.computable.runner, name)
+
+        def forward(self, batch: Sequence[Row]) -> torch.Tensor:
+            rows.append([len(row.tokens) for row in batch])
+            return loaded.computable.runner.forward(batch)
+
+    told = Told(small, Counting())
+    try:
+        told.batcher.submit(request(loaded, "runs", max_tokens=90))
+        told.until(lambda: len(told.deltas.get("runs", {}).get(0, ())) >= 5)
+        assert told.prepare("p", list(range(1, 200))) == Computed(198)
+        told.until(lambda: "runs" in told.over)
+    finally:
+        told.close()
+    beside = [row for row in rows if len(row) > 1]
+    assert [row[0] for row in beside] == [1] * len(beside)
+    assert sum(row[1] for row in beside) == 198
+    assert max(row[1] for row in beside) == 8
 
 
 def test_computing_ahead_never_takes_from_requests(loaded: LoadedModel) -> None:
@@ -237,10 +283,10 @@ def test_computing_ahead_never_takes_from_requests(loaded: LoadedModel) -> None:
     told = Told(small)
     try:
         assert isinstance(told.prepare("too much", list(range(1, 400)), list(range(1, 400))), InsufficientMemory)
-        assert told.prepare("p", list(range(1, 300))) == 298
+        assert told.prepare("p", list(range(1, 300))) == Computed(298)
         # Three requests need all three blocks: what was kept gives way.
         told.answer(*(request(loaded, f"r{i}", prompt=list(range(1, 90)), max_tokens=35) for i in range(3)))
-        assert told.prepare("p", list(range(1, 300))) == 298
+        assert told.prepare("p", list(range(1, 300))) == Computed(298)
     finally:
         told.close()
 

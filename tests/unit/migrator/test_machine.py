@@ -80,6 +80,22 @@ def test_what_would_not_converge_is_given_up_unharmed() -> None:
     assert world.engines["b"].prepared == {}
 
 
+def test_a_long_context_is_computed_in_slices_and_its_speed_learned() -> None:
+    world = World()
+    world.engines["b"].ms_per_token = 4.0
+    request = world.request(tokens=4000.0)
+    world.migrator()
+    order = world.order(request)
+    world.settle()
+    record = world.record(order)
+    assert record.state == "done"
+    assert request.at == "b"
+    assert len([r for r in record.rounds if r.tokens == 500]) >= 8
+    gaps = [r.gap for r in record.rounds]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] <= 10
+
+
 def test_a_destination_that_prepares_nothing_resumes_by_its_own_cache() -> None:
     world = World()
     world.engines["b"].prepares = False

@@ -37,7 +37,7 @@ def ended(first: MigrationRecord) -> MigrationRecord:
             "duration_ms": 500.0,
             "rounds": (MigrationRound(request_id="q-1", number=1, tokens=100, took_ms=20.0, gap=3, start_ms=5.0),),
             "requests": (
-                MovedRequest(request_id="q-1", outcome="moved", pause_ms=25.0),
+                MovedRequest(request_id="q-1", outcome="moved", tokens=70, pause_ms=25.0),
                 MovedRequest(request_id="p-1", outcome="fixed"),
             ),
         }
@@ -91,3 +91,7 @@ def test_metrics_by_outcome() -> None:
     assert f"thaw_migration_requests_total{{{labels}}} 1.0" in text
     assert 'thaw_migration_pause_seconds_sum{gen_ai_request_model="m",thaw_reason="operator"} 0.025' in text
     assert 'thaw_migration_tokens_total{gen_ai_request_model="m",thaw_reason="operator"} 100.0' in text
+    assert 'thaw_migration_moved_tokens_total{gen_ai_request_model="m",thaw_reason="operator"} 70.0' in text
+    assert 'thaw_migration_rounds_total{gen_ai_request_model="m",thaw_reason="operator"} 1.0' in text
+    assert 'thaw_migrations_total{gen_ai_request_model="m",thaw_outcome="done",thaw_reason="operator"} 1.0' in text
+    assert "thaw_migration_duration_seconds_sum" in text

@@ -67,6 +67,14 @@ class Engine:
     room: bool = True
     prepares: bool = True
 
+    def computes(self, order: PrepareResume) -> int:
+        """Tokens of its sequences, in the time that it gives."""
+        new = max(0, sum(map(len, order.sequences)) - self.prepared.get(order.prepared, 0))
+        return min(new, max(1, int(order.within_ms / self.ms_per_token))) if order.within_ms else new
+
+    def took_ms(self, tokens: int) -> float:
+        return self.ms_per_token * tokens + self.ms_fixed
+
 
 @dataclass
 class Letter:
@@ -205,8 +213,7 @@ class World:
     def takes(self, ask: Ask) -> float:
         if isinstance(ask.message, PrepareResume):
             engine = self.engines[ask.address]
-            new = sum(map(len, ask.message.sequences)) - engine.prepared.get(ask.message.prepared, 0)
-            return (engine.ms_per_token * max(0, new) + engine.ms_fixed) / 1e3
+            return engine.took_ms(engine.computes(ask.message)) / 1e3
         return 0.001
 
     def pass_time(self, seconds: float) -> None:
@@ -296,11 +303,9 @@ class World:
                     raise UnsupportedParameter("by its own cache")
                 if not engine.room:
                     raise InsufficientMemory("no room")
-                old = engine.prepared.get(message.prepared, 0)
-                total = sum(map(len, message.sequences))
-                engine.prepared[message.prepared] = total
-                took = engine.ms_per_token * max(0, total - old) + engine.ms_fixed
-                return ResumePrepared(tokens=max(0, total - old), took_ms=took)
+                new, total = engine.computes(message), sum(map(len, message.sequences))
+                done = engine.prepared[message.prepared] = engine.prepared.get(message.prepared, 0) + new
+                return ResumePrepared(tokens=new, took_ms=engine.took_ms(new), left=total - done)
         raise AssertionError(message)
 
     def _running(self, r: Request) -> RunningRequest:

@@ -19,6 +19,7 @@
     │   └── UnsupportedArchitecture
     ├── QueueFull 429
     ├── EngineFailed 500
+    ├── DeviceMissing 500
     ├── Unavailable 503
     │   ├── Unreachable           nobody listens on that subject
     │   ├── InsufficientMemory    it can never fit (or not now, see `should_retry`)

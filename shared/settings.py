@@ -26,7 +26,9 @@ class CommonSettings(BaseSettings):
     home: Path = Field(default=Path("~/.thaw"), description="State directory of this machine.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe level logged.")
     log_format: Literal["json", "text"] = Field(default="json", description="One JSON object a line, or text for people.")
-    log_prompts: bool = Field(default=False, description="Allow prompt text in logs and spans (off: never).")
+    log_prompts: bool = Field(
+        default=False, description="Gateways log requests with their prompts, and export them in spans (off: never)."
+    )
     otlp_endpoint: str | None = Field(default=None, description="OTLP collector, e.g. http://127.0.0.1:4317; none: no export.")
     otlp_protocol: Literal["grpc", "http"] = Field(default="grpc", description="Protocol of the OTLP endpoint.")
 

@@ -189,7 +189,7 @@ class Handlers:
                 return (await self._mesh.request(subjects.loader_command(node), command, Inspected)).info
             except (Unreachable, DeadlineExceeded) as e:
                 missing = e
-        raise Unavailable(f"no loader could read {spec.source} for {spec.name}", should_retry=True) from missing
+        raise Unavailable(f"no loader could read {spec.public_source} for {spec.name}", should_retry=True) from missing
 
     async def _loaders(self) -> list[str]:
         """Nodes with a live loader; waits a little for the first."""

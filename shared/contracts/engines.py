@@ -83,4 +83,4 @@ CAPABILITIES: dict[Engine, Capabilities] = {
     "tensorrt-llm": Capabilities(honours=_ALL, routes=("/v1/responses",), runtime_bytes=4096 * _MIB),
     "openai": Capabilities(honours=_ALL),
 }
-"""`sleep_levels` of vLLM and SGLang hold on cuda only; the host answers which the running engine has (`EngineReport.sleep_levels`)."""
+"""`sleep_levels` of vLLM and SGLang hold on cuda only; the host answers which the running engine has (`HostedEngine.sleep_levels`)."""

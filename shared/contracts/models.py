@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -193,10 +195,8 @@ class ModelSpec(ModelOptions):
     @field_validator("aliases")
     @classmethod
     def _aliases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        import re
-
         for alias in value:
-            if not re.match(NAME_PATTERN, alias):
+            if not re.fullmatch(NAME_PATTERN, alias):
                 raise ValueError(f"alias {alias!r} must match {NAME_PATTERN}")
         return value
 
@@ -222,6 +222,14 @@ class ModelSpec(ModelOptions):
         missing = [name for name in ("memory", "max_model_len") if getattr(self, name) is None]
         if missing:
             raise ValueError(f"with a source {ENGINE_SOURCE}… nothing can be read of the model: say its {' and '.join(missing)}")
+
+    @property
+    def public_source(self) -> str:
+        """`source` as anybody may read it: a URL without user, password and query, which may be secrets."""
+        if not self.source.startswith(("http://", "https://")):
+            return self.source
+        parts = urlsplit(self.source)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
     @property
     def loads_itself(self) -> bool:

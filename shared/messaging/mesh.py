@@ -30,6 +30,7 @@ E = TypeVar("E", bound=Message)
 HEADROOM_BYTES = 16 * 1024
 """Kept free below `max_payload`: headers count too, and one byte over it closes the connection for good."""
 _CONCURRENT_WORKERS = 256
+_FAULTS_TOLD = 5
 
 
 class Responder(Protocol):
@@ -143,7 +144,7 @@ class Mesh:
                 try:
                     await handler(kind.model_validate_json(message.body))
                 except ValidationError as e:
-                    log.warning("dropped a malformed event", extra={"subject": subject, "error": str(e)})
+                    log.warning("dropped a malformed event", extra={"subject": subject, "error": faults_of(e)})
                 except Exception:
                     log.exception("an event handler failed", extra={"subject": subject})
 
@@ -179,6 +180,13 @@ def inbox_prefix(url: str) -> str:
     return f"_INBOX_{user}" if user else "_INBOX"
 
 
+def faults_of(error: ValidationError) -> str:
+    """What is wrong with a message, for logs and replies: without its values, which may be prompts or keys."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    told = [f"{'.'.join(map(str, fault['loc'])) or 'message'}: {fault['msg']}" for fault in found[:_FAULTS_TOLD]]
+    return "; ".join(told) + ("; …" if len(found) > _FAULTS_TOLD else "")
+
+
 async def _whole_message(message: NatsMessage) -> NatsMessage:
     return message
 
@@ -191,7 +199,7 @@ async def _answer(subject: str, adapter: TypeAdapter[M], handler: Callable[[M], 
                 return await handler(request)
         return await handler(request)
     except ValidationError as e:
-        return Failure(error=InvalidRequest(f"malformed message on {subject}: {e}").body())
+        return Failure(error=InvalidRequest(f"malformed message on {subject}: {faults_of(e)}").body())
     except ThawError as e:
         return Failure(error=e.body())
     except TimeoutError:
@@ -208,5 +216,5 @@ def _decode(data: bytes, reply: type[R]) -> R:
         try:
             failure = Failure.model_validate_json(data)
         except ValidationError as e:
-            raise ThawError(f"an unintelligible reply (a newer major version?): {data[:200]!r}") from e
+            raise ThawError(f"an unintelligible reply (a newer major version?): {faults_of(e)}") from e
     raise from_body(failure.error)

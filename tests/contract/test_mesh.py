@@ -73,9 +73,11 @@ async def test_malformed_requests_are_answered(mesh: Mesh) -> None:
 
     class Wrong(Request):
         kind: Literal["wrong"] = "wrong"
+        value: str = "a prompt, or a key"
 
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match="kind: .*; value: ") as caught:
         await mesh.request("t.malformed", Wrong(), Answer)
+    assert "a prompt" not in caught.value.message
 
 
 async def test_nobody_there_is_known_at_once(mesh: Mesh) -> None:

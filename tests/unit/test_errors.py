@@ -1,7 +1,10 @@
 """Errors keep their class, fields and advice across the wire."""
 
+import re
+
 import pytest
 
+from shared import errors
 from shared.contracts.base import ErrorBody
 from shared.errors import _BY_CODE, ThawError, from_body
 
@@ -27,6 +30,16 @@ def test_codes_are_unique_and_the_docstring_is_the_default_message() -> None:
     kinds = [kind for kind in all_kinds(ThawError) if kind.__module__ == ThawError.__module__]
     assert len({k.code for k in kinds}) == len(kinds)
     assert str(_BY_CODE["queue_full"]()) == "Too many requests are waiting for this model; try again later."
+
+
+def test_the_tree_that_the_module_draws_is_the_one_there_is() -> None:
+    drawn = re.findall(r"^( *)[│ ├└─]*?(\w+)(?: (\d{3}))?(?: {2,}.*)?$", errors.__doc__ or "", re.MULTILINE)
+    shown = {name: int(status) if status else None for _, name, status in drawn if name[0].isupper()}
+    kinds = {kind.__name__: kind for kind in _BY_CODE.values()}
+    assert shown.keys() == kinds.keys()
+    for name, status in shown.items():
+        own = "status" in vars(kinds[name]) or kinds[name].__base__ is ThawError
+        assert status == (kinds[name].status if own and name != "ThawError" else None), name
 
 
 def test_an_unknown_code_from_a_newer_peer_is_still_an_error() -> None:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from services.gateway.domain.catalog import Catalog
 from shared.contracts import subjects
 from shared.contracts.models import ModelCard
+from shared.messaging.mesh import faults_of
 
 log = logging.getLogger(__name__)
 
@@ -42,5 +43,5 @@ def _card(key: str, value: bytes) -> ModelCard | None:
     try:
         return ModelCard.model_validate_json(value)
     except ValidationError as e:
-        log.warning("a model card cannot be understood", extra={"key": key, "error": str(e)})
+        log.warning("a model card cannot be understood", extra={"key": key, "error": faults_of(e)})
         return None

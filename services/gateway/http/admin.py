@@ -203,10 +203,10 @@ class Admin:
 
 
 def _refuse_commands(specs: Iterable[ModelSpec]) -> None:
-    """What a node is to run is the operator's to say: an admin API that is open to whoever reaches its port takes no commands. Options of
-    other engines can name code as well (vLLM's plug-ins and middleware)."""
+    """What a node is to run is the operator's to say: an admin API that is open to whoever reaches its port takes no commands, and no code
+    that comes with a model. Options of other engines can name code as well (vLLM's plug-ins and middleware)."""
     for spec in specs:
-        fields = OPERATORS_FIELDS if spec.engine == "builtin" else (*OPERATORS_FIELDS, "engine_args")
+        fields = (*OPERATORS_FIELDS, "trust_remote_code", *(() if spec.engine == "builtin" else ("engine_args",)))
         if named := [field for field in fields if getattr(spec, field)]:
             raise PermissionDenied(
                 f"{spec.name}: {' and '.join(named)} is taken by an admin API with a key only; start the gateway with THAW_ADMIN_KEY",

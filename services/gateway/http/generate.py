@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from dataclasses import replace
@@ -32,6 +33,7 @@ from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, Em
 from shared.errors import InvalidRequest, NotFound
 from shared.telemetry.tracing import context_of, tracer
 
+log = logging.getLogger(__name__)
 _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-", "embedding": "embd-", "other": ""}
 _SPAN = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings", "other": "other"}
 
@@ -104,6 +106,10 @@ class Generate:
             kind=SpanKind.SERVER,
             attributes={"gen_ai.operation.name": _SPAN[self._endpoint], "gen_ai.provider.name": "thaw"},
         )
+        if gateway.settings.log_prompts:
+            body = parsed.ask.body.decode(errors="replace") if parsed.ask.is_json else parsed.ask.content_type
+            log.info("a request", extra={"model": card.name, "body": body})
+            span.set_attribute("thaw.request.body", body)
         origin = Origin(scope["thaw.request_id"], span, arrived)
         exchange = gateway.open(parsed.ask, card, sink, origin, key)
         try:

@@ -27,7 +27,7 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "max_model_len": card.context_length,
         "aliases": list(card.spec.aliases),
         "task": card.info.task,
-        "root": card.spec.source,
+        "root": card.spec.public_source,
         "parent": card.spec.base,
     }
 

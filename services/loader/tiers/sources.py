@@ -22,6 +22,7 @@ from services.loader.format.root import check_inside
 from services.loader.tiers.directory import DirectoryTier
 from services.loader.tiers.failover import FailoverTier
 from services.loader.tiers.headers import bring_small_files, checkpoint_of
+from services.loader.tiers.http_client import shown
 from services.loader.tiers.listed import ListedTiers
 from services.loader.tiers.open import is_remote, open_source
 from services.loader.tiers.own import OwnDirectories
@@ -74,7 +75,9 @@ class Sources:
             hold = self.cache.hold(revision) if revision is not None else None
             if hold is None:
                 raise
-            log.warning("the source cannot be reached; the SSD cache has it", extra={"source": source, "as": hold.record.source})
+            log.warning(
+                "the source cannot be reached; the SSD cache has it", extra={"source": shown(source), "as": hold.record.source}
+            )
             return HeldTier(hold)
 
     def _listed(self, tier: Tier, revision: str | None = None) -> Tier:

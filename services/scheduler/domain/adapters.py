@@ -47,13 +47,15 @@ def fitted(spec: ModelSpec, info: ModelInfo, base: ModelCard | None) -> ModelInf
         if info.adapter is not None:
             hint = f"; it was made for {info.adapter.made_for}" if info.adapter.made_for else ""
             raise InvalidModel(
-                f"{spec.source} is a LoRA adapter: register it with the model it is for (thaw models add {spec.name} … --base MODEL){hint}",
+                f"{spec.public_source} is a LoRA adapter: register it with the model it is for (thaw models add {spec.name} … --base MODEL){hint}",
                 param="base",
             )
         return info
     adapter = info.adapter
     if adapter is None:
-        raise InvalidModel(f"{spec.source} is a whole model and no LoRA adapter; register {spec.name} without a base", param="base")
+        raise InvalidModel(
+            f"{spec.public_source} is a whole model and no LoRA adapter; register {spec.name} without a base", param="base"
+        )
     for shape in adapter.modules if base.info.modules else ():
         _check(spec, shape, base, adapter.made_for)
     lent = ("architecture", "model_type", "task", "context_length", "kv_bytes_per_token", "has_chat_template")

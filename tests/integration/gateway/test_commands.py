@@ -15,6 +15,7 @@ SPECS: list[dict[str, Any]] = [
     OWN | {"container": {"image": "i"}},
     {"name": "own", "source": "/m", "engine": "vllm", "env": {"A": "b"}},
     {"name": "own", "source": "/m", "engine": "vllm", "engine_args": {"middleware": "evil.Middleware"}},
+    {"name": "own", "source": "hf://someone/theirs", "trust_remote_code": True},
 ]
 
 

@@ -28,6 +28,7 @@ from services.engine.settings import EngineSettings
 from services.engine.shelf import LoaderShelf
 from services.engine.suspension import Suspension
 from services.engine.weights import Weights
+from shared.answering import stopped
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
@@ -66,10 +67,11 @@ class Engine:
         self._stop = stop
         self._timeline = timeline
         self._mesh = Mesh(settings, f"engine-{start.instance_id}")
-        self._serving = Serving(self._mesh, start.instance_id, lambda: self._reporter.changed())
+        self._serving = Serving(self._mesh)
         self._moving = Moving(self._serving)
-        self._suspension = Suspension(self._mesh, start.instance_id, start.card, self._serving)
+        self._suspension = Suspension(start.instance_id, start.card, self._serving)
         self._reporter = Reporter(self._mesh, start, timeline, self._serving.load)
+        self._serving.changed = self._reporter.changed
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._on_compute_thread)
         self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._batcher: Batcher | None = None
@@ -194,7 +196,7 @@ class Engine:
             await loop.run_in_executor(self._compute, self._batcher.run)
         except Exception:  # a process boundary: the clients are told, and the nodeagent starts another engine
             log.exception("the computing thread failed")
-        self._serving.abandon()
+        self._serving.abandon(EngineFailed("the computing thread failed"))
         await self._serving.flush()
         return 1
 
@@ -239,7 +241,7 @@ class Engine:
 
     async def _leave(self, status: int) -> int:
         self._serving.drain(only_if_idle=False)
-        self._serving.abandon()
+        self._serving.abandon(stopped())
         if self._owner_gone.is_set() and not self._mesh.lost.is_set():
             await self._serving.flush()
             return await self._fail(EngineFailed("the loader that owns the weights' GPU memory has ended; start again"))

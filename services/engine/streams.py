@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from pydantic import BaseModel
 
 from services.engine.events import Progressed
 from services.engine.requests import EmbedRequest, GenerationRequest
@@ -40,6 +43,8 @@ class Stream:
     first_token_told: bool = False
     seq: int = 0
     spans: list[PhaseSpan] = field(default_factory=list)
+    own: Callable[[BaseModel], None] | None = None
+    """Hears the answers to a request of the engine's own (a probe), instead of a gateway."""
     _made: dict[int, list[int]] = field(default_factory=dict)
     _finish: dict[int, FinishReason | None] = field(default_factory=dict)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))

@@ -7,14 +7,13 @@ import secrets
 import time
 from typing import Any
 
-from nats.aio.msg import Msg
+from pydantic import BaseModel
 
 from services.engine.serving import Serving
 from shared.contracts.engine import EngineAsleep, EngineProbed
-from shared.contracts.inference import INFER_REPLY, EmbeddingsFinished, InferChunk, InferFailed, InferFinished, InferRequest
+from shared.contracts.inference import EmbeddingsFinished, InferChunk, InferFailed, InferFinished, InferRequest
 from shared.contracts.models import ModelCard
 from shared.errors import EngineFailed, UnsupportedParameter, from_body
-from shared.messaging import Mesh
 
 _TOKENS = 3
 _DEADLINE_S = 20.0
@@ -24,8 +23,7 @@ Answer = tuple[object, ...]
 class Suspension:
     """Its reference answer is taken before each suspension, so that no cold start waits for it."""
 
-    def __init__(self, mesh: Mesh, instance_id: str, card: ModelCard, serving: Serving) -> None:
-        self._mesh = mesh
+    def __init__(self, instance_id: str, card: ModelCard, serving: Serving) -> None:
         self._instance_id = instance_id
         self._card = card
         self._serving = serving
@@ -57,7 +55,7 @@ class Suspension:
         return EngineProbed(same=self._before is None or answer == self._before, took_ms=(time.monotonic() - begun) * 1e3)
 
     async def _ask(self) -> Answer:
-        """A request of its own, answered over NATS as every other: what was generated."""
+        """A request of its own: what was generated."""
         embeds = self._card.info.task == "embed"
         body: dict[str, Any] = {"model": self._card.name}
         body |= {"input": "a"} if embeds else {"prompt": "a", "max_tokens": _TOKENS, "temperature": 0}
@@ -72,8 +70,7 @@ class Suspension:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         found: list[object] = []
 
-        async def heard(message: Msg) -> None:
-            part = INFER_REPLY.validate_json(message.data)
+        def heard(part: BaseModel) -> None:
             match part:
                 case InferChunk():
                     found.extend(t for choice in part.choices for t in choice.token_ids)
@@ -84,16 +81,12 @@ class Suspension:
             if isinstance(part, InferFinished | EmbeddingsFinished) and not done.done():
                 done.set_result(None)
 
-        inbox = self._mesh.nc.new_inbox()
-        subscription = await self._mesh.nc.subscribe(inbox, cb=heard)
         try:
-            await self._serving.take_own(request, inbox)
+            self._serving.take_own(request, heard)
             async with asyncio.timeout(_DEADLINE_S):
                 await done
         except TimeoutError:
             raise EngineFailed(f"it gave no answer within {_DEADLINE_S:g} s") from None
-        finally:
-            await subscription.unsubscribe()
         if not found:
             raise EngineFailed("it answered without a token")
         return tuple(found)

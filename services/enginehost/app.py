@@ -18,8 +18,9 @@ from nats.errors import Error as NatsError
 
 from services.enginehost.engine import Engine
 from services.enginehost.moving import Moving
-from services.enginehost.serving import Serving, stopped
+from services.enginehost.serving import Serving
 from services.enginehost.settings import HostSettings
+from shared.answering import stopped
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
@@ -58,8 +59,9 @@ class Host:
         self._stop = stop
         self._timeline = timeline
         self._mesh = Mesh(settings, f"enginehost-{start.instance_id}")
-        self._serving = Serving(self._mesh, lambda: self._reporter.changed())
+        self._serving = Serving(self._mesh)
         self._reporter = Reporter(self._mesh, start, timeline, self._serving.load)
+        self._serving.changed = self._reporter.changed
         self._engine = Engine(settings, start, timeline, self._reporter)
         self._moving = Moving(self._serving)
         self._requests: Subscription | None = None

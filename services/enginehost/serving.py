@@ -6,18 +6,15 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from nats.aio.msg import Msg
-from nats.errors import Error as NatsError
-from pydantic import BaseModel, ValidationError
 
 from services.enginehost.answers import Meter
 from services.enginehost.asking import Asked, asked_for
 from services.enginehost.drivers.port import Driver
 from services.enginehost.http1 import Client, HttpError, Response
 from services.enginehost.tracking import Tracker
+from shared.answering import Answering
 from shared.contracts import subjects
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import (
@@ -25,7 +22,6 @@ from shared.contracts.inference import (
     ChoiceDelta,
     InferData,
     InferEnd,
-    InferFailed,
     InferRequest,
     InferResponse,
     InferYielded,
@@ -33,17 +29,7 @@ from shared.contracts.inference import (
 )
 from shared.contracts.migration import RunningRequest
 from shared.contracts.phases import Phase
-from shared.errors import (
-    Conflict,
-    DeadlineExceeded,
-    EngineFailed,
-    InstanceBusy,
-    InstanceDraining,
-    InvalidRequest,
-    NotFound,
-    ShuttingDown,
-    ThawError,
-)
+from shared.errors import Conflict, DeadlineExceeded, EngineFailed, InstanceDraining, NotFound, ThawError
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
@@ -83,21 +69,13 @@ class _Stream:
         )
 
 
-class Serving:
-    """Lives on the event loop. Until `open` is called, and after `close`, requests are refused as not ready."""
+class Serving(Answering[_Stream]):
+    """Until `open` is called, and after `close`, requests are refused as not ready."""
 
-    def __init__(self, mesh: Mesh, changed: Callable[[], None]) -> None:
-        self._mesh = mesh
-        self._changed = changed
-        self._streams: dict[str, _Stream] = {}
-        self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
         self._driver: Driver | None = None
         self._client: Client | None = None
-        self._completed = 0
-        self._generated = 0
-        self._idle_since = time.monotonic()
-        self.draining = False
-        self.drained = asyncio.Event()
 
     def open(self, driver: Driver, client: Client) -> None:
         self._driver, self._client = driver, client
@@ -105,68 +83,31 @@ class Serving:
 
     def close(self) -> None:
         """Refuse requests until `open`. Raises `InstanceBusy` if any is being served."""
-        if self._streams:
-            raise InstanceBusy(f"{len(self._streams)} requests are being served")
+        self.refuse_if_busy()
         self._driver = self._client = None
-
-    # State
-
-    @property
-    def idle_s(self) -> float:
-        return 0.0 if self._streams else time.monotonic() - self._idle_since
 
     def load(self) -> EngineLoad:
         return EngineLoad(
-            active=len(self._streams),
+            active=len(self.streams),
             completed=self._completed,
             generated_tokens=self._generated,
             idle_ms=int(self.idle_s * 1000),
         )
 
-    def drain(self, *, only_if_idle: bool) -> None:
-        """Take no new request. Raises `InstanceBusy` if there are any and it was to be only if idle."""
-        if only_if_idle and self._streams and not self.draining:
-            raise InstanceBusy(f"{len(self._streams)} requests are being served")
-        self.draining = True
-        if not self._streams:
-            self.drained.set()
-
-    def abandon(self, error: ThawError) -> None:
-        """End everything that is still running with an error, at once."""
-        for stream in list(self._streams.values()):
-            self._fail(stream, error, engine_lost=True)
-
-    def cancel(self, request_id: str) -> None:
-        """Stop without a last message; the engine sees its connection closed. Harmless if there is no such request."""
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            self._end(stream)
-
     # Requests in
 
-    async def on_message(self, message: Msg) -> None:
-        """Callback of the subscription to the instance's `infer` subject."""
-        if not message.reply:
-            return
-        try:
-            request = InferRequest.model_validate_json(message.data)
-        except ValidationError as e:
-            self._refuse(message.reply, InvalidRequest(f"malformed request: {e}"))
-            return
+    async def _take(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
         if self.draining or self._driver is None or self._client is None:
-            self._refuse(message.reply, InstanceDraining("" if self.draining else "the instance is not ready"))
-            return
-        if request.request_id in self._streams:
-            self._refuse(message.reply, Conflict(f"request {request.request_id} is running here already"))
-            return
-        parent = (message.headers or {}).get("traceparent")
-        stream = _Stream(request.request_id, message.reply, parent, time.monotonic())
-        self._streams[stream.request_id] = stream
-        if len(self._streams) == 1:
-            self._changed()
-        stream.task = asyncio.create_task(
-            self._serve(stream, request, self._driver, self._client), name=f"request {request.request_id}"
-        )
+            raise InstanceDraining("" if self.draining else "the instance is not ready")
+        stream = _Stream(request.request_id, reply, parent, time.monotonic())
+        self._begin(stream)
+        name = f"request {request.request_id}"
+        stream.task = asyncio.create_task(self._serve(stream, request, self._driver, self._client), name=name)
+
+    def _release(self, stream: _Stream) -> None:
+        """The engine sees its connection closed."""
+        if stream.task is not None and stream.task is not asyncio.current_task():
+            stream.task.cancel()
 
     async def _serve(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
         try:
@@ -256,13 +197,13 @@ class Serving:
 
     def stream(self, request_id: str) -> _Stream:
         """Raises `NotFound`."""
-        stream = self._streams.get(request_id)
+        stream = self.streams.get(request_id)
         if stream is None:
             raise NotFound(f"request {request_id} is not here (any more)")
         return stream
 
     def running(self) -> tuple[RunningRequest, ...]:
-        return tuple(s.running() for s in self._streams.values())
+        return tuple(s.running() for s in self.streams.values())
 
     def _send_data(self, stream: _Stream, data: bytes, first: bool, deltas: Sequence[ChoiceDelta] = ()) -> None:
         """`deltas` go with the last of the bytes: whoever goes on from them must have all of those."""
@@ -276,49 +217,3 @@ class Serving:
                 first = False
             else:  # one of thousands: made without a model
                 self._put(stream, b'{"v":"1.0","kind":"data","seq":%d,"data":"%b"}' % (stream.seq, encoded))
-
-    # Answers out
-
-    def _fail(self, stream: _Stream, error: ThawError, *, engine_lost: bool = False) -> None:
-        if self._streams.get(stream.request_id) is stream:
-            self._send(stream, InferFailed(seq=stream.seq, error=error.body(), engine_lost=engine_lost))
-            self._end(stream)
-
-    def _end(self, stream: _Stream) -> None:
-        if self._streams.pop(stream.request_id, None) is None:
-            return
-        if stream.task is not None and stream.task is not asyncio.current_task():
-            stream.task.cancel()
-        if not self._streams:
-            self._idle_since = time.monotonic()
-            self._changed()
-            if self.draining:
-                self.drained.set()
-
-    def _send(self, stream: _Stream, message: BaseModel) -> None:
-        self._put(stream, message.model_dump_json().encode())
-
-    def _put(self, stream: _Stream, body: bytes) -> None:
-        stream.seq += 1
-        self._outbox.put_nowait((stream.reply, body))
-
-    def _refuse(self, reply: str, error: ThawError) -> None:
-        self._outbox.put_nowait((reply, InferFailed(seq=0, error=error.body()).model_dump_json().encode()))
-
-    async def publish_forever(self) -> None:
-        """Send what is in the outbox, in order. What NATS cannot take is lost, and its receiver sees the gap."""
-        while True:
-            subject, body = await self._outbox.get()
-            try:
-                await self._mesh.nc.publish(subject, body)
-            except NatsError as e:
-                log.warning("an answer was lost", extra={"error": repr(e), "subject": subject})
-            finally:
-                self._outbox.task_done()
-
-    async def flush(self) -> None:
-        await self._outbox.join()
-
-
-def stopped() -> ShuttingDown:
-    return ShuttingDown("the engine was stopped while it was answering")

@@ -52,13 +52,15 @@ class KeyFile:
 
 
 class Keys:
-    """Says who may do what: `/v1` needs an inference key as soon as there is any, `/admin` an admin key as soon as there is any."""
+    """Says who may do what: `/v1` needs an inference key as soon as there is any (or `required`), `/admin` an admin key as soon as there
+    is any."""
 
     def __init__(self, settings: GatewaySettings, store: KeyStore) -> None:
         self._admin = frozenset({hash_key(settings.admin_key.get_secret_value())} if settings.admin_key else ())
         listed = settings.api_keys.get_secret_value() if settings.api_keys else ""
         self._listed = frozenset(h.strip().lower() for h in listed.split(",") if h.strip())
         self._file = KeyFile(settings.api_keys_file) if settings.api_keys_file else None
+        self.required = settings.require_key or self._file is not None
         self.store = store
 
     @property
@@ -79,7 +81,7 @@ class Keys:
                 raise AuthenticationFailed("The admin API needs its key: Authorization: Bearer <THAW_ADMIN_KEY>")
         elif path.startswith("/v1/"):
             known = self.configured | self.store.hashes("inference")
-            if (known or self._file is not None) and self.of(headers) not in known:
+            if (known or self.required) and self.of(headers) not in known:
                 raise AuthenticationFailed("Incorrect API key provided, or none: Authorization: Bearer <key>")
 
     @staticmethod

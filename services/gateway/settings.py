@@ -43,6 +43,9 @@ class GatewaySettings(CommonSettings):
     api_keys_file: Path | None = Field(
         default=None, description="File with one such hash a line (`#` starts a comment); read again when it changes."
     )
+    require_key: bool = Field(
+        default=False, description="Refuse inference without a key also where no key has been made, or all are revoked or lost."
+    )
     idempotency_ttl: float = Field(default=24 * 3600.0, gt=0, description="Seconds that the answer to an Idempotency-Key is kept.")
     idempotency_bytes: int = Field(
         default=256 * 1024 * 1024, ge=1024 * 1024, description="Bytes kept of such answers; beyond, the oldest go first."

@@ -28,7 +28,9 @@ class NewKey(Frozen):
 
 
 class KeyList(Frozen):
-    """`configured`: inference keys that come from the gateway's settings instead."""
+    """`configured`: inference keys that come from the gateway's settings instead. `required`: without a key nobody infers, though there be
+    none."""
 
     keys: tuple[ApiKey, ...] = ()
     configured: int = 0
+    required: bool = False

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import time
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
@@ -76,7 +77,7 @@ def revoke(name: Name, as_json: Json = False) -> Document:
     Example: [bold]thaw keys revoke alice[/]
     """
     api, out = Api.find(), screen(as_json)
-    revoked = ApiKey.model_validate(api.request("DELETE", f"/admin/v1/keys/{name}"))
+    revoked = ApiKey.model_validate(api.request("DELETE", f"/admin/v1/keys/{quote(name, safe='')}"))
     out.print(f"[green]✓[/] {revoked.name} is not valid any more")
     if revoked.scope == "inference" and _open(KeyList.model_validate(api.request("GET", "/admin/v1/keys"))):
         out.print("[yellow]it was the last one for inference: now whoever reaches the endpoint may use it[/]")
@@ -85,4 +86,4 @@ def revoke(name: Name, as_json: Json = False) -> Document:
 
 def _open(keys: KeyList) -> bool:
     """Whether inference asks for no key."""
-    return not keys.configured and not any(key.scope == "inference" for key in keys.keys)
+    return not keys.required and not keys.configured and not any(key.scope == "inference" for key in keys.keys)

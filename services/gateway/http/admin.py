@@ -107,7 +107,8 @@ class Admin:
 
     async def keys(self, request: Request) -> Response:
         keys = self._gateway.keys
-        return json_response(KeyList(keys=tuple(keys.store.all()), configured=len(keys.configured)).model_dump(mode="json"))
+        found = KeyList(keys=tuple(keys.store.all()), configured=len(keys.configured), required=keys.required)
+        return json_response(found.model_dump(mode="json"))
 
     async def add_key(self, request: Request) -> Response:
         asked = validated(NewKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))

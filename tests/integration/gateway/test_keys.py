@@ -83,6 +83,16 @@ async def test_revoking_the_last_key_says_that_the_endpoint_is_open(guarded: Ser
     assert "whoever reaches" in await said(guarded, "keys", "revoke", "bob")
 
 
+async def test_an_endpoint_that_requires_keys_is_closed_without_any(node: FakeNode, serve: ServeFn) -> None:
+    async with serve(admin_key="root", require_key=True) as served:
+        assert not await opens(served, "/v1/models", None)
+        assert "whoever reaches" not in await said(served, "keys", "list")
+        _, made = await thaw(served, "keys", "add", "alice")
+        assert await opens(served, "/v1/models", made["key"])
+        assert "whoever reaches" not in await said(served, "keys", "revoke", "alice")
+        assert not await opens(served, "/v1/models", None)
+
+
 async def _closed(served: Served) -> bool:
     return not await opens(served, "/v1/models", None)
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thaw.cli.output import Document, screen, verb
+from thaw.cli.output import STDOUT, Document, screen, verb
 from thaw.errors import CommandError
 
 Runs = list[dict[str, Any]]
@@ -49,14 +50,12 @@ def simulate(
     mesh: Annotated[
         bool,
         typer.Option(
-            "--mesh", help="The live scheduler's whole decision loop and the mesh's messages; no links shared, no failures."
+            "--mesh", help="The live scheduler's whole decision loop, its state and the mesh's messages, on the same machines."
         ),
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures there; -: print them.", metavar="PATH")
-    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write all figures there; -: print them.", metavar="PATH")] = None,
     plots: Annotated[
-        Path | None, typer.Option(help="Draw distributions and bars there (needs thaw-mesh[plots]).", metavar="DIR")
+        Path | None, typer.Option(help="Draw distributions and bars there (needs thaw-mesh\\[plots]).", metavar="DIR")
     ] = None,
     trace: Annotated[
         Path | None,
@@ -98,7 +97,7 @@ def simulate(
             help="From AT on, for SECONDS, TIMES as fast; may be repeated.", metavar="AT:SECONDS:TIMES", rich_help_panel=_DRAWN
         ),
     ] = None,
-) -> Document | None:
+) -> Document:
     """Simulate a cluster: scheduling policies on devices, links and requests that exist in time only.
 
     Example: [bold]thaw simulate --cluster cluster.yaml --models models.yaml --policy thaw,serverlessllm --rps 0.8 --cv 8 --seeds 3[/]
@@ -127,20 +126,17 @@ def simulate(
         "bursts": [_burst(b) for b in burst or ()],
         "plots": str(plots) if plots is not None else None,
     }
-    printed = json_path is not None and str(json_path) == "-"
-    out = screen(printed)
+    out = screen(as_json == STDOUT)
     document = _simulate(order, out)
     out.print(_table(document["runs"]))
     for path in document["plots"]:
-        out.print(f"drawn: {path}")
-    if printed:
-        print(json.dumps(document))
-    elif json_path is not None:
+        out.print(f"drawn: {escape(str(path))}")
+    if as_json is not None and as_json != STDOUT:
         try:
-            json_path.write_text(json.dumps(document, indent=1) + "\n")
+            as_json.write_text(json.dumps(document, indent=1) + "\n")
         except OSError as e:
-            raise CommandError(f"{json_path} cannot be written: {e.strerror}") from e
-    return None
+            raise CommandError(f"{as_json} cannot be written: {e.strerror}") from e
+    return document
 
 
 def _burst(text: str) -> list[float]:

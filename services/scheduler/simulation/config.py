@@ -67,7 +67,8 @@ class Startup(_Strict):
     container_s: float = Field(default=0.0, ge=0)
     context_s: float = Field(default=0.0, ge=0)
     libraries_s: float = Field(default=0.0, ge=0)
-    init_s: float = Field(default=0.0, ge=0, description="From the last byte to ready.")
+    init_s: float = Field(default=0.0, ge=0, description="From the last byte to an engine that can run.")
+    warm_up_s: float = Field(default=0.0, ge=0, description="From then to ready: a first run, and what is measured in it.")
     leave_s: float = Field(default=0.0, ge=0, description="From the last request to proved free memory.")
     restore_s: float = Field(default=0.0, ge=0, description="Of a snapshot, beside its bytes.")
     prefetch: bool = True
@@ -112,6 +113,11 @@ class Runtime(_Strict):
         default="resume", description="Requests of a node that fails begin anew, or go on."
     )
     message_ms: float = Field(default=1.0, ge=0, description="One way, between any two processes. Only with --mesh.")
+    decision_ms: float = Field(
+        default=0.0,
+        ge=0,
+        description="From hearing of something to sending what follows: the scheduler's transaction. Only with --mesh.",
+    )
 
 
 class Failure(_Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 from services.scheduler.simulation.controller import Controller
@@ -9,15 +10,22 @@ from services.scheduler.simulation.hardware import SimNode
 from services.scheduler.simulation.instances import Instance, Run
 from services.scheduler.simulation.world import World
 
+Fail = Callable[[SimNode, float], None]
+"""A node fails, for so many seconds."""
+
 
 def schedule(world: World, controller: Controller) -> None:
+    drawn(world, Nodes(world, controller).fail)
+
+
+def drawn(world: World, fail: Fail) -> None:
+    """Have `fail` called when nodes fail."""
     failures = world.cluster.failures
-    nodes = Nodes(world, controller)
     for event in failures.events:
-        world.clock.at(event.at, lambda e=event: nodes.fail(world.nodes[e.node], e.seconds))  # type: ignore[misc]
+        world.clock.at(event.at, lambda e=event: fail(world.nodes[e.node], e.seconds))  # type: ignore[misc]
     if failures.mtbf_s is not None:
         for name in world.nodes:
-            Drawn(world, nodes, world.nodes[name], Random(f"{world.seed}:{name}"), failures.mtbf_s, failures.mttr_s)
+            Drawn(world, fail, world.nodes[name], Random(f"{world.seed}:{name}"), failures.mtbf_s, failures.mttr_s)
 
 
 class Nodes:
@@ -68,8 +76,8 @@ class Nodes:
 class Drawn:
     """A node's own failures, one after another."""
 
-    def __init__(self, world: World, nodes: Nodes, node: SimNode, random: Random, mtbf_s: float, mttr_s: float) -> None:
-        self._world, self._nodes, self._node, self._random = world, nodes, node, random
+    def __init__(self, world: World, fail: Fail, node: SimNode, random: Random, mtbf_s: float, mttr_s: float) -> None:
+        self._world, self._fails, self._node, self._random = world, fail, node, random
         self._mtbf, self._mttr = mtbf_s, mttr_s
         self._next()
 
@@ -78,5 +86,5 @@ class Drawn:
 
     def _fail(self) -> None:
         down = self._random.expovariate(1.0 / self._mttr)
-        self._nodes.fail(self._node, down)
+        self._fails(self._node, down)
         self._world.clock.after(down, self._next)

@@ -97,7 +97,7 @@ class Options:
         missing = model.weights - resident
         tier = node.tier(model.name)
         path = node.source(tier)
-        fetch = node.network.expected(path, missing) if path else 0.0
+        fetch = world.fetches.expected(node, None if resident else model.name, path, missing)
         load = node.network.expected(device.path, missing)
         merge = self.merge_seconds(device, model) if resident or device.kept else 0.0
         total = clear + world.startup_seconds(fetch, load) + merge + first
@@ -196,7 +196,7 @@ class Options:
         for scheme in hydraserve.schemes(model.weights, model.need, servers, times, overlapped=overlapped):
             if scheme.stages > 1:
                 devices = tuple(world.view(world.devices[x.key]) for x in scheme.servers)
-                total = scheme.ttft + s.init_s
+                total = scheme.ttft + s.init_s + s.warm_up_s
                 cost = Cost(total, {"fetch": total - first, "prefill": first})
                 yield Option(
                     devices,

@@ -27,7 +27,7 @@ class Order(BaseModel):
 
     cluster: Path
     models: Path
-    policies: tuple[str, ...] = ("thaw",)
+    policies: tuple[str, ...] = Field(default=("thaw",), min_length=1)
     seeds: int = Field(default=1, ge=1)
     mesh: bool = False
     trace: Path | None = None
@@ -80,9 +80,26 @@ def requests_of(order: Order, models: Sequence[str], seed: int) -> list[Request]
     return synthetic(what, models, seed)
 
 
+def fitting(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> None:
+    """Raises `InvalidRequest` for a model that is larger than every device that it may be on: nothing would come of its requests."""
+    for number, group in enumerate(models):
+        rooms = [n.device_gb for n in cluster.nodes if not group.kinds or n.kind in group.kinds]
+        where = f"{path}: models.{number}: {group.name}"
+        if not rooms:
+            raise InvalidRequest(
+                f"{where} may only be on devices of kind {', '.join(sorted(group.kinds))}, and the cluster has none"
+            )
+        need = group.weights_gb + group.kv_gb
+        if need > max(rooms):
+            raise InvalidRequest(
+                f"{where} needs {need:g} GB (weights_gb + kv_gb); the largest device that it may be on has {max(rooms):g} GB"
+            )
+
+
 def outcomes(order: Order, told: Told) -> list[tuple[str, int, Outcome]]:
     """A run for each policy and seed. `told`: how many are done, of how many. Policies meet the same requests."""
     cluster, models = read(order.cluster, ClusterFile), read(order.models, ModelsFile).models
+    fitting(order.models, cluster, models)
     profiles = [profile_named(name) for name in order.policies]
     names = names_of(models)
     found = []
@@ -99,7 +116,7 @@ def outcomes(order: Order, told: Told) -> list[tuple[str, int, Outcome]]:
 
 
 def _mesh(cluster: ClusterFile, models: Sequence[ModelGroup], requests: Sequence[Request], profile: Profile, seed: int) -> Outcome:
-    return Simulation(cluster, models, profile).run(requests)
+    return Simulation(cluster, models, profile, seed=seed).run(requests)
 
 
 def document(runs: Sequence[tuple[str, int, Outcome]]) -> dict[str, Any]:

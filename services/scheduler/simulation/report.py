@@ -64,6 +64,8 @@ class Outcome:
     device_loads: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """By node, the share of the time in which each device executed something."""
     ended_at: float = 0.0
+    paths: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By number of a request, seconds of its TTFT by phase (the critical path). Only with --mesh."""
 
     def figures(self) -> dict[str, Any]:
         ttft = sorted(s.ttft for s in self.served)

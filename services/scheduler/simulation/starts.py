@@ -19,6 +19,8 @@ class Start:
     def __init__(self, instance: Instance, way: str, victims: tuple[str, ...], ready: Callable[[Instance], None]) -> None:
         self.instance, self.way, self.victims, self.ready = instance, way, victims, ready
         self.flows: list[Flow] = []
+        self.fetches: list[Callable[[], None]] = []
+        """How to leave what it waits for together with others."""
         self.outstanding = 0
         self.begun = False
         self.promised: dict[str, int] = {}
@@ -162,7 +164,8 @@ class Starts:
         start.outstanding -= 1
         if start.outstanding == 0 and not start.given_up:
             cheap = start.way in ("restore", "peer_copy") or (self._world.runtime.exclusive and self._world.runtime.late_execution)
-            self._world.clock.after(0.0 if cheap else self._world.runtime.startup.init_s, lambda: self._ready(start))
+            s = self._world.runtime.startup
+            self._world.clock.after(0.0 if cheap else s.init_s + s.warm_up_s, lambda: self._ready(start))
 
     def _ready(self, start: Start) -> None:
         if start.given_up:
@@ -188,6 +191,8 @@ class Starts:
         node = instance.parts[0].device.node
         if start.way == "restore" and not start.begun and node.alive:
             self._options.snapshots[node.name, instance.model.name] = start.snapshot
+        for leave in start.fetches:
+            leave()
         for flow in start.flows:
             for node in {id(p.device.node): p.device.node for p in instance.parts}.values():
                 node.network.cancel(flow)
@@ -231,7 +236,10 @@ class Load:
             self._node.dram.pin(self._model.name)
             world.clock.at(self._copy_at + self._merge, self._copy)
             return
-        if self._tier == "remote":
+        parts = start.instance.parts
+        self._key = (self._node.name, self._model.name, parts.index(part), len(parts))
+        self._shared = not start.resident
+        if self._tier == "remote" and not (self._shared and world.fetches.under_way(self._key)):
             options.fetch_begun(self._node.name, start.instance.key, missing, self._model)
         if s.stream:
             starts.expect(start)
@@ -239,8 +247,14 @@ class Load:
         world.clock.at(world.clock.now if s.prefetch else engine, self._fetch)
 
     def _fetch(self) -> None:
-        if not self._start.given_up:
-            self._start.flows.append(self._node.network.start(self._path, self._missing, self._fetched))
+        start = self._start
+        if start.given_up:
+            return
+        if self._shared:
+            join = self._world.fetches.join
+            start.fetches.append(join(self._node, self._key, self._path, self._missing, self._fetched))
+        else:
+            start.flows.append(self._node.network.start(self._path, self._missing, self._fetched))
 
     def _fetched(self) -> None:
         world, now = self._world, self._world.clock.now

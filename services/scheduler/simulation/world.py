@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from services.scheduler.domain.policies.port import Ask, Capability, Demand, DeviceView, Move, Profile, Resident, Usage
 from services.scheduler.simulation.clock import Clock
 from services.scheduler.simulation.config import ClusterFile, ModelGroup, names_of
+from services.scheduler.simulation.fetches import Fetches
 from services.scheduler.simulation.hardware import SimDevice, SimNode
 from services.scheduler.simulation.instances import Instance
 from services.scheduler.simulation.models import SimModel
@@ -25,6 +26,7 @@ class World:
         self.version = 0
         self.asking = 0
         """Priority of the model that is asked for now."""
+        self.fetches = Fetches()
         self._roomy: dict[int, list[SimDevice]] = {}
         self._roomy_version = -1
         self.plans = 0
@@ -201,8 +203,7 @@ class World:
     def start_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
         """Until an instance that is started now is ready, by what its links have to do already (q + n/b)."""
         node = device.node
-        fetch_path = node.source(node.tier(model.name))
-        fetch = node.network.expected(fetch_path, nbytes) if fetch_path else 0.0
+        fetch = self.fetches.expected(node, model.name, node.source(node.tier(model.name)), nbytes)
         return self.startup_seconds(fetch, node.network.expected(device.path, nbytes))
 
     def startup_seconds(self, fetch: float, load: float) -> float:
@@ -216,7 +217,7 @@ class World:
         else:
             begin = context if s.overlap else engine
             loaded = max(begin + load, fetch) if s.stream else max(begin, fetch) + load
-        return max(loaded, engine) + s.init_s
+        return max(loaded, engine) + s.init_s + s.warm_up_s
 
     def ask_of(self, model: SimModel) -> Ask:
         now, first, group = self.clock.now, model.queue[0], model.group

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from random import Random
 from statistics import NormalDist
 from typing import Literal
@@ -33,6 +33,13 @@ DATASETS = {
     "gsm8k": Lengths(60, 91, source="answers: ShareGPT's over 3.7 (ServerlessLLM section 7.3); prompts: ours"),
     "humaneval": Lengths(171, 98, cv=0.5, source="means: DistServe (OSDI '24) section 6.1; the spread is ours"),
     "longbench": Lengths(1738, 91, cv=0.5, source="means: DistServe (OSDI '24) section 6.1; the spread is ours"),
+}
+_POSITIVE = {
+    "requests_per_second": "--rps",
+    "seconds": "--duration",
+    "cv": "--cv",
+    "prompt_tokens": "--prompt-tokens",
+    "output_tokens": "--output-tokens",
 }
 AZURE_SIGMA = NormalDist().inv_cdf(0.996) - NormalDist().inv_cdf(0.186)
 """Of log-normal rates: the 18.6 % most popular have 99.6 % of all invocations (Shahrad et al., ATC '20, section 3)."""
@@ -89,9 +96,9 @@ class Synthetic:
     bursts: tuple[Burst, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("requests_per_second", "seconds", "cv", "prompt_tokens", "output_tokens"):
-            if getattr(self, name) <= 0:
-                raise InvalidRequest(f"{name.replace('_', '-')} must be positive")
+        for name, option in _POSITIVE.items():
+            if not 0 < getattr(self, name) < inf:
+                raise InvalidRequest(f"{option} must be positive")
 
 
 def synthetic(what: Synthetic, models: Sequence[str], seed: int) -> list[Request]:

@@ -13,6 +13,7 @@ import csv
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate
+from math import isfinite
 from pathlib import Path
 from random import Random
 
@@ -31,7 +32,7 @@ Row = dict[str, str]
 def read_trace(path: Path, models: Sequence[str], seed: int = 0, speed: float = 1.0, zipf: float = 1.0) -> list[Request]:
     """The layout is told by the columns, or by the name (`.jsonl`). `speed`: how much faster it is replayed. Raises `InvalidRequest`."""
     if speed <= 0:
-        raise InvalidRequest("speed must be positive")
+        raise InvalidRequest("--speed must be positive")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             found = list(_recorded(path, file, models) if path.suffix == ".jsonl" else _table(path, file, models, seed, zipf))
@@ -56,6 +57,8 @@ def _table(path: Path, file: Iterator[str], models: Sequence[str], seed: int, zi
     elif columns.issuperset(BURSTGPT):
         take = _BurstGPT(models)
     else:
+        if not columns:
+            raise InvalidRequest(f"{path} is empty")
         missing = ", ".join(c for c in OURS if c not in columns)
         raise InvalidRequest(
             f"{path} lacks the columns {missing} (or those of an Azure LLM trace: {', '.join(AZURE)}; or of BurstGPT: {', '.join(BURSTGPT)})"
@@ -68,6 +71,10 @@ def _table(path: Path, file: Iterator[str], models: Sequence[str], seed: int, zi
             raise InvalidRequest(f"{path}, line {number}: {e}") from e
         if request is None:
             continue
+        if not isfinite(request.at) or request.prompt_tokens < 0 or request.output_tokens < 1:
+            raise InvalidRequest(
+                f"{path}, line {number}: a time must be a number, a prompt at least 0 tokens and an answer at least 1"
+            )
         if request.model not in known:
             raise InvalidRequest(f"{path}, line {number}: no model {request.model!r} in the models file")
         yield request

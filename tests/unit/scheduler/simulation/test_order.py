@@ -95,6 +95,12 @@ def test_an_interval_over_seeds() -> None:
         ("cluster.yaml", CLUSTER.replace("container_s", "kontainer_s"), "cluster.yaml: runtime.startup.kontainer_s"),
         ("models.yaml", MODELS.replace("fixed", "magic"), "models.yaml: models.0.service"),
         ("models.yaml", MODELS + "\nmore: 1", "models.yaml: more"),
+        (
+            "models.yaml",
+            MODELS.replace("weights_gb: 10", "weights_gb: 30, kv_gb: 1"),
+            "models.yaml: models.0: a needs 31 GB (weights_gb + kv_gb); the largest device that it may be on has 20 GB",
+        ),
+        ("models.yaml", MODELS.replace("copies: 2", "kinds: [h100]"), "a may only be on devices of kind h100"),
         ("models.yaml", "models: [", "models.yaml cannot be read"),
     ],
 )
@@ -110,7 +116,11 @@ def test_a_file_that_cannot_be_meant(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"rps": 0}, "requests-per-second must be positive"),
+        ({"rps": 0}, "--rps must be positive"),
+        ({"rps": -1}, "--rps must be positive"),
+        ({"duration": -5}, "--duration must be positive"),
+        ({"output_tokens": -1}, "--output-tokens must be positive"),
+        ({"policies": []}, "policies"),
         ({"policies": ["best"]}, "no scheduling policy 'best'; there are "),
         ({"locality": "L9"}, "L1, L2, L3, L4"),
         ({"lengths": "novels"}, "sharegpt"),

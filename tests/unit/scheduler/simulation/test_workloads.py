@@ -76,7 +76,10 @@ def test_our_own_columns_and_their_faults(tmp_path: Path) -> None:
         read_trace(path, ["a"])
     for text, told in (
         ("at,model\n1,a\n", "lacks the columns prompt_tokens, output_tokens"),
+        ("", "is empty"),
         ("at,model,prompt_tokens,output_tokens\nsoon,a,1,2\n", "line 2"),
+        ("at,model,prompt_tokens,output_tokens\nnan,a,1,2\n", "line 2: a time must be a number"),
+        ("at,model,prompt_tokens,output_tokens\n1,a,-1,2\n", "line 2: a time must be a number, a prompt at least 0 tokens"),
         ("at,model,prompt_tokens,output_tokens\n", "holds no request"),
     ):
         path.write_text(text)

@@ -1,0 +1,159 @@
+"""What `bench.fidelity` recorded, replayed: parameters by phase out of the recorded run, the simulator beside it, and where the two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from services.scheduler.domain.policies.port import Capability
+from services.scheduler.domain.policies.profiles import profile_named
+from services.scheduler.simulation.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from services.scheduler.simulation.mesh.run import Simulation
+from services.scheduler.simulation.report import Outcome
+from services.scheduler.simulation.workloads.traces import read_trace
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.traces import LoadTrace, RequestTrace
+
+NAMES = ("one", "two", "three")
+WITHOUT_SUSPENDING: frozenset[Capability] = frozenset({"preempt", "migrate"})
+FAST = 100.0
+"""GB/s: weights of some megabytes lie in memory, and are mapped."""
+SCHEDULER, GATEWAY = "scheduler", "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds, means over the recorded run: means of phases add up to the mean of their sum, medians do not.
+
+    `message`: from a request's arrival to its demand being heard. `decision`: until the command is sent. `container`, `init`: as recorded.
+    `warm_up`: from then to the gateway's sending it, and what a first prompt takes longer than others. `leave`: what the scheduler waited
+    for bytes whose holders served nobody. `prompt`: TTFT of who found an engine with nothing to do. `token`: each further one.
+    """
+
+    message: float
+    decision: float
+    container: float
+    init: float
+    warm_up: float
+    leave: float
+    prompt: float
+    token: float
+
+
+def _span(spans: Iterable[PhaseSpan], phase: Phase, process: str = "") -> list[PhaseSpan]:
+    return [s for s in spans if s.phase is phase and (not process or s.process == process)]
+
+
+def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Measured:
+    """Raises ValueError if the run has no warm request, or no start."""
+    cold = _first_of_each(traces, loads)
+    alone = _alone(traces)
+    if not alone or not cold:
+        raise ValueError("the recorded run has no warm request, or no start: nothing can be measured from it")
+    message = fmean(min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in cold)
+    decision = fmean(sum(s.duration_ms for s in _span(t.spans, Phase.SCHEDULE, SCHEDULER)) for t in cold)
+    sent = [max(s.end_ms for s in t.spans if s.process == SCHEDULER) for t in cold]
+    init = [_span(t.spans, Phase.INIT)[0] for t in cold]
+    dispatched = [_span(t.spans, Phase.QUEUE, GATEWAY)[0].start_ms for t in cold]
+    prompt = fmean(t.ttft_ms or 0.0 for t in alone)
+    first = fmean((t.ttft_ms or 0.0) - at for t, at in zip(cold, dispatched, strict=True)) - prompt
+    warm_up = fmean(at - i.end_ms for at, i in zip(dispatched, init, strict=True)) + max(0.0, first)
+    waited = [sum(s.duration_ms for s in _span(load.spans, Phase.RESERVE, SCHEDULER)) for load in loads]
+    waited = [w for w in waited if w > 0]
+    idle = [w for w in waited if w <= 2 * median(waited)]
+    tokens = [(t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in traces if t.ttft_ms and t.completion_tokens > 1]
+    return Measured(
+        message / 1e3,
+        decision / 1e3,
+        max(0.0, fmean(i.start_ms - s for i, s in zip(init, sent, strict=True)) - message) / 1e3,
+        fmean(i.duration_ms for i in init) / 1e3,
+        max(0.0, warm_up - message) / 1e3,
+        max(0.0, (fmean(idle) if idle else 0.0) - decision - 2 * message) / 1e3,
+        prompt / 1e3,
+        max(fmean(tokens), 0.01) / 1e3,
+    )
+
+
+def _first_of_each(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> list[RequestTrace]:
+    """The requests that caused the starts."""
+    found: dict[str, RequestTrace] = {}
+    for t in sorted(traces, key=lambda t: t.received):
+        if t.ttft_ms is not None and t.load_plan_id is not None and t.load_plan_id not in found:
+            found[t.load_plan_id] = t
+    known = {load.plan_id for load in loads}
+    needed = (Phase.INIT, Phase.QUEUE)
+    return [t for plan, t in found.items() if plan in known and {s.phase for s in t.spans}.issuperset(needed)]
+
+
+def _alone(traces: Sequence[RequestTrace]) -> list[RequestTrace]:
+    """Warm requests whose first token came while nobody else was served."""
+    spans = [(t.received, t.received + t.duration_ms / 1e3, t) for t in traces]
+    return [
+        t
+        for begin, _, t in spans
+        if not t.cold and t.ttft_ms is not None
+        if not any(o is not t and b < begin + t.ttft_ms / 1e3 and e > begin for b, e, o in spans)
+    ]
+
+
+def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
+    """One device for two of three models."""
+    links = LinkSpeeds(remote=FAST, ssd=FAST, device=FAST)
+    node = NodeGroup(devices=1, device_gb=0.25, dram_gb=10, ssd_gb=10, links=links)
+    runtime = Runtime(
+        startup=Startup(container_s=m.container, init_s=m.init, warm_up_s=m.warm_up, leave_s=m.leave),
+        message_ms=m.message * 1e3,
+        decision_ms=m.decision * 1e3,
+        capabilities=WITHOUT_SUSPENDING,
+        in_dram=True,
+    )
+    service = Batching(prefill_tokens_per_second=1e9, prefill_ms=m.prompt * 1e3, tpot_ms=m.token * 1e3, concurrency=16)
+    models = tuple(ModelGroup(name=n, weights_gb=0.1, service=service, slo_ttft=10, keep_alive=-1) for n in NAMES)
+    return ClusterFile(nodes=(node,), runtime=runtime), models
+
+
+def compared(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], export: Path) -> dict[str, Any]:
+    """Of the recorded run and its replay: mean TTFT, of cold and of warm requests, in all and by phase; how many were cold, and starts."""
+    traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
+    m = measured(traces, loads)
+    cluster, models = machines(m)
+    outcome = Simulation(cluster, models, profile_named("thaw")).run(read_trace(export, NAMES))
+    real = [(t.cold, (t.ttft_ms or 0.0) / 1e3, _path(t)) for t in traces]
+    replayed = [(s.cold, s.ttft, outcome.paths[s.number]) for s in outcome.served]
+    mean_of: Callable[[list[tuple[bool, float, dict[str, float]]], bool], float | None]
+    mean_of = lambda found, cold: fmean(x[1] for x in found if x[0] is cold) if any(x[0] is cold for x in found) else None  # noqa: E731
+    mesh, simulator = fmean(x[1] for x in real), fmean(x[1] for x in replayed)
+    return {
+        "requests": len(real),
+        "parameters_s": asdict(m),
+        "ttft_mean_s": {"mesh": mesh, "simulator": simulator, "error": simulator / mesh - 1},
+        "cold": {"mesh": sum(x[0] for x in real), "simulator": sum(x[0] for x in replayed)},
+        "starts": {"mesh": len(loads), "simulator": sum(outcome.loads.values())},
+        "same_requests_cold": _alike(traces, outcome),
+        "cold_ttft_mean_s": {"mesh": mean_of(real, True), "simulator": mean_of(replayed, True)},
+        "warm_ttft_mean_s": {"mesh": mean_of(real, False), "simulator": mean_of(replayed, False)},
+        "cold_phases_mean_s": {"mesh": _phases(real), "simulator": _phases(replayed)},
+    }
+
+
+def _path(t: RequestTrace) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in t.critical_path:
+        found[part.phase.value] = found.get(part.phase.value, 0.0) + part.duration_ms / 1e3
+    return found
+
+
+def _phases(found: Sequence[tuple[bool, float, dict[str, float]]]) -> dict[str, float]:
+    """Of cold requests."""
+    paths = [path for cold, _, path in found if cold]
+    names = dict.fromkeys(name for path in paths for name in path)
+    return {name: fmean(path.get(name, 0.0) for path in paths) for name in names}
+
+
+def _alike(traces: Sequence[RequestTrace], outcome: Outcome) -> int:
+    """Requests that were cold in both, or in neither."""
+    cold = {s.number: s.cold for s in outcome.served}
+    return sum(cold.get(n) is t.cold for n, t in enumerate(traces))

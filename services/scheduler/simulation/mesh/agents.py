@@ -1,0 +1,339 @@
+"""What nodeagents, loaders and engines do with the scheduler's commands, in simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from services.scheduler.domain.events import Event, LoaderStatusHeard, NodeStatusHeard, StartRefused, StopRefused
+from services.scheduler.simulation.config import GB
+from services.scheduler.simulation.instances import Instance, Part, Run
+from services.scheduler.simulation.mesh.machine import MeshInstance, MeshNode
+from services.scheduler.simulation.world import World
+from shared.contracts.loader import PrefetchWeights
+from shared.contracts.node import InstanceState, ResumeInstance, StartInstance, StopInstance, SuspendInstance
+from shared.contracts.phases import Phase
+from shared.errors import InstanceBusy, InsufficientMemory, NotFound, ThawError, Unavailable
+
+Spans = tuple[tuple[Phase, float, float], ...]
+LOADS_COALESCE_S = 0.1
+"""How long a nodeagent waits with changes of load alone (services/nodeagent/publisher.py)."""
+
+
+class Listener(Protocol):
+    """The gateway, as agents know it."""
+
+    def routed(self, instance: MeshInstance) -> None:
+        """It is ready for requests."""
+
+    def unrouted(self, instance: MeshInstance) -> None:
+        """It takes no new ones."""
+
+    def answered(self, run: Run) -> None:
+        """The last token of a request."""
+
+
+class Agents:
+    """`post`: an event on its way to the scheduler."""
+
+    def __init__(
+        self, world: World, nodes: dict[str, MeshNode], post: Callable[[Event], None], measured: Iterator[float] | None
+    ) -> None:
+        self._world, self._nodes, self._post, self._measured = world, nodes, post, measured
+        self._delay = world.runtime.message_ms / 1e3
+        self._dirty: dict[str, None] = {}
+        self._by_engine: dict[str, MeshInstance] = {}
+        self.listener: Listener
+
+    # Reports.
+
+    def report(self, node: MeshNode) -> None:
+        """Its status, at once."""
+        self._dirty.pop(node.name, None)
+        if node.alive:
+            self._post(NodeStatusHeard(self._world.clock.now + self._delay, node.status(self._world.clock.now)))
+
+    def report_loader(self, node: MeshNode) -> None:
+        if node.alive:
+            self._post(LoaderStatusHeard(self._world.clock.now + self._delay, node.loader_status()))
+
+    def loads_changed(self, node: MeshNode) -> None:
+        if node.name not in self._dirty:
+            self._dirty[node.name] = None
+            self._world.clock.after(LOADS_COALESCE_S, lambda: self.report(node) if node.name in self._dirty else None)
+
+    # Commands.
+
+    def start(self, node: MeshNode, command: StartInstance, before: Spans = ()) -> None:
+        """`before`: what it waited for until it was sent."""
+        device = node.device(command.device_ids[0])
+        if not node.alive:
+            self._refuse_start(command.instance_id, Unavailable(f"nobody listens on {node.name}", should_retry=True))
+            return
+        if not node.fits(device, command.reserve_bytes):
+            self._refuse_start(command.instance_id, InsufficientMemory(f"{node.name} has no room for {command.card.name}"), node)
+            return
+        world, model = self._world, self._world.models[command.card.name]
+        engine = Instance(
+            command.instance_id, model, [Part(device, command.reserve_bytes)], world.clock, world.runtime, self._answered
+        )
+        instance = MeshInstance(command, engine, device, world.clock.now, suspendable="suspend" in world.can, phases=before)
+        instance.resume_s = world.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in device.path)
+        device.instances[engine.key] = engine
+        node.instances[instance.key] = instance
+        self._by_engine[engine.key] = instance
+        self._load(node, instance)
+        self.report(node)
+        self.report_loader(node)
+
+    def _refuse_start(self, key: str, error: ThawError, node: MeshNode | None = None) -> None:
+        if node is not None:
+            self.report(node)
+        self._post(StartRefused(self._world.clock.now + self._delay, key, error.body()))
+
+    def _load(self, node: MeshNode, instance: MeshInstance) -> None:
+        """Bytes come over every link they pass, beside the making of the engine; the last of these to end is waited for, then `init_s`."""
+        world, sim, now = self._world, node.sim, self._world.clock.now
+        name, nbytes, s = instance.model, self._world.models[instance.model].weights, world.runtime.startup
+        instance.tier = sim.tier(name)
+        world.outcome.loads[instance.tier] = world.outcome.loads.get(instance.tier, 0) + 1
+        usual = s.container_s + s.context_s + s.libraries_s
+        engine = next(self._measured, usual) if self._measured is not None else usual
+        outstanding = [3]
+
+        def came(phase: Phase) -> None:
+            if self._by_engine.get(instance.key) is not instance:
+                return
+            instance.phases += ((phase, now, world.clock.now),)
+            outstanding[0] -= 1
+            if phase is Phase.FETCH:
+                node.sim.dram.add(name, nbytes)
+                node.sim.ssd.add(name, nbytes)
+                self._hold(instance)
+            if not outstanding[0]:
+                began = world.clock.now
+                world.clock.after(s.init_s, lambda: self._initialised(node, instance, began))
+
+        path = sim.source(sim.tier(name))
+        if path:
+            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, nbytes, lambda: came(Phase.FETCH)))
+        else:
+            sim.dram.touch(name)
+            world.clock.after(0.0, lambda: came(Phase.FETCH))
+        instance.flows.append(sim.network.start(instance.device.path, nbytes, lambda: came(Phase.LOAD)))
+        world.clock.after(engine, lambda: came(Phase.CONTAINER))
+
+    def _initialised(self, node: MeshNode, instance: MeshInstance, began: float) -> None:
+        if self._by_engine.get(instance.key) is not instance or instance.then == "stop":
+            return
+        now, warm_up = self._world.clock.now, self._world.runtime.startup.warm_up_s
+        instance.phases += ((Phase.INIT, began, now),)
+        self._world.clock.after(warm_up, lambda: self._warmed_up(node, instance, now))
+
+    def _warmed_up(self, node: MeshNode, instance: MeshInstance, began: float) -> None:
+        if self._by_engine.get(instance.key) is not instance or instance.then == "stop":
+            return
+        now = self._world.clock.now
+        if now > began:
+            instance.phases += ((Phase.PROFILE, began, now),)
+        self._world.outcome.startup.append(now - instance.began)
+        self._ready(node, instance)
+        if instance.command.park and instance.suspendable:
+            self._drain(node, instance, "suspend")
+
+    def _ready(self, node: MeshNode, instance: MeshInstance) -> None:
+        clock = self._world.clock
+        instance.state, instance.engine.state = InstanceState.READY, "ready"
+        instance.engine.ready_at = instance.engine.idle_since = clock.now
+        self.report(node)
+        clock.after(self._delay, lambda: self.listener.routed(instance) if instance.state is InstanceState.READY else None)
+
+    def stop(self, node: MeshNode, command: StopInstance) -> None:
+        self._asked_to_leave(node, command.instance_id, "stop", command.only_if_idle)
+
+    def suspend(self, node: MeshNode, command: SuspendInstance) -> None:
+        self._asked_to_leave(node, command.instance_id, "suspend", command.only_if_idle)
+
+    def _asked_to_leave(self, node: MeshNode, key: str, then: str, only_if_idle: bool) -> None:
+        instance, now = node.instances.get(key), self._world.clock.now
+        if not node.alive or instance is None or instance.state in (InstanceState.DRAINING, InstanceState.STOPPED):
+            return
+        if only_if_idle and instance.engine.runs:
+            self._post(StopRefused(now + self._delay, key, InstanceBusy("it is serving").body()))
+            return
+        if instance.state.parked:
+            if then == "stop":
+                self._gone(node, instance)
+            return
+        if instance.state is not InstanceState.READY:
+            self._end_load(instance)
+            then = "stop"
+        self._drain(node, instance, then if instance.suspendable else "stop")
+
+    def _drain(self, node: MeshNode, instance: MeshInstance, then: str) -> None:
+        self.listener.unrouted(instance)
+        instance.state, instance.then = InstanceState.DRAINING, "suspend" if then == "suspend" else "stop"
+        instance.engine.state = "leaving"
+        self.report(node)
+        if not instance.engine.runs:
+            self._drained(node, instance)
+
+    def _drained(self, node: MeshNode, instance: MeshInstance) -> None:
+        """It serves nobody any more: to host memory, if there is room for it, else for good."""
+        world, model, s = self._world, self._world.models[instance.model], self._world.runtime.startup
+        if instance.then == "suspend" and node.sim.dram.add(f"snapshot:{instance.key}", model.snapshot):
+            node.sim.dram.pin(f"snapshot:{instance.key}")
+            seconds = s.leave_s + model.snapshot / min(link.bandwidth for link in instance.device.path)
+            world.clock.after(seconds, lambda: self._suspended(node, instance))
+            return
+        world.outcome.stops += 1
+        world.clock.after(s.leave_s, lambda: self._gone(node, instance))
+
+    def _suspended(self, node: MeshNode, instance: MeshInstance) -> None:
+        if self._by_engine.get(instance.key) is not instance:
+            return
+        self.count(instance)
+        instance.state, instance.engine.state = InstanceState.SUSPENDED, "parked"
+        instance.snapshot = self._world.models[instance.model].snapshot
+        node.snapshots += instance.snapshot
+        self._let_go(instance)
+        self._world.outcome.suspensions += 1
+        self.report(node)
+
+    def resume(self, node: MeshNode, command: ResumeInstance, before: Spans = ()) -> None:
+        instance, world = node.instances.get(command.instance_id), self._world
+        if not node.alive or instance is None or not instance.state.parked:
+            missing = Unavailable(f"nobody listens on {node.name}") if not node.alive else NotFound("it is not suspended here")
+            self._refuse_start(command.instance_id, missing)
+            return
+        if not node.fits(instance.device, instance.command.reserve_bytes):
+            self._refuse_start(command.instance_id, InsufficientMemory(f"{node.name} has no room for {instance.model}"), node)
+            return
+        instance.state, instance.then = InstanceState.RESUMING, ""
+        instance.command = instance.command.model_copy(update={"plan_id": command.plan_id, "token": command.token})
+        instance.began = began = world.clock.now
+        world.outcome.loads["snapshot"] = world.outcome.loads.get("snapshot", 0) + 1
+        self.report(node)
+
+        def back() -> None:
+            world.clock.after(world.runtime.startup.restore_s, restored)
+
+        def restored() -> None:
+            if self._by_engine.get(instance.key) is not instance or instance.state is not InstanceState.RESUMING:
+                return
+            self._drop_snapshot(node, instance)
+            self._hold(instance)
+            instance.phases = (*before, (Phase.RESTORE, began, world.clock.now))
+            instance.resume_s = world.clock.now - began
+            world.outcome.startup.append(world.clock.now - began)
+            self._ready(node, instance)
+
+        instance.flows.append(node.sim.network.start(instance.device.path, instance.snapshot, back))
+
+    def prefetch(self, node: MeshNode, command: PrefetchWeights) -> None:
+        """Behind everything else on its links."""
+        name = command.card.name
+        if not node.alive or self._world.fetches.under_way((node.name, name, 0, 1)):
+            return
+        path, nbytes = node.sim.source(node.sim.tier(name)), self._world.models[name].weights
+        if not path or (command.tier == "ssd" and name in node.sim.ssd):
+            return
+
+        def there() -> None:
+            if command.tier == "dram":
+                node.sim.dram.add(name, nbytes)
+            node.sim.ssd.add(name, nbytes)
+            self.report_loader(node)
+
+        node.sim.network.start(path, nbytes, there, background=True)
+
+    # What becomes of requests and instances.
+
+    def _answered(self, run: Run) -> None:
+        assert run.instance is not None
+        instance = self._by_engine[run.instance.key]
+        instance.completed += 1
+        self.listener.answered(run)
+        self.emptied(instance)
+
+    def emptied(self, instance: MeshInstance) -> None:
+        """Something that it served has left it."""
+        node = self._nodes[instance.node.name]
+        self.loads_changed(node)
+        if instance.state is InstanceState.DRAINING and not instance.engine.runs:
+            self._drained(node, instance)
+
+    def _gone(self, node: MeshNode, instance: MeshInstance) -> None:
+        if self._by_engine.pop(instance.key, None) is None:
+            return
+        if instance.state.parked or instance.snapshot:
+            self._drop_snapshot(node, instance)
+        else:
+            self.count(instance)
+        self._let_go(instance)
+        instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
+        instance.device.instances.pop(instance.key, None)
+        self.report(node)
+        del node.instances[instance.key]
+
+    @staticmethod
+    def _hold(instance: MeshInstance) -> None:
+        """Weights that an instance uses stay in its node's memory."""
+        if not instance.holds:
+            instance.holds = True
+            instance.node.dram.pin(instance.model)
+
+    @staticmethod
+    def _let_go(instance: MeshInstance) -> None:
+        if instance.holds:
+            instance.holds = False
+            instance.node.dram.unpin(instance.model)
+
+    def _drop_snapshot(self, node: MeshNode, instance: MeshInstance) -> None:
+        node.sim.dram.unpin(f"snapshot:{instance.key}")
+        node.sim.dram.remove(f"snapshot:{instance.key}")
+        node.snapshots -= instance.snapshot
+        instance.snapshot = 0
+
+    def _end_load(self, instance: MeshInstance) -> None:
+        for leave in instance.leaves:
+            leave()
+        for flow in instance.flows:
+            instance.node.network.cancel(flow)
+
+    def fail(self, node: MeshNode) -> list[Run]:
+        """The node is gone with all that is in its memories; its disk is not. Returns what it served."""
+        runs: list[Run] = []
+        for instance in list(node.instances.values()):
+            self.listener.unrouted(instance)
+            self._end_load(instance)
+            for run in list(instance.engine.runs):
+                instance.engine.take(run)
+                runs.append(run)
+            if not instance.state.parked:
+                self.count(instance)
+            self._by_engine.pop(instance.key, None)
+            instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
+            instance.device.instances.pop(instance.key, None)
+        for flow in list(node.sim.network.flows):
+            node.sim.network.cancel(flow)
+        node.instances.clear()
+        node.sim.dram.clear()
+        node.snapshots, node.sim.alive = 0, False
+        return runs
+
+    def recover(self, node: MeshNode) -> None:
+        """Its nodeagent and loader begin anew."""
+        node.sim.alive = True
+        node.boot, node.seq = node.boot + 1, 0
+        self.report(node)
+        self.report_loader(node)
+
+    def find(self, key: str) -> MeshInstance | None:
+        return self._by_engine.get(key)
+
+    def count(self, instance: MeshInstance) -> None:
+        """What it held of its device, until now."""
+        seconds = self._world.clock.now - instance.began
+        self._world.outcome.device_seconds += seconds
+        self._world.outcome.device_memory_gb_seconds += seconds * instance.command.reserve_bytes / GB

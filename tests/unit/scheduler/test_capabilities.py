@@ -1,0 +1,84 @@
+"""Ways of becoming ready that this mesh cannot carry out are decided in the simulator only: no policy is offered them live."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.domain.policies.profiles import PROFILES, profile_named
+from services.scheduler.domain.policy import LIVE, Policy
+from services.scheduler.settings import SchedulerSettings
+from services.scheduler.simulation.config import (
+    EVERY_CAPABILITY,
+    Batching,
+    ClusterFile,
+    Fixed,
+    LinkSpeeds,
+    ModelGroup,
+    NodeGroup,
+    Runtime,
+    names_of,
+)
+from services.scheduler.simulation.mesh.run import Simulation
+from services.scheduler.simulation.simulate import simulate
+from services.scheduler.simulation.workloads.request import Request
+from services.scheduler.simulation.workloads.synthetic import Synthetic, synthetic
+
+NOT_LIVE = frozenset({"pipeline", "peer_copy", "reuse"})
+WAYS = {"hydraserve": "pipeline", "torpor": "peer", "tangram": "reuse"}
+"""Of a policy that uses it: how its loads are counted."""
+
+
+def machines(profile: str, capabilities: frozenset[str] = EVERY_CAPABILITY) -> tuple[ClusterFile, list[ModelGroup], list[Request]]:
+    """Four nodes of a slow network for pipelines; else one whose devices copy to each other and keep what was on them."""
+    pipelines = profile == "hydraserve"
+    links = LinkSpeeds(remote=1, ssd=1, device=5, peer=None if pipelines else 50)
+    group = NodeGroup(
+        count=4 if pipelines else 1, devices=1 if pipelines else 2, device_gb=40, dram_gb=0 if pipelines else 200, links=links
+    )
+    runtime = Runtime.model_validate(
+        {
+            "capabilities": capabilities,
+            "exclusive": profile == "torpor",
+            "cache_dram": not pipelines,
+            "cache_ssd": not pipelines,
+            "in_dram": not pipelines,
+        }
+    )
+    service = Fixed(seconds=1) if profile == "torpor" else Batching(prefill_tokens_per_second=5000, tpot_ms=20, concurrency=8)
+    models = [ModelGroup(name="m", copies=5, weights_gb=10, kv_gb=2, service=service, slo_ttft=6, slo_tpot=0.2, keep_alive=2)]
+    return ClusterFile(nodes=(group,), runtime=runtime), models, synthetic(Synthetic(0.8, 120, 2.0), names_of(models), 1)
+
+
+def test_what_the_mesh_cannot_do_is_off_live_and_on_in_the_simulator() -> None:
+    assert not LIVE & NOT_LIVE
+    assert LIVE | NOT_LIVE == EVERY_CAPABILITY
+    assert Policy().capabilities == LIVE
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_no_profile_switches_them_on(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THAW_POLICY", profile)
+    policy = SchedulerSettings(database_url="postgresql://nowhere/db").rules()
+    assert (policy.profile.name, policy.capabilities) == (profile, LIVE)
+
+
+@pytest.mark.parametrize(("profile", "way"), WAYS.items())
+def test_the_simulator_decides_them_and_carries_them_out(profile: str, way: str) -> None:
+    found = simulate(*machines(profile), profile_named(profile))
+    assert found.loads.get(way, 0) > 0
+    without = simulate(*machines(profile, LIVE), profile_named(profile))
+    assert way not in without.loads
+    assert len(without.served) > 0
+
+
+@pytest.mark.parametrize(("profile", "way"), WAYS.items())
+def test_the_live_decisions_never_contain_them(profile: str, way: str) -> None:
+    cluster, models, requests = machines(profile)
+    simulation = Simulation(cluster, models, profile_named(profile))
+    outcome = simulation.run(requests)
+    assert way not in outcome.loads
+    assert outcome.lost == 0
+    plans = [p for p in simulation.state.plans.values() if p.chosen is not None]
+    assert plans
+    offered = {c.ready_by for p in plans for c in p.candidates} | {p.chosen.ready_by for p in plans if p.chosen is not None}
+    assert not offered & {"pipeline", "peer_copy", "reuse"}

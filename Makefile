@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test lint bench clean install engines
+.PHONY: help up down test lint bench gpu clean install engines
 
 help: ## Show this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -34,6 +34,11 @@ lint: $(STAMP) ## Check style, types and imports
 
 bench: $(STAMP) ## Print the figures of docs/performance.md (half an hour on two cores)
 	@for b in cold_path warm_path scheduler loader; do $(BIN)/python -m bench.$$b || exit 1; done
+
+gpu: $(STAMP) ## Test and measure what only an NVIDIA GPU can show: loading, suspending, hot swap
+	@$(BIN)/pytest tests/gpu -rs -s
+	@$(BIN)/python -m bench.loader_gpu
+	@$(BIN)/python -m bench.hot_swap --device cuda:0
 
 install: $(STAMP) ## Make .venv
 

@@ -1,12 +1,13 @@
 """Suspended engines against cold ones: time to the first token of vLLM, llama.cpp and the built-in engine, in the same run.
 
-    python -m bench.hot_swap [--rounds N] [--colds N] [--engines builtin,vllm,llamacpp] [--gguf FILE] [--json PATH]
+    python -m bench.hot_swap [--device cuda:0] [--rounds N] [--colds N] [--engines builtin,vllm,llamacpp] [--gguf FILE] [--json PATH]
 
 For each engine, on one mesh: its first request from cold; then, per round, suspended (how long, how much freed) and asked again; decoding
 speed before and after. On a second mesh, where suspending is off: cold starts after an eviction. On a third, whose device holds one
 instance only: two models asked in turn. TTFT is what a client measures: request sent → first text received.
 vLLM and llama.cpp run from the environments that THAW_VLLM_PYTHON and THAW_LLAMACPP_PYTHON name; without one of them the engine is left out.
-Needs swap and the right to use it (`thaw doctor`).
+Needs swap and the right to use it, or on a GPU CUDA's checkpoint (`thaw doctor`). There what is restored per second is set against copies from
+page-locked memory, measured in the same run. Without the GPU that is asked for: one line, status 2.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import median, spread, write
+from shared.errors import DeviceMissing
 from thaw.demo.models import make_demo_model
 from thaw.launcher.plan import free_port
 
 MIB = 1 << 20
+DEVICE, PINNED = "device", "pinned_copy_gb_per_s"
 PROMPT = "Say something about winter."
 TOKENS = 64
 TURNS = 6
-MEMORY = {"vllm": 3500 * MIB, "llamacpp": 600 * MIB}
+MEMORY = {"cpu": {"vllm": 3500 * MIB, "llamacpp": 600 * MIB}, "cuda": {"vllm": 16_000 * MIB, "llamacpp": 2000 * MIB}}
 """What a first reservation is for the demo model; the built-in engine's is reckoned."""
+BUDGET = {"cpu": 6000 * MIB, "cuda": 24_000 * MIB}
+NO_DEVICE = 2
 
 
 @dataclass
@@ -58,11 +63,11 @@ class Figures:
 class SwapMesh:
     """A mesh of its own with one model per entry of `models`, all kept until they are told to leave."""
 
-    def __init__(self, home: Path, models: list[dict[str, Any]], budget: int, *, suspend: bool) -> None:
+    def __init__(self, home: Path, models: list[dict[str, Any]], device: str, budget: int, *, suspend: bool) -> None:
         self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_SUSPEND": "auto" if suspend else "off"}
         config = home.parent / f"{home.name}.yaml"
         entries = [{**m, "keep_alive": -1} for m in models]
-        nodes = {"node-0": {"cpu:0": f"{budget // MIB}MiB"}}
+        nodes = {"node-0": {device: f"{budget // MIB}MiB"}}
         config.write_text(yaml.safe_dump({"mesh": {"port": free_port(), "nodes": nodes}, "models": entries}))
         self.http = httpx.Client(base_url=str(self.thaw("up", "--detach", "--config", str(config))["endpoint"]), timeout=600)
 
@@ -141,17 +146,18 @@ def colds(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
         figures.add(engine, "cold_ttft_ms", mesh.ask(engine)[0])
 
 
-def ping_pong(figures: Figures, home: Path, engine: str, model: dict[str, Any], budget: int) -> None:
+def ping_pong(figures: Figures, home: Path, engine: str, model: dict[str, Any], device: str) -> None:
     """Two models of one engine in turn, on a device that holds one of them."""
     pair = [{**model, "name": "ping"}, {**model, "name": "pong"}]
-    with contextlib.closing(SwapMesh(home, pair, budget, suspend=True)) as mesh:
+    budget = int(model.get("memory", 900 * MIB) * 1.2)
+    with contextlib.closing(SwapMesh(home, pair, device, budget, suspend=True)) as mesh:
         for name in ("ping", "pong"):
             mesh.ask(name)
         for turn in range(TURNS):
             figures.add(engine, "ping_pong_ttft_ms", mesh.ask(("ping", "pong")[turn % 2])[0])
 
 
-def models(engines: list[str], home: Path, gguf: Path | None) -> dict[str, dict[str, Any]]:
+def models(engines: list[str], home: Path, gguf: Path | None, kind: str) -> dict[str, dict[str, Any]]:
     """Entries of thaw.yaml by engine; an engine that is not there is left out."""
     small = make_demo_model(home / "5m", "5m")
     found: dict[str, dict[str, Any]] = {}
@@ -164,7 +170,7 @@ def models(engines: list[str], home: Path, gguf: Path | None) -> dict[str, dict[
             print(f"{engine} is left out: THAW_{engine.upper()}_PYTHON (or --gguf) is not given", file=sys.stderr)
             continue
         source = str(gguf) if engine == "llamacpp" else str(small)
-        found[engine] = {**entry, "source": source, "engine": engine, "memory": MEMORY[engine]}
+        found[engine] = {**entry, "source": source, "engine": engine, "memory": MEMORY[kind][engine]}
     return found
 
 
@@ -178,7 +184,22 @@ def summary(figures: Figures) -> dict[str, float]:
         before, after = figures.of(engine, "decode_before_tokens_per_s"), figures.of(engine, "decode_after_tokens_per_s")
         if before and after:
             found[f"{engine}.decode_after_over_before"] = median(after) / median(before)
+        took = figures.of(engine, "resume_later_ms")
+        if figures.of(DEVICE, PINNED) and took:
+            found[f"{engine}.restored_gb_per_s"] = median(figures.of(engine, "freed_mib")) * MIB / median(took) / 1e6
+            found[f"{engine}.restored_over_pinned_copy"] = found[f"{engine}.restored_gb_per_s"] / median(figures.of(DEVICE, PINNED))
     return found
+
+
+def pinned_copies(index: int) -> float:
+    """GB/s of copies from page-locked memory to GPU `index`. Raises `DeviceMissing`."""
+    from services.loader.devices.cuda_runtime import load_cuda
+    from services.loader.devices.probe import measure
+
+    driver = load_cuda()
+    if index >= driver.count():
+        raise DeviceMissing(f"there are {driver.count()} GPUs")
+    return max(p.bytes_per_second for p in measure(driver, driver.facts(index))) / 1e9
 
 
 def show(figures: Figures, found: dict[str, float]) -> None:
@@ -191,36 +212,45 @@ def show(figures: Figures, found: dict[str, float]) -> None:
     Console(width=140).print(table)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--colds", type=int, default=2)
     parser.add_argument("--engines", default="builtin,vllm,llamacpp")
     parser.add_argument("--gguf", type=Path, default=None)
+    parser.add_argument("--device", default="cpu:0", help="cpu:0 or cuda:N")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     figures = Figures()
+    kind, _, number = options.device.partition(":")
+    if kind == "cuda":
+        try:
+            figures.add(DEVICE, PINNED, pinned_copies(int(number)))
+        except DeviceMissing as e:
+            print(f"nothing measured: {e.message}", file=sys.stderr)
+            return NO_DEVICE
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory:
         home = Path(directory)
-        entries = models(options.engines.split(","), home, options.gguf)
-        budget = 6000 * MIB
-        with contextlib.closing(SwapMesh(home / "swap", list(entries.values()), budget, suspend=True)) as mesh:
+        entries = models(options.engines.split(","), home, options.gguf, kind)
+        where = (list(entries.values()), options.device, BUDGET[kind])
+        with contextlib.closing(SwapMesh(home / "swap", *where, suspend=True)) as mesh:
             for engine in entries:
                 swap(figures, mesh, engine, options.rounds)
                 mesh.thaw("sleep", engine)
         if options.colds:
-            with contextlib.closing(SwapMesh(home / "cold", list(entries.values()), budget, suspend=False)) as mesh:
+            with contextlib.closing(SwapMesh(home / "cold", *where, suspend=False)) as mesh:
                 for engine in entries:
                     mesh.ask(engine)
                     colds(figures, mesh, engine, options.colds)
                     mesh.thaw("sleep", engine)
         for engine, entry in entries.items():
-            ping_pong(figures, home / f"pong-{engine}", engine, entry, int(entry.get("memory", 900 * MIB) * 1.2))
+            ping_pong(figures, home / f"pong-{engine}", engine, entry, options.device)
     found = summary(figures)
     show(figures, found)
     if options.json is not None:
         write(options.json, found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

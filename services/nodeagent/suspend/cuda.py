@@ -32,12 +32,14 @@ _SINGLE_PROCESS_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_
 
 
 class State(IntEnum):
-    """`CUprocessState`."""
+    """`CUprocessState`. The last two are of those who keep checkpoints in storage of their own: we do not."""
 
     RUNNING = 0
     LOCKED = 1
     CHECKPOINTED = 2
     FAILED = 3
+    CHECKPOINTING = 4
+    RESTORING = 5
 
 
 class CheckpointDriver(Protocol):
@@ -213,9 +215,9 @@ class CudaWay:
                 memory.page_in(target.pids)
         self._groups.thaw(target.instance_id)
         states = {pid: driver.state(pid) for pid in target.pids}
-        broken = [pid for pid, state in states.items() if state is State.FAILED]
-        if broken:
-            raise EngineFailed(f"the driver gives up on pid {broken[0]}: its state is failed")
+        for pid, state in states.items():
+            if state in (State.FAILED, State.CHECKPOINTING, State.RESTORING):
+                raise EngineFailed(f"the driver gives up on pid {pid}: its state is {state.name.lower()}")
         for pid, state in states.items():
             if state is State.CHECKPOINTED:
                 driver.restore(pid)

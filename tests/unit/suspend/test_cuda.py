@@ -201,6 +201,23 @@ def test_the_binding_calls_the_driver_as_documented() -> None:
         found.lock(1, 500)
 
 
+def test_the_package_has_what_is_called_of_it() -> None:
+    """cuda-bindings itself, which needs no driver to be looked at: 12.8.0, 13.0.3 and 13.5.0 have been."""
+    api = pytest.importorskip("cuda.bindings.driver")
+    args = api.CUcheckpointLockArgs()
+    args.timeoutMs = 500
+    assert args.timeoutMs == 500
+    for call in ("Lock", "Checkpoint", "Restore", "Unlock"):
+        name = f"cuCheckpointProcess{call}"
+        assert getattr(api, name).__doc__.startswith(f"{name}(int pid, CUcheckpoint{call}Args args: Optional")
+    assert api.cuCheckpointProcessGetState.__doc__.startswith("cuCheckpointProcessGetState(int pid)")
+    known = {state.name: int(state) for state in State}
+    theirs = {
+        n.removeprefix("CU_PROCESS_STATE_"): int(getattr(api.CUprocessState, n)) for n in dir(api.CUprocessState) if n[:3] == "CU_"
+    }
+    assert {name: known.get(name) for name in theirs} == theirs
+
+
 def test_an_old_driver_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "import_module", lambda _: Api())
     driver, reason = open_driver(SimpleNamespace(nvmlSystemGetDriverVersion=lambda: "565.57"))

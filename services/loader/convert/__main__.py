@@ -24,6 +24,7 @@ from services.loader.format.verify import verify
 from shared.errors import ThawError
 
 _PROGRESS_EVERY_S = 0.1
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Printer:
@@ -53,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.destination is None and not options.verify:
         parser.error("name the destination")
-    signal.signal(signal.SIGTERM, _end)
+    for number in _ENDS:
+        signal.signal(number, _end)
     try:
         _print({"report": _run(options, _Printer())})
     except ThawError as e:
@@ -69,6 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    """Once: what has been begun is removed then, and a second signal (Ctrl-C goes to the whole group, and `thaw convert` sends its own) must
+    not break that off."""
+    for other in _ENDS:
+        signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

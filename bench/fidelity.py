@@ -99,6 +99,13 @@ class Mesh:
         return json.loads(done.stdout)
 
 
+def exported(path: Path) -> None:
+    """Leave in an export what asked for one of `NAMES`, in the order of arrival."""
+    found = [RequestTrace.model_validate_json(line) for line in path.read_text().splitlines()]
+    mine = sorted((t for t in found if t.model in NAMES), key=lambda t: t.received)
+    path.write_text("".join(t.model_dump_json() + "\n" for t in mine))
+
+
 def recorded(url: str, admin_key: str, export: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
     """The exported requests, and the starts that they waited for."""
     traces = [RequestTrace.model_validate_json(line) for line in export.read_text().splitlines()]
@@ -111,7 +118,7 @@ def recorded(url: str, admin_key: str, export: Path) -> tuple[list[RequestTrace]
     return traces, loads
 
 
-def run(options: argparse.Namespace, directory: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
+def run(options: argparse.Namespace, directory: Path) -> None:
     """Record a mesh that serves the workload. `directory` gets `run.jsonl`, as exported, and `loads.jsonl`."""
     requests = workload(options.rps, options.seconds, options.cv, options.seed)
     with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
@@ -126,15 +133,12 @@ def run(options: argparse.Namespace, directory: Path) -> tuple[list[RequestTrace
             asyncio.run(drive(mesh.url, requests))
             export = directory / "run.jsonl"
             mesh.thaw("trace", "--export", str(export))
-            found = [RequestTrace.model_validate_json(line) for line in export.read_text().splitlines()]
-            mine = sorted((t for t in found if t.model in NAMES), key=lambda t: t.received)
-            export.write_text("".join(t.model_dump_json() + "\n" for t in mine))
+            exported(export)
             endpoints = json.loads((home / "run" / "endpoints.json").read_text())
-            traces, loads = recorded(mesh.url, endpoints["admin_key"], export)
+            _, loads = recorded(mesh.url, endpoints["admin_key"], export)
         finally:
             mesh.thaw("down")
     (directory / "loads.jsonl").write_text("".join(load.model_dump_json() + "\n" for load in loads))
-    return traces, loads
 
 
 def kept(directory: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
@@ -154,18 +158,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.replay:
-        for directory in options.replay:
-            print(json.dumps(compared(*kept(directory), directory / "run.jsonl"), indent=1))
-        return
-    with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
-        directory = options.keep or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
-        found = compared(*run(options, directory), directory / "run.jsonl")
-    chosen = {name: getattr(options, name) for name in ("seconds", "rps", "cv", "seed")}
-    document = {"machine": machine(), "workload": chosen, **found}
-    print(json.dumps(document, indent=1, default=str))
+        runs = [replayed(directory) for directory in options.replay]
+    else:
+        with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
+            directory = options.keep or Path(temporary)
+            directory.mkdir(parents=True, exist_ok=True)
+            chosen = {name: getattr(options, name) for name in ("seconds", "rps", "cv", "seed")}
+            (directory / "workload.json").write_text(json.dumps(chosen) + "\n")
+            run(options, directory)
+            runs = [replayed(directory)]
+    document = {"machine": machine(), "runs": runs}
+    print(json.dumps(document, indent=1))
     if options.json:
-        options.json.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def replayed(directory: Path) -> dict[str, Any]:
+    return {
+        "workload": json.loads((directory / "workload.json").read_text()),
+        **compared(*kept(directory), directory / "run.jsonl"),
+    }
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -22,6 +22,8 @@ WITHOUT_SUSPENDING: frozenset[Capability] = frozenset({"preempt", "migrate"})
 FAST = 100.0
 """GB/s: weights of some megabytes lie in memory, and are mapped."""
 SCHEDULER, GATEWAY = "scheduler", "gateway"
+_Request = tuple[bool, float, dict[str, float]]
+"""Whether it was cold, its TTFT, and that by phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,27 +118,33 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
 
 
 def compared(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], export: Path) -> dict[str, Any]:
-    """Of the recorded run and its replay: mean TTFT, of cold and of warm requests, in all and by phase; how many were cold, and starts."""
+    """Of the recorded run and its replay: mean TTFT, of cold and of warm requests, in all and by phase; how many were cold, and which
+    models were started in which order."""
     traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
     m = measured(traces, loads)
     cluster, models = machines(m)
-    outcome = Simulation(cluster, models, profile_named("thaw")).run(read_trace(export, NAMES))
+    simulation = Simulation(cluster, models, profile_named("thaw"))
+    outcome = simulation.run(read_trace(export, NAMES))
+    started = [load.model for load in sorted(loads, key=lambda load: load.created)]
     real = [(t.cold, (t.ttft_ms or 0.0) / 1e3, _path(t)) for t in traces]
     replayed = [(s.cold, s.ttft, outcome.paths[s.number]) for s in outcome.served]
-    mean_of: Callable[[list[tuple[bool, float, dict[str, float]]], bool], float | None]
-    mean_of = lambda found, cold: fmean(x[1] for x in found if x[0] is cold) if any(x[0] is cold for x in found) else None  # noqa: E731
     mesh, simulator = fmean(x[1] for x in real), fmean(x[1] for x in replayed)
     return {
         "requests": len(real),
         "parameters_s": asdict(m),
         "ttft_mean_s": {"mesh": mesh, "simulator": simulator, "error": simulator / mesh - 1},
         "cold": {"mesh": sum(x[0] for x in real), "simulator": sum(x[0] for x in replayed)},
-        "starts": {"mesh": len(loads), "simulator": sum(outcome.loads.values())},
+        "starts": {"mesh": started, "simulator": simulation.started},
         "same_requests_cold": _alike(traces, outcome),
-        "cold_ttft_mean_s": {"mesh": mean_of(real, True), "simulator": mean_of(replayed, True)},
-        "warm_ttft_mean_s": {"mesh": mean_of(real, False), "simulator": mean_of(replayed, False)},
+        "cold_ttft_mean_s": {"mesh": _mean(real, True), "simulator": _mean(replayed, True)},
+        "warm_ttft_mean_s": {"mesh": _mean(real, False), "simulator": _mean(replayed, False)},
         "cold_phases_mean_s": {"mesh": _phases(real), "simulator": _phases(replayed)},
     }
+
+
+def _mean(found: Sequence[_Request], cold: bool) -> float | None:
+    mine = [ttft for was, ttft, _ in found if was is cold]
+    return fmean(mine) if mine else None
 
 
 def _path(t: RequestTrace) -> dict[str, float]:
@@ -146,7 +154,7 @@ def _path(t: RequestTrace) -> dict[str, float]:
     return found
 
 
-def _phases(found: Sequence[tuple[bool, float, dict[str, float]]]) -> dict[str, float]:
+def _phases(found: Sequence[_Request]) -> dict[str, float]:
     """Of cold requests."""
     paths = [path for cold, _, path in found if cold]
     names = dict.fromkeys(name for path in paths for name in path)

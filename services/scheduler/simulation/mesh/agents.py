@@ -44,6 +44,8 @@ class Agents:
         self._dirty: dict[str, None] = {}
         self._by_engine: dict[str, MeshInstance] = {}
         self.listener: Listener
+        self.started: list[str] = []
+        """Models, in the order of their starts."""
 
     # Reports.
 
@@ -82,6 +84,7 @@ class Agents:
         device.instances[engine.key] = engine
         node.instances[instance.key] = instance
         self._by_engine[engine.key] = instance
+        self.started.append(instance.model)
         self._load(node, instance)
         self.report(node)
         self.report_loader(node)

@@ -123,6 +123,11 @@ class Simulation:
             devices = tuple(Device(f"cuda:{d.index}", "cuda", "", d.budget) for d in node.sim.devices)
             apply(self.state, [Put(Node(node.name, "b1", {}, devices))])
 
+    @property
+    def started(self) -> list[str]:
+        """Models, in the order of their starts."""
+        return self._agents.started
+
     def run(self, requests: Sequence[Request]) -> Outcome:
         self._decide(Recovered(0.0))
         for node in self.nodes.values():

@@ -14,6 +14,8 @@ from shared.contracts.base import ErrorBody, Message, Request
 
 DEMAND_INTERVAL_S = 1.0
 DEMAND_LOST_AFTER_S = 5.0
+ARRIVALS_WINDOW_S = 1.0
+"""Of the sliding window that arrivals are counted in: the one of the code that HydraServe's authors published; the paper states none."""
 
 
 class Demand(Request):
@@ -24,6 +26,8 @@ class Demand(Request):
     waiting: int = Field(ge=0)
     in_flight: int = Field(default=0, ge=0)
     oldest_wait_ms: int = Field(default=0, ge=0)
+    window: int = Field(default=0, ge=0, description="Requests that came in the last ARRIVALS_WINDOW_S.")
+    peak: int = Field(default=0, ge=0, description="… and in the fullest of such windows lately.")
     traceparents: tuple[str, ...] = Field(default=(), max_length=32)
 
 

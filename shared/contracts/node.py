@@ -35,16 +35,22 @@ class InstanceState(StrEnum):
     @property
     def holds_memory(self) -> bool:
         """Whether the instance's reservation on its device is booked (a failed one until its process is proved gone)."""
-        return self not in (InstanceState.STOPPED, InstanceState.SUSPENDED, InstanceState.ASLEEP, InstanceState.FAILED)
+        return self not in _WITHOUT_MEMORY
 
     @property
     def parked(self) -> bool:
         """Whether the engine's process is there, without its memory: what it has left is `InstanceMemory.reserved`."""
-        return self in (InstanceState.SUSPENDED, InstanceState.ASLEEP)
+        return self in _PARKED
 
     @property
     def starting(self) -> bool:
-        return self in (InstanceState.PREPARING, InstanceState.LOADING, InstanceState.RESUMING)
+        return self in _STARTING
+
+
+# Made once: a decision asks some dozen times.
+_PARKED = frozenset((InstanceState.SUSPENDED, InstanceState.ASLEEP))
+_STARTING = frozenset((InstanceState.PREPARING, InstanceState.LOADING, InstanceState.RESUMING))
+_WITHOUT_MEMORY = frozenset((*_PARKED, InstanceState.STOPPED, InstanceState.FAILED))
 
 
 class StartInstance(Request):

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.docker.engine import COMPOSE_COMMANDS, Images, Project, build_images, compose_version, docker
+from tests.docker.guarded import Guarded
 from tests.integration.loader.fake_hub import FakeHub
 from tests.support.otlp import OtlpReceiver
 from thaw.demo.models import make_demo_model
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    server = Guarded(tmp_path_factory.mktemp("nats"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,60 @@
+"""A NATS server with the very permissions of compose/nats.conf, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import nats
+from nats.aio.client import Client
+
+from shared.messaging.mesh import inbox_prefix
+from tests.docker.engine import ROOT
+from tests.support.servers import free_port, wait_for_port, wheel_script
+from thaw.secrets import NATS_USERS, make_secrets
+
+COMPOSE = ROOT / "compose"
+
+
+class Guarded:
+    """A server with compose/nats.conf, and its users' clients, each with what it was refused."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        make_secrets(directory, nats=f"127.0.0.1:{self.port}")
+        text = (COMPOSE / "nats.conf").read_text()
+        for there, here in (
+            ("0.0.0.0:4222", f"127.0.0.1:{self.port}"),
+            ("127.0.0.1:8222", f"127.0.0.1:{free_port()}"),
+            ('"/data"', f'"{directory}/js"'),
+            ('include "../../run/thaw-secrets/passwords.conf"', 'include "nats/passwords.conf"'),
+        ):
+            assert there in text
+            text = text.replace(there, here)
+        (directory / "nats.conf").write_text(text)
+        self.urls = {user: (directory / user / "thaw_nats_url").read_text() for user in NATS_USERS}
+        self.process = subprocess.Popen(
+            [wheel_script("nats-server"), "-c", str(directory / "nats.conf")], stderr=subprocess.DEVNULL
+        )
+        wait_for_port(self.port, self.process)
+
+    @contextlib.asynccontextmanager
+    async def client(self, user: str) -> AsyncIterator[tuple[Client, asyncio.Queue[str]]]:
+        refused: asyncio.Queue[str] = asyncio.Queue()
+
+        async def on_error(error: Exception) -> None:
+            refused.put_nowait(str(error).lower())
+
+        url = self.urls[user]
+        client = await nats.connect(url, inbox_prefix=inbox_prefix(url), error_cb=on_error)
+        try:
+            yield client, refused
+        finally:
+            await client.close()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)

@@ -1,0 +1,181 @@
+"""A mesh whose processes have the credentials of compose/: each can do all it does, and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.contracts.channels import CHANNELS
+from tests.docker.guarded import Guarded
+from tests.support.launcher import ROOT, until
+from tests.support.servers import free_port
+from thaw.demo.models import make_demo_model
+from thaw.secrets import NATS_USERS
+
+NODES = ("node-0", "node-1")
+NOBODYS = "thaw.v1.nobodys"
+EVERYBODY = set(NATS_USERS)
+MAY_PUBLISH = {
+    "demand": {"gateway"},
+    "admin": {"gateway", "scheduler"},
+    "loadFailed": {"scheduler"},
+    "statusWanted": {"gateway", "scheduler"},
+    "nodeCommand": {"scheduler"},
+    "nodeStatus": {"node"},
+    "engineReport": {"node"},
+    "loaderCommand": {"scheduler", "node"},
+    "loaderFiles": {"gateway"},
+    "loaderStatus": {"node"},
+    "infer": {"gateway"},
+    "engineControl": EVERYBODY,
+    "replies": {"node"},
+    "gatewayControl": {"gateway", "migrator"},
+    "findRequest": {"gateway", "scheduler"},
+    "migrations": {"scheduler", "migrator"},
+    "requestTrace": {"gateway"},
+    "loadTrace": {"scheduler"},
+}
+MAY_HEAR = {
+    "demand": {"scheduler"},
+    "admin": {"scheduler"},
+    "loadFailed": {"gateway"},
+    "statusWanted": {"node"},
+    "nodeCommand": {"node"},
+    "nodeStatus": {"gateway", "scheduler", "node"},
+    "engineReport": {"node"},
+    "loaderCommand": {"node"},
+    "loaderFiles": {"node"},
+    "loaderStatus": {"scheduler", "node"},
+    "infer": {"node"},
+    "engineControl": {"node"},
+    "replies": {"gateway"},
+    "gatewayControl": {"gateway"},
+    "findRequest": {"gateway"},
+    "migrations": set(),  # over JetStream's own inboxes
+    "requestTrace": set(),
+    "loadTrace": set(),
+}
+
+
+async def _refused(guarded: Guarded, user: str, hear: bool) -> set[str]:
+    """Channels on which the server refuses a user."""
+    addresses = {re.sub(r"\{\w+\}", "x", channel.address): channel.name for channel in CHANNELS}
+    said: list[str] = []
+    async with guarded.client(user) as (client, errors):
+        for address in (*addresses, NOBODYS):
+            await (client.subscribe(address) if hear else client.publish(address, b"{}"))
+        while not said or NOBODYS not in said[-1]:  # refusals come in the order of what they refuse
+            said.append(await asyncio.wait_for(errors.get(), 10))
+    return {name for address, name in addresses.items() if any(f'"{address.lower()}"' in words for words in said)}
+
+
+@pytest.mark.parametrize("user", sorted(EVERYBODY))
+@pytest.mark.parametrize(("hear", "allowed"), [(False, MAY_PUBLISH), (True, MAY_HEAR)], ids=["publishes", "hears"])
+async def test_no_channel_is_open_to_more_than_need_it(
+    guarded: Guarded, user: str, hear: bool, allowed: dict[str, set[str]]
+) -> None:
+    assert allowed.keys() == {channel.name for channel in CHANNELS}
+    assert await _refused(guarded, user, hear) == {name for name, users in allowed.items() if user not in users}
+
+
+class Site:
+    """Every service as a process with its own user's credentials, their logs in one directory."""
+
+    def __init__(self, guarded: Guarded, home: Path, database_url: str) -> None:
+        self.home, self._urls = home, guarded.urls
+        self.port = free_port()
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", headers={"authorization": "Bearer root"}, timeout=60, trust_env=False
+        )
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._start("scheduler", "scheduler", THAW_DATABASE_URL=database_url)
+        self._start("migrator", "migrator")
+        self._start("gateway", "gateway", THAW_GATEWAY_PORT=str(self.port), THAW_ADMIN_KEY="root")
+        for node in NODES:
+            on = {"THAW_NODE": node, "THAW_DEVICES": "cpu:0=1GiB", "THAW_ENGINE_THREADS": "1", "THAW_SUSPEND": "off"}
+            self._start("loader", "node", **on)
+            self._start("nodeagent", "node", **on)
+
+    def _start(self, service: str, user: str, **environment: str) -> None:
+        own = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")}
+        own |= {"THAW_HOME": str(self.home), "THAW_NATS_URL": self._urls[user], "PYTHONPATH": str(ROOT), **environment}
+        with (self.home / f"{service}.{environment.get('THAW_NODE', '')}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen([sys.executable, "-m", f"services.{service}"], env=own, stdout=log, stderr=log, cwd=self.home)
+            )
+
+    def ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            answer = self.http.get("/admin/v1/cluster")
+            return answer.is_success and len([n for n in answer.json()["nodes"] if n["devices"] and n["loader_alive"]]) == 2
+        return False
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        answer = self.http.request(method, path, json=body, headers=headers)
+        assert answer.is_success, answer.text
+        return answer.json() if answer.content else None
+
+    def close(self) -> str:
+        """The logs of all, engines included."""
+        self.http.close()
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            process.wait(40)
+        return "\n".join(log.read_text(errors="replace") for log in sorted(self.home.rglob("*.log")))
+
+
+@pytest.fixture
+def site(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory, database_url: str) -> Iterator[Site]:
+    site = Site(guarded, tmp_path_factory.mktemp("home"), database_url)
+    try:
+        until(site.ready, within=60, what="both nodes are there")
+        yield site
+    finally:
+        assert "permissions violation" not in site.close().lower()
+
+
+def test_nothing_that_a_mesh_does_is_refused(site: Site) -> None:
+    make_demo_model(site.home / "m", "test")
+    spec = {"name": "m", "source": str(site.home / "m"), "keep_alive": -1}
+    asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+    assert site.ask("POST", "/admin/v1/models", {"specs": [spec]})["added"] == ["m"]
+    site.ask("POST", "/v1/chat/completions", asked)
+    for _ in range(2):
+        site.ask("POST", "/v1/chat/completions", asked, **{"Idempotency-Key": "k"})
+    _move_a_stream(site, asked)
+    until(lambda: site.http.get("/admin/v1/traces/last").is_success, what="a trace is written")
+    site.ask("POST", "/admin/v1/models/m/wake")
+    site.ask("GET", "/admin/v1/explain?model=m")
+    site.ask("POST", "/admin/v1/models/m/sleep")
+    site.ask("POST", "/admin/v1/nodes/node-0/drain")
+    site.ask("POST", "/v1/chat/completions", asked)
+    site.ask("POST", "/admin/v1/keys", {"name": "someone", "sha256": "0" * 64})
+    site.ask("DELETE", "/admin/v1/keys/someone")
+    site.ask("DELETE", "/admin/v1/models/m")
+
+
+def _move_a_stream(site: Site, asked: dict[str, Any]) -> None:
+    """To the other node, while it is read."""
+    ((here, instance),) = [
+        (n["node"], i["instance_id"]) for n in site.ask("GET", "/admin/v1/cluster")["nodes"] for i in n["instances"]
+    ]
+    (elsewhere,) = set(NODES) - {here}
+    with site.http.stream("POST", "/v1/chat/completions", json=asked | {"stream": True, "max_tokens": 900}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        order = {"instance_id": instance, "node": elsewhere, "wait": True}
+        moved = site.ask("POST", "/admin/v1/migrations", order)["migrations"]
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert [m["state"] for m in moved] == ["done"]

@@ -1,7 +1,7 @@
 """How near the simulator comes to the mesh: a run of the real one is recorded and replayed with parameters that were measured in it.
 
     python -m bench.fidelity [--seconds 240] [--rps 0.3] [--cv 2] [--seed 1] [--keep DIRECTORY] [--json PATH]
-    python -m bench.fidelity --replay DIRECTORY…   what was kept is replayed once more
+    python -m bench.fidelity --replay DIRECTORY…   what was kept is replayed once more, of several also each by the parameters of the others
 
 A mesh of one node whose device holds two of three models serves a drawn workload; `thaw trace --export` records it. `simulate --mesh` replays it:
 production `decide`, the mesh's own messages. What a message, a decision, each phase of a start, a prompt, a token and leaving take are means of
@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import yaml
 
-from bench.fidelity_replay import NAMES, compared
+from bench.fidelity_replay import NAMES, compared, mean_of, measured
 from bench.report import machine
 from services.scheduler.simulation.workloads.request import Request
 from services.scheduler.simulation.workloads.synthetic import Synthetic, synthetic
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.replay:
-        runs = [replayed(directory) for directory in options.replay]
+        runs = [replayed(directory, [d for d in options.replay if d is not directory]) for directory in options.replay]
     else:
         with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
             directory = options.keep or Path(temporary)
@@ -166,18 +166,21 @@ def main() -> None:
             chosen = {name: getattr(options, name) for name in ("seconds", "rps", "cv", "seed")}
             (directory / "workload.json").write_text(json.dumps(chosen) + "\n")
             run(options, directory)
-            runs = [replayed(directory)]
+            runs = [replayed(directory, [])]
     document = {"machine": machine(), "runs": runs}
     print(json.dumps(document, indent=1))
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def replayed(directory: Path) -> dict[str, Any]:
-    return {
-        "workload": json.loads((directory / "workload.json").read_text()),
-        **compared(*kept(directory), directory / "run.jsonl"),
-    }
+def replayed(directory: Path, others: Sequence[Path]) -> dict[str, Any]:
+    """By the run's own parameters; and, as a prediction, by the means of those of other runs."""
+    traces, loads = kept(directory)
+    found = {"workload": json.loads((directory / "workload.json").read_text()), **compared(traces, loads, directory / "run.jsonl")}
+    if others:
+        given = mean_of([measured(*kept(d)) for d in others])
+        found["ttft_mean_s_by_other_runs"] = compared(traces, loads, directory / "run.jsonl", given)["ttft_mean_s"]
+    return found
 
 
 if __name__ == "__main__":

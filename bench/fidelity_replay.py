@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -101,6 +101,10 @@ def _alone(traces: Sequence[RequestTrace]) -> list[RequestTrace]:
     ]
 
 
+def mean_of(several: Sequence[Measured]) -> Measured:
+    return Measured(*(fmean(getattr(m, f.name) for m in several) for f in fields(Measured)))
+
+
 def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
     """One device for two of three models."""
     links = LinkSpeeds(remote=FAST, ssd=FAST, device=FAST)
@@ -117,11 +121,13 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
     return ClusterFile(nodes=(node,), runtime=runtime), models
 
 
-def compared(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], export: Path) -> dict[str, Any]:
+def compared(
+    traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], export: Path, given: Measured | None = None
+) -> dict[str, Any]:
     """Of the recorded run and its replay: mean TTFT, of cold and of warm requests, in all and by phase; how many were cold, and which
-    models were started in which order."""
+    models were started in which order. `given`: parameters in place of the run's own."""
     traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
-    m = measured(traces, loads)
+    m = given or measured(traces, loads)
     cluster, models = machines(m)
     simulation = Simulation(cluster, models, profile_named("thaw"))
     outcome = simulation.run(read_trace(export, NAMES))

@@ -128,7 +128,8 @@ def simulate(
     }
     out = screen(as_json == STDOUT)
     document = _simulate(order, out)
-    out.print(_table(document["runs"]))
+    for table in _tables(document["runs"]):
+        out.print(table)
     for path in document["plots"]:
         out.print(f"drawn: {escape(str(path))}")
     if as_json is not None and as_json != STDOUT:
@@ -185,56 +186,43 @@ def _simulate(order: dict[str, Any], out: Console) -> Document:
     return document
 
 
-def _table(runs: Runs) -> Table:
-    """A line for each run; with several seeds, a line of means for each policy instead."""
-    table = Table(
-        "policy",
-        "seed",
-        "requests",
-        "failed",
-        "TTFT p50",
-        "p95",
-        "p99",
-        "TPOT p50",
-        "SLO",
-        "functions",
-        "dram/ssd/remote",
-        "device s",
-    )
+def _tables(runs: Runs) -> tuple[Table, Table]:
+    """How requests fared, and what it took: a line for each run; with several seeds, a line of means for each policy instead."""
+    ttft, tpot = ("TTFT p50", "p95", "p99"), ("TPOT p50", "p95", "p99")
+    fared = Table("policy", "seed", "requests", "failed", *ttft, *tpot, "SLO", "functions")
+    tiers = [t for t in runs[0]["loads"] if any(r["loads"][t] for r in runs)]
+    took = Table("policy", "seed", *(f"from {t}" for t in tiers), "migrations", "preemptions", "suspensions", "device s", "GB s")
     several = len({r["seed"] for r in runs}) > 1
     for name in dict.fromkeys(r["policy"] for r in runs):
         mine = [r for r in runs if r["policy"] == name]
         for shown in [mine] if several else [[r] for r in mine]:
-            table.add_row(name, f"{len(shown)} seeds" if several else str(shown[0]["seed"]), *_cells(shown))
-    return table
+            whose = (name, f"{len(shown)} seeds" if several else str(shown[0]["seed"]))
+            fared.add_row(*whose, *_fared(shown))
+            counts = [("loads", t) for t in tiers] + [("migrations",), ("preemptions",), ("suspensions",)]
+            held = (("device_seconds",), ("device_memory_seconds",))
+            took.add_row(*whose, *(f"{_mean(shown, *keys) or 0:,.0f}" for keys in (*counts, *held)))
+    return fared, took
 
 
-def _cells(runs: Runs) -> list[str]:
-    def mean(*keys: str) -> float | None:
-        values = []
-        for run in runs:
-            value: Any = run
-            for key in keys:
-                value = value[key]
-            if value is not None:
-                values.append(float(value))
-        return fmean(values) if values else None
+def _mean(runs: Runs, *keys: str) -> float | None:
+    values = []
+    for run in runs:
+        value: Any = run
+        for key in keys:
+            value = value[key]
+        if value is not None:
+            values.append(float(value))
+    return fmean(values) if values else None
 
-    ttft = [_seconds(mean("ttft", p)) for p in ("p50", "p95", "p99")]
-    attained = mean("slo_attainment")
-    loads = "/".join(f"{mean('loads', tier) or 0:.0f}" for tier in ("dram", "ssd", "remote"))
-    failed = (mean("failed") or 0) + (mean("timed_out") or 0)
-    functions = f"{mean('functions_compliant') or 0:.0f} of {mean('functions') or 0:.0f}"
-    return [
-        f"{mean('requests') or 0:,.0f}",
-        f"{failed:,.0f}",
-        *ttft,
-        "" if (tpot := mean("tpot", "p50")) is None else f"{tpot * 1e3:.0f} ms",
-        "" if attained is None else f"{attained:.1%}",
-        functions,
-        loads,
-        f"{mean('device_seconds') or 0:,.0f}",
-    ]
+
+def _fared(runs: Runs) -> list[str]:
+    ttft = [_seconds(_mean(runs, "ttft", p)) for p in ("p50", "p95", "p99")]
+    tpot = ["" if (t := _mean(runs, "tpot", p)) is None else f"{t * 1e3:.0f} ms" for p in ("p50", "p95", "p99")]
+    attained = _mean(runs, "slo_attainment")
+    failed = (_mean(runs, "failed") or 0) + (_mean(runs, "timed_out") or 0)
+    functions = f"{_mean(runs, 'functions_compliant') or 0:.0f} of {_mean(runs, 'functions') or 0:.0f}"
+    shown = "" if attained is None else f"{attained:.1%}"
+    return [f"{_mean(runs, 'requests') or 0:,.0f}", f"{failed:,.0f}", *ttft, *tpot, shown, functions]
 
 
 def _seconds(value: float | None) -> str:

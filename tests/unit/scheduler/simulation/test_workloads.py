@@ -62,6 +62,16 @@ def test_a_burst_comes_faster() -> None:
     assert counts[2] / counts[0] == pytest.approx(1, rel=0.2)
 
 
+@pytest.mark.parametrize("name", sorted(DATASETS))
+def test_lengths_have_the_means_and_the_spread_of_their_data_set(name: str) -> None:
+    like = DATASETS[name]
+    what = Synthetic(20, 1500, prompt_tokens=like.prompt, output_tokens=like.output, length_cv=like.cv)
+    requests = synthetic(what, MODELS, 5)
+    for drawn, stated in (([r.prompt_tokens for r in requests], like.prompt), ([r.output_tokens for r in requests], like.output)):
+        assert mean(drawn) == pytest.approx(stated, rel=0.05)
+        assert pstdev(drawn) / mean(drawn) == pytest.approx(like.cv, rel=0.15)
+
+
 def test_data_sets_name_their_source() -> None:
     assert set(DATASETS) >= {"sharegpt", "gsm8k", "humaneval", "longbench"}
     assert all(d.source for d in DATASETS.values())

@@ -32,8 +32,8 @@ lint: $(STAMP) ## Check style, types and imports
 	@$(BIN)/mypy thaw services shared bench tests docs
 	@$(BIN)/lint-imports
 
-bench: $(STAMP) ## Print the figures of docs/performance.md (half an hour on two cores)
-	@for b in cold_path warm_path scheduler loader; do $(BIN)/python -m bench.$$b || exit 1; done
+bench: $(STAMP) ## Print the figures of docs/performance.md that need no other engine (an hour on two cores)
+	@for b in cold_path warm_path scheduler scheduler_path loader migration convert; do $(BIN)/python -m bench.$$b || exit 1; done
 
 gpu: $(STAMP) ## Test and measure what only an NVIDIA GPU can show: loading, suspending, hot swap
 	@$(BIN)/pytest tests/gpu -rs -s

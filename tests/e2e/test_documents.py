@@ -1,13 +1,15 @@
-"""What the documents say is so: their examples run, their commands parse, their links lead somewhere."""
+"""What the documents say is so: their examples run, their commands parse, their links lead somewhere, their settings exist."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -17,10 +19,12 @@ import typer.main
 
 from tests.support.launcher import Thaw
 from thaw.cli.app import app
+from thaw.config import ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(p.relative_to(ROOT) for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("compose/**/*.md")))
 _DEFAULT = "http://127.0.0.1:8080"
+_SETTING = re.compile(r"\bTHAW_[A-Z0-9_]*[A-Z0-9]\b")
 _DEMO_MODEL = re.compile(r"\b(?:demo-\d+m|demo|qwen)\b")
 
 
@@ -92,6 +96,27 @@ def test_commands_exist_with_their_options(words: tuple[str, ...]) -> None:
     assert "Usage" in said.getvalue()
 
 
+def _modules() -> list[tuple[str, tuple[str, ...]]]:
+    """Every `python -m MODULE …` of the documents that is ours, with the options it is given."""
+    found: set[tuple[str, tuple[str, ...]]] = set()
+    for document in DOCUMENTS:
+        for module, rest in re.findall(
+            r"python -m ((?:bench|services|shared|thaw|tests)\b[\w.]*)([^`\n]*)", (ROOT / document).read_text()
+        ):
+            found.add((module, tuple(sorted(set(re.findall(r"(?<!\S)--[a-z][\w-]*", rest))))))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("module", "options"), _modules(), ids=str)
+def test_modules_that_are_run_exist_with_their_options(module: str, options: tuple[str, ...]) -> None:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    place = Path(spec.origin)
+    known = "".join(p.read_text() for p in (place.parent.glob("*.py") if place.name == "__init__.py" else [place]))
+    assert not [option for option in options if f'"{option}"' not in known]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_links_lead_somewhere(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -103,6 +128,43 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert target.exists(), f"{document}: {link}"
         if anchor:
             assert anchor in {_slug(heading) for heading in re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)}, link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_settings_that_are_named_exist(document: Path) -> None:
+    named = set(_SETTING.findall((ROOT / document).read_text()))
+    assert named <= _known_settings(), "no process reads them"
+
+
+@cache
+def _known_settings() -> set[str]:
+    """Those of the reference, which is generated; and those that compose/ and programs take besides."""
+    sources = [ROOT / "docs" / "configuration.md", ROOT / "shared" / "processes.py", *(ROOT / "compose").glob("*.yaml")]
+    return {name for source in sources for name in _SETTING.findall(source.read_text())}
+
+
+def test_every_page_is_listed() -> None:
+    for folder in ("docs", "docs/adr"):
+        listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / folder / "README.md").read_text()))
+        assert listed == {p.name for p in (ROOT / folder).glob("*.md")} - {"README.md"}
+
+
+@pytest.mark.parametrize(("document", "block"), _blocks("yaml"), ids=str)
+def test_files_that_are_shown_are_understood(document: Path, block: str, tmp_path: Path) -> None:
+    """Each thaw.yaml of the documents is one, but for the models' files, which are not here."""
+    if not re.search(r"^(mesh|models|defaults|scheduler):", block, re.MULTILINE) or document.name == "simulator.md":
+        pytest.skip("another program's file")
+    path = tmp_path / "thaw.yaml"
+    path.write_text(block)
+    assert not [line for line in _faults(path) if "there is no directory" not in line]
+
+
+def _faults(path: Path) -> list[str]:
+    try:
+        load_config(path)
+    except ConfigError as e:
+        return e.lines()
+    return []
 
 
 def _slug(heading: str) -> str:

@@ -37,20 +37,19 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def descendants(pid: int) -> set[int]:
-    """`pid` and everything below it now, zombies included."""
-    children: dict[int, list[int]] = {}
-    for other in all_pids():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(other)
-    found, todo = set(), [pid]
-    while todo:
-        current = todo.pop()
-        if current not in found:
-            found.add(current)
-            todo += children.get(current, ())
+def descendants(pid: int) -> list[int]:
+    """`pid`, its children, theirs and so on, zombies included; parents first."""
+    found = [pid]
+    for parent in found:
+        found += _children(parent)
     return found
+
+
+def _children(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                yield from map(int, (task / "children").read_text().split())
 
 
 async def process_end(pid: int) -> None:

@@ -108,6 +108,7 @@ class Host:
             background = [
                 tasks.create_task(self._reporter.publish_forever(), name="reports"),
                 tasks.create_task(self._serving.publish_forever(), name="answers"),
+                tasks.create_task(self._engine.find_processes_forever(), name="processes"),
             ]
             try:
                 return await self._start_and_serve()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import re
 import secrets
@@ -33,6 +32,7 @@ _LOOPBACK = "127.0.0.1"
 _PORT_ATTEMPTS = 3
 _POLL_S = 0.05
 _LOOK_S = 1.0
+_FIND_S = 2.0
 _UP = 0.9
 """Progress when the engine's health is good; below it stands for signs of life, of which nobody knows how many there will be."""
 _HALFWAY_SIGNS = 30.0
@@ -56,7 +56,6 @@ class Engine:
         self._given_up: asyncio.Future[EngineFailed] = asyncio.get_running_loop().create_future()
         self._expected: str | None = None
         self._signs = 0
-        self._pids_at = -math.inf
         self._pids: tuple[int, ...] = ()
         reporter.hosted = self.hosted
         self.driver: Driver
@@ -79,7 +78,7 @@ class Engine:
                 self._reporter.advance(0.97, Phase.PROFILE)
                 with self._timeline.phase(Phase.PROFILE):
                     await self._first_token()
-                self._pids_at = -math.inf  # what it has forked by now is told with `ready`
+                await self._find_processes()  # what it has forked by now is told with `ready`
         except TimeoutError as e:
             raise EngineFailed(f"the engine was not ready within ready_timeout ({limit:g} s){self._last_words()}") from e
 
@@ -249,19 +248,26 @@ class Engine:
 
     async def stop(self) -> None:
         """End it and all that it forked; harmless if that is done."""
-        running, self._running = self._running, None
+        running, self._running, self._pids = self._running, None, ()
         if running is not None:
             ended = await running.stop(self._start.card.spec.stop_signal, self._spec_grace)
             log.info("the engine has ended", extra={"how": str(ended)})
 
     def hosted(self) -> HostedEngine | None:
-        """What the nodeagent is told of it. Finding all processes takes milliseconds, so it is done once a second at most."""
+        """What the nodeagent is told of it."""
         if self._running is None:
             return None
-        now = time.monotonic()
-        if now - self._pids_at >= _LOOK_S:
-            self._pids, self._pids_at = self._running.pids(), now
         return HostedEngine(pids=self._pids, container=self._running.container, sleep_levels=self.driver.sleep_levels)
+
+    async def find_processes_forever(self) -> None:
+        """In a thread, and never because a request has come: it takes milliseconds."""
+        while True:
+            await self._find_processes()
+            await asyncio.sleep(_FIND_S)
+
+    async def _find_processes(self) -> None:
+        if (running := self._running) is not None:
+            self._pids = await asyncio.to_thread(running.pids)
 
     def _died(self, ended: Ended) -> EngineFailed:
         return EngineFailed(f"the engine {ended}{self._last_words()}")

@@ -46,11 +46,14 @@ class EngineProcess:
 
     container = None
 
-    def __init__(self, child: subprocess.Popen[bytes], mark: str, address: Address, log_path: Path, held: int) -> None:
-        """`held`: the end of the reaper's pipe; with it goes the engine."""
+    def __init__(
+        self, child: subprocess.Popen[bytes], mark: str, address: Address, log_path: Path, groups: tuple[Path, ...], held: int
+    ) -> None:
+        """`groups`: files with the pids in its control groups. `held`: the end of the reaper's pipe; with it goes the engine."""
         self._child = child
         self._held = held
         self._mark = mark
+        self._groups = groups
         self._log_path = log_path
         self._oom_before = oom_kills()
         self.address = address
@@ -69,12 +72,21 @@ class EngineProcess:
             child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
-        return cls(child, mark, address, log_path, held)
+        groups = tuple(map(Path, filter(None, (cgroup_procs or "").split(":"))))
+        return cls(child, mark, address, log_path, groups, held)
 
     def pids(self) -> tuple[int, ...]:
         if self._ended.done():
             return ()
-        return tuple(sorted(descendants(self._child.pid) | marked(self._mark)))
+        return tuple(sorted({*descendants(self._child.pid), *(self._members() or marked(self._mark))}))
+
+    def _members(self) -> set[int]:
+        """Who is in its control groups; nobody where it has none."""
+        found: set[int] = set()
+        for group in self._groups:
+            with contextlib.suppress(OSError):
+                found.update(map(int, group.read_text().split()))
+        return found
 
     def activity(self) -> Activity:
         cpu, read = 0.0, 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shared.errors import EngineFailed
+from shared.processes import descendants
 
 log = logging.getLogger(__name__)
 _FREEZE_WITHIN_S = 5.0
@@ -107,7 +108,7 @@ class Groups:
 
     def gather(self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Bring `host`'s descendants and `others` into the group (and itself if it is the engine); all pids of the engine."""
-        found = [*([host] if include_host else []), *descendants(host), *others]
+        found = [*descendants(host)[0 if include_host else 1 :], *others]
         inside = set(self.pids(instance_id))
         for pid in found:
             if pid not in inside:
@@ -265,21 +266,3 @@ def _own_paths() -> Iterator[tuple[str, str]]:
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             yield controller, path
-
-
-def descendants(pid: int) -> list[int]:
-    """Children, their children and so on, parents first."""
-    found: list[int] = []
-    todo = [pid]
-    while todo:
-        children = list(_children(todo.pop(0)))
-        found += children
-        todo += children
-    return found
-
-
-def _children(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                yield from map(int, (task / "children").read_text().split())

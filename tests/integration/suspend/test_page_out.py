@@ -16,9 +16,10 @@ import pytest
 
 from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.groups import Groups, descendants
+from services.nodeagent.suspend.groups import Groups
 from services.nodeagent.suspend.port import CannotSuspend, Target
 from shared.errors import EngineFailed, PermissionDenied
+from shared.processes import descendants
 
 MIB = 1 << 20
 BALLAST = Path(__file__).with_name("ballast.py")
@@ -139,7 +140,7 @@ def test_killing_works_on_what_is_frozen(groups: Groups, tree: Tree) -> None:
 
 
 def test_descendants_are_found_to_the_last(tree: Tree) -> None:
-    assert len(descendants(tree.process.pid)) == 2
+    assert len(descendants(tree.process.pid)) == 3
 
 
 def test_a_group_that_is_not_there_is_no_fault(groups: Groups) -> None:
@@ -195,7 +196,7 @@ def test_without_swap_or_room_in_it_there_is_a_clear_refusal(
 
 
 async def test_processes_that_may_not_be_grouped_are_not_suspended(way: CpuWay, groups: Groups, tree: Tree) -> None:
-    pids = (tree.process.pid, *descendants(tree.process.pid))
+    pids = tuple(descendants(tree.process.pid))
     outside = Target("i", "vllm", ("cpu:0",), pids)
     groups.create("i")
     assert "may not be put into a control group" in way.outlook(outside).reason

@@ -1,0 +1,132 @@
+"""Parts 1 and 2 of the benchmark of moving: the pause by context, and what a move costs everybody else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from bench.cores import pin, unpin
+from bench.moving import NODES, Timed, Values, begin, come, completion, in_one_go, order, other, paused_ms
+from tests.support.moving import Roomy
+
+CONTEXT = 6144
+BEFORE = 24
+"""Tokens that a stream has said before it is moved."""
+AFTER = 32
+"""… and after it."""
+WAYS = ("rounds", "one go", "restart")
+STREAMS, PROMPT, SAYS = 8, 512, 1500
+"""Of part 2: streams on node-0, the tokens of their prompts, and the most that they say."""
+KV_BYTES = 14_080
+"""Of a token of the 60M model."""
+BESIDE = 4
+"""… and streams on node-1, where one of those moves to."""
+WINDOW_S = 2.0
+
+
+def pauses(contexts: Sequence[int], rounds: int, figures: Values) -> None:
+    """Part 1."""
+    mesh = Roomy()
+    try:
+        mesh.begin(2, size="5m", room=1.5, positions=CONTEXT, max_model_len=CONTEXT, max_concurrency=10)
+        pin(mesh.processes(), {NODES[0]: {0}, NODES[1]: {1}}, {0, 1})
+        mesh.json("wake", "one")
+        mesh.everywhere("one")
+        for context in contexts:
+            for way in WAYS * rounds:
+                _one(mesh, context, way, figures)
+    finally:
+        unpin()
+        mesh.close()
+
+
+def _one(mesh: Roomy, context: int, way: str, figures: Values) -> None:
+    stream = begin(mesh, "one", context, CONTEXT - context, BEFORE)
+    source, node = mesh.place("one")
+    (instance,) = mesh.on("one", other(node))
+    key, said, began = f"{way}.{context}", len(stream.tokens), time.monotonic()
+    if way == "rounds":
+        record = order(mesh, stream, other(node))
+        figures[f"{key}.total_ms"].append((time.monotonic() - began) * 1e3)
+        figures[f"{key}.duration_ms"].append(record["duration_ms"])
+        figures[f"{key}.rounds"].append(len(record["rounds"]))
+        figures[f"{key}.gateway_pause_ms"].append(record["requests"][0]["pause_ms"])
+    elif way == "one go":
+        figures[f"{key}.total_ms"].append(in_one_go(mesh, stream, source, instance) * 1e3)
+    if way == "restart":
+        stream.leave()
+        began = time.monotonic()
+        again = begin(mesh, "one", context, said + AFTER, said)
+        figures[f"{key}.pause_ms"].append((time.monotonic() - began - median(stream.gaps[3:])) * 1e3)
+        again.result()
+    else:
+        come(stream, len(stream.tokens) + AFTER)
+        figures[f"{key}.pause_ms"].append(paused_ms(stream, max(3, said - 2)))
+        stream.leave()
+    stream.result()
+    figures[f"{key}.token_ms"].append(median(stream.gaps[3:]) * 1e3)
+    mesh.await_settled()
+
+
+def throughput(rounds: int, figures: Values) -> None:
+    """Part 2."""
+    mesh = Roomy()
+    try:
+        kv = {"kv_cache_bytes": (STREAMS + BESIDE) * 2048 * KV_BYTES}
+        mesh.begin(2, size="60m", room=1.5, max_model_len=2048, max_concurrency=STREAMS + BESIDE, engine_args=kv)
+        pin(mesh.processes(), {NODES[0]: {0}, NODES[1]: {1}}, {1})
+        mesh.change("one", placement={"devices": [f"{NODES[0]}/*"]})
+        mesh.json("wake", "one")
+        mine = _streams(mesh, STREAMS)
+        mesh.change("one", placement={})
+        mesh.everywhere("one")
+        _moves(mesh, "alone", mine, [], rounds, figures)
+        beside = _streams(mesh, BESIDE)
+        for stream in beside:
+            mesh.gather(stream.request_id, NODES[1])
+        _moves(mesh, "beside", mine, beside, rounds, figures)
+        for stream in (*mine, *beside):
+            stream.leave()
+        for stream in (*mine, *beside):
+            stream.result()
+    finally:
+        unpin()
+        mesh.close()
+
+
+def _streams(mesh: Roomy, count: int) -> list[Timed]:
+    streams = [Timed(mesh.url, completion("one", PROMPT, SAYS)) for _ in range(count)]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        come(stream, 5)
+    return streams
+
+
+def _moves(mesh: Roomy, case: str, here: list[Timed], there: list[Timed], rounds: int, figures: Values) -> None:
+    """One of the streams `here` moves to node-1, where those `there` run, and back; only the first is measured."""
+    moving, rest = here[0], here[1:]
+    for _ in range(rounds):
+        time.sleep(1.0)  # what the move back has left is over
+        began = time.monotonic()
+        time.sleep(WINDOW_S)
+        before = (began, began + WINDOW_S)
+        record = order(mesh, moving, NODES[1])
+        ended = time.monotonic()
+        during = (ended - record["duration_ms"] / 1e3, ended)
+        come(moving, len(moving.tokens) + 4)
+        for who, streams in (("others", rest), ("all", here), ("destination", there)):
+            if streams:
+                a, b = rate(streams, *before), rate(streams, *during)
+                figures[f"throughput.{case}.{who}.before"].append(a)
+                figures[f"throughput.{case}.{who}.during"].append(b)
+                figures[f"throughput.{case}.{who}.lost_percent"].append(100 * (1 - b / a))
+        figures[f"throughput.{case}.window_ms"].append(record["duration_ms"])
+        figures[f"throughput.{case}.moved_tokens"].append(sum(r["tokens"] for r in record["rounds"]))
+        order(mesh, moving, NODES[0])
+
+
+def rate(streams: Sequence[Timed], since: float, until_: float) -> float:
+    """Tokens per second of all of them together."""
+    return sum(s.said_by(until_) - s.said_by(since) for s in streams) / (until_ - since)

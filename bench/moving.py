@@ -1,0 +1,109 @@
+"""What the benchmarks of moving share: streams that know when each token came, and orders to move them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from pydantic import SecretStr
+
+from shared.contracts import subjects
+from shared.contracts.migration import FindRequest, MoveRequest, RequestFound, RequestMoved
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.launcher import until
+from tests.support.moving import Roomy, Stream
+
+NODES = ("node-0", "node-1")
+Values = dict[str, list[float]]
+
+
+@dataclass
+class Timed(Stream):
+    """`at`: when each token came, in seconds of the monotonic clock."""
+
+    at: list[float] = field(default_factory=list)
+    ended: float = 0.0
+
+    def _take(self, data: str) -> None:
+        now = time.monotonic()
+        super()._take(data)
+        self.at += [now] * (len(self.tokens) - len(self.at))
+        self.ended = now
+
+    def said_by(self, t: float) -> float:
+        """Tokens that had come by then; between two tokens a part of the later one."""
+        times = list(self.at)
+        i = bisect_left(times, t)
+        if i == 0 or i == len(times):
+            return float(i)
+        return i + (t - times[i - 1]) / (times[i] - times[i - 1])
+
+
+def completion(model: str, prompt: int, tokens: int) -> dict[str, Any]:
+    """Token ids: exactly so many, whatever the tokeniser."""
+    ids = [3 + (i * 7919) % 1000 for i in range(prompt)]
+    return {"model": model, "prompt": ids, "max_tokens": tokens, "temperature": 0, "logprobs": 0, "stop": [], "ignore_eos": True}
+
+
+def begin(mesh: Roomy, model: str, prompt: int, tokens: int, said: int) -> Timed:
+    """A stream that has come so far."""
+    stream = Timed(mesh.url, completion(model, prompt, tokens))
+    stream.start()
+    come(stream, said)
+    return stream
+
+
+def come(stream: Stream, said: int) -> None:
+    """Wait until it has said so many tokens."""
+    until(lambda: len(stream.tokens) >= said or bool(stream.error) or stream.done, 240, f"{said} tokens")
+    if stream.error or len(stream.tokens) < said:
+        raise RuntimeError(stream.error or f"the stream ended after {len(stream.tokens)} tokens")
+
+
+def paused_ms(stream: Stream, since: int) -> float:
+    """The longest gap after `since` tokens, above the median."""
+    gaps = stream.gaps[since:]
+    return (max(gaps) - median(gaps)) * 1e3
+
+
+def other(node: str) -> str:
+    return NODES[1 - NODES.index(node)]
+
+
+def order(mesh: Roomy, stream: Stream, node: str) -> dict[str, Any]:
+    """Move the stream there in rounds; the record of its migration. Raises RuntimeError if it was not done."""
+    (record,) = mesh.order(request_id=stream.request_id, node=node)["migrations"]
+    if record["state"] != "done":
+        raise RuntimeError(f"the migration is {record['state']}: {record['error']} {record['requests']} {record['rounds']}")
+    found: dict[str, Any] = record
+    return found
+
+
+def in_one_go(mesh: Roomy, stream: Stream, source: str, instance: str) -> float:
+    """The gateway is told at once, with nothing prepared. Seconds until the first token came from there."""
+
+    async def move() -> float:
+        nats = Mesh(CommonSettings(nats_url=SecretStr(mesh.endpoints["nats_url"])), "bench")
+        await nats.start()
+        try:
+            found = await nats.request(subjects.FIND_REQUEST, FindRequest(request_id=stream.request_id), RequestFound)
+            message = MoveRequest(
+                deadline_ms=60_000,
+                request_id=f"{found.request_id}-1",
+                migration_id="bench",
+                token=1,
+                source_instance=source,
+                instance_id=instance,
+            )
+            began = time.monotonic()
+            await nats.request(subjects.gateway_control(found.gateway_id), message, RequestMoved)
+            return time.monotonic() - began
+        finally:
+            await nats.stop()
+
+    return asyncio.run(move())

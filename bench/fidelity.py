@@ -73,9 +73,14 @@ def workload(rps: float, seconds: float, cv: float, seed: int) -> list[Request]:
 class Mesh:
     """A mesh of its own in a temporary home, through the public command line and API."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, suspend: bool = False) -> None:
         self.home = home
-        self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_SUSPEND": "off", "THAW_ENGINE_THREADS": "1"}
+        self.environment = {
+            **os.environ,
+            "THAW_HOME": str(home),
+            "THAW_SUSPEND": "auto" if suspend else "off",
+            "THAW_ENGINE_THREADS": "1",
+        }
         specs = tuple(
             ModelSpec(name=n, source=str(make_demo_model(home / "models" / n, "5m", seed=i))) for i, n in enumerate((*NAMES, FIRST))
         )
@@ -124,7 +129,7 @@ def run(options: argparse.Namespace, directory: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
         home = Path(temporary) / "home"
         home.mkdir()
-        mesh = Mesh(home)
+        mesh = Mesh(home, options.suspend)
         try:
             # The first start of all has the zygote's own in it: another model's, of which nothing is left when the recording begins.
             asyncio.run(drive(mesh.url, [Request(0.0, FIRST, 20, 2)]))
@@ -153,6 +158,9 @@ def main() -> None:
     parser.add_argument("--rps", type=float, default=0.3)
     parser.add_argument("--cv", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--suspend", action="store_true", help="Engines that leave are suspended where that is the sooner way back."
+    )
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--replay", type=Path, nargs="+")
     parser.add_argument("--json", type=Path)
@@ -163,7 +171,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
             directory = options.keep or Path(temporary)
             directory.mkdir(parents=True, exist_ok=True)
-            chosen = {name: getattr(options, name) for name in ("seconds", "rps", "cv", "seed")}
+            chosen = {name: getattr(options, name) for name in ("seconds", "rps", "cv", "seed", "suspend")}
             (directory / "workload.json").write_text(json.dumps(chosen) + "\n")
             run(options, directory)
             runs = [replayed(directory, [])]

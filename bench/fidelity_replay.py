@@ -18,7 +18,7 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import LoadTrace, RequestTrace
 
 NAMES = ("one", "two", "three")
-WITHOUT_SUSPENDING: frozenset[Capability] = frozenset({"preempt", "migrate"})
+CAN: frozenset[Capability] = frozenset({"preempt", "migrate"})
 FAST = 100.0
 """GB/s: weights of some megabytes lie in memory, and are mapped."""
 SCHEDULER, GATEWAY = "scheduler", "gateway"
@@ -43,6 +43,8 @@ class Measured:
     leave: float
     prompt: float
     token: float
+    restore: float = 0.0
+    """From sending the command to the gateway's sending a request to who was suspended; 0: nobody was."""
 
 
 def _span(spans: Iterable[PhaseSpan], phase: Phase, process: str = "") -> list[PhaseSpan]:
@@ -51,20 +53,22 @@ def _span(spans: Iterable[PhaseSpan], phase: Phase, process: str = "") -> list[P
 
 def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Measured:
     """Raises ValueError if the run has no warm request, or no start."""
-    cold = _first_of_each(traces, loads)
+    woken = _first_of_each(traces, loads)
+    cold = [t for t in woken if _span(t.spans, Phase.INIT)]
+    restored = [t for t in woken if _span(t.spans, Phase.RESTORE)]
     alone = _alone(traces)
     if not alone or not cold:
         raise ValueError("the recorded run has no warm request, or no start: nothing can be measured from it")
-    message = fmean(min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in cold)
-    decision = fmean(sum(s.duration_ms for s in _span(t.spans, Phase.SCHEDULE, SCHEDULER)) for t in cold)
-    sent = [max(s.end_ms for s in t.spans if s.process == SCHEDULER) for t in cold]
+    message = fmean(min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken)
+    decision = fmean(sum(s.duration_ms for s in _span(t.spans, Phase.SCHEDULE, SCHEDULER)) for t in woken)
+    sent = [_sent(t) for t in cold]
     init = [_span(t.spans, Phase.INIT)[0] for t in cold]
-    dispatched = [_span(t.spans, Phase.QUEUE, GATEWAY)[0].start_ms for t in cold]
+    dispatched = [_dispatched(t) for t in cold]
     prompt = fmean(t.ttft_ms or 0.0 for t in alone)
     first = fmean((t.ttft_ms or 0.0) - at for t, at in zip(cold, dispatched, strict=True)) - prompt
     warm_up = fmean(at - i.end_ms for at, i in zip(dispatched, init, strict=True)) + max(0.0, first)
-    waited = [sum(s.duration_ms for s in _span(load.spans, Phase.RESERVE, SCHEDULER)) for load in loads]
-    waited = [w for w in waited if w > 0]
+    reserves = [_span(load.spans, Phase.RESERVE, SCHEDULER) for load in loads]
+    waited = [found[-1].duration_ms for found in reserves if found]
     idle = [w for w in waited if w <= 2 * median(waited)]
     tokens = [(t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in traces if t.ttft_ms and t.completion_tokens > 1]
     return Measured(
@@ -76,7 +80,17 @@ def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Meas
         max(0.0, (fmean(idle) if idle else 0.0) - decision - 2 * message) / 1e3,
         prompt / 1e3,
         max(fmean(tokens), 0.01) / 1e3,
+        max(0.0, fmean(_dispatched(t) - _sent(t) for t in restored) - 2 * message) / 1e3 if restored else 0.0,
     )
+
+
+def _sent(t: RequestTrace) -> float:
+    """When the command that its instance was started or restored by was sent."""
+    return max(s.end_ms for s in t.spans if s.process == SCHEDULER)
+
+
+def _dispatched(t: RequestTrace) -> float:
+    return _span(t.spans, Phase.QUEUE, GATEWAY)[0].start_ms
 
 
 def _first_of_each(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> list[RequestTrace]:
@@ -86,8 +100,11 @@ def _first_of_each(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -
         if t.ttft_ms is not None and t.load_plan_id is not None and t.load_plan_id not in found:
             found[t.load_plan_id] = t
     known = {load.plan_id for load in loads}
-    needed = (Phase.INIT, Phase.QUEUE)
-    return [t for plan, t in found.items() if plan in known and {s.phase for s in t.spans}.issuperset(needed)]
+    return [t for plan, t in found.items() if plan in known and _span(t.spans, Phase.QUEUE, GATEWAY) and _woken(t)]
+
+
+def _woken(t: RequestTrace) -> bool:
+    return bool(_span(t.spans, Phase.INIT) or _span(t.spans, Phase.RESTORE))
 
 
 def _alone(traces: Sequence[RequestTrace]) -> list[RequestTrace]:
@@ -110,10 +127,10 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
     links = LinkSpeeds(remote=FAST, ssd=FAST, device=FAST)
     node = NodeGroup(devices=1, device_gb=0.25, dram_gb=10, ssd_gb=10, links=links)
     runtime = Runtime(
-        startup=Startup(container_s=m.container, init_s=m.init, warm_up_s=m.warm_up, leave_s=m.leave),
+        startup=Startup(container_s=m.container, init_s=m.init, warm_up_s=m.warm_up, leave_s=m.leave, restore_s=m.restore),
         message_ms=m.message * 1e3,
         decision_ms=m.decision * 1e3,
-        capabilities=WITHOUT_SUSPENDING,
+        capabilities=CAN | {"suspend"} if m.restore else CAN,
         in_dram=True,
     )
     service = Batching(prefill_tokens_per_second=1e9, prefill_ms=m.prompt * 1e3, tpot_ms=m.token * 1e3, concurrency=16)

@@ -45,7 +45,7 @@ class Agents:
         self._by_engine: dict[str, MeshInstance] = {}
         self.listener: Listener
         self.started: list[str] = []
-        """Models, in the order of their starts."""
+        """Models, in the order of their starts and resumptions."""
 
     # Reports.
 
@@ -215,6 +215,7 @@ class Agents:
         instance.state, instance.then = InstanceState.RESUMING, ""
         instance.command = instance.command.model_copy(update={"plan_id": command.plan_id, "token": command.token})
         instance.began = began = world.clock.now
+        self.started.append(instance.model)
         world.outcome.loads["snapshot"] = world.outcome.loads.get("snapshot", 0) + 1
         self.report(node)
 

@@ -125,7 +125,7 @@ class Simulation:
 
     @property
     def started(self) -> list[str]:
-        """Models, in the order of their starts."""
+        """Models, in the order of their starts and resumptions."""
         return self._agents.started
 
     def run(self, requests: Sequence[Request]) -> Outcome:

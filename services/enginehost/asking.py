@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from services.enginehost.drivers.port import Driver, json_request
+from services.enginehost.drivers.tokens import TokenApi
 from services.enginehost.http1 import Client, HttpRequest
 from services.enginehost.resuming import resumed
-from services.enginehost.tracking import ASKED, Tracker, fixed_of
+from services.enginehost.tracking import Tracker, fixed_at
 from shared.contracts.inference import InferRequest
 
 _PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions", "embedding": "/v1/embeddings"}
@@ -32,24 +34,29 @@ async def asked_for(request: InferRequest, driver: Driver, client: Client) -> As
     body, chat = request.body, request.endpoint == "chat"
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     if request.resume is not None:
-        outgoing, begun = await resumed(request, driver, client)
-        tracker = Tracker(chat, hide_usage=not wants_usage, hide_ids=not body.get(ASKED), begun=begun)
+        api, outgoing, begun, prompt = await resumed(request, driver, client)
+        tracker = Tracker(api, chat, hide_usage=not wants_usage, hide_ids=_hidden(api, body), begun=begun, prompt=prompt)
         return Asked(outgoing, tracker=tracker, seed=body.get("seed"))
     if request.endpoint == "other":
         return Asked(_other(request, driver), fixed="only its engine understands this route")
-    fixed = fixed_of(request.endpoint, body, driver.card.spec.engine_args)
-    if not fixed and not driver.token_resume:
-        fixed = f"{driver.card.spec.engine} does not tell its tokens, or takes none"
+    fixed = fixed_at(driver, request.endpoint, body)
     outgoing_body = driver.body(body)
     hide = False
     if body.get("stream") and driver.stream_usage:
         hide = not wants_usage
         outgoing_body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-    if fixed:
+    api = driver.tokens
+    if fixed or api is None:
         return Asked(json_request(_PATHS[request.endpoint], outgoing_body), hide, fixed)
-    tracker = Tracker(chat, hide_usage=hide, hide_ids=not body.get(ASKED))
-    outgoing = json_request(_PATHS[request.endpoint], {**outgoing_body, ASKED: True})
+    prompt = () if api.tells_prompt else tuple(await api.prompt(body, driver, client, chat=chat))
+    tracker = Tracker(api, chat, hide_usage=hide, hide_ids=_hidden(api, body), prompt=prompt)
+    outgoing = json_request(_PATHS[request.endpoint], {**outgoing_body, **api.asked})
     return Asked(outgoing, hide, tracker=tracker, seed=body.get("seed"))
+
+
+def _hidden(api: TokenApi, body: Mapping[str, Any]) -> bool:
+    """Whether the client did not ask for what its engine is asked to tell."""
+    return not any(body.get(name) for name in api.asked)
 
 
 def _other(request: InferRequest, driver: Driver) -> HttpRequest:

@@ -7,10 +7,11 @@ import time
 from services.enginehost.drivers.port import Driver, call, json_request
 from services.enginehost.http1 import Client
 from services.enginehost.serving import Serving
-from shared.contracts.migration import PrepareResume, RequestsListed, ResumePrepared, RunningChoice, TokensRead
+from shared.contracts.migration import PrepareResume, RequestsListed, ResumePrepared, RunningChoice, RunningRequest, TokensRead
 from shared.errors import Conflict, NotFound, UnsupportedParameter
 
 _REMEMBERED = 64
+LOST = "its engine did not tell all of its tokens: one character was made of several"
 
 
 class Moving:
@@ -19,16 +20,26 @@ class Moving:
         self._prepared: dict[str, int] = {}
 
     def list(self) -> RequestsListed:
-        return RequestsListed(requests=self._serving.running())
+        return RequestsListed(requests=tuple(self._told(r) for r in self._serving.running()))
+
+    def _told(self, running: RunningRequest) -> RunningRequest:
+        """What is followed to some token only would begin again from there: it is not worth moving, though better than nothing where its
+        engine dies."""
+        tracker = self._serving.stream(running.request_id).tracker
+        return running.model_copy(update={"fixed": LOST}) if tracker is not None and tracker.lost else running
 
     def read(self, request_id: str) -> TokensRead:
         """Raises `NotFound`, also for a request whose tokens are not followed."""
         stream = self._serving.stream(request_id)
         tracker = stream.tracker
-        if tracker is None or stream.fixed:
-            raise NotFound(f"the tokens of request {request_id} are not known: {stream.fixed}")
+        if tracker is None or tracker.lost or stream.fixed:
+            raise NotFound(f"the tokens of request {request_id} are not known: {stream.fixed or LOST}")
         made = RunningChoice(token_ids=tracker.answer, finish_reason=tracker.finish_reason)
         return TokensRead(running=stream.running(), prompt_token_ids=(tracker.prompt[: tracker.prompt_tokens],), choices=(made,))
+
+    def yield_(self, request_id: str) -> None:
+        """Raises `NotFound`, or `Conflict` for what cannot be gone on with."""
+        self._serving.yield_(request_id)
 
     async def prepare(self, order: PrepareResume, driver: Driver, client: Client) -> ResumePrepared:
         """Have the engine's prefix cache know the sequences: one more token is generated after each, and thrown away. What is not used again
@@ -38,8 +49,7 @@ class Moving:
         """
         if order.revision != driver.card.info.revision:
             raise Conflict(f"{driver.card.name} has weights of revision {driver.card.info.revision} here, not {order.revision}")
-        cached = driver.card.spec.engine_args.get("enable_prefix_caching", True)
-        if not driver.token_resume or not cached or order.adapter is not None:
+        if driver.tokens is None or not driver.caches_prefixes or order.adapter is not None:
             raise UnsupportedParameter("this engine has no prefix cache to prepare", param="sequences")
         began = time.monotonic()
         for sequence in order.sequences:

@@ -1,7 +1,7 @@
 """A streamed answer whose tokens are followed, so that another engine can go on with it: events in, the client's bytes and the tokens out.
 
-The engine is asked to tell its token ids (`return_token_ids`, as vLLM has it). They are taken out again before the client gets the event, and
-travel beside the bytes as `InferData.progress`. Pure.
+The engine is asked to tell its token ids. They are taken out again before the client gets the event, and travel beside the bytes as
+`InferData.progress`. Pure.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, get_args
 from pydantic_core import from_json
 
 from services.enginehost.answers import usage_of
+from services.enginehost.drivers.port import Driver
+from services.enginehost.drivers.tokens import TokenApi, Told
 from shared.contracts.inference import ChoiceDelta, FinishReason, Usage
 
-ASKED = "return_token_ids"
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _REASONS = frozenset(get_args(FinishReason))
 _HEAD = ("id", "created", "model", "system_fingerprint")
@@ -39,13 +40,22 @@ _FIXING = {
 """Fields of a request that make its answer one that only its engine can end, if they are said and not nothing."""
 
 
-def fixed_of(endpoint: str, body: Mapping[str, Any], engine_args: Mapping[str, Any]) -> str:
+def fixed_at(driver: Driver, endpoint: str, body: Mapping[str, Any]) -> str:
+    """Why nobody else could go on with an engine's answer; empty: somebody could."""
+    if driver.tokens is None:
+        return f"{driver.card.spec.engine} does not tell its tokens, or takes none"
+    return fixed_of(endpoint, body, driver.card.spec.engine_args, driver.tokens)
+
+
+def fixed_of(endpoint: str, body: Mapping[str, Any], engine_args: Mapping[str, Any], api: TokenApi) -> str:
     """Why nobody else could go on with the answer; empty: somebody could."""
     if endpoint not in ("chat", "completion"):
         return "only chats and completions are followed by their tokens"
+    if unfollowed := api.unfollowed(endpoint):
+        return unfollowed
     if not body.get("stream"):
         return "it is answered whole: another engine can make it anew"
-    for name, why in _FIXING.items():
+    for name, why in {**_FIXING, **api.fixing}.items():
         if body.get(name):
             return f"{name}: {why}"
     if any(isinstance(n := body.get(name), int) and n > 1 for name in ("n", "best_of")):
@@ -79,14 +89,17 @@ class Begun:
 
 @dataclass
 class Tracker:
-    """`hide_usage`, `hide_ids`: the client did not ask for them. `begun`: the engine goes on with an answer, by its completions endpoint."""
+    """`hide_usage`, `hide_ids`: the client did not ask for them. `begun`: the engine goes on with an answer, by its completions endpoint.
+    `prompt`: what it was given; empty: not known (yet). `lost`: some of its tokens were not told, and those after them are not followed."""
 
+    api: TokenApi
     chat: bool
     hide_usage: bool
     hide_ids: bool
     begun: Begun | None = None
-    head: dict[str, Any] = field(default_factory=dict)
     prompt: tuple[int, ...] = ()
+    head: dict[str, Any] = field(default_factory=dict)
+    lost: bool = False
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     _rest: bytes = b""
@@ -156,24 +169,31 @@ class Tracker:
         out += b"data: " + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
     def _choice(self, message: dict[str, Any], choice: dict[str, Any], deltas: list[ChoiceDelta]) -> None:
-        prompt = message.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        if prompt and not self.prompt:
-            self.prompt = tuple(prompt)
-        ids = tuple(choice.get("token_ids") or ())
-        if self.hide_ids:
-            for place, name in ((message, "prompt_token_ids"), (choice, "prompt_token_ids"), (choice, "token_ids")):
-                place.pop(name, None)
+        found = self.api.told(message, choice, hide=self.hide_ids)
+        if found.prompt and not self.prompt:
+            self.prompt = found.prompt
+        ids = self._known(found)
         text = self._text(choice)
         reason = choice.get("finish_reason")
         reason = reason if reason in _REASONS else None
         self.tokens += ids
         self.finish_reason = reason or self.finish_reason
         told, self._again = ids[self._again :], max(0, self._again - len(ids))
+        if self.begun is not None and not self.hide_ids:
+            self.api.retell(message, choice, told)
         if (
             told or text or reason or not self._noted
         ):  # the first of them tells that there is an answer to go on with, if only its role
             self._noted = True
             deltas.append(ChoiceDelta(index=choice.get("index", 0), text=text, token_ids=told, finish_reason=reason))
+
+    def _known(self, found: Told) -> tuple[int, ...]:
+        """The event's tokens, if all before them were told."""
+        if found.made is not None and found.made != len(self.tokens) + len(found.ids):
+            if not self.tokens and found.made < 0:
+                self.prompt = ()  # it tells none at all
+            self.lost = True
+        return () if self.lost else found.ids
 
     def _text(self, choice: dict[str, Any]) -> str:
         """What the choice gained, without what its client has already."""

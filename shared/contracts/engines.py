@@ -16,6 +16,8 @@ class Capabilities(Frozen):
 
     token_resume: bool = False
     """Takes a prompt as token ids and tells the ids it generated, so that another instance can go on where it stopped."""
+    may_resume: bool = False
+    """One of its servers does, which only the host knows: what it serves is moved where somebody asks for that, and not by the scheduler's choice."""
     sleep_levels: tuple[int, ...] = ()
     """Levels of `SleepEngine` beyond 0: 1 keeps the weights in host memory, 2 drops them and reads them again."""
     snapshot: bool = True
@@ -66,13 +68,13 @@ CAPABILITIES: dict[Engine, Capabilities] = {
         run_by_us=True,
     ),
     "llamacpp": Capabilities(
+        may_resume=True,
         honours=frozenset({"response_format", "tool_choice", "functions", "function_call", "suffix"}),
         routes=("/v1/rerank",),
         runtime_bytes=384 * _MIB,
         run_by_us=True,
     ),
     "sglang": Capabilities(
-        token_resume=True,
         sleep_levels=(1, 2),
         lora=True,
         honours=_ALL,

@@ -33,7 +33,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.support.fake_tokens import prompt_of, saying, text_of
+from tests.support.fake_tokens import prompt_of, saying, saying_llama, text_of
 
 _OPTIONS: dict[str, list[str]] = {
     "vllm": [
@@ -135,6 +135,7 @@ class Fake:
                 ("/resume_memory_occupation", self.wake),
                 ("/update_weights_from_disk", self.rpc),
             ],
+            "llamacpp": [("/health", self.healthy), ("/tokenize", self.tokenize), ("/detokenize", self.detokenize)],
             "ollama": [
                 ("/api/version", self.healthy),
                 ("/api/show", self.show),
@@ -193,7 +194,8 @@ class Fake:
             return JSONResponse({"error": {"message": f"no model {body.get('model')}", "code": 404}}, 404)
         chat = request.url.path.endswith("chat/completions")
         if "says" in fake:
-            return StreamingResponse(saying(body, chat=chat), media_type="text/event-stream")
+            events = saying_llama(body) if self.like == "llamacpp" and not chat else saying(body, chat=chat)
+            return StreamingResponse(events, media_type="text/event-stream")
         tokens = int(fake.get("tokens", body.get("max_tokens") or 4))
         if body.get("stream"):
             events = self._events(request, body, chat, tokens, float(fake.get("pace", 0.0)))
@@ -254,7 +256,8 @@ class Fake:
         return JSONResponse({"tokens": prompt_of(await self._note(request))})
 
     async def detokenize(self, request: Request) -> Response:
-        return JSONResponse({"prompt": text_of((await self._note(request))["tokens"])})
+        name = "content" if self.like == "llamacpp" else "prompt"
+        return JSONResponse({name: text_of((await self._note(request))["tokens"])})
 
     # Ollama
 

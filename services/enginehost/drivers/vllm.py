@@ -6,6 +6,7 @@ import os
 
 from services.enginehost.drivers.overlay import plugin_path
 from services.enginehost.drivers.port import Command, Driver, call, flags, json_request
+from services.enginehost.drivers.tokens import VllmTokens
 from services.enginehost.http1 import Client, HttpRequest
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import EngineFailed, InvalidModel
@@ -15,7 +16,11 @@ _OURS = frozenset({"kv_cache_bytes"})
 
 
 class Vllm(Driver):
-    token_resume = True
+    tokens = VllmTokens()
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return bool(self.card.spec.engine_args.get("enable_prefix_caching", True))
 
     def command(self) -> Command:
         # Not the `vllm` command: builds under another distribution name lack the metadata that it looks for.

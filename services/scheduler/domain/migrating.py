@@ -72,7 +72,7 @@ def _check(d: Draft, source: Instance, event: MigrateAsked) -> Model:
         raise Conflict(
             f"{source.model} was changed or removed: what the old instance serves is finished there", param="instance_id"
         )
-    if not model.card.capabilities.token_resume:
+    if not _can_move(model):
         raise UnsupportedParameter(f"{model.card.spec.engine} cannot go on with what another engine began: {model.key} cannot move")
     if event.node:
         node = d.state.nodes.get(event.node)
@@ -92,6 +92,11 @@ def _check(d: Draft, source: Instance, event: MigrateAsked) -> Model:
     return model
 
 
+def _can_move(model: Model) -> bool:
+    """Whether an engine can go on with what another one began, or may: its host knows, and says so of each request."""
+    return model.card.capabilities.token_resume or model.card.capabilities.may_resume
+
+
 def drain_node(d: Draft, name: str) -> None:
     """1: what a drained node's instances serve moves elsewhere. What cannot move has `drain_timeout` to finish (retire.py)."""
     node = d.state.nodes.get(name)
@@ -105,7 +110,7 @@ def drain_node(d: Draft, name: str) -> None:
 def want(d: Draft, i: Instance, reason: str, where: str = "", plan_id: str | None = None) -> bool:
     """Have all that an instance serves moved, if it can be. `where`: a device as node/device."""
     model = d.state.models.get(i.model)
-    if model is None or i.generation != model.card.generation or not model.card.capabilities.token_resume:
+    if model is None or i.generation != model.card.generation or not _can_move(model):
         return False
     if d.paused(_pause(i.instance_id)) or any(m.whole and m.source == i.instance_id for m in d.state.moves.values()):
         return False

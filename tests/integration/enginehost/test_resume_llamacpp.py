@@ -1,0 +1,105 @@
+"""Text completions of a server like llama-server, gone on with by another host from their tokens; and those of whose tokens not all are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.inference import RESUME, InferData, InferEnd, InferFailed, InferResponse
+from shared.contracts.migration import ListRequests, PrepareResume, ReadTokens, RequestsListed, ResumePrepared, TokensRead
+from shared.errors import Conflict, NotFound
+from tests.support.fake_tokens import prompt_of
+from tests.support.hosted import MIB, HostedAnswer, Hosts, bytes_of, fake_program, hosted_card, resume_of, told
+
+PLAIN = "Where does the ice go? 1 < 2, STO and on. "
+TORN = "Where does \u6771\u4eac go? 1 < 2, STO. "
+"""A character of several tokens, of which only the last is told."""
+BEFORE = len("Where does ")
+
+
+@pytest.fixture
+async def instance(hosts: Hosts, tmp_path: Path) -> str:
+    source = tmp_path / "m.gguf"
+    source.touch()
+    start = hosts.host(
+        hosted_card(source, "llamacpp", memory=MIB, context=256), THAW_LLAMACPP_SERVER=fake_program(tmp_path, "llamacpp")
+    )
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    return start.instance_id
+
+
+def asked(says: str, **more: Any) -> dict[str, Any]:
+    return {"stream": True, "temperature": 0, "max_tokens": 200, "prompt": "Hello", "fake": {"says": says}, **more}
+
+
+@pytest.mark.parametrize("says", [PLAIN, TORN])
+@pytest.mark.parametrize("more", [{}, {"stop": ["STOP", "2, STO"]}, {"max_tokens": 17}])
+async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, instance: str, says: str, more: dict[str, Any]) -> None:
+    body = asked(says, **more)
+    undisturbed = await hosts.whole(instance, "completion", **body)
+    replies = undisturbed.stream.replies
+    text, events = told(undisturbed.body)
+    head = replies[0]
+    assert isinstance(head, InferResponse)
+    assert (head.fixed, head.prompt_tokens) == ("", 6)
+    assert "__verbose" not in undisturbed.body.decode()
+    whole = resume_of(replies)
+    for cut in range(2, len(replies) - 1):
+        resume = resume_of(replies[:cut])
+        if resume.choices[0].finish_reason is not None:
+            break
+        rest = await hosts.ask(instance, "completion", resume=resume, **body)
+        await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
+        again = HostedAnswer(rest)
+        joined, joined_events = told(bytes_of(replies[:cut]) + again.body)
+        assert joined == text, cut
+        assert again.usage == undisturbed.usage, cut
+        assert {(e["id"], e["created"], e["object"]) for e in joined_events} == {
+            (e["id"], e["created"], e["object"]) for e in events
+        }
+        both = resume_of(rest.replies).choices[0]
+        assert resume.choices[0].token_ids + both.token_ids == whole.choices[0].token_ids, cut
+        assert both.finish_reason == whole.choices[0].finish_reason
+
+
+async def test_read_and_prepared_as_any(hosts: Hosts, instance: str) -> None:
+    control = subjects.engine_control(instance)
+    stream = await hosts.ask(instance, "completion", **asked(PLAIN * 5, fake={"says": PLAIN * 5, "pace": 0.02}))
+    await stream.until(lambda r: sum(isinstance(x, InferData) for x in r) > 4)
+    read = await hosts.mesh.request(control, ReadTokens(request_id=stream.request_id), TokensRead)
+    assert read.prompt_token_ids == (tuple(prompt_of({"prompt": "Hello"})),)
+    assert bytes(read.choices[0].token_ids) == PLAIN.encode()[: len(read.choices[0].token_ids)]
+    sequence = (*read.prompt_token_ids[0], *read.choices[0].token_ids)
+    ahead = PrepareResume(prepared="m", revision="r1", sequences=(sequence,))
+    assert (await hosts.mesh.request(control, ahead, ResumePrepared)).tokens == len(sequence)
+
+
+async def test_what_is_not_told_whole_is_not_moved(hosts: Hosts, instance: str) -> None:
+    """Where its engine dies it is gone on with all the same, from the last token that is known; if its tokens were drawn, it cannot be."""
+    control = subjects.engine_control(instance)
+    stream = await hosts.ask(instance, "completion", **asked(TORN, fake={"says": TORN * 5, "pace": 0.02}))
+    await stream.until(lambda r: len("".join(d.text for x in r if isinstance(x, InferData) for d in x.progress)) > BEFORE + 1)
+    (running,) = (await hosts.mesh.request(control, ListRequests(), RequestsListed)).requests
+    assert "did not tell all" in running.fixed
+    with pytest.raises(NotFound):
+        await hosts.mesh.request(control, ReadTokens(request_id=stream.request_id), TokensRead)
+    resume = resume_of(stream.replies)
+    assert len(resume.choices[0].token_ids) == BEFORE
+    drawn = await hosts.ask(instance, "completion", resume=resume, **asked(TORN, temperature=0.8))
+    failed = (await drawn.until(bool))[0]
+    assert isinstance(failed, InferFailed)
+    assert (failed.error.code, failed.error.param) == (Conflict.code, RESUME)
+    assert "not all of its tokens" in failed.error.message
+
+
+async def test_chats_are_their_engines_own(hosts: Hosts, instance: str) -> None:
+    body = {"stream": True, "messages": [{"role": "user", "content": "Hello"}], "fake": {"tokens": 3}}
+    answer = await hosts.whole(instance, "chat", **body)
+    head = answer.stream.replies[0]
+    assert isinstance(head, InferResponse)
+    assert "not of chats" in head.fixed
+    assert answer.text() == "t0 t1 t2 "

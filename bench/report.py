@@ -41,14 +41,16 @@ def spread(values: Sequence[float]) -> str:
     return f"{median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
 
 
-def write(path: Path | None, figures: dict[str, float]) -> None:
-    """Write `{"figures", "machine", "commands"}` where `--json` said."""
+def write(path: Path | None, figures: dict[str, float], *, add: bool = False) -> None:
+    """Write `{"figures", "machine", "commands"}` where `--json` said. `add`: to what the file has of other runs."""
     if path is None:
         return
+    before = json.loads(path.read_text()) if add and path.exists() else {"figures": {}, "commands": []}
+    command = " ".join(["python", "-m", "bench." + Path(sys.argv[0]).stem, *sys.argv[1:]])
     document = {
-        "figures": {name: round(value, 4) for name, value in figures.items()},
+        "figures": before["figures"] | {name: round(value, 4) for name, value in figures.items()},
         "machine": machine(),
-        "commands": [" ".join(["python", "-m", "bench." + Path(sys.argv[0]).stem, *sys.argv[1:]])],
+        "commands": [*(c for c in before["commands"] if c != command), command],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2) + "\n")

@@ -62,15 +62,19 @@ class Api:
     @classmethod
     def find(cls, home: Home | None = None) -> Api:
         """The gateway that THAW_URL names, or that of the mesh under THAW_HOME."""
-        home = home or Home.from_environment()
         key = os.environ.get("THAW_ADMIN_KEY") or _secret("thaw_admin_key")
-        api_key = os.environ.get("THAW_API_KEY")
         if url := os.environ.get("THAW_URL"):
-            return cls(url, key, api_key)
+            return cls(url, key, os.environ.get("THAW_API_KEY"))
+        local = cls.local(home or Home.from_environment())
+        return cls(local.url, key or local._admin_key, local.api_key)
+
+    @classmethod
+    def local(cls, home: Home) -> Api:
+        """The gateway of the mesh under `home`, whatever THAW_URL and THAW_ADMIN_KEY say: they may be another mesh's."""
         endpoints = read_json(home.endpoints_file)
         if endpoints is None:
             raise NotRunning(home.root)
-        return cls(str(endpoints["url"]), key or str(endpoints["admin_key"]), api_key)
+        return cls(str(endpoints["url"]), str(endpoints["admin_key"]), os.environ.get("THAW_API_KEY"))
 
     def client(self, timeout: httpx.Timeout) -> httpx.Client:
         """A client to be closed by its user. Proxies of the environment are not for a mesh; certificates are loaded for HTTPS only."""
@@ -99,13 +103,18 @@ class Api:
                 response = client.request(method, path, content=content, headers=headers, params=params or None)
         except httpx.ConnectError as e:
             raise self.unreachable() from e
-        except httpx.HTTPError as e:
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise CommandError(
                 f"The gateway at {self.url} did not answer ({type(e).__name__}: {e}).", "`thaw logs gateway` says why."
             ) from e
         if response.is_error:
             raise error_of(response)
-        return response.json() if response.content else {}
+        try:
+            return response.json() if response.content else {}
+        except ValueError as e:
+            raise CommandError(
+                f"What answers at {self.url} is no gateway of Thaw.", "Set THAW_URL to one.", code="no_gateway"
+            ) from e
 
     def unreachable(self) -> CommandError:
         return CommandError(
@@ -126,7 +135,7 @@ class Api:
         try:
             with self.client(_TIMEOUT) as client:
                 return client.get("/ready").is_success
-        except httpx.HTTPError:
+        except (httpx.HTTPError, httpx.InvalidURL):
             return False
 
     def cluster(self) -> ClusterView:
@@ -162,9 +171,10 @@ class Api:
         order = Migrate(node=node, device=device, wait=wait, deadline_ms=Migrate.DEADLINE_MS, **named)
         return self._get(MigrationsViewed, "POST", "/admin/v1/migrations", order, timeout=Migrate.DEADLINE_MS / 1e3).migrations
 
-    def migrations(self, limit: int = 50) -> list[MigrationRecord]:
-        """Those under way and those of the last hour, the latest first."""
-        return list(self._get(MigrationsViewed, "GET", "/admin/v1/migrations", limit=str(limit)).migrations)
+    def migrations(self, limit: int = 50, migration_id: str | None = None) -> list[MigrationRecord]:
+        """Those under way and those of the last hour, the latest first; or one."""
+        path = "/admin/v1/migrations" + (f"/{quote(migration_id, safe='')}" if migration_id else "")
+        return list(self._get(MigrationsViewed, "GET", path, limit=str(limit)).migrations)
 
     def trace(self, request_id: str | None) -> RequestTrace:
         return self._get(RequestTrace, "GET", f"/admin/v1/traces/{quote(request_id or 'last', safe='')}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -57,10 +58,17 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(docs.app, name="docs", hidden=True)
 
 
+def _asks_json(arguments: list[str]) -> bool:
+    """Whether one JSON document is to be printed, as far as that can be seen before the arguments are understood."""
+    if arguments[:1] == ["simulate"]:  # its --json takes a path
+        return "--json=-" in arguments or ("--json", "-") in pairwise(arguments)
+    return "--json" in arguments
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run `thaw`; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    as_json = "--json" in arguments
+    as_json = _asks_json(arguments)
     try:
         # Without the library's own handling, bad usage can be told in JSON too.
         status: Any = app(arguments, standalone_mode=not as_json)

@@ -14,6 +14,7 @@ from shared.policies import DEFAULT_POLICY
 from thaw.cli.api import Api
 from thaw.cli.models import show_difference
 from thaw.cli.output import Document
+from thaw.config.load import NodeConfig
 from thaw.errors import CommandError
 from thaw.launcher.control import check_crashes
 from thaw.launcher.home import Home, read_json, write_private
@@ -88,7 +89,8 @@ def _adapters_first(api: Api, names: set[str]) -> list[str]:
 
 
 def differences(home: Home, wanted: Wanted) -> list[str]:
-    """What of the mesh itself is asked to be other than it runs; that needs a restart."""
+    """What of the mesh itself is asked to be other than it runs, by its keys in thaw.yaml; that needs a restart. What neither options nor file
+    say is as it should be."""
     try:
         plan = read_plan(home)
     except (CommandError, ValueError):
@@ -99,11 +101,27 @@ def differences(home: Home, wanted: Wanted) -> list[str]:
     if wanted.port is not None or wanted.mesh.port is not None:
         found += ["mesh.port"] if wanted.port_or_default != plan.port else []
     if wanted.nodes is not None or wanted.mesh.nodes:
-        running = {n.name: n.devices for n in plan.nodes}
-        asked = {name: wanted.mesh.nodes[name].devices if name in wanted.mesh.nodes else {} for name in wanted.node_names}
-        same = asked.keys() == running.keys() and all(not d or d == running[n] for n, d in asked.items())
+        running = {n.name: n for n in plan.nodes}
+        asked = {name: wanted.mesh.nodes.get(name, NodeConfig()) for name in wanted.node_names}
+        same = asked.keys() == running.keys() and all(
+            (not node.devices or node.devices == running[name].devices) and node.dram in (None, running[name].dram)
+            for name, node in asked.items()
+        )
         found += [] if same else ["mesh.nodes"]
+    for key, asked_for, runs in (
+        ("admin_key", wanted.mesh.admin_key, plan.credentials.admin_key),
+        ("api_keys", set(wanted.api_key_hashes), set(plan.api_keys)),
+        ("environment", _without_policy(wanted.mesh.environment), _without_policy(plan.environment)),
+        ("nats_port", wanted.mesh.nats_port, plan.nats_port),
+        ("postgres_port", wanted.mesh.postgres_port, plan.postgres_port),
+    ):
+        if key in wanted.mesh.model_fields_set and asked_for is not None and asked_for != runs:
+            found.append(f"mesh.{key}")
     if wanted.scheduler.policy is not None:
         running_policy = plan.environment.get("THAW_POLICY") or os.environ.get("THAW_POLICY") or DEFAULT_POLICY
         found += ["scheduler.policy"] if wanted.environment.get("THAW_POLICY", running_policy) != running_policy else []
     return found
+
+
+def _without_policy(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name != "THAW_POLICY"}

@@ -20,7 +20,9 @@ from thaw.errors import CommandError
 @verb
 def chat(
     model: Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="MODEL")],
-    prompt: Annotated[str | None, typer.Argument(help="What to say; without it, a conversation (Ctrl-D ends it).")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to say; without it, a conversation (Ctrl-D ends it).", metavar="PROMPT")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the answer at most.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: greedy.")] = None,
@@ -51,7 +53,7 @@ def chat(
 def _answer(api: Api, out: Console, model: str, history: list[Message], options: dict[str, float]) -> Completion:
     completion = Completion()
     with contextlib.ExitStack() as spinner:
-        status = spinner.enter_context(out.status(f"{model} …"))
+        status = spinner.enter_context(out.status(escape(f"{model} …")))
         pieces = stream_chat(
             api, model, history, completion, waiting=lambda words: status.update(escape(words or f"{model} …")), **options
         )

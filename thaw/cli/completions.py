@@ -81,7 +81,10 @@ def _events(lines: Iterator[str], waiting: Callable[[str], None]) -> Iterator[di
             data = line[5:].strip()
             if data == "[DONE]":
                 return
-            yield json.loads(data)
+            try:
+                yield json.loads(data)
+            except ValueError as e:
+                raise CommandError("The stream is not understood.", "Is THAW_URL a gateway of Thaw?", code="stream_broken") from e
     raise CommandError(
         "The stream ended in the middle of the answer.", "`thaw logs gateway` says why; ask again.", code="stream_broken"
     )
@@ -89,8 +92,9 @@ def _events(lines: Iterator[str], waiting: Callable[[str], None]) -> Iterator[di
 
 def _absorb(event: dict[str, Any], completion: Completion) -> str:
     if error := event.get("error"):
+        told = error if isinstance(error, dict) else {}
         raise CommandError(
-            str(error.get("message", error)), "`thaw ps` and `thaw logs` say more.", code=str(error.get("code", "failed"))
+            str(told.get("message") or error), "`thaw ps` and `thaw logs` say more.", code=str(told.get("code") or "failed")
         )
     completion.usage = event.get("usage") or completion.usage
     text = ""

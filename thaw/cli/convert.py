@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from thaw.cli.output import Document, Json, screen, verb
@@ -48,15 +49,15 @@ def convert(
     arguments = [str(source.expanduser().absolute())]
     if destination is not None:
         arguments += [str(destination.expanduser().absolute()), "--tensor-parallel", str(tensor_parallel)]
-    document = _run([*arguments, *(["--verify"] if verify else [])], out)
+    named = {"source": str(source), "destination": str(destination) if destination is not None else None}
+    document = named | _run([*arguments, *(["--verify"] if verify else [])], out)
     what = f"{document['tensors']} tensors, {format_size(document['bytes'])}"
     cost = f"{format_duration(document['seconds'])}, {document['cpu_seconds']:.1f} CPU seconds"
     if destination is None:
-        out.print(f"[green]✓[/] {source}: {what} are as they were converted ({cost})")
+        out.print(f"[green]✓[/] {escape(str(source))}: {what} are as they were converted ({cost})")
         return document
-    document = {"source": str(source), "destination": str(destination), **document}
     checked = ", read back and compared" if verify else ""
-    out.print(f"[green]✓[/] {destination}: {what} for {document['ranks']} rank(s) in {cost}{checked}")
+    out.print(f"[green]✓[/] {escape(str(destination))}: {what} for {document['ranks']} rank(s) in {cost}{checked}")
     return document
 
 

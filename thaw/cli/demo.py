@@ -69,7 +69,7 @@ def make_models(home: Home, out: Console, sizes: tuple[str, ...] = SIZES) -> tup
             _show_progress(out, missing, shares, jobs)
             for job in jobs:
                 job.result()
-    out.print(f"[green]✓[/] demo models under {home.models} [dim](random weights: what they say is gibberish)[/]")
+    out.print(f"[green]✓[/] demo models under {escape(str(home.models))} [dim](random weights: what they say is gibberish)[/]")
     return tuple(ModelSpec(name=model_name(s), source=str(home.models / model_name(s))) for s in sizes)
 
 

@@ -32,8 +32,9 @@ def explain(
 ) -> Document:
     """Explain a placement decision: what was chosen, what was considered, why, and what came of it.
 
-    Examples: [bold]thaw explain demo-250m[/]
-              [bold]thaw explain demo-250m --what-if add-node=big:8:80GB[/]
+    Examples:
+    [bold]thaw explain demo-250m[/]
+    [bold]thaw explain demo-250m --what-if add-node=big:8:80GB[/]
     """
     asked = ExplainPlan(about=about, what_if=tuple(map(assumption, what_if or ())))
     try:
@@ -44,7 +45,7 @@ def explain(
         raise
     out = screen(as_json)
     _show(out, found)
-    extra = found.model_dump(mode="json", include={"queue", "request", "assumed", "others"})
+    extra = found.model_dump(mode="json", include={"queue", "request", "running", "assumed", "others"})
     return {**found.plan.model_dump(mode="json"), "took_error_ms": _error_ms(found.plan), **extra}
 
 
@@ -79,6 +80,9 @@ def _show(out: Console, found: PlanExplained) -> None:
         waited = f", first token after {format_duration(r.ttft_ms / 1e3)}" if r.ttft_ms is not None else ""
         met = "" if r.cold else "; it met an instance that was ready, started by this plan"
         out.print(f"request {escape(r.request_id)} for {escape(r.model)}: status {r.status}{waited}{met}")
+    if (running := found.running) is not None:
+        where = f"runs on {running.instance_id}, started by this plan" if running.instance_id else "waits for an instance"
+        out.print(f"request {escape(running.request_id)} for {escape(running.model)}: {escape(where)}")
     for assumed in found.assumed:
         out.print(f"[cyan]supposing[/] {escape(assumed)}")
     if plan.created and not found.assumed:

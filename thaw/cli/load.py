@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from thaw.cli.output import Document, Json, screen, verb
@@ -37,13 +38,14 @@ def load(
     report: Annotated[bool, typer.Option("--report", help="Show the bandwidth of each stage too.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Time one load of a checkpoint into memory; the memory is given back. Files in the page cache are copied from there; what comes
-    from a URL is not kept on the disk.
+    """Time one load of a checkpoint into memory; the memory is given back.
+
+    Files in the page cache are copied from there; what comes from a URL is not kept on the disk.
 
     Example: [bold]thaw load ~/models/llama --tier dram --report[/]
     """
     out = screen(as_json)
-    with out.status(f"loading {path}"):
+    with out.status(escape(f"loading {path}")):
         document = _load(path if "://" in path else str(Path(path).expanduser().absolute()), threads, ready, verify)
     out.print(
         f"[green]✓[/] {format_size(document['bytes'])} in {format_duration(document['seconds'])}: "

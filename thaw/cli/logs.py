@@ -27,7 +27,7 @@ def logs(
     service: Annotated[
         str,
         typer.Argument(
-            help="gateway, scheduler, nodeagent, loader, nats, postgres, supervisor, engine, zygote, or the id of an instance.",
+            help="gateway, scheduler, migrator, nodeagent, loader, nats, postgres, supervisor, engine, zygote, or the id of an instance.",
             metavar="SERVICE",
         ),
     ],

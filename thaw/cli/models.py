@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shared.contracts.admin import ModelsAdded, ModelView
@@ -31,7 +32,10 @@ def add(
     name: Annotated[str | None, typer.Argument(help="What requests will call it.", metavar="NAME")] = None,
     source: Annotated[
         str | None,
-        typer.Argument(help="A directory in Hugging Face layout, hf://org/name[@revision], https://…, s3://…, gs://…, az://…."),
+        typer.Argument(
+            help=r"A directory in Hugging Face layout, hf://org/name\[@revision], https://…, s3://…, gs://…, az://….",
+            metavar="SOURCE",
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Register the models of a thaw.yaml instead.")] = None,
     keep_alive: Annotated[
@@ -54,10 +58,11 @@ def add(
 ) -> Document:
     """Register a model (or change how it is registered). Nothing is loaded until a request asks for it.
 
-    Examples: [bold]thaw models add llama ~/models/Llama-3.2-1B-Instruct[/]
-              [bold]thaw models add qwen hf://Qwen/Qwen3-0.6B --keep-alive 10m[/]
-              [bold]thaw models add sql ~/adapters/sql --base llama[/]
-              [bold]thaw models add small ~/models/small.gguf --engine llamacpp[/]
+    Examples:
+    [bold]thaw models add llama ~/models/Llama-3.2-1B-Instruct[/]
+    [bold]thaw models add qwen hf://Qwen/Qwen3-0.6B --keep-alive 10m[/]
+    [bold]thaw models add sql ~/adapters/sql --base llama[/]
+    [bold]thaw models add small ~/models/small.gguf --engine llamacpp[/]
     """
     out = screen(as_json)
     if config is not None:
@@ -153,12 +158,12 @@ def list_models(as_json: Json = False) -> Document:
         table.add_row(
             shown_name(card),
             ", ".join(card.spec.aliases),
-            card.info.architecture if card.info.adapter is None else f"LoRA, rank {card.info.adapter.rank}",
+            escape(card.info.architecture) if card.info.adapter is None else f"LoRA, rank {card.info.adapter.rank}",
             format_size(card.info.weights_bytes),
             format_size(need_of(card).total) if card.spec.base is None else "",
             f"{card.context_length}",
             park_cell(view),
-            card.spec.source,
+            escape(card.spec.public_source),
         )
     if cluster.models:
         out.print(table)
@@ -190,9 +195,10 @@ def show(model: Name, as_json: Json = False) -> Document:
     table = Table(box=None, show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    for group in (card.spec.model_dump(mode="json"), card.info.model_dump(mode="json", exclude={"source", "modules"})):
+    spec = card.spec.model_dump(mode="json") | {"source": card.spec.public_source}
+    for group in (spec, card.info.model_dump(mode="json", exclude={"source", "modules"})):
         for key, value in group.items():
-            table.add_row(key, str(value))
+            table.add_row(key, escape(str(value)))
     if adapters := [v.card.name for v in views if v.card.spec.base == card.name]:
         table.add_row("adapters", ", ".join(adapters))
     table.add_row(
@@ -204,7 +210,7 @@ def show(model: Name, as_json: Json = False) -> Document:
     )
     table.add_row("generation", str(card.generation))
     if view.error:
-        table.add_row("last error", f"[red]{view.error}[/]")
+        table.add_row("last error", f"[red]{escape(view.error)}[/]")
     out.print(table)
     return {**view.model_dump(mode="json"), "needs": {**vars(need), "total": need.total}}
 

@@ -10,6 +10,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
@@ -21,6 +22,8 @@ from thaw.errors import CommandError
 
 P = ParamSpec("P")
 Document = dict[str, Any]
+STDOUT = Path("-")
+"""What `thaw simulate --json` is given where other verbs' option takes nothing."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -48,7 +51,7 @@ def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        as_json = bool(kwargs.get("as_json"))
+        as_json = kwargs.get("as_json") in (True, STDOUT)
         try:
             document = function(*args, **kwargs)
         except CommandError as e:

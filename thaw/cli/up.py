@@ -46,8 +46,9 @@ def up(
 
     Stays until Ctrl-C, which stops everything, or leaves it running with --detach. Run again while it runs, it applies --config.
 
-    Examples: [bold]thaw up --demo --detach[/]
-              [bold]thaw up --config thaw.yaml --nodes 2[/]
+    Examples:
+    [bold]thaw up --demo --detach[/]
+    [bold]thaw up --config thaw.yaml --nodes 2[/]
     """
     # A script's shell starts what it puts in the background with SIGINT ignored; here Ctrl-C must work whoever started us.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,23 +56,26 @@ def up(
     file = load_config(config) if config is not None else None
     asked = file or ThawFile()
     wanted = Wanted(host=host, port=port, nodes=nodes, mesh=asked.mesh, scheduler=asked.scheduler)
-    if (status := running_status(home)) is not None and status.stopping:
-        with out.status("waiting for the mesh that is just stopping"):
-            control.await_stopped(status)
-        status = None
-    if status is not None:
+    home.create(wanted.node_names)
+    with control.starting(home, lambda: out.print("waiting for another `thaw up`, which is starting the mesh")):
+        if (status := running_status(home)) is not None and status.stopping:
+            with out.status("waiting for the mesh that is just stopping"):
+                control.await_stopped(status)
+            status = None
+        started = None if status is not None else _start(home, file, wanted, demo, out, detach)
+    if started is None:
         return _already_running(home, file, wanted, demo, out)
-    supervisor, document = _start(home, file, wanted, demo, out, detach)
+    supervisor, document = started
     if detach:
         if not as_json:
-            _follow(Api.find(home), out)
+            _follow(Api.local(home), out)
         return document
     try:
         if as_json:
             print(json.dumps(document), flush=True)
         out.print("\n[dim]Ctrl-C stops the mesh.[/]")
         if not as_json:
-            follow_parking(Api.find(home), out)
+            follow_parking(Api.local(home), out)
         _stay(home, supervisor)
         out.print("The mesh was stopped.")
     except KeyboardInterrupt:
@@ -88,7 +92,7 @@ def _follow(api: Api, out: Console) -> None:
 
 
 def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> Document:
-    api = Api.find(home)
+    api = Api.local(home)
     out.print(f"The mesh is running already: [bold]{api.url}/v1[/]  [dim](`thaw down` stops it)[/]")
     waiting = differences(home, wanted)
     for key in waiting:
@@ -107,7 +111,6 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
 
 def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console, detach: bool) -> tuple[Identity, Document]:
     """Whatever goes wrong, nothing is left running; but with `detach` a mesh that is up stays up if a model cannot be registered."""
-    home.create(wanted.node_names)
     control.check_unused(home, wanted.host_or_default, wanted.port_or_default)
     specs: tuple[ModelSpec, ...] = ()
     budget = 0
@@ -137,7 +140,7 @@ def _furnish(
     home: Home, file: ThawFile | None, plan: MeshPlan, specs: tuple[ModelSpec, ...], budget: int, out: Console
 ) -> Document:
     """Register the models in a mesh that has just started, and show the demo if there are `specs` of it."""
-    api = Api.find(home)
+    api = Api.local(home)
     document: Document = {"endpoint": f"{plan.gateway_url}/v1", "already_running": False, "nodes": _described(plan.nodes)}
     document["models"] = _apply_file(api, home, file, out)
     if specs:
@@ -182,7 +185,7 @@ def _launch(home: Home, plan: MeshPlan, out: Console) -> Identity:
 
             supervisor = control.launch(home, plan)
             control.await_running(home, supervisor, tell)
-            await_ready(Api.find(home), home, out, plan)
+            await_ready(Api.local(home), home, out, plan)
         names = ", ".join(n.name for n in plan.nodes)
         out.print(
             f"[green]✓[/] the mesh is up: {len(shown)} processes, {len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''} ({names})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
@@ -20,7 +21,7 @@ def wake(model: Model, as_json: Json = False) -> Document:
     Example: [bold]thaw wake demo-60m[/]
     """
     out = screen(as_json)
-    with out.status(f"waking {model}"):
+    with out.status(escape(f"waking {model}")):
         awake = Api.find().wake(model)
     out.print(f"[green]✓[/] {model} is ready after {format_duration(awake.took_ms / 1e3)} ({awake.instance_id})")
     return {"model": model, "instance_id": awake.instance_id, "plan_id": awake.plan_id, "took_ms": awake.took_ms}
@@ -28,13 +29,14 @@ def wake(model: Model, as_json: Json = False) -> Document:
 
 @verb
 def sleep(model: Model, as_json: Json = False) -> Document:
-    """Have a model leave its devices; running requests finish first. It is suspended where that is possible, else stopped; the next
-    request wakes it.
+    """Have a model leave its devices; running requests finish first.
+
+    It is suspended where that is possible, else stopped; the next request wakes it.
 
     Example: [bold]thaw sleep demo-60m[/]
     """
     out = screen(as_json)
-    with out.status(f"{model} finishes its requests and leaves"):
+    with out.status(escape(f"{model} finishes its requests and leaves")):
         asleep = Api.find().sleep(model)
     gone = len(asleep.instances)
     out.print(

@@ -18,7 +18,8 @@ from thaw.config.tree import Tree, read_tree
 from thaw.config.units import parse_duration, parse_size
 from thaw.errors import CommandError
 
-NODE_PATTERN = r"^[a-z0-9][a-z0-9-]*$"
+NODE_PATTERN = r"[a-z0-9][a-z0-9-]{0,62}"
+"""As `NodeSettings.node` has it."""
 HUB_PATTERN = r"hf://\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?"
 REMOTE_PATTERN = r"https?://[^/\s]+(/\S*)?|(s3|gs|az)://\w[\w.-]+(/[^\s?#]*)?"
 DEVICE_PATTERN = r"^(cpu:0|cuda:\d+)$"
@@ -263,8 +264,8 @@ class _Check:
         result: dict[str, Any] = {}
         for name, node in nodes.items():
             path: KeyPath = ("mesh", "nodes", name)
-            if not re.match(NODE_PATTERN, name):
-                self._tree.fault(path, f"given {name!r}; allowed: lower-case letters, digits and hyphens")
+            if not re.fullmatch(NODE_PATTERN, name):
+                self._tree.fault(path, f"given {name!r}; allowed: lower-case letters, digits and hyphens, at most 63")
             rest: dict[str, Any] = {}
             if isinstance(node, dict) and "dram" in node:
                 node = dict(node)

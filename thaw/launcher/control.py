@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +21,7 @@ from thaw.errors import CommandError
 from thaw.launcher.home import Home, write_private
 from thaw.launcher.leftovers import Leftovers, forget, sweep
 from thaw.launcher.logfiles import tail
-from thaw.launcher.plan import MeshPlan, free_port, port_is_free, read_plan
+from thaw.launcher.plan import MeshPlan, free_port, listen_fault, read_plan
 from thaw.launcher.processes import MARK, Identity
 from thaw.launcher.status import MeshStatus, read_status, running_status
 
@@ -28,6 +32,19 @@ _STOP_BOUND_S = 150.0
 """More than the sum of the supervisor's own bounds, which it escalates by itself."""
 _CRASHES = 3
 """A service that failed this often in a row while the mesh starts will not come up by itself."""
+
+
+@contextlib.contextmanager
+def starting(home: Home, waits: Callable[[], None]) -> Iterator[None]:
+    """Held from the look whether a mesh runs until it does: who starts one at the same time (and hears `waits`) finds it running
+    afterwards, instead of taking its processes for leftovers."""
+    with home.start_lock_file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def launch(home: Home, plan: MeshPlan) -> Identity:
@@ -113,9 +130,22 @@ def _adoptable(home: Home, plan: MeshPlan) -> MeshPlan | None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises `CommandError` if something else listens on the endpoint's port."""
-    if port_is_free(host, port):
+    """Raises `CommandError` if the endpoint cannot be there, and says whether it is the port or the address."""
+    fault = listen_fault(host, port)
+    if fault is None:
         return
+    if isinstance(fault, socket.gaierror) or fault.errno == errno.EADDRNOTAVAIL:
+        raise CommandError(
+            f"{host} is not an address of this machine.",
+            "Choose 127.0.0.1, or 0.0.0.0 for all its addresses: `thaw up --host` (or mesh.host in thaw.yaml, or THAW_GATEWAY_HOST).",
+            code="bad_host",
+        )
+    if fault.errno == errno.EACCES:
+        raise CommandError(
+            f"Port {port} on {host} may not be opened by this user.",
+            "Choose one over 1023: `thaw up --port` (or mesh.port in thaw.yaml).",
+            code="port_forbidden",
+        )
     raise CommandError(
         f"Port {port} on {host} is taken{_taker(port)}.",
         f"Stop that, or choose another port: `thaw up --port {free_port()}` (or mesh.port in thaw.yaml).",

@@ -66,6 +66,11 @@ class Home:
         return self.run / "lock"
 
     @property
+    def start_lock_file(self) -> Path:
+        """Locked by a `thaw up` that is starting the mesh; the supervisor holds `lock_file` as long as it lives."""
+        return self.run / "start.lock"
+
+    @property
     def digest(self) -> str:
         return hashlib.sha256(str(self.root).encode()).hexdigest()[:8]
 

@@ -99,13 +99,13 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(s.getsockname()[1])
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+def listen_fault(host: str, port: int) -> OSError | None:
+    """What keeps a server from listening there now; None: nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as e:
+            return e
+    return None

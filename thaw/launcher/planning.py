@@ -50,6 +50,11 @@ class Wanted:
         return self.port or (int(given) if given else None) or self.mesh.port or DEFAULT_PORT
 
     @property
+    def api_key_hashes(self) -> tuple[str, ...]:
+        """Of the keys in the file, which may be hashes already."""
+        return tuple(key if _HASH.match(key) else hashlib.sha256(key.encode()).hexdigest() for key in self.mesh.api_keys)
+
+    @property
     def node_names(self) -> tuple[str, ...]:
         """Those of the file first; `--nodes` cuts them or adds node-N."""
         named = tuple(self.mesh.nodes)
@@ -78,7 +83,7 @@ def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: in
         port=wanted.port_or_default,
         nodes=tuple(nodes),
         credentials=credentials_of(home, wanted.mesh.admin_key or os.environ.get("THAW_ADMIN_KEY")),
-        api_keys=tuple(key if _HASH.match(key) else hashlib.sha256(key.encode()).hexdigest() for key in wanted.mesh.api_keys),
+        api_keys=wanted.api_key_hashes,
         nats_port=wanted.mesh.nats_port or free_port(),
         postgres_port=wanted.mesh.postgres_port or free_port(),
         nats_url=os.environ.get("THAW_NATS_URL") or None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
+from thaw.errors import CommandError
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.lifecycle import Status
 from thaw.launcher.processes import Identity
@@ -39,9 +40,17 @@ class MeshStatus(BaseModel):
 
 
 def read_status(home: Home) -> MeshStatus | None:
-    """The last status written, whether its supervisor lives or not; None if there is none."""
+    """The last status written, whether its supervisor lives or not; None if there is none. Raises `CommandError` for one that another
+    version of Thaw wrote in a form of its own."""
     stored = read_json(home.supervisor_file)
-    return None if stored is None else MeshStatus.model_validate(stored)
+    try:
+        return None if stored is None else MeshStatus.model_validate(stored)
+    except ValidationError as e:
+        raise CommandError(
+            f"{home.supervisor_file} is not understood: another version of Thaw wrote it.",
+            "`thaw down` of that version stops its mesh; if none runs, remove the file.",
+            code="state_directory",
+        ) from e
 
 
 def running_status(home: Home) -> MeshStatus | None:

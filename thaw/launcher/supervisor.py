@@ -249,9 +249,9 @@ def main() -> int:
 
 
 def _supervise(home: Home) -> int:
-    before = read_status(home)
-    survivors = {n: s.process for n, s in before.services.items() if s.process and s.process.alive()} if before else {}
     try:
+        before = read_status(home)
+        survivors = {n: s.process for n, s in before.services.items() if s.process and s.process.alive()} if before else {}
         plan = read_plan(home)
         bound_logs(home)
         postgres = _prepare(home, plan)

@@ -44,6 +44,33 @@ def test_a_taken_port_is_named_with_who_has_it(thaw: Thaw) -> None:
     assert not (thaw.home / "run" / "supervisor.json").exists()
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_not_taken_for_a_taken_port(thaw: Thaw, host: str) -> None:
+    error = thaw.error("up", "--detach", "--host", host, "--port", str(thaw.port))
+    assert error["code"] == "bad_host"
+    assert host in error["message"]
+    assert "0.0.0.0" in error["remedy"]
+
+
+def test_two_that_start_it_at_the_same_time_start_it_once(thaw: Thaw) -> None:
+    both = [thaw.popen("up", "--detach", "--port", str(thaw.port), "--json") for _ in range(2)]
+    documents = [json.loads(process.communicate(timeout=150)[0]) for process in both]
+    assert [process.returncode for process in both] == [0, 0], documents
+    assert sorted(d["already_running"] for d in documents) == [False, True]
+    assert {d["endpoint"] for d in documents} == {f"{thaw.url}/v1"}
+    assert {s["restarts"] for s in json.loads((thaw.home / "run" / "supervisor.json").read_text())["services"].values()} == {0}
+
+
+def test_a_status_of_another_version_is_told(thaw: Thaw) -> None:
+    home = Home(thaw.home)
+    home.create()
+    home.supervisor_file.write_text('{"supervisor": "of a form of its own"}')
+    error = thaw.error("up", "--detach", "--port", str(thaw.port))
+    home.supervisor_file.unlink()
+    assert error["code"] == "state_directory"
+    assert "another version" in error["message"]
+
+
 def test_a_state_directory_that_cannot_be(thaw: Thaw) -> None:
     (thaw.home / "file").write_text("")
     thaw.environment["THAW_HOME"] = str(thaw.home / "file" / "below")

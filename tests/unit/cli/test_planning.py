@@ -110,3 +110,27 @@ def test_another_policy_needs_a_restart(home: Home, monkeypatch: pytest.MonkeyPa
     assert differences(home, Wanted(scheduler=SchedulerConfig(policy="lru"))) == []
     assert differences(home, Wanted(scheduler=SchedulerConfig(policy="thaw"))) == ["scheduler.policy"]
     assert differences(home, Wanted()) == []
+
+
+def test_what_a_running_mesh_would_have_to_be_started_anew_for(home: Home) -> None:
+    file = MeshConfig(
+        port=9000,
+        admin_key="choose-one",
+        api_keys=("sk-one",),
+        nats_port=4333,
+        environment={"THAW_REQUIRE_KEY": "true"},
+        nodes={"a": NodeConfig(devices={"cpu:0": GIB}, dram=5)},
+    )
+    write_private(home.plan_file, plan(home, Wanted(mesh=file, scheduler=SchedulerConfig(policy="lru"))).model_dump_json())
+    assert differences(home, Wanted(mesh=file)) == differences(home, Wanted()) == []
+    changes: dict[str, dict[str, object]] = {
+        "mesh.port": {"port": 9001},
+        "mesh.nodes": {"nodes": {"a": NodeConfig(dram=6)}},
+        "mesh.admin_key": {"admin_key": "another-one"},
+        "mesh.api_keys": {"api_keys": ("sk-one", "sk-two")},
+        "mesh.environment": {"environment": {}},
+        "mesh.nats_port": {"nats_port": 4334},
+        "mesh.postgres_port": {"postgres_port": 5433},
+    }
+    for key, change in changes.items():
+        assert differences(home, Wanted(mesh=file.model_copy(update=change))) == [key]

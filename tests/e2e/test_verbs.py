@@ -1,0 +1,119 @@
+"""Every verb of the command line: its help, and one JSON document with keys that scripts may rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+
+from shared.contracts.plans import PlanRecord
+from tests.support.launcher import Thaw
+from thaw.cli.app import app, main
+
+CLUSTER = {
+    "cluster.yaml": "{nodes: [{devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}}]}"
+}
+MODELS = {"models.yaml": "models: [{name: a, weights_gb: 10, service: {kind: fixed, seconds: 1}, slo_ttft: 5}]"}
+FILES = CLUSTER | MODELS
+
+Case = tuple[tuple[str, ...], set[str]]
+CASES: dict[str, Case] = {
+    "up": (("--detach",), {"endpoint", "already_running", "restart_needed", "models"}),
+    "models add": (("four", "{home}/models/one"), {"added", "changed", "unchanged", "removed"}),
+    "models list": ((), {"models"}),
+    "models show": (("four",), {"card", "waiting", "last_plan", "error", "park", "needs"}),
+    "models rm": (("four",), {"removed"}),
+    "wake": (("one",), {"model", "instance_id", "plan_id", "took_ms"}),
+    "chat": (
+        ("one", "Hello", "--max-tokens", "2"),
+        {"model", "request_id", "text", "finish_reason", "ttft_ms", "duration_ms", "usage"},
+    ),
+    "ps": ((), {"v", "kind", "scheduler", "epoch", "models", "nodes", "instances", "migrations"}),
+    "trace": ((), {"request", "load", "migrations"}),
+    "explain": (("one",), {*PlanRecord.model_fields, "took_error_ms", "queue", "request", "running", "assumed", "others"}),
+    "migrate": (("nobody",), {"error"}),
+    "sleep": (("one",), {"model", "instances", "freed_bytes"}),
+    "keys add": (("someone",), {"name", "scope", "created", "key"}),
+    "keys list": ((), {"keys", "configured", "required"}),
+    "keys revoke": (("someone",), {"name", "scope", "created"}),
+    "node list": ((), {"nodes"}),
+    "node cordon": (("node-0",), {"node", "action"}),
+    "node drain": (("node-0",), {"ok", "node", "action", "left", "moved", "stuck", "migrations"}),
+    "node uncordon": (("node-0",), {"node", "action"}),
+    "logs": (("gateway",), {"logs"}),
+    "doctor": ((), {"ok", "findings", "fixed"}),
+    "load": (
+        ("{home}/models/one",),
+        {"path", "tier", "files", "bytes", "seconds", "gb_per_s", "cpu_seconds", "threads", "stages", "steps", "verified_bytes"}
+        | {f"{where}_bytes" for where in ("direct", "cached", "buffered", "remote")},
+    ),
+    "convert": (
+        ("{home}/models/one", "{home}/converted"),
+        {"source", "destination", "tensors", "tied", "bytes", "source_bytes", "companions", "ranks", "seconds", "verified"}
+        | {"gb_per_s", "cpu_seconds", "peak_bytes"},
+    ),
+    "simulate": (
+        ("--cluster", "{home}/cluster.yaml", "--models", "{home}/models.yaml", "--duration", "10"),
+        {"runs", "plots"},
+    ),
+    "docs settings": ((), {"markdown"}),
+    "down": ((), {"was_running", "left_behind"}),
+}
+
+
+def _verbs(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Commands without others below them; typer's own click gives them no public type."""
+    children = getattr(command, "commands", {})
+    if not children:
+        yield path, command
+    for name, child in children.items():
+        yield from _verbs(child, f"{path} {name}".strip())
+
+
+VERBS = dict(_verbs(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str) -> None:
+    command = VERBS[verb]
+    assert "Example" in (command.help or ""), "the help shows no example"
+    assert {"--json"} <= {option for p in command.params for option in p.opts}
+    for parameter in command.params:
+        assert parameter.param_type_name == "argument" or parameter.help, f"{parameter.opts} has no help"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main([*verb.split(), "--help"]) == 0
+    assert "Usage" in said.getvalue()
+
+
+def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw) -> None:
+    assert CASES.keys() == VERBS.keys()
+    for name, text in FILES.items():
+        (mesh.home / name).write_text(text)
+    found: dict[str, Any] = {}
+    for verb, (arguments, _) in CASES.items():
+        words = [*verb.split(), *(a.format(home=mesh.home) for a in arguments)]
+        if verb in ("up", "down"):
+            found[verb] = mesh.json(*words)
+            continue
+        status, out = mesh.inside(*words, "--json", *(["-"] if verb == "simulate" else []))
+        document = json.loads(out)
+        assert (status != 0) is ("error" in document and verb == "migrate"), f"thaw {' '.join(words)}: {out}"
+        found[verb] = document
+    # A key that is new breaks no script; one that is gone does.
+    gone = {verb: keys - found[verb].keys() for verb, (_, keys) in CASES.items()}
+    assert {verb: keys for verb, keys in gone.items() if keys} == {}
+
+
+def test_every_error_is_one_json_document_too(mesh: Thaw) -> None:
+    """The mesh is down by now: what needs one says so, and every verb says what it does not understand."""
+    for verb in VERBS:
+        status, out = mesh.inside(*verb.split(), "--no-such-option", "--json", *(["-"] if verb == "simulate" else []))
+        assert (status, json.loads(out)["error"]["code"]) == (2, "usage"), verb
+    error = mesh.error("ps")
+    assert set(error) == {"code", "message", "remedy"}
+    assert error["code"] == "not_running"

@@ -113,6 +113,11 @@ class Runtime(_Strict):
         default="resume", description="Requests of a node that fails begin anew, or go on."
     )
     message_ms: float = Field(default=1.0, ge=0, description="One way, between any two processes. Only with --mesh.")
+    noticed_s: float = Field(
+        default=10.3,
+        ge=0,
+        description="Until a gateway takes requests back from a node that has fallen silent: it asks after 10 s. Only with --mesh.",
+    )
     decision_ms: float = Field(
         default=0.0,
         ge=0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,9 +12,12 @@ from services.scheduler.simulation.models import SimModel
 from services.scheduler.simulation.report import Served
 from services.scheduler.simulation.workloads.request import Request
 from services.scheduler.simulation.world import World
-from shared.contracts.demand import DEMAND_INTERVAL_S, Demand
+from shared.contracts.demand import ARRIVALS_WINDOW_S, DEMAND_INTERVAL_S, Demand
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.telemetry.critical_path import critical_path
+
+WINDOWS = 8
+"""So many whole windows are looked back upon for the fullest (services/gateway/domain/arrivals.py)."""
 
 
 @dataclass
@@ -25,6 +28,15 @@ class _Queue:
     waiting: deque[Run] = field(default_factory=deque)
     routes: dict[str, MeshInstance] = field(default_factory=dict)
     told_at: float | None = None
+    came: deque[float] = field(default_factory=deque)
+
+    def arrivals(self, now: float) -> tuple[int, int]:
+        """Requests of the last window, and of the fullest of the last whole ones."""
+        present = int(now // ARRIVALS_WINDOW_S)
+        while self.came and self.came[0] // ARRIVALS_WINDOW_S < present - WINDOWS:
+            self.came.popleft()
+        whole = Counter(n for at in self.came if (n := int(at // ARRIVALS_WINDOW_S)) < present)
+        return sum(at > now - ARRIVALS_WINDOW_S for at in self.came), max(whole.values(), default=0)
 
 
 class Gateway:
@@ -42,6 +54,7 @@ class Gateway:
         self.open += 1
         queue = self._queues[model.name]
         queue.waiting.append(run)
+        queue.came.append(self._world.clock.now)
         self._dispatch(queue)
         if run.waiting:
             self._world.clock.after(self._world.runtime.timeout_s, lambda: self._timed_out(queue, run))
@@ -135,8 +148,18 @@ class Gateway:
         queue.told_at = now if waiting else None
         oldest = (now - min(r.arrived for r in queue.waiting)) * 1e3 if waiting else 0.0
         flying = sum(len(i.engine.runs) for i in queue.routes.values())
-        name = queue.model.name
-        self._tell_scheduler(Demand(gateway="g", model=name, waiting=waiting, in_flight=flying, oldest_wait_ms=int(oldest)))
+        window, peak = queue.arrivals(now)
+        self._tell_scheduler(
+            Demand(
+                gateway="g",
+                model=queue.model.name,
+                waiting=waiting,
+                in_flight=flying,
+                oldest_wait_ms=int(oldest),
+                window=window,
+                peak=peak,
+            )
+        )
         if waiting:
             told = queue.told_at
             self._world.clock.after(DEMAND_INTERVAL_S, lambda: self._tell(queue) if queue.told_at == told else None)

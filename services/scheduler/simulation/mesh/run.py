@@ -48,8 +48,6 @@ from shared.contracts.node import NODE_LOST_AFTER_S, STATUS_INTERVAL_S
 from shared.contracts.phases import Phase
 
 TICK_S = 0.25
-NOTICED_S = 1.0
-"""Until a gateway takes requests back from engines that are gone with their node: nobody answers there any more."""
 WAITED_S = 0.1
 """A plan made later than this after its demand was heard: there was no room before."""
 Job = Callable[[], None]
@@ -180,7 +178,7 @@ class Simulation:
             for run in runs:
                 run.pause += self._clock.now - run.admitted_at if run.tokens else 0.0
                 run.tokens = 0
-        self._clock.after(NOTICED_S, lambda: self._requeue(runs))
+        self._clock.after(self.world.runtime.noticed_s, lambda: self._requeue(runs))
         self._clock.after(seconds, lambda: self._agents.recover(node))
 
     def _requeue(self, runs: list[Run]) -> None:

@@ -1,0 +1,56 @@
+"""The figures of the README are those that its benchmarks wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def figures(benchmark: str) -> dict[str, float]:
+    found: dict[str, float] = json.loads((ROOT / "docs" / "performance.d" / f"{benchmark}.json").read_text())["figures"]
+    return found
+
+
+def cold_path() -> list[str]:
+    found = figures("cold_path")
+    large, small = (
+        f"in {found[f'{model}.zygote.warm_cache.ttft_ms'] / 1e3:.2f} s, "
+        f"{found[f'{model}.warm_cache.speedup_over_transformers']:.0f} times"
+        for model in ("demo-250m", "demo-5m")
+    )
+    return [f"{large} as fast as a fresh `transformers` process", small]
+
+
+def hot_swap() -> list[str]:
+    found = figures("hot_swap")
+    resumed, cold = found["vllm.resume_later_ttft_ms"] / 1e3, found["vllm.cold_ttft_ms"] / 1e3
+    return [
+        f"in {resumed:.2f} s, where a cold start takes {cold:.1f} s: {found['vllm.resume_speedup_over_cold']:.0f} times as fast"
+    ]
+
+
+def migration() -> list[str]:
+    found = figures("migration")
+    pauses = [found[f"rounds.{context}.pause_ms.p50"] for context in (64, 256, 1024)]
+    return [f"a pause of {min(pauses):.0f} to {max(pauses):.0f} ms, at contexts up to 1,024 tokens"]
+
+
+def warm_path() -> list[str]:
+    found = figures("warm_path")
+    return [
+        f"adds {found['thaw.1.added.ttft_p50_ms']:.1f} ms to the first token of a warm model",
+        f"{round(found['thaw.64.free.tokens_per_s'], -3):,.0f} tokens/s over 64 streams",
+        f"{found['thaw_over_litellm.1.added.ttft_p50_ms']:.2f} of the latency",
+        f"{found['thaw_over_litellm.64.free.tokens_per_s']:.0f} times the throughput of a LiteLLM proxy",
+    ]
+
+
+@pytest.mark.parametrize("told", [cold_path, hot_swap, migration, warm_path])
+def test_figures_agree(told: Callable[[], list[str]]) -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert not [words for words in told() if words not in text]

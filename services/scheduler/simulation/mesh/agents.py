@@ -1,4 +1,4 @@
-"""What nodeagents, loaders and engines do with the scheduler's commands, in simulated time."""
+"""What nodeagents and engines do with the scheduler's commands, in simulated time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from services.scheduler.domain.events import Event, LoaderStatusHeard, NodeStatu
 from services.scheduler.simulation.config import GB
 from services.scheduler.simulation.instances import Instance, Part, Run
 from services.scheduler.simulation.mesh.machine import MeshInstance, MeshNode
+from services.scheduler.simulation.mesh.weights import Weights
 from services.scheduler.simulation.world import World
-from shared.contracts.loader import PrefetchWeights
 from shared.contracts.node import InstanceState, ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.phases import Phase
 from shared.errors import InstanceBusy, InsufficientMemory, NotFound, ThawError, Unavailable
@@ -46,6 +46,7 @@ class Agents:
         self.listener: Listener
         self.started: list[str] = []
         """Models, in the order of their starts and resumptions."""
+        self.weights = Weights(world, self.report_loader)
 
     # Reports.
 
@@ -96,10 +97,7 @@ class Agents:
 
     def _load(self, node: MeshNode, instance: MeshInstance) -> None:
         """Bytes come over every link they pass, beside the making of the engine; the last of these to end is waited for, then `init_s`."""
-        world, sim, now = self._world, node.sim, self._world.clock.now
-        name, nbytes, s = instance.model, self._world.models[instance.model].weights, world.runtime.startup
-        instance.tier = sim.tier(name)
-        world.outcome.loads[instance.tier] = world.outcome.loads.get(instance.tier, 0) + 1
+        clock, now, s = self._world.clock, self._world.clock.now, self._world.runtime.startup
         usual = s.container_s + s.context_s + s.libraries_s
         engine = next(self._measured, usual) if self._measured is not None else usual
         outstanding = [3]
@@ -107,24 +105,14 @@ class Agents:
         def came(phase: Phase) -> None:
             if self._by_engine.get(instance.key) is not instance:
                 return
-            instance.phases += ((phase, now, world.clock.now),)
+            instance.phases += ((phase, now, clock.now),)
             outstanding[0] -= 1
-            if phase is Phase.FETCH:
-                node.sim.dram.add(name, nbytes)
-                node.sim.ssd.add(name, nbytes)
-                self._hold(instance)
             if not outstanding[0]:
-                began = world.clock.now
-                world.clock.after(s.init_s, lambda: self._initialised(node, instance, began))
+                began = clock.now
+                clock.after(s.init_s, lambda: self._initialised(node, instance, began))
 
-        path = sim.source(sim.tier(name))
-        if path:
-            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, nbytes, lambda: came(Phase.FETCH)))
-        else:
-            sim.dram.touch(name)
-            world.clock.after(0.0, lambda: came(Phase.FETCH))
-        instance.flows.append(sim.network.start(instance.device.path, nbytes, lambda: came(Phase.LOAD)))
-        world.clock.after(engine, lambda: came(Phase.CONTAINER))
+        self.weights.bring(node, instance, came)
+        clock.after(engine, lambda: came(Phase.CONTAINER))
 
     def _initialised(self, node: MeshNode, instance: MeshInstance, began: float) -> None:
         if self._by_engine.get(instance.key) is not instance or instance.then == "stop":
@@ -169,7 +157,7 @@ class Agents:
                 self._gone(node, instance)
             return
         if instance.state is not InstanceState.READY:
-            self._end_load(instance)
+            self.weights.end(instance)
             then = "stop"
         self._drain(node, instance, then if instance.suspendable else "stop")
 
@@ -199,7 +187,7 @@ class Agents:
         instance.state, instance.engine.state = InstanceState.SUSPENDED, "parked"
         instance.snapshot = self._world.models[instance.model].snapshot
         node.snapshots += instance.snapshot
-        self._let_go(instance)
+        self.weights.let_go(instance)
         self._world.outcome.suspensions += 1
         self.report(node)
 
@@ -226,30 +214,13 @@ class Agents:
             if self._by_engine.get(instance.key) is not instance or instance.state is not InstanceState.RESUMING:
                 return
             self._drop_snapshot(node, instance)
-            self._hold(instance)
+            self.weights.hold(instance)
             instance.phases = (*before, (Phase.RESTORE, began, world.clock.now))
             instance.resume_s = world.clock.now - began
             world.outcome.startup.append(world.clock.now - began)
             self._ready(node, instance)
 
         instance.flows.append(node.sim.network.start(instance.device.path, instance.snapshot, back))
-
-    def prefetch(self, node: MeshNode, command: PrefetchWeights) -> None:
-        """Behind everything else on its links."""
-        name = command.card.name
-        if not node.alive or self._world.fetches.under_way((node.name, name, 0, 1)):
-            return
-        path, nbytes = node.sim.source(node.sim.tier(name)), self._world.models[name].weights
-        if not path or (command.tier == "ssd" and name in node.sim.ssd):
-            return
-
-        def there() -> None:
-            if command.tier == "dram":
-                node.sim.dram.add(name, nbytes)
-            node.sim.ssd.add(name, nbytes)
-            self.report_loader(node)
-
-        node.sim.network.start(path, nbytes, there, background=True)
 
     # What becomes of requests and instances.
 
@@ -274,24 +245,11 @@ class Agents:
             self._drop_snapshot(node, instance)
         else:
             self.count(instance)
-        self._let_go(instance)
+        self.weights.let_go(instance)
         instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
         instance.device.instances.pop(instance.key, None)
         self.report(node)
         del node.instances[instance.key]
-
-    @staticmethod
-    def _hold(instance: MeshInstance) -> None:
-        """Weights that an instance uses stay in its node's memory."""
-        if not instance.holds:
-            instance.holds = True
-            instance.node.dram.pin(instance.model)
-
-    @staticmethod
-    def _let_go(instance: MeshInstance) -> None:
-        if instance.holds:
-            instance.holds = False
-            instance.node.dram.unpin(instance.model)
 
     def _drop_snapshot(self, node: MeshNode, instance: MeshInstance) -> None:
         node.sim.dram.unpin(f"snapshot:{instance.key}")
@@ -299,18 +257,12 @@ class Agents:
         node.snapshots -= instance.snapshot
         instance.snapshot = 0
 
-    def _end_load(self, instance: MeshInstance) -> None:
-        for leave in instance.leaves:
-            leave()
-        for flow in instance.flows:
-            instance.node.network.cancel(flow)
-
     def fail(self, node: MeshNode) -> list[Run]:
         """The node is gone with all that is in its memories; its disk is not. Returns what it served."""
         runs: list[Run] = []
         for instance in list(node.instances.values()):
             self.listener.unrouted(instance)
-            self._end_load(instance)
+            self.weights.end(instance)
             for run in list(instance.engine.runs):
                 instance.engine.take(run)
                 runs.append(run)
@@ -319,6 +271,7 @@ class Agents:
             self._by_engine.pop(instance.key, None)
             instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
             instance.device.instances.pop(instance.key, None)
+        self.weights.drop_prefetches(node)
         for flow in list(node.sim.network.flows):
             node.sim.network.cancel(flow)
         node.instances.clear()

@@ -19,6 +19,7 @@ from services.scheduler.domain.effects import (
     LoadEnded,
     OrderMigration,
     PublishLoadFailed,
+    SendCancelPrefetch,
     SendPrefetch,
     SendResume,
     SendStart,
@@ -111,10 +112,10 @@ class Simulation:
         self._ticking, self._fails, self._coming = False, fails, 0
         self.nodes = {name: MeshNode(sim) for name, sim in self.world.nodes.items()}
         measured = iter(starts) if starts is not None else None
-        self._agents = Agents(self.world, self.nodes, self._later, measured)
-        self._gateway = Gateway(self.world, self._told, lambda i: self._agents.loads_changed(self.nodes[i.node.name]))
-        self._agents.listener = self._gateway
-        self._migrator = Migrator(self.world, self._agents, self._gateway, self._later)
+        self.agents = Agents(self.world, self.nodes, self._later, measured)
+        self._gateway = Gateway(self.world, self._told, lambda i: self.agents.loads_changed(self.nodes[i.node.name]))
+        self.agents.listener = self._gateway
+        self._migrator = Migrator(self.world, self.agents, self._gateway, self._later)
         self.state = ClusterState(epoch=1, recovered_at=-1e6)
         apply(self.state, [Put(Model(card_of(m.name, m.group))) for m in self.world.models.values()])
         for node in self.nodes.values():
@@ -124,13 +125,13 @@ class Simulation:
     @property
     def started(self) -> list[str]:
         """Models, in the order of their starts and resumptions."""
-        return self._agents.started
+        return self.agents.started
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         self._decide(Recovered(0.0))
         for node in self.nodes.values():
-            self._agents.report_loader(node)
-            self._agents.report(node)
+            self.agents.report_loader(node)
+            self.agents.report(node)
         self._clock.after(STATUS_INTERVAL_S, self._beat)
         for number, request in enumerate(requests):
             self._clock.at(request.at, partial(self._arrive, request, number))
@@ -151,7 +152,7 @@ class Simulation:
         for node in self.nodes.values():
             for instance in node.instances.values():
                 if not instance.state.parked:
-                    self._agents.count(instance)
+                    self.agents.count(instance)
             for device in node.sim.devices:
                 device.busy_s += now - device.busy_since if device.busy else 0.0
             outcome.device_loads[node.name] = tuple(d.busy_s / now if now else 0.0 for d in node.sim.devices)
@@ -161,9 +162,9 @@ class Simulation:
         """Nodes report every second while anything is open: else there is nothing to learn from them."""
         if self._gateway.open or self._fails or self.state.unmet or self.state.claimed:
             for node in self.nodes.values():
-                self._agents.report(node)
+                self.agents.report(node)
                 if node.sim.network.flows:
-                    self._agents.report_loader(node)
+                    self.agents.report_loader(node)
         self._clock.after(STATUS_INTERVAL_S, self._beat)
 
     # Nodes that fail.
@@ -172,14 +173,14 @@ class Simulation:
         node = self.nodes[sim.name]
         if not node.alive:
             return
-        runs = self._agents.fail(node)
+        runs = self.agents.fail(node)
         self.outcome.restarts += len(runs)
         if self.world.runtime.failover == "restart":
             for run in runs:
                 run.pause += self._clock.now - run.admitted_at if run.tokens else 0.0
                 run.tokens = 0
         self._clock.after(self.world.runtime.noticed_s, lambda: self._requeue(runs))
-        self._clock.after(seconds, lambda: self._agents.recover(node))
+        self._clock.after(seconds, lambda: self.agents.recover(node))
 
     def _requeue(self, runs: list[Run]) -> None:
         self._gateway.requeue(runs)
@@ -201,7 +202,7 @@ class Simulation:
         self._wake_timer()
 
     def _carry_out(self, effect: Effect) -> None:
-        agents, nodes = self._agents, self.nodes
+        agents, nodes = self.agents, self.nodes
         match effect:
             case SendStart(node=node, command=start):
                 self._send(partial(agents.start, nodes[node], start, self._before(effect)))
@@ -212,7 +213,9 @@ class Simulation:
             case SendSuspend(node=node, command=suspend):
                 self._send(partial(agents.suspend, nodes[node], suspend))
             case SendPrefetch(node=node, command=prefetch):
-                self._send(partial(agents.prefetch, nodes[node], prefetch))
+                self._send(partial(agents.weights.prefetch, nodes[node], prefetch))
+            case SendCancelPrefetch(node=node, command=cancelled):
+                self._send(partial(agents.weights.cancel_prefetch, nodes[node], cancelled.weights_id))
             case OrderMigration(record=record):
                 self._send(partial(self._migrator.ordered, record))
             case PublishLoadFailed(event=failed):

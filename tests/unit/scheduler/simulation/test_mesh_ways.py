@@ -23,10 +23,11 @@ from services.scheduler.simulation.config import (
     names_of,
 )
 from services.scheduler.simulation.mesh.machine import MeshNode
-from services.scheduler.simulation.mesh.run import Simulation
+from services.scheduler.simulation.mesh.run import Simulation, card_of
 from services.scheduler.simulation.report import Outcome
 from services.scheduler.simulation.workloads.request import Request
 from services.scheduler.simulation.workloads.synthetic import Synthetic, synthetic
+from shared.contracts.loader import PrefetchWeights
 
 SERVICE = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=4)
 MODEL = ModelGroup(name="m", weights_gb=10, kv_gb=5, service=SERVICE, slo_ttft=10, keep_alive=-1)
@@ -80,6 +81,17 @@ def test_without_room_for_its_snapshot_it_is_stopped() -> None:
     )
     assert (outcome.suspensions, outcome.stops) == (0, 1)
     assert len(outcome.served) == 2
+
+
+@pytest.mark.parametrize(("ahead", "queued"), [(None, 10.5), ("m-0", 6.5), ("m-1", 10.5)])
+def test_what_is_brought_ahead_is_not_fetched_again_and_gives_way(ahead: str | None, queued: float) -> None:
+    pair = [MODEL.model_copy(update={"copies": 2})]
+    simulation = Simulation(machines(1, ssd_gb=0), pair, profile_named("thaw"))
+    if ahead is not None:
+        order = PrefetchWeights(token=1, card=card_of(ahead, pair[0]))
+        simulation.world.clock.at(1.0, lambda: simulation.agents.weights.prefetch(simulation.nodes["node-0"], order))
+    (served,) = simulation.run([ask(5, "m-0")]).served
+    assert served.queued == pytest.approx(queued)  # 10 GB over 1 GB/s, four of them in the four seconds before
 
 
 @pytest.mark.parametrize("profile", ["thaw", "serverlessllm"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,10 +13,9 @@ from rich.table import Table
 from shared.contracts.admin import ClusterView
 from shared.contracts.migration import MigrationRecord
 from thaw.cli.api import Api
+from thaw.cli.handovers import migration_lines, same
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
-
-_COLOURS = {"done": "green", "given_up": "yellow", "failed": "red", "cancelled": "yellow"}
 
 
 @verb
@@ -73,9 +73,10 @@ def told(record: MigrationRecord) -> str:
 
 
 def show_migrations(out: Console, records: list[MigrationRecord]) -> None:
-    """Those under way."""
+    """Those under way, and what became of the others."""
     going = [r for r in records if not r.over]
     if not going:
+        _show_over(out, records)
         return
     table = Table(box=None, header_style="dim")
     for column in ("MIGRATION", "MODEL", "WHAT", "FROM", "TO", "STATE", "MOVED", "ROUNDS"):
@@ -94,28 +95,41 @@ def show_migrations(out: Console, records: list[MigrationRecord]) -> None:
         )
     out.print()
     out.print(table)
+    _show_over(out, records)
+
+
+def summary(records: list[MigrationRecord]) -> dict[str, Any]:
+    """Of the migrations that are over: how many by outcome, requests that moved with their tokens, and the longest pause."""
+    over = [r for r in records if r.over]
+    moved = [m for r in over for m in r.requests if m.outcome == "moved"]
+    return {
+        "outcomes": dict(Counter(r.state for r in over)),
+        "requests": len(moved),
+        "tokens": sum(m.tokens for m in moved),
+        "longest_pause_ms": max((m.pause_ms for m in moved if m.pause_ms is not None), default=None),
+    }
+
+
+def _show_over(out: Console, records: list[MigrationRecord]) -> None:
+    told = summary(records)
+    if not told["outcomes"]:
+        return
+    states = ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in sorted(told["outcomes"].items()))
+    pause = f", the longest pause {told['longest_pause_ms']:.0f} ms" if told["longest_pause_ms"] is not None else ""
+    out.print(
+        f"\n[dim]The latest migrations: {states}; {told['requests']} requests moved with {told['tokens']} tokens{pause}.[/]"
+    )
 
 
 def concerning(records: list[MigrationRecord], request_id: str) -> list[MigrationRecord]:
     """Those that had to do with a request, the earliest first. Engines know it by its attempts' names, with a number behind."""
-    found = [r for r in records if any(_same(m.request_id, request_id) for m in r.requests)]
+    found = [r for r in records if any(same(m.request_id, request_id) for m in r.requests)]
     return sorted(found, key=lambda r: r.created)
 
 
 def show_moves(out: Console, records: list[MigrationRecord], request_id: str) -> None:
     """What `thaw trace` shows of them."""
-    for r in records:
-        moved = next(m for m in r.requests if _same(m.request_id, request_id))
-        rounds = [x for x in r.rounds if _same(x.request_id, request_id)]
-        colour = _COLOURS.get(r.state, "cyan")
-        pause = f", pause {moved.pause_ms:.0f} ms" if moved.pause_ms is not None else ""
-        out.print(f"\n[bold]migration {r.migration_id}[/] {r.source_node} → {r.node}: [{colour}]{moved.outcome}[/]{pause}")
-        if moved.reason:
-            out.print(f"  {escape(moved.reason)}")
-        for x in rounds:
-            out.print(f"  round {x.number}: {x.tokens} tokens in {x.took_ms:.0f} ms, {x.gap} more meanwhile")
-
-
-def _same(attempt: str, request_id: str) -> bool:
-    base, _, number = attempt.rpartition("-")
-    return attempt == request_id or (base == request_id and number.isdigit())
+    for record in records:
+        out.print()
+        for line in migration_lines(record, request_id):
+            out.print(line)

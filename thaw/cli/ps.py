@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,9 +11,10 @@ from rich.table import Table
 
 from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.engine import LoadedAdapter
+from shared.contracts.migration import MigrationRecord
 from shared.contracts.node import InstanceState, InstanceStatus
 from thaw.cli.api import Api
-from thaw.cli.migrate import show_migrations
+from thaw.cli.migrate import show_migrations, summary
 from thaw.cli.models import adapters_after_bases, shown_name
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.park import park_line
@@ -38,10 +40,11 @@ def ps(as_json: Json = False) -> Document:
     api = Api.find()
     cluster, migrations = api.cluster(), api.migrations()
     out = screen(as_json)
-    show_models(out, cluster)
+    show_models(out, cluster, migrations)
     show_devices(out, cluster)
     show_migrations(out, migrations)
     document = cluster.model_dump(mode="json")
+    document["migrated"] = summary(migrations)
     document["migrations"] = [m.model_dump(mode="json") for m in migrations if not m.over]
     document["instances"] = [facts_of(node, i) for node in cluster.nodes for i in node.instances]
     for view, shown in zip(cluster.models, document["models"], strict=True):
@@ -106,7 +109,9 @@ def facts_of(node: NodeView, i: InstanceStatus) -> dict[str, object]:
     }
 
 
-def show_models(out: Console, cluster: ClusterView) -> None:
+def show_models(out: Console, cluster: ClusterView, migrations: Sequence[MigrationRecord] = ()) -> None:
+    moving = {m.source_instance: f"→ {m.node}" for m in migrations if not m.over}
+    moving |= {m.instance_id: f"← {m.source_node}" for m in migrations if not m.over}
     table = Table(box=None, header_style="dim")
     for column in ("MODEL", "STATE", "NODE", "DEVICE", "MEMORY", "ACTIVE", "WAITING", "IDLE", "INSTANCE"):
         table.add_column(column, justify="right" if column in ("MEMORY", "ACTIVE", "WAITING", "IDLE") else "left")
@@ -123,7 +128,7 @@ def show_models(out: Console, cluster: ClusterView) -> None:
             state = state_of(view, own)
             table.add_row(name, f"[{'red' if state == 'failed' else 'dim'}]{state}[/]", "", "", "", "", waiting, "", "")
         for node, instance in own:
-            table.add_row(name, *_instance_cells(node, instance, waiting))
+            table.add_row(name, *_instance_cells(node, instance, waiting, moving.get(instance.instance_id, "")))
             name = waiting = ""
     if not cluster.models:
         out.print("No model is registered. Add one: [bold]thaw models add NAME SOURCE[/]")
@@ -160,8 +165,9 @@ def _adapter_rows(view: ModelView, instances: list[tuple[NodeView, InstanceStatu
     return rows or [(f"[dim]{COLD}[/]", "", "", "", "", "", "", "")]
 
 
-def _instance_cells(node: NodeView, instance: InstanceStatus, waiting: str) -> tuple[str, ...]:
-    state = instance.state.value
+def _instance_cells(node: NodeView, instance: InstanceStatus, waiting: str, moving: str) -> tuple[str, ...]:
+    """`moving`: where what it serves is on its way to, or comes from."""
+    state = f"{instance.state.value} {moving}".rstrip()
     if instance.state.starting:
         state += f" {instance.phase.value if instance.phase else ''} {instance.progress:.0%}"
     if instance.state.parked and instance.suspension.snapshot_bytes:

@@ -10,16 +10,21 @@ from rich.console import Console
 
 from shared.contracts.migration import MigrationRecord
 from thaw.cli.api import Api
+from shared.contracts.traces import RequestTrace
 from thaw.cli.migrate import concerning, show_moves
+from thaw.cli.handovers import handovers_chart
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.waterfall import load_waterfall, request_waterfall
 from thaw.errors import CommandError
 
 
-def _migrations(api: Api) -> list[MigrationRecord]:
-    """Those of the last hour; none while no scheduler leads, which is no reason not to show a trace."""
+def _migrations(api: Api, request: RequestTrace) -> list[MigrationRecord]:
+    """The latest, and those that moved the request; none while no scheduler leads, which is no reason not to show a trace."""
     try:
-        return api.migrations(limit=1000)
+        found = {m.migration_id: m for m in api.migrations()}
+        for named in {h.migration_id for h in request.handovers} - found.keys() - {None}:
+            found |= {m.migration_id: m for m in api.migrations(migration_id=named)}
+        return list(found.values())
     except CommandError as e:
         if e.code not in ("unreachable", "unavailable", "deadline_exceeded"):
             raise
@@ -56,7 +61,10 @@ def trace(
     if load is not None:
         out.print()
         out.print(load_waterfall(load, out))
-    moves = concerning(_migrations(api), record.ticket_id)
+    if (chart := handovers_chart(record, out)) is not None:
+        out.print()
+        out.print(chart)
+    moves = concerning(_migrations(api, record), record.ticket_id)
     show_moves(out, moves, record.ticket_id)
     return {
         "request": record.model_dump(mode="json"),

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
-from thaw.cli.migrate import concerning, show_migrations, show_moves, told
+from thaw.cli.migrate import concerning, show_migrations, show_moves, summary, told
 
 DONE = MigrationRecord(
     migration_id="m-1",
@@ -50,8 +50,11 @@ def test_one_line_tells_what_became_of_it() -> None:
     assert told(given_up).endswith("it was over")
 
 
-def test_those_under_way_are_listed() -> None:
-    assert shown(show_migrations, [DONE]) == ""
+def test_those_under_way_are_listed_and_the_others_summed_up() -> None:
+    assert shown(show_migrations, []) == ""
+    over = [DONE, DONE.model_copy(update={"state": "given_up", "requests": (), "migration_id": "m-3"})]
+    assert "1 done, 1 given up; 1 requests moved with 90 tokens, the longest pause 31 ms." in shown(show_migrations, over)
+    assert summary(over) == {"outcomes": {"done": 1, "given_up": 1}, "requests": 1, "tokens": 90, "longest_pause_ms": 31.0}
     text = shown(show_migrations, [DONE, DONE.model_copy(update={"state": "preparing", "migration_id": "m-2"})])
     assert "m-2" in text
     assert "m-1" not in text
@@ -67,3 +70,6 @@ def test_a_request_finds_its_own_moves() -> None:
     assert "node-0 → node-1: moved, pause 31 ms" in text
     assert "round 1: 300 tokens in 41 ms, 7 more meanwhile" in text
     assert "200 tokens" not in text
+    assert "trace" not in text
+    traced = DONE.model_copy(update={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    assert f"trace {'a' * 32}" in shown(show_moves, [traced], "q")

@@ -10,6 +10,7 @@ from rich.console import Console
 from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, Suspension, Timing
+from tests.unit.cli.test_migrate import DONE
 from thaw.cli.ps import facts_of, show_devices, show_models, state_of
 
 INFO = ModelInfo(
@@ -71,6 +72,19 @@ def test_tables_hold_instances_that_hold_memory_and_errors_in_full() -> None:
     assert "n cordoned" in text
     assert "gone lost" in text
     assert "512 MiB" in text
+
+
+def test_instances_that_requests_move_between_say_so() -> None:
+    node = NodeView(node="n", alive=True, instances=(instance(InstanceState.READY), instance(InstanceState.DRAINING)))
+    there = DONE.model_copy(
+        update={"state": "preparing", "source_instance": "i-draining", "instance_id": "i-ready", "source_node": "n", "node": "k"}
+    )
+    cluster = ClusterView(scheduler="s", epoch=1, models=(VIEW,), nodes=(node,))
+    for migrations, marks in (([there], ("ready ← n", "draining → k")), ([DONE], ("ready ", "draining "))):
+        file = io.StringIO()
+        show_models(Console(file=file, width=160), cluster, migrations)
+        assert all(mark in file.getvalue() for mark in marks)
+        assert ("←" in file.getvalue()) is (migrations == [there])
 
 
 def test_a_suspended_instance_is_shown_with_what_it_freed() -> None:

@@ -1,0 +1,125 @@
+"""How a request went from engine to engine: a lane for each that served it, over the request's whole time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shared.contracts.migration import MigrationRecord, MigrationRound
+from shared.contracts.traces import HandoverTrace, RequestTrace
+
+SERVED, PAUSED, IDLE = "█", "░", " "
+_COLOURS = {"done": "green", "given_up": "yellow", "failed": "red", "cancelled": "yellow"}
+_MIN_WIDTH = 20
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One stretch on one instance, in milliseconds since the request arrived. `from_ms`: when the client began to wait for it; `began_ms`: its
+    first token; None: none came. `came`: the handover that brought it there; None: it began there."""
+
+    instance_id: str
+    from_ms: float
+    began_ms: float | None
+    end_ms: float
+    came: HandoverTrace | None = None
+
+
+def lanes(trace: RequestTrace) -> list[Lane]:
+    """In their order; nothing for a request that stayed where it was."""
+    if not trace.handovers:
+        return []
+    first = trace.handovers[0]
+    found = [Lane(first.source_instance, 0.0, trace.ttft_ms if first.since_ms is not None else None, _left(first))]
+    for number, handover in enumerate(trace.handovers):
+        left = _left(handover)
+        began = left + handover.pause_ms if handover.pause_ms is not None else None
+        later = trace.handovers[number + 1 :]
+        found.append(Lane(handover.instance_id, left, began, _left(later[0]) if later else trace.duration_ms, handover))
+    return found
+
+
+def _left(handover: HandoverTrace) -> float:
+    """When the last had come of the instance before."""
+    return handover.since_ms if handover.since_ms is not None else handover.at_ms
+
+
+def _bar(lane: Lane, whole_ms: float, width: int) -> Text:
+    bar, scale = [IDLE] * width, width / max(whole_ms, 1e-9)
+
+    def mark(start: float, end: float, with_: str) -> None:
+        first = min(width - 1, max(0, int(start * scale)))
+        last = min(width, max(first + 1, round(end * scale)))
+        bar[first:last] = with_ * (last - first)
+
+    began = lane.end_ms if lane.began_ms is None else lane.began_ms
+    mark(lane.from_ms, began, PAUSED)
+    if lane.began_ms is not None:
+        mark(began, lane.end_ms, SERVED)
+    text = Text()
+    for cell in bar:
+        text.append(cell, "bold green" if cell == SERVED else "yellow")
+    return text
+
+
+def _how(lane: Lane) -> str:
+    came = lane.came
+    if came is None:
+        return ""
+    told = f"{came.kind} at {_seconds(lane.from_ms)}, {came.tokens} tokens" if came.tokens else f"{came.kind}, began anew"
+    told += f", pause {came.pause_ms:.0f} ms" if came.pause_ms is not None else ", nothing came"
+    return told + (f"  {came.migration_id}" if came.migration_id else "")
+
+
+def handovers_chart(trace: RequestTrace, console: Console) -> RenderableType | None:
+    """The lanes of a request that more than one instance served."""
+    found = lanes(trace)
+    if not found:
+        return None
+    width = max(_MIN_WIDTH, min(console.width, 140) - 80)
+    table = Table(box=None, pad_edge=False, show_header=True, header_style="dim")
+    table.add_column("instance", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=width)
+    table.add_column("how it came there")
+    for lane in found:
+        table.add_row(lane.instance_id, _bar(lane, trace.duration_ms, width), Text(_how(lane), "dim"))
+    legend = Text(f"{SERVED} answered by it  {PAUSED} the client waited; {_seconds(trace.duration_ms)} in all", "dim")
+    return Group(Text("went on elsewhere", "bold"), table, legend)
+
+
+def migration_lines(record: MigrationRecord, request_id: str) -> list[str]:
+    """One migration as far as it concerns a request: what became of it, and its rounds."""
+    moved = next(m for m in record.requests if same(m.request_id, request_id))
+    colour = _COLOURS.get(record.state, "cyan")
+    pause = f", pause {moved.pause_ms:.0f} ms" if moved.pause_ms is not None else ""
+    took = f", {_seconds(moved.took_ms)} in all" if moved.took_ms is not None else ""
+    lines = [
+        f"[bold]migration {record.migration_id}[/] {record.source_node} → {record.node}: [{colour}]{moved.outcome}[/]{pause}{took}"
+    ]
+    if record.traceparent:
+        lines.append(f"  [dim]trace {record.traceparent.split('-')[1]}[/]")
+    if moved.reason:
+        lines.append(f"  {escape(moved.reason)}")
+    rounds = [x for x in record.rounds if same(x.request_id, request_id)]
+    return lines + [_round(x, rounds) for x in rounds]
+
+
+def _round(x: MigrationRound, among: Sequence[MigrationRound]) -> str:
+    longest = max(r.took_ms for r in among)
+    bar = SERVED * max(1, round(10 * x.took_ms / longest)) if longest else ""
+    return f"  round {x.number}: {x.tokens} tokens in {x.took_ms:.0f} ms, {x.gap} more meanwhile [cyan]{bar}[/]"
+
+
+def same(attempt: str, request_id: str) -> bool:
+    """Whether an engine's name for a request is one of this request's attempts: they have a number behind it."""
+    base, _, number = attempt.rpartition("-")
+    return attempt == request_id or (base == request_id and number.isdigit())
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1e3:.2f} s" if ms >= 1000 else f"{ms:.0f} ms"

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nats.errors import Error as NatsError
@@ -34,13 +33,11 @@ from services.gateway.adapters.idempotency import (
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Stage
 from services.gateway.exchange import Exchange
+from services.gateway.listening import REPLAY_S, Listener
 from shared.contracts import subjects
-from shared.errors import DeadlineExceeded, EngineFailed, InvalidRequest, ThawError, Unavailable, from_body
+from shared.errors import DeadlineExceeded, InvalidRequest, ThawError, Unavailable
 
 log = logging.getLogger(__name__)
-_REPLAY_S = 30.0
-"""Longest silence while an answer that is whole is read."""
-End = Callable[[], Awaitable[None]]
 
 
 class IdempotencyKeyReused(InvalidRequest):
@@ -79,11 +76,7 @@ class Keyed:
         self._place = place
         self._fresh = fresh
         self._claim: Claim | None = None
-        self._heard = ""
-        self._limit = 0
-        self._whole = asyncio.Event()
-        self._broken_off: Entry | None = None
-        self._ends: list[End] = []
+        self._listener = Listener(store, exchange)
         self._sending: asyncio.Task[None] | None = None
         self._handing_over = False
         self._settled = asyncio.Event()
@@ -100,7 +93,7 @@ class Keyed:
             self._exchange.fail(late if limit.expired() else e)
         finally:
             self._settled.set()
-            await self._stop_listening()
+            await self._listener.stop()
 
     async def _run(self) -> None:
         place: Claim | Found | None = self._place
@@ -134,14 +127,14 @@ class Keyed:
             dispatcher.on_request(self._ticket, self._exchange.card.spec.queue.max_waiting, now)
             return
         dispatcher.on_adopted(self._ticket, entry.attempt_id, entry.instance_id, entry.node, now)
-        if self._heard != entry.reply:
-            await self._listen(entry)
+        if self._listener.heard != entry.reply:
+            await self._listener.listen(entry)
         if self._exchange.refusal is not None:
             dispatcher.on_refused(self._ticket, self._exchange.refusal, now)
         elif self._exchange.lost is not None:
             dispatcher.on_engine_lost(self._ticket, self._exchange.lost, now)
         elif not self._exchange.ended and not await self._store.stored(entry.reply):
-            self._ends.append(await self._engines.ask_again(self._exchange, entry.reply))
+            self._listener.also_end(await self._engines.ask_again(self._exchange, entry.reply))
 
     def send(self) -> None:
         """The dispatcher has chosen an instance: write that down, then ask it. What the one before may still say comes too late."""
@@ -150,7 +143,7 @@ class Keyed:
 
     async def _send(self, attempt_id: str) -> None:
         assert self._claim is not None
-        await self._stop_listening()
+        await self._listener.stop()
         reply, ticket, before = subjects.keyed_reply(self._gateway_id, attempt_id), self._ticket, self._claim.entry
         parts = (*before.parts, Part(reply=before.reply, messages=self._exchange.received)) if self._exchange.continues else ()
         route = self._dispatcher.routes.get(ticket.instance_id or "")
@@ -215,7 +208,7 @@ class Keyed:
     async def _follow_changes(self, found: Found, watcher: Any, over: asyncio.Task[bool]) -> Claim | Found | None:
         seen = False
         while True:
-            patience = _REPLAY_S if found.entry.state == "done" else LEASE_S
+            patience = REPLAY_S if found.entry.state == "done" else LEASE_S
             update = asyncio.create_task(watcher.updates(timeout=patience), name="idempotency key")
             await asyncio.wait({over, update}, return_when=asyncio.FIRST_COMPLETED)
             if over.done():
@@ -232,41 +225,12 @@ class Keyed:
                 return await self._anew(found.key)
             seen = True
             found = Found(found.key, Entry.model_validate_json(entry.value), entry.revision)
-            if not await self._there(found):
+            if not await self._listener.there(found.entry):
                 await self._store.forget(found)
                 return await self._anew(found.key)
             if found.entry.state == "running" and not found.entry.owner:
                 return await self._take_over(found)
-            self._broken_off = found.entry if found.entry.error is not None else None
-            if found.entry.reply and found.entry.reply != self._heard:
-                await self._listen(found.entry)
-            self._break_off()
-
-    def _break_off(self) -> None:
-        """End as the answer did, once all has been read that came of it."""
-        entry = self._broken_off
-        if (
-            entry is not None
-            and entry.error is not None
-            and entry.reply == self._heard
-            and self._exchange.received >= entry.messages
-        ):
-            self._exchange.fail(from_body(entry.error))
-
-    async def _there(self, found: Found) -> bool:
-        """Whether what was answered is still kept, as far as it has not been read yet."""
-        entry = found.entry
-        if entry.state == "running" or entry.reply == self._heard:
-            return True
-        for part in self._unread(entry):
-            if await self._store.stored(part.reply) < part.messages:
-                return False
-        return await self._store.stored(entry.reply) >= entry.messages
-
-    def _unread(self, entry: Entry) -> tuple[Part, ...]:
-        """Parts that have not been read whole; the first of them may have been begun."""
-        at = next((n for n, part in enumerate(entry.parts) if part.reply == self._heard), 0)
-        return entry.parts[at:]
+            await self._listener.follow(found.entry)
 
     async def _take_over(self, found: Found) -> Claim | Found:
         if found.entry.state == "done":
@@ -279,72 +243,10 @@ class Keyed:
 
     async def _anew(self, key: str) -> Claim | Found:
         """The key has been forgotten: its attempt failed."""
-        self._require_unbegun()
+        self._listener.require_unbegun()
         self._exchange.restart()
-        await self._stop_listening()
+        await self._listener.stop()
         return joinable(await self._store.find(key, self._fresh), self._fresh.request)
-
-    async def _listen(self, entry: Entry) -> None:
-        """Read an attempt from its first message on; before it what it goes on from, as far as that has not been read."""
-        unread = self._unread(entry)
-        if not (unread and unread[0].reply == self._heard):
-            self._require_unbegun()
-            await self._stop_listening()
-            self._exchange.restart()
-        for part in unread:
-            await self._hear(part.reply, entry)
-            await self._until_received(part.messages)
-            await self._stop_listening()
-            self._exchange.go_on()
-        await self._hear(entry.reply, entry)
-
-    async def _hear(self, reply: str, entry: Entry) -> None:
-        """Take what an engine says or said, up to the limit that is set."""
-        if self._heard == reply:
-            return
-        exchange, ticket = self._exchange, self._ticket
-        self._heard, ticket.attempt_id, exchange.revision = reply, entry.attempt_id, entry.revision
-        self._limit = 0
-        self._whole.clear()
-
-        def take(data: bytes) -> None:
-            if self._heard != reply or ticket.attempt_id != entry.attempt_id or self._whole.is_set():
-                return
-            exchange.on_message(data)
-            if 0 < self._limit <= exchange.received:
-                self._whole.set()
-            self._break_off()
-
-        self._ends.append(await self._store.follow(reply, take))
-
-    async def _until_received(self, messages: int) -> None:
-        """Take so many messages of what is heard and no more. Raises `EngineFailed` if more of them have been."""
-        exchange = self._exchange
-        if exchange.received > messages:
-            raise EngineFailed("this answer went on elsewhere from an earlier place than was passed on here; repeat the request")
-        self._limit = messages
-        if exchange.received == messages:
-            self._whole.set()
-        over = asyncio.create_task(exchange.over.wait())
-        whole = asyncio.create_task(self._whole.wait())
-        try:
-            async with asyncio.timeout(_REPLAY_S):
-                await asyncio.wait({over, whole}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
-            whole.cancel()
-
-    def _require_unbegun(self) -> None:
-        exchange = self._exchange
-        half = exchange.made.tokens and exchange.sink.streams and not exchange.sink.repeatable
-        if self._ticket.begun or half:
-            raise EngineFailed("the answer that this Idempotency-Key had begun to get was broken off; repeat the request")
-
-    async def _stop_listening(self) -> None:
-        ends, self._ends, self._heard = self._ends, [], ""
-        for end in ends:
-            with contextlib.suppress(NatsError, TimeoutError):
-                await end()
 
     # Clients.
 

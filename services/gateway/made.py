@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.gateway.surplus import Surplus
 from shared.contracts.inference import InferResponse, InferStarted
 
 UNKNOWN = "nothing has been heard of it yet"
@@ -61,15 +62,12 @@ class Made:
     def tokens(self) -> int:
         return sum(len(c.token_ids) for c in self.choices.values())
 
-    def resume(self, prepared: str, *, told: bool) -> dict[str, Any] | None:
+    def resume(self, prepared: str, surplus: Surplus, *, told: bool) -> dict[str, Any] | None:
         """The fields of a `Resume`; None if there is nothing to go on from, or nobody can. `told`: what was made is passed on as it comes, and
-        not kept until it is whole."""
+        not kept until it is whole. The next engine is to say the `surplus` again."""
         if self.fixed or not self.choices:
             return None
-        choices = [
-            {"index": i, "token_ids": c.token_ids, "text_chars": c.chars if told else 0, "finish_reason": c.finish_reason}
-            for i, c in sorted(self.choices.items())
-        ]
+        choices = [self._choice(i, c, *surplus.of(i), told=told) for i, c in sorted(self.choices.items())]
         return {
             "revision": self.revision,
             "choices": choices,
@@ -77,4 +75,13 @@ class Made:
             "seed": self.seed,
             "prepared": prepared,
             "head": self.head,
+        }
+
+    @staticmethod
+    def _choice(index: int, made: MadeChoice, tokens: int, chars: int, finished: bool, *, told: bool) -> dict[str, Any]:
+        return {
+            "index": index,
+            "token_ids": made.token_ids[: len(made.token_ids) - tokens],
+            "text_chars": made.chars - chars if told else 0,
+            "finish_reason": None if finished else made.finish_reason,
         }

@@ -55,7 +55,7 @@ class Mover:
         """Step 2: an order that was carried out, and is repeated."""
         if exchange.move is not None or exchange.ticket.instance_id != order.instance_id:
             return None
-        made = next((h for h in reversed(exchange.handovers) if h.migration_id == order.migration_id), None)
+        made = exchange.handovers.of(order.migration_id)
         tokens, pause = (made.tokens, made.pause_ms or 0.0) if made is not None else (exchange.made.tokens, 0.0)
         return RequestMoved(instance_id=order.instance_id, tokens=tokens, pause_ms=pause)
 

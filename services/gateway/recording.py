@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from nats.errors import Error as NatsError
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
-from services.gateway.exchange import Exchange, Handover
+from services.gateway.exchange import Exchange
+from services.gateway.handovers import Handover
 from services.gateway.metrics import Metrics
 from shared.contracts import subjects
 from shared.contracts.phases import Phase, PhaseSpan
@@ -71,6 +72,7 @@ def _told(handover: Handover, arrived: float) -> HandoverTrace:
         source_instance=handover.source,
         instance_id=handover.to,
         at_ms=(handover.at - arrived) * 1e3,
+        since_ms=(handover.since - arrived) * 1e3 if handover.since is not None else None,
         tokens=handover.tokens,
         pause_ms=handover.pause_ms,
         migration_id=handover.migration_id,

@@ -20,6 +20,7 @@ from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from services.gateway.exchange import Exchange
 from services.gateway.keyed import Keyed
+from services.gateway.inquiries import Inquiries
 from services.gateway.recording import Origin, Recorder
 from services.gateway.settings import GatewaySettings
 from services.gateway.sink import Sink
@@ -47,6 +48,7 @@ class Gateway:
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = Engines(mesh, self.id)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
+        self._inquiries = Inquiries(mesh, self.dispatcher)
         self.keys = Keys(settings, KeyStore(mesh))
         self.lengths = Lengths(ModelFiles(mesh, self.dispatcher.routes.nodes))
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
@@ -132,6 +134,9 @@ class Gateway:
         self._open[ticket.id].requeued()
 
     def demand(self, demand: Demand) -> None:
+    def inquire(self, ticket: Ticket) -> None:
+        self._inquiries.ask(ticket)
+
         self._demand.tell(demand)
 
     # Events from the mesh.

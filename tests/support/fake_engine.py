@@ -37,6 +37,7 @@ from shared.contracts.inference import (
     InferYielded,
     Usage,
 )
+from shared.contracts.migration import RequestsListed, RunningRequest
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.phases import Phase, PhaseSpan
@@ -213,6 +214,9 @@ class FakeEngine:
 
     async def _on_control(self, message: Msg) -> None:
         order = json.loads(message.data)
+        if order["kind"] == "list_requests":
+            await message.respond(self._listed().model_dump_json().encode())
+            return
         run = self._running.get(order["request_id"])
         if order["kind"] == "yield":
             if self.yields is not None:
@@ -223,6 +227,13 @@ class FakeEngine:
             self.arrived.notify_all()
         if run is not None:
             run.cancelled.set()
+
+    def _listed(self) -> RequestsListed:
+        running = [
+            RunningRequest(request_id=name, gateway_id=subjects.gateway_of(run.reply), prompt_tokens=7, generated_tokens=run.seq)
+            for name, run in self._running.items()
+        ]
+        return RequestsListed(requests=tuple(running))
 
     async def until(self, true: Callable[[], bool], within: float = 5.0) -> None:
         """Wait until something that a message brings about is so."""

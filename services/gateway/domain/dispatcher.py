@@ -10,79 +10,29 @@ Events come in as method calls with `now`; everything that must happen outside l
 5. A request whose instance died goes back, to go on elsewhere from where it was, if what its client has got, if anything, can be continued;
    otherwise it fails. So it does after MAX_LOST deaths without a token in between, or MAX_LOSSES at all: it may be what they die of. Deaths
    that find it waiting in the engine are rather others' doing: of those MAX_UNHEARD may follow each other.
-6. A waiter whose time is over fails; so do all waiters of a model whose load failed for good.
+6. An instance that has said nothing of a request for ASK_AFTER_S is asked whether it has it. If not, its last words were lost: as 5.
+7. A waiter whose time is over fails; so do all waiters of a model whose load failed for good.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Protocol
-
+from services.gateway.domain.arrivals import Arrivals
+from services.gateway.domain.effects import Effects
+from services.gateway.domain.losses import MAX_ATTEMPTS, count, doubtful, gone, missing
+from services.gateway.domain.queues import Queue
 from services.gateway.domain.routes import Route, Routes
 from services.gateway.domain.ticket import Stage, Ticket
-from shared.contracts.demand import DEMAND_INTERVAL_S, Demand, DemandNoted, LoadFailed
+from shared.contracts.demand import DEMAND_INTERVAL_S, DemandNoted, LoadFailed
 from shared.contracts.node import InstanceState, NodeStatus
 from shared.errors import (
     DeadlineExceeded,
     EngineFailed,
     InstanceDraining,
-    QueueFull,
-    QueueTimeout,
     ShuttingDown,
     ThawError,
     Unavailable,
     from_body,
 )
-
-MAX_ATTEMPTS = 12
-MAX_LOST = 3
-MAX_UNHEARD = 32
-MAX_LOSSES = 64
-GONE_GRACE_S = 0.3
-"""How long an instance reported failed or stopped may still have messages under way."""
-ABSENT_GRACE_S = 3.0
-"""How long an instance that no status mentions may be silent: a nodeagent that has just come back adopts its engines first."""
-STALL_S = 30.0
-"""How long a request may be silent while its whole node is: an engine whose nodeagent is gone goes on serving."""
-IDLE_GRACE_S = 10.0
-"""How long an instance may say that it has nothing to do before a request it was given is taken for lost (NATS restarted meanwhile)."""
-DEFAULT_RETRY_MS = 2_000
-_MAX_TRACEPARENTS = 32
-
-
-class Effects(Protocol):
-    """The one way out of the dispatcher."""
-
-    def send(self, ticket: Ticket) -> None:
-        """Give the request to the instance it names."""
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Tell the instance to stop working on the request."""
-
-    def fail(self, ticket: Ticket, error: ThawError) -> None:
-        """Answer the client with an error."""
-
-    def demand(self, demand: Demand) -> None:
-        """Tell the scheduler what waits."""
-
-    def requeued(self, ticket: Ticket) -> None:
-        """The request, which an instance had, waits for another one."""
-
-
-@dataclass(slots=True)
-class Queue:
-    """What waits for one model. `noted` is the scheduler's last answer, heard at `noted_at`."""
-
-    waiting: OrderedDict[str, Ticket] = field(default_factory=OrderedDict)
-    told_at: float | None = None
-    noted: DemandNoted | None = None
-    noted_at: float = 0.0
-
-    def eta_ms(self, now: float) -> int | None:
-        if self.noted is None or self.noted.eta_ms is None:
-            return None
-        return max(0, int(self.noted.eta_ms - (now - self.noted_at) * 1e3))
 
 
 class Dispatcher:
@@ -92,6 +42,7 @@ class Dispatcher:
         self.routes = Routes()
         self._queues: dict[str, Queue] = {}
         self._sent: dict[str, Ticket] = {}
+        self._arrivals: dict[str, Arrivals] = {}
         self._closing = False
 
     # What is known, for metrics, comments and headers.
@@ -115,12 +66,13 @@ class Dispatcher:
         if self._closing:
             self._fail(ticket, ShuttingDown())
             return
+        self._arrivals.setdefault(ticket.model, Arrivals()).came(now)
         queue = self._queues.get(ticket.model)
         route = self.routes.choose(ticket.model, now) if queue is None or not queue.waiting else None
         if route is not None:
             self._send(ticket, route, now)
         elif queue is not None and len(queue.waiting) >= max_waiting:
-            self._fail(ticket, self._full(ticket.model, queue, now))
+            self._fail(ticket, queue.full(ticket.model, now))
         else:
             ticket.stage = Stage.QUEUED
             queue = self._queues.setdefault(ticket.model, Queue())
@@ -186,6 +138,11 @@ class Dispatcher:
             self.routes.refused(ticket.instance_id, now)
             self._lost(ticket, now, error)
 
+    def on_missing(self, ticket: Ticket, attempt_id: str, now: float) -> None:
+        """The instance has no such request (any more). What it last said of it may still be under way."""
+        if ticket.stage is Stage.SENT and ticket.attempt_id == attempt_id:
+            ticket.missing_at = now
+
     def on_gap(self, ticket: Ticket, error: ThawError, now: float) -> None:
         """Some of what the engine said did not come: go on from what did."""
         if ticket.stage is Stage.SENT:
@@ -231,16 +188,24 @@ class Dispatcher:
 
     def on_tick(self, now: float) -> None:
         self.routes.on_tick(now)
+        for model in [m for m, arrivals in self._arrivals.items() if arrivals.idle(now)]:
+            del self._arrivals[model]
         for ticket in list(self._sent.values()):
             if now >= ticket.sent_at + ticket.response_timeout - ticket.spent:
                 seconds = f"{ticket.response_timeout:g} s"
                 self.on_broken(ticket, DeadlineExceeded(f"the answer of {ticket.model} was not complete after {seconds}"), now)
-            elif self._instance_gone(ticket, now):
+            elif missing(ticket, now):
+                self._effects.cancel(ticket)  # should it come there after all
                 self._lost(ticket, now)
+            elif gone(ticket, self.routes.get(ticket.instance_id or ""), now, node_known=self.routes.node_known(ticket.node)):
+                self._lost(ticket, now)
+            elif doubtful(ticket, now):
+                ticket.asked_at = now
+                self._effects.inquire(ticket)
         for model, queue in list(self._queues.items()):
             for ticket in [t for t in queue.waiting.values() if now >= t.queue_deadline]:
                 self._leave(ticket, now)
-                self._effects.fail(ticket, self._timed_out(ticket, queue, now))
+                self._effects.fail(ticket, queue.timed_out(ticket, now))
             self._pump(model, now)
             if queue.waiting and (queue.told_at is None or now - queue.told_at >= DEMAND_INTERVAL_S):
                 self._tell(model, queue, now)
@@ -278,9 +243,7 @@ class Dispatcher:
         if ticket.resumes:
             ticket.queue_deadline = max(ticket.queue_deadline, now + ticket.queue_timeout)
         queue = self._queues.setdefault(ticket.model, Queue())
-        queue.waiting[ticket.id] = ticket
-        for later in [t for t in queue.waiting.values() if (t.arrived, not t.attempts) > (ticket.arrived, False)]:
-            queue.waiting.move_to_end(later.id)
+        queue.put_back(ticket)
         self._pump(ticket.model, now)
         if ticket.stage is Stage.QUEUED:
             self._effects.requeued(ticket)
@@ -288,13 +251,7 @@ class Dispatcher:
                 self._tell(ticket.model, queue, now)
 
     def _lost(self, ticket: Ticket, now: float, error: ThawError | None = None) -> None:
-        ticket.losses += 1
-        if ticket.admitted or error is not None:  # a host that speaks for its dead engine had given it the request
-            ticket.lost += 1
-        else:
-            ticket.unheard += 1
-        bearable = ticket.lost <= MAX_LOST and ticket.unheard <= MAX_UNHEARD and ticket.losses <= MAX_LOSSES
-        if bearable and not ticket.begun:
+        if count(ticket, told=error is not None) and not ticket.begun:
             self._requeue(ticket, now)
             return
         route = self.routes.get(ticket.instance_id or "")
@@ -322,15 +279,6 @@ class Dispatcher:
         del self._sent[ticket.id]
         self.routes.release(ticket.instance_id or "")
 
-    def _instance_gone(self, ticket: Ticket, now: float) -> bool:
-        silent = now - max(ticket.heard_at, ticket.sent_at)
-        route = self.routes.get(ticket.instance_id or "")
-        if route is None:
-            return silent >= (ABSENT_GRACE_S if self.routes.node_known(ticket.node) else STALL_S)
-        if route.status.state in (InstanceState.FAILED, InstanceState.STOPPED):
-            return silent >= GONE_GRACE_S
-        return route.idle_since is not None and min(silent, now - route.idle_since) >= IDLE_GRACE_S
-
     def _fail_waiting(self, model: str, error: ThawError, now: float) -> None:
         queue = self._queues.get(model)
         for ticket in list(queue.waiting.values()) if queue is not None else ():
@@ -347,33 +295,4 @@ class Dispatcher:
 
     def _tell(self, model: str, queue: Queue, now: float) -> None:
         queue.told_at = now
-        oldest = next(iter(queue.waiting.values()), None)
-        parents = [t.traceparent for t in queue.waiting.values() if t.traceparent]
-        self._effects.demand(
-            Demand(
-                deadline_ms=Demand.DEADLINE_MS,
-                gateway=self._gateway,
-                model=model,
-                waiting=len(queue.waiting),
-                in_flight=self.in_flight(model),
-                oldest_wait_ms=int((now - oldest.arrived) * 1e3) if oldest else 0,
-                traceparents=tuple(parents[:_MAX_TRACEPARENTS]),
-            )
-        )
-
-    def _full(self, model: str, queue: Queue, now: float) -> QueueFull:
-        waiting = len(queue.waiting)
-        retry = max(1_000, queue.eta_ms(now) or DEFAULT_RETRY_MS)
-        error = QueueFull(
-            f"{waiting} requests wait for {model} already, which is as many as may; this one would have been number {waiting + 1}",
-            param="model",
-            retry_after_ms=retry,
-        )
-        error.position = waiting + 1
-        return error
-
-    def _timed_out(self, ticket: Ticket, queue: Queue, now: float) -> QueueTimeout:
-        reason = f": {queue.noted.reason}" if queue.noted is not None and queue.noted.reason else ""
-        return QueueTimeout(
-            f"{ticket.model} was not ready for this request within {now - ticket.arrived:.0f} s{reason}", param="model"
-        )
+        self._effects.demand(queue.demand(self._gateway, model, self.in_flight(model), self._arrivals.get(model), now))

@@ -31,6 +31,10 @@ class Ticket:
     node: str = ""
     sent_at: float = 0.0
     heard_at: float = 0.0
+    asked_at: float = 0.0
+    """When the instance was last asked whether it has the request."""
+    missing_at: float = 0.0
+    """When it last said that it has not."""
     attempts: int = 0
     queue_timeout: float = 0.0
     refusals: int = 0

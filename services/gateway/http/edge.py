@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.http.dialects import dialect_of
 from services.gateway.http.errors import error_response, from_http
 from services.gateway.service import Gateway
-from shared.errors import InvalidRequest, PayloadTooLarge, ThawError
+from shared.errors import InvalidRequest, PayloadTooLarge, ShuttingDown, ThawError
 from shared.telemetry.logs import request_id as log_request_id
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,10 @@ class Edge:
                 raise
             error = e if isinstance(e, ThawError) else from_http(e, scope["method"], scope["path"])
             await error_response(error, dialect)(scope, receive, send_noted)
+        except asyncio.CancelledError:  # the server's own end came before the handler's
+            if not begun:
+                await error_response(ShuttingDown(), dialect)(scope, receive, send_noted)
+            raise
         except Exception as e:  # the process boundary: a bug is an answer too, and is logged
             log.exception("a handler failed", extra={"path": scope["path"]})
             if not begun:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from functools import partial
 
-from services.gateway.domain.dispatcher import MAX_LOST
+from services.gateway.domain.losses import MAX_LOST
 from services.gateway.http.sse import DONE
 from shared.contracts.demand import Demand
 from shared.contracts.node import InstanceState

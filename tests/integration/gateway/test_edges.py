@@ -322,3 +322,21 @@ async def test_prompts_over_the_context_are_refused_by_the_models_own_tokenizer(
         assert answer.status_code == status
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert len(engine.requests) == 1
+
+
+async def test_an_order_that_a_gateway_cannot_wait_for_any_more_is_told_so(node: FakeNode, serve: ServeFn) -> None:
+    asked = asyncio.Event()
+
+    async def never(request: AdminRequest) -> Message:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, never, concurrent=True).start()
+    async with serve(drain_timeout=0.1) as served:
+        waiting = asyncio.create_task(served.http.get("/admin/v1/migrations"))
+        await asked.wait()
+        served.stop.set()
+        answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert answer.headers["x-should-retry"] == "true"

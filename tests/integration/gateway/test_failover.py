@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from services.gateway.domain import losses
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.integration.gateway.conftest import Served, chat
-from tests.support.fake_engine import FakeEngine, FakeNode
+from tests.support.fake_engine import FakeEngine, FakeNode, Run, hang
 from tests.support.telling import Script, Teller
 
 URL = "/v1/chat/completions"
@@ -61,3 +62,26 @@ async def test_a_request_goes_on_where_its_engine_died(gateway: Served, node: Fa
         assert answer.json()["choices"][0]["message"]["content"] == TEXT
         usage = answer.json()["usage"]
     assert usage["completion_tokens"] == len(TEXT.encode())
+
+
+async def test_an_end_that_was_lost_is_missed_though_the_engine_is_busy(
+    gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last messages do not come, and no later one shows the gap; the engine serves another request, and is never idle."""
+    monkeypatch.setattr(losses, "ASK_AFTER_S", 2.0)
+
+    def fall_silent(run: Run, said: int) -> None:
+        if said == 9 and run.request.resume is None:
+            run.cancelled.set()
+
+    teller = Teller(Script((TEXT,)), fall_silent)
+    engine = await node.engine("alpha", hang)
+    other = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True)))
+    await engine.until(lambda: len(engine.requests) == 1)
+    engine.behaviour = teller
+    answer = await gateway.http.post(URL, json=chat(stream=True))
+    assert said(answer.text) == TEXT
+    assert teller.resumed == [9]
+    assert engine.cancelled == [engine.requests[1].request.request_id], "should it come there after all"
+    assert not other.done()
+    other.cancel()

@@ -128,13 +128,13 @@ async def test_an_order_that_was_carried_out_can_be_repeated_and_an_older_one_is
 
 async def test_of_two_orders_at_once_one_is_carried_out(gateway: Served, node: FakeNode) -> None:
     async with held(gateway, node) as move:
-        asked = asyncio.Event()
+        asked, go_on = asyncio.Event(), asyncio.Event()
         stop = move.source.yields
         assert stop is not None
 
         async def slow(run: Run | None) -> Message:
             asked.set()
-            await asyncio.sleep(0.2)
+            await go_on.wait()
             return await stop(run)
 
         move.source.yields = slow
@@ -143,7 +143,9 @@ async def test_of_two_orders_at_once_one_is_carried_out(gateway: Served, node: F
         await asked.wait()
         with pytest.raises(Conflict, match="being moved already"):
             await move.order(other.id, token=2, migration="n")
-        assert (await move.order(to.id)).instance_id == to.id  # the same order, repeated meanwhile
+        again = asyncio.create_task(move.order(to.id))  # the same order, repeated meanwhile
+        go_on.set()
+        assert (await again).instance_id == to.id
         await first
         await move.whole()
         assert other.requests == []

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.domain.dispatcher import MAX_LOST
+from services.gateway.domain.losses import MAX_LOST
 from shared.contracts import subjects
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed

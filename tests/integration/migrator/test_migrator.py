@@ -25,7 +25,6 @@ async def test_an_instance_is_emptied(site: Site) -> None:
     assert destination.prepared == {}
     assert record.traceparent is not None
     assert record.duration_ms is not None
-    await asyncio.sleep(0)
 
     def scrape() -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:

@@ -15,6 +15,7 @@ class Recorder:
         self.cancelled: list[str] = []
         self.failed: dict[str, ThawError] = {}
         self.demands: list[Demand] = []
+        self.inquired: list[str] = []
 
     def send(self, ticket: Ticket) -> None:
         assert ticket.instance_id is not None
@@ -26,6 +27,9 @@ class Recorder:
     def fail(self, ticket: Ticket, error: ThawError) -> None:
         assert ticket.id not in self.failed, "answered twice"
         self.failed[ticket.id] = error
+
+    def inquire(self, ticket: Ticket) -> None:
+        self.inquired.append(ticket.id)
 
     def requeued(self, ticket: Ticket) -> None:
         """Nothing to be told."""

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.domain.dispatcher import MAX_LOST, Dispatcher
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.losses import MAX_LOST
 from services.gateway.http.shapes import Head
 from services.gateway.http.sse import EventStream
 from services.gateway.sink import Diverged

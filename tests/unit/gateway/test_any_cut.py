@@ -47,7 +47,7 @@ class World(Recorder):
 
     def hear(self, first: InstanceState) -> None:
         """Two instances; `first` becomes of the one that the request is on."""
-        here = self.exchange.instance_id if hasattr(self, "exchange") else ""
+        here = self.exchange.handovers.instance_id if hasattr(self, "exchange") else ""
         states = {name: first if name == here else InstanceState.READY for name in ("i", "j")}
         made = [instance(name, "alpha", state, capacity=8) for name, state in states.items()]
         self.dispatcher.on_status(status(*made), self.now)

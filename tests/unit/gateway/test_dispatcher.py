@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from services.gateway.domain import dispatcher as rules
+from services.gateway.domain import losses as rules
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.routes import OVERCOMMIT
 from services.gateway.domain.ticket import Ticket
@@ -185,6 +185,39 @@ def test_a_request_that_brings_tokens_goes_on_longer(dispatcher: Dispatcher, wor
         dispatcher.on_progress(made)
         dispatcher.on_engine_lost(made, EngineFailed("it ended"), now)
     assert len(world.sent) == rules.MAX_LOSSES + 1
+
+
+def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispatcher: Dispatcher, world: Recorder) -> None:
+    """It serves others meanwhile, so that it is never idle."""
+    dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
+    made = ask(dispatcher, "r")
+    dispatcher.on_heard(made, 1)
+    made.resumes = True
+    for now in (5.0, 10.9):
+        dispatcher.on_tick(now)
+    assert world.inquired == []
+    for now in (11.0, 11.1, 20.9):  # it has it: nothing follows, and it is asked again later
+        dispatcher.on_status(status(instance("i", capacity=4, active=2)), now)
+        dispatcher.on_tick(now)
+    assert world.inquired == ["r"]
+    dispatcher.on_tick(21.0)
+    assert world.inquired == ["r", "r"]
+    dispatcher.on_missing(made, "another attempt", 21.0)
+    dispatcher.on_missing(made, made.attempt_id, 21.0)
+    dispatcher.on_tick(21.1)
+    assert len(world.sent) == 1, "its last words may still be under way"
+    dispatcher.on_tick(21.0 + rules.GONE_GRACE_S)
+    assert world.sent == [("r", "i"), ("r", "i")]
+    assert world.cancelled == ["r"], "should it come there after all"
+
+
+def test_last_words_that_come_after_all_are_taken(dispatcher: Dispatcher, world: Recorder) -> None:
+    dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
+    made = ask(dispatcher, "r")
+    dispatcher.on_missing(made, made.attempt_id, 21.0)
+    dispatcher.on_heard(made, 21.1)
+    dispatcher.on_tick(22)
+    assert len(world.sent) == 1
 
 
 def test_the_response_timeout_counts_all_that_is_gone_on_with(dispatcher: Dispatcher, world: Recorder) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import Frozen, Message, Request
-from shared.contracts.migration import MigrationRecord
+from shared.contracts.migration import MigrationRecord, RequestFound
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceStatus
 from shared.contracts.plans import PlanRecord
@@ -123,7 +123,8 @@ class PlanExplained(Message):
     kind: Literal["plan"] = "plan"
     plan: PlanRecord
     queue: QueuePlace | None = Field(default=None, description="Of its model, if that waits now.")
-    request: RequestTrace | None = Field(default=None, description="The request that was asked about.")
+    request: RequestTrace | None = Field(default=None, description="The request that was asked about, if it is over.")
+    running: RequestFound | None = Field(default=None, description="The request that was asked about, if it is not over yet.")
     assumed: tuple[str, ...] = Field(default=(), description="What was taken for granted, in words: the plan is then hypothetical.")
     others: tuple[PlanRecord, ...] = Field(default=(), description="Other models that would start by the same decision.")
 

@@ -117,3 +117,11 @@ def test_every_error_is_one_json_document_too(mesh: Thaw) -> None:
     error = mesh.error("ps")
     assert set(error) == {"code", "message", "remedy"}
     assert error["code"] == "not_running"
+
+
+@pytest.mark.parametrize(
+    ("url", "code"), [("localhost:8080", "bad_setting"), ("http://[::1", "failed"), ("http://127.0.0.1:1", "no_gateway")]
+)
+def test_an_address_that_leads_nowhere_is_told(mesh: Thaw, monkeypatch: pytest.MonkeyPatch, url: str, code: str) -> None:
+    monkeypatch.setitem(mesh.environment, "THAW_URL", url)
+    assert mesh.error("ps")["code"] == code

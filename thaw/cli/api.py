@@ -41,7 +41,7 @@ _REMEDIES = {
     "model_not_found": "`thaw models list` shows those that are registered; `thaw models add NAME SOURCE` adds one.",
     "invalid_api_key": "Set THAW_ADMIN_KEY (or THAW_API_KEY for chat) to a key of this mesh.",
     "unreachable": "`thaw ps` and `thaw doctor` show which part is missing; it may be starting again.",
-    "unavailable": "`thaw ps` and `thaw doctor` show which part is missing; it may be starting again.",
+    "unavailable": "Try again; `thaw ps` and `thaw doctor` show whether a part of the mesh is missing.",
     "insufficient_memory": "`thaw explain MODEL` shows what was considered; give the device more room, or a smaller max_model_len.",
     "checkpoint_invalid": "Repair the model's files or download them again; the next request for it reads them anew.",
     "unsupported_architecture": "The builtin engine runs what transformers' auto classes run.",
@@ -64,6 +64,8 @@ class Api:
         """The gateway that THAW_URL names, or that of the mesh under THAW_HOME."""
         key = os.environ.get("THAW_ADMIN_KEY") or _secret("thaw_admin_key")
         if url := os.environ.get("THAW_URL"):
+            if not url.startswith(("http://", "https://")):
+                raise CommandError(f"THAW_URL is {url!r}.", "Set it to http://HOST:PORT of a gateway.", code="bad_setting")
             return cls(url, key, os.environ.get("THAW_API_KEY"))
         local = cls.local(home or Home.from_environment())
         return cls(local.url, key or local._admin_key, local.api_key)

@@ -57,7 +57,9 @@ def convert(
         out.print(f"[green]✓[/] {escape(str(source))}: {what} are as they were converted ({cost})")
         return document
     checked = ", read back and compared" if verify else ""
-    out.print(f"[green]✓[/] {escape(str(destination))}: {what} for {document['ranks']} rank(s) in {cost}{checked}")
+    out.print(
+        f"[green]✓[/] {escape(str(destination))}: {what} for {document['ranks']} rank{'s' if document['ranks'] != 1 else ''} in {cost}{checked}"
+    )
     return document
 
 

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 
 from faststream.nats import NatsBroker, NatsMessage
 from nats.aio.client import Client
+from nats.aio.subscription import Subscription
 from nats.errors import ConnectionClosedError, NoRespondersError
+from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from pydantic import TypeAdapter, ValidationError
 
@@ -31,6 +33,9 @@ HEADROOM_BYTES = 16 * 1024
 """Kept free below `max_payload`: headers count too, and one byte over it closes the connection for good."""
 _CONCURRENT_WORKERS = 256
 _FAULTS_TOLD = 5
+_DRAIN_S = 2.0
+_STEPS = 3
+"""Of the loop, from a message's leaving FastStream's queue until its handler has begun."""
 
 
 class Responder(Protocol):
@@ -154,8 +159,7 @@ class Mesh:
         workers: dict[str, Any] = {"max_workers": _CONCURRENT_WORKERS} if concurrent else {}
         subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, **workers)
         subscriber(handler)
-        responder: Responder = subscriber
-        return responder
+        return _Draining(subscriber)
 
     async def _on_error(self, error: Exception) -> None:
         if not self._stopping:
@@ -172,6 +176,35 @@ class Mesh:
         if not self._stopping:
             log.error("the NATS connection closed for good")
             self.lost.set()
+
+
+class _Draining:
+    """A FastStream subscriber that is stopped without leaving anybody waiting: first the server is told to send no more, then what has come is
+    handled. FastStream's own `stop` drops, unanswered, what comes while it waits for the handlers that run."""
+
+    def __init__(self, subscriber: Any) -> None:
+        self._subscriber = subscriber
+        self._drained: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._subscriber.start()
+
+    async def stop(self) -> None:
+        if self._subscriber.subscription is not None:
+            # Left to itself if a handler takes too long: it ends with that.
+            self._drained = asyncio.create_task(self._drain(self._subscriber.subscription), name="drain a subscription")
+            self._subscriber.subscription = None
+            await asyncio.wait((self._drained,), timeout=_DRAIN_S)
+        await self._subscriber.stop()
+
+    async def _drain(self, subscription: Subscription) -> None:
+        try:
+            await subscription.drain()
+        except (NatsError, OSError, TimeoutError) as e:
+            log.info("a subscription was not drained", extra={"subject": subscription.subject, "error": repr(e)})
+        queued = getattr(self._subscriber, "send_stream", None)  # of a concurrent one
+        for _ in range(_STEPS + (queued.statistics().current_buffer_used if queued is not None else 0)):
+            await asyncio.sleep(0)
 
 
 def inbox_prefix(url: str) -> str:

@@ -99,6 +99,36 @@ async def test_concurrent_handlers_do_not_wait_for_each_other(mesh: Mesh) -> Non
     slow.cancel()
 
 
+@pytest.mark.parametrize("concurrent", [True, False])
+async def test_who_asks_while_a_responder_stops_is_answered_or_told_at_once_that_nobody_is_there(
+    mesh: Mesh, concurrent: bool
+) -> None:
+    heard = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def handle(ask: Ask) -> Answer:
+        heard.set()
+        await go_on.wait()
+        return Answer(value=ask.value)
+
+    subject = f"t.stopping.{concurrent}"
+    responder = mesh.respond(subject, ASK, handle, concurrent=concurrent)
+    await responder.start()
+    before = [asyncio.create_task(mesh.request(subject, Ask(value=n), Answer)) for n in range(3)]
+    await heard.wait()
+    await mesh.nc.flush()
+    stopping = asyncio.create_task(responder.stop())
+    late = []
+    for n in range(3, 9):
+        await mesh.nc.flush()
+        late.append(asyncio.create_task(mesh.request(subject, Ask(value=n, deadline_ms=2000), Answer)))
+    await mesh.nc.flush()
+    go_on.set()
+    assert [a.value for a in await asyncio.gather(*before)] == [0, 1, 2]
+    assert {type(a) for a in await asyncio.gather(*late, return_exceptions=True)} <= {Answer, Unreachable}
+    await stopping
+
+
 async def test_events_arrive_in_order(mesh: Mesh) -> None:
     heard: list[int] = []
     done = asyncio.Event()

@@ -14,7 +14,6 @@ when somebody else needs its bytes, and becomes one like any other as soon as so
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.scheduler.domain.booking import Booking
@@ -28,6 +27,7 @@ from services.scheduler.domain.needs import devices_of, need_to_start
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.values import replace, value
 from services.scheduler.domain.words import gib
 from shared.contracts.admin import ParkView
 from shared.contracts.models import ModelCard
@@ -37,7 +37,7 @@ from shared.contracts.plans import Candidate
 TRIGGER = "park"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Room:
     """A device on which something may be parked: bytes free now, those free for snapshots, and starts for parking that may still begin."""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.domain.entities import Instance
@@ -13,6 +14,8 @@ from shared.contracts.node import InstanceState
 
 if TYPE_CHECKING:
     from services.scheduler.domain.state import ClusterState
+
+_READY = InstanceState.READY
 
 
 class Booking(NamedTuple):
@@ -61,18 +64,19 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     """
     held = claimed = leaving = known = idle = movable = 0
     idle_since = float("inf")
-    for i in state.on_device(node, device_id):
+    key, instances, reports = device_key(node, device_id), state.instances, state.seen
+    for instance_id in state.by_device.get(key, ()):
+        i, seen = instances[instance_id], reports.get(instance_id)
         if i.sent_at is None:
-            claimed += share(i, i.reserve_bytes) - left_bytes(state, i)
+            claimed += share(i, i.reserve_bytes) - (left_bytes(state, i) if seen is not None else 0)
             continue
         parked = i.state.parked
         holds = left_bytes(state, i) if parked else share(i, i.reserve_bytes)
         held += holds
-        seen = state.seen.get(i.instance_id)
         if seen is not None and (parked or seen.status.state.holds_memory):
             known += holds
         if i.leaving in ("suspend", "suspend_if_idle"):
-            leaving += frees(state, i) if i.state is InstanceState.READY else _drained(state, i)
+            leaving += frees(state, i) if i.state is _READY else _drained(state, i)
         elif i.leaving != "no":
             leaving += holds
         elif parked:
@@ -80,12 +84,13 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
                 movable += holds
                 idle += holds
                 idle_since = min(idle_since, i.ready_at or 0.0)
-        elif i.state is InstanceState.READY and not _pinned(state, i):
-            movable += holds
-            if seen and seen.idle_since is not None:
-                idle += holds
-                idle_since = min(idle_since, seen.idle_since)
-        elif i.state.starting and i.trigger == "park":  # whoever is waited for goes before it
+        elif i.state is _READY:
+            if not _pinned(state, i):
+                movable += holds
+                if seen is not None and seen.idle_since is not None:
+                    idle += holds
+                    idle_since = min(idle_since, seen.idle_since)
+        elif i.trigger == "park" and i.state.starting:  # whoever is waited for goes before it
             movable += holds
             idle += holds
             idle_since = min(idle_since, i.planned_at)
@@ -94,8 +99,13 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     for device in reported.devices if reported else ():
         if device.device_id == device_id:
             held += max(0, device.reserved_bytes - known)
+            break
     found = state.nodes.get(node)
-    budget = next((d.budget_bytes for d in found.devices if d.device_id == device_id), 0) if found else 0
+    budget = 0
+    for own in found.devices if found else ():
+        if own.device_id == device_id:
+            budget = own.budget_bytes
+            break
     closed = ""
     reachable = presence is not None and presence.alive and reported is not None and not reported.stopping
     if not reachable:
@@ -106,7 +116,7 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     free = budget - held - claimed
     speed = rounded_speed(loader.status.bytes_per_second) if loader else None
     return Booking(
-        key=device_key(node, device_id),
+        key=key,
         node=node,
         device_id=device_id,
         budget=budget,
@@ -135,10 +145,12 @@ def _pinned(state: ClusterState, i: Instance) -> bool:
     return model is not None and model.card.spec.pin
 
 
+@lru_cache(maxsize=1024)
 def rounded_speed(bytes_per_second: float | None) -> float | None:
     return None if bytes_per_second is None else float(f"{bytes_per_second:.1e}")
 
 
 def claims(state: ClusterState, node: str, device_id: str) -> list[Instance]:
     """Those waiting for bytes of the device, first come first."""
-    return sorted((i for i in state.on_device(node, device_id) if i.claim), key=lambda i: (i.planned_at, i.token))
+    found = [i for i in state.on_device(node, device_id) if i.sent_at is None]
+    return sorted(found, key=lambda i: (i.planned_at, i.token)) if len(found) > 1 else found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 
 from services.scheduler.domain.demand import answer_demand, forget_old_demand, hear_demand
 from services.scheduler.domain.draft import Draft
@@ -39,6 +39,7 @@ from services.scheduler.domain.rebalance import rebalance
 from services.scheduler.domain.registry import administer
 from services.scheduler.domain.settle import settle
 from services.scheduler.domain.state import Change, ClusterState
+from services.scheduler.domain.values import replace, value
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
@@ -48,7 +49,7 @@ EPOCHS_SKIPPED = 63
 """After a refusal as stale the next term begins this far up: a node remembers tokens of a database that was lost, and does not say which."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Decision:
     """`changes` are persisted and applied, in order; `effects` are carried out after that; `plans` are those that start something.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from operator import itemgetter
 
 from services.scheduler.domain.booking import booking
 from services.scheduler.domain.draft import Draft
@@ -12,6 +12,7 @@ from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.events import DemandHeard
 from services.scheduler.domain.habits import Habit
 from services.scheduler.domain.heard import GatewayDemand, ModelDemand, Pressure
+from services.scheduler.domain.values import replace
 from shared.contracts.demand import DemandNoted
 from shared.contracts.node import InstanceState
 from shared.errors import ModelNotFound
@@ -29,11 +30,12 @@ def hear_demand(d: Draft, event: DemandHeard) -> None:
     trouble = d.state.trouble.get(name)
     if trouble and trouble.failed_at is not None and since <= trouble.failed_at > d.now - d.policy.failure_echo:
         waiting = 0
-    entry = GatewayDemand(heard.gateway, waiting, heard.in_flight, since, event.at, heard.traceparents)
     others = _others(d, name, heard.gateway)
     old = next((g for m in [d.state.demand.get(name)] if m for g in m.gateways if g.gateway == heard.gateway), None)
+    parents = heard.traceparents
     if old is not None and old.waiting and waiting:
-        entry = GatewayDemand(heard.gateway, waiting, heard.in_flight, since, event.at, heard.traceparents or old.traceparents)
+        parents = parents or old.traceparents
+    entry = GatewayDemand(heard.gateway, waiting, heard.in_flight, since, event.at, parents, heard.window, heard.peak)
     _keep(d, name, (*others, entry) if waiting or heard.in_flight else others)
     if asked_anew:
         habit = d.state.habits.get(name)
@@ -75,9 +77,8 @@ def answer_demand(d: Draft, event: DemandHeard) -> None:
         d.emit(ReplyTo(event.waiter, DemandNoted(outlook="ready", eta_ms=0)))
         return
     if live:
-        first = min(live, key=lambda i: _left_ms(d, i))
-        noted = DemandNoted(outlook="starting", plan_id=first.plan_id, eta_ms=int(_left_ms(d, first)))
-        d.emit(ReplyTo(event.waiter, noted))
+        first, ms = min([(i, _left_ms(d, i)) for i in live], key=itemgetter(1))
+        d.emit(ReplyTo(event.waiter, DemandNoted(outlook="starting", plan_id=first.plan_id, eta_ms=int(ms))))
         return
     unmet = d.state.unmet.get(model.key)
     plan = d.state.last_plan_of(model.key)

@@ -52,27 +52,24 @@ class Draft:
         """The changes, each entity's last one only."""
         last: dict[tuple[type[Entity], str], Change] = {}
         for change in self.changes:
-            match change:
-                case Put(entity):
-                    subject = (type(entity), key_of(entity))
-                case Drop(kind, key):
-                    subject = (kind, key)
+            subject = (type(change.entity), key_of(change.entity)) if isinstance(change, Put) else (change.kind, change.key)
             last.pop(subject, None)
             last[subject] = change
         return tuple(last.values())
 
     def rebooked(self) -> tuple[str, ...]:
         """Keys of the devices whose bookings have changed, or may have."""
-        return self.state.bookings.written if isinstance(self.state.bookings, Overlay) else ()
+        bookings = self.state.bookings
+        return bookings.written if type(bookings) is Overlay else ()
 
     def bookings(self) -> View:
         """The bookings as they are now, with their orders."""
         changed: dict[str, Booking | None] = {}
         below: Mapping[str, Booking] = self.state.bookings
-        while isinstance(below, Overlay):
+        while type(below) is Overlay:
             changed |= {key: self.state.bookings.get(key) for key in below.written}
             below = below.below
-        return View(below if isinstance(below, Bookings) else Bookings(below.items()), changed)
+        return View(below if type(below) is Bookings else Bookings(below.items()), changed)
 
     def due(self) -> list[Instance]:
         """Instances for which the time that has passed may change something, those due the longest first."""

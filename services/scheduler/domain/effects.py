@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from services.scheduler.domain.values import value
 from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import LoadFailed
 from shared.contracts.loader import CancelPrefetch, PrefetchWeights, PrepareWeights, ReleaseWeights
@@ -13,7 +12,7 @@ from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, S
 from shared.contracts.plans import PlanRecord
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendStart:
     """`requested_at` and `planned_at`: from them the sender measures the schedule and reserve phases. `claimed`: victims had to leave
     between plan and start."""
@@ -25,7 +24,7 @@ class SendStart:
     claimed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendResume:
     """As `SendStart`, for an instance that is suspended."""
 
@@ -36,13 +35,13 @@ class SendResume:
     claimed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendPrepare:
     node: str
     command: PrepareWeights
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendRelease:
     """Have the loader let go of weights that were prepared for an instance that never came to be."""
 
@@ -50,46 +49,46 @@ class SendRelease:
     command: ReleaseWeights
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendPrefetch:
     node: str
     command: PrefetchWeights
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendCancelPrefetch:
     node: str
     command: CancelPrefetch
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendStop:
     node: str
     command: StopInstance
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendSuspend:
     node: str
     command: SuspendInstance
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PublishLoadFailed:
     event: LoadFailed
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PutCatalog:
     card: ModelCard
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class DeleteCatalog:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplyTo:
     """Answer a request: with a message, or with an error."""
 
@@ -97,7 +96,7 @@ class ReplyTo:
     answer: Message | ErrorBody
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LoadStarted:
     """A plan will be carried out: its load's root span begins, linked with those who wait."""
 
@@ -109,7 +108,7 @@ class LoadStarted:
     waiters: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LoadEnded:
     """The plan's outcome is known: its span ends and its trace is published. `requested_at` is the origin of its measured spans."""
 
@@ -119,14 +118,14 @@ class LoadEnded:
     ended_at: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class OrderMigration:
     """Write the record where migrators find it."""
 
     record: MigrationRecord
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CallOffMigration:
     """Cancel an order that no migrator has taken up."""
 
@@ -134,7 +133,7 @@ class CallOffMigration:
     error: ErrorBody
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StepDown:
     """Someone acted under a newer epoch than this leader's: lead again only above `epoch`."""
 

@@ -6,7 +6,7 @@ start. Times are seconds on the loop's clock (Unix time at the process's start p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from services.scheduler.domain.habits import Habit, Prefetch
@@ -28,6 +28,7 @@ from services.scheduler.domain.heard import (
     Waiter,
 )
 from services.scheduler.domain.moves import Move, MoveTimes
+from services.scheduler.domain.values import value
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
@@ -35,7 +36,7 @@ from shared.contracts.plans import PlanRecord
 Leaving = Literal["no", "if_idle", "drain", "suspend_if_idle", "suspend"]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Model:
     """`resting`: told to sleep; `replicas.min` holds again from the next demand, wake or change of the model."""
 
@@ -45,7 +46,7 @@ class Model:
 
     @property
     def key(self) -> str:
-        return self.card.name
+        return self.card.spec.name
 
     @property
     def floor(self) -> int:
@@ -53,7 +54,7 @@ class Model:
         return 0 if self.resting or self.card.spec.base is not None else self.card.spec.replicas.min
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Device:
     device_id: str
     kind: Literal["cpu", "cuda"]
@@ -61,7 +62,7 @@ class Device:
     budget_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Node:
     """`drain_since`: being drained since then (a drained node is cordoned too)."""
 
@@ -77,7 +78,7 @@ class Node:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Instance:
     """What the scheduler believes and wants of one instance.
 

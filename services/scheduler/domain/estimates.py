@@ -7,7 +7,6 @@ has measured of the slowest link on the way. A start that was measured moves the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from services.scheduler.domain.booking import Booking, booking
@@ -18,6 +17,7 @@ from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, slowe
 from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.heard import ANYWHERE, Estimate, estimate_key
 from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.values import value
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, covered
@@ -49,7 +49,7 @@ def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
     return node in state.resident_on.get(card.info.revision, ())
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Prediction:
     """Milliseconds by phase and in all; `queued_ms`: of its load. `source`: the tier that its bytes come from; `there`: bytes that need not."""
 
@@ -96,7 +96,7 @@ class Forecast:
 
     def at(self, b: Booking, *, leaving: bool) -> Prediction:
         """The prediction for a device."""
-        special = b.node in self.special or self.busy(b.node)
+        special = b.node in self.special or (self._now is not None and self._state.queues.get(b.node, 0.0) > self._now)
         key = (b.key if special else "", b.bytes_per_second, leaving)
         found = self._found.get(key)
         if found is None:
@@ -133,6 +133,10 @@ class Forecast:
         """`b`: a device of a special node; None: any other of that bandwidth."""
         phases = dict(self._fixed)
         own = _NONE
+        if b is None and not leaving and not self._anywhere:  # nothing was ever measured of it: the priors, and no error known
+            phases["load"] = load = self._load_ms(bytes_per_second)
+            ms = self._before + max(load, self._engine) + self._after
+            return Prediction(phases, ms, _cost(phases, ms, 0.0), self._afar)
         if b is not None:
             own = _values(self._state, self._card.name, b.node)
             phases |= _phases(own)
@@ -148,15 +152,14 @@ class Forecast:
     ) -> tuple[str, int, float]:
         """Adds the phases of the weights' way; where they come from, how many bytes are there, and milliseconds queued."""
         info = self._card.info
-        afar = "remote" if "://" in info.source else "ssd"
         if b is None:
             phases["load"] = self._load_ms(bytes_per_second)
-            return "" if self._loads_itself else afar, 0, 0.0
+            return self._afar, 0, 0.0
         if self._loads_itself:
             known = own.get("load")
             phases["load"] = known.value if known is not None else self._load_ms(bytes_per_second)
             return "", 0, 0.0
-        tier = self._tier(b.node, afar)
+        tier = self._tier(b.node)
         loader = self._state.loaders.get(b.node)
         status = loader.status if loader is not None else None
         known = own.get(bandwidth(tier))
@@ -174,10 +177,17 @@ class Forecast:
             phases["fetch"] = phases["load"]  # piece by piece: both last as long as the slower
         return tier, there, queued * 1e3
 
-    def _tier(self, node: str, afar: str) -> str:
+    @property
+    def _afar(self) -> str:
+        """Where its bytes come from on a node that has none of them; empty: its engine knows."""
+        if self._loads_itself:
+            return ""
+        return "remote" if "://" in self._card.info.source else "ssd"
+
+    def _tier(self, node: str) -> str:
         if resident(self._state, node, self._card):
             return "dram"
-        return "ssd" if node in self._state.kept_on.get(self._card.info.revision, ()) else afar
+        return "ssd" if node in self._state.kept_on.get(self._card.info.revision, ()) else self._afar
 
     def _error(self, own: Mapping[str, Parameter], phase: str, source: str) -> float:
         """Milliseconds by which a phase's prediction is usually out; 0: nothing is known of that."""
@@ -286,10 +296,10 @@ def _of_the_zygote(span: PhaseSpan) -> bool:
 
 def _moved(state: ClusterState, model: str, node: str, measured: Mapping[str, float], priors: Mapping[str, float]) -> Estimate:
     known = dict(_values(state, model, node))
-    for quantity, value in measured.items():
+    for quantity, now in measured.items():
         before = known.get(quantity)
         if before is None and model and node != ANYWHERE:  # what it takes elsewhere is a better guess than what anything takes
             prior = _values(state, model, ANYWHERE).get(quantity)
             before = Parameter(prior.value, prior.error) if prior is not None else None
-        known[quantity] = observe(before, value, priors.get(quantity, value), 0.0 if ":" in quantity else LEAST_MS)
+        known[quantity] = observe(before, now, priors.get(quantity, now), 0.0 if ":" in quantity else LEAST_MS)
     return Estimate(model, node, known)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from services.scheduler.domain.values import value
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import Demand
 from shared.contracts.loader import LoaderStatus
@@ -12,26 +11,26 @@ from shared.contracts.models import ModelInfo, ModelSpec
 from shared.contracts.node import NodeStatus
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Recovered:
     """The state was read back from the database; a term begins."""
 
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Tick:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class DemandHeard:
     at: float
     demand: Demand
     waiter: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class DemandsHeard:
     """Demand for several models that was heard while something else was decided: it is decided together."""
 
@@ -39,19 +38,19 @@ class DemandsHeard:
     heard: tuple[DemandHeard, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class NodeStatusHeard:
     at: float
     status: NodeStatus
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LoaderStatusHeard:
     at: float
     status: LoaderStatus
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StartRefused:
     """The nodeagent refused `StartInstance`, or could not be reached."""
 
@@ -60,20 +59,20 @@ class StartRefused:
     error: ErrorBody
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StopRefused:
     at: float
     instance_id: str
     error: ErrorBody
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CommandAccepted:
     at: float
     instance_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AddModelsAsked:
     """`infos`: what a loader read of each spec whose source is new or changed, by name."""
 
@@ -84,7 +83,7 @@ class AddModelsAsked:
     prune: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RemoveModelAsked:
     at: float
     waiter: str
@@ -92,21 +91,21 @@ class RemoveModelAsked:
     with_adapters: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WakeAsked:
     at: float
     waiter: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SleepAsked:
     at: float
     waiter: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ChangeNodeAsked:
     at: float
     waiter: str
@@ -114,7 +113,7 @@ class ChangeNodeAsked:
     action: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MigrateAsked:
     """`request_id` None: everything that the instance serves. `node` and `device` empty: wherever."""
 
@@ -127,7 +126,7 @@ class MigrateAsked:
     wait: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MigrationHeard:
     """The record of a migration, as it is in the bucket now."""
 
@@ -135,7 +134,7 @@ class MigrationHeard:
     record: MigrationRecord
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WaiterGone:
     """Whoever asked waits no longer."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from services.scheduler.domain import ahead
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.heard import ModelDemand, Pause, Pressure, Trouble, Unmet, Waiter
 from services.scheduler.domain.lifecycle import conclude, finish_plan, leave, release
+from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import LoadFailed
 from shared.errors import InvalidModel, from_body

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from services.scheduler.domain.values import value
 
 GAIN = 0.3
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Habit:
     """`count` times somebody began to wait for the model, the last time at `last`; `every`: seconds between them, and by how much that `varies`
     (moving means)."""
@@ -33,7 +33,7 @@ class Habit:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Prefetch:
     """Weights on their way to a node, for nobody yet."""
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from services.scheduler.domain.cost.learned import Parameter
+from services.scheduler.domain.values import value
 from shared.contracts.base import ErrorBody, Frozen
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import InstanceStatus, NodeStatus
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Presence:
     """What was last heard of a nodeagent. `status` None: known from the database, not heard yet."""
 
@@ -25,7 +26,7 @@ class Presence:
         return self.node
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LoaderPresence:
     """What was last heard of a loader."""
 
@@ -49,7 +50,7 @@ class LoaderPresence:
         return self.node
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Seen:
     """An instance as its nodeagent last reported it. `idle_since` None: it is serving. `moved_at`: when its start last got on."""
 
@@ -63,7 +64,7 @@ class Seen:
         return self.instance_id
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class GatewayDemand:
     gateway: str
     waiting: int
@@ -71,9 +72,13 @@ class GatewayDemand:
     since: float
     heard_at: float
     traceparents: tuple[str, ...] = ()
+    window: int = 0
+    """Requests that came in the last sliding window."""
+    peak: int = 0
+    """… and in the fullest one lately."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ModelDemand:
     """What waits for one model, by gateway."""
 
@@ -86,22 +91,30 @@ class ModelDemand:
 
     @property
     def waiting(self) -> int:
-        return sum(g.waiting for g in self.gateways)
+        return sum([g.waiting for g in self.gateways])
 
     @property
     def in_flight(self) -> int:
-        return sum(g.in_flight for g in self.gateways)
+        return sum([g.in_flight for g in self.gateways])
+
+    @property
+    def window(self) -> int:
+        return sum([g.window for g in self.gateways])
+
+    @property
+    def peak(self) -> int:
+        return sum([g.peak for g in self.gateways])
 
     @property
     def since(self) -> float | None:
-        return min((g.since for g in self.gateways if g.waiting), default=None)
+        return min([g.since for g in self.gateways if g.waiting], default=None)
 
     @property
     def traceparents(self) -> tuple[str, ...]:
         return tuple(t for g in self.gateways if g.waiting for t in g.traceparents)[:32]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Waiter:
     """An operator's request that is answered later. Of a sleep: which instances it waits for, and what they freed so far."""
 
@@ -118,7 +131,7 @@ class Waiter:
         return self.waiter
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Unmet:
     """A model that wants more instances than it has. `reason` says what it waits for."""
 
@@ -131,7 +144,7 @@ class Unmet:
         return self.model
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Pressure:
     """Demand exceeds what the model's instances can run at once, since then."""
 
@@ -143,7 +156,7 @@ class Pressure:
         return self.model
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Trouble:
     """Failures of a model in a row. `attempts`: failed starts of the present try; `avoid`: the devices they were on, as node/device."""
 
@@ -160,7 +173,7 @@ class Trouble:
         return self.model
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ParkTrouble:
     """Why a model could not be parked ahead of its first request. `tries`: so often in a row. `final`: it is not tried again before its next
     change (or the next leader)."""
@@ -186,7 +199,7 @@ class Profile(Frozen):
     runtime_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MeasuredNeed:
     """The profile of a model's engine: what one instance was measured to use of its devices, all of them together, by kind of device."""
 
@@ -200,7 +213,7 @@ class MeasuredNeed:
         return self.model
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Pause:
     """Something not to be asked again before `until`: an instance that was busy, or a device (node/device) that refused a model."""
 
@@ -216,7 +229,7 @@ ANYWHERE = ""
 """In place of a node: what was measured on all of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Estimate:
     """What was learned of starting a model on a node, by quantity: milliseconds of a phase, or bytes per second ("bandwidth:ssd"). With no model:
     of the node, whatever the model."""
@@ -234,7 +247,7 @@ def estimate_key(model: str, node: str) -> str:
     return f"{model}\0{node}"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Objective:
     """Requests of a model that were served, and that were late for having waited for a start."""
 
@@ -247,7 +260,7 @@ class Objective:
         return self.model
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Queueing:
     """Alpha of the queue by objectives (Torpor, Appendix A.3), and the ratio of models that complied when it was set."""
 
@@ -260,7 +273,7 @@ class Queueing:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Counter:
     """Commands numbered so far in this epoch."""
 

@@ -108,16 +108,28 @@ def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[s
         groups[group] = (*groups.get(group, ()), member)
 
 
+def _join(state: ClusterState, name: str, group: str, member: str) -> None:
+    groups: Groups = state.own(name)
+    groups[group] = (*groups.get(group, ()), member)
+
+
 def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -> None:
     present = new or old
     assert present is not None
     if old is None or new is None or (old.node, old.device_ids, old.model) != (new.node, new.device_ids, new.model):
         key = present.instance_id
-        _regroup(state, "by_model", [old.model] if old else (), [new.model] if new else (), key)
-        _regroup(state, "by_node", [old.node] if old else (), [new.node] if new else (), key)
-        _regroup(state, "by_device", _devices(old), _devices(new), key)
-        for model in {x.model for x in (old, new) if x is not None}:
-            _park(state, model)
+        if old is None:
+            _join(state, "by_model", present.model, key)
+            _join(state, "by_node", present.node, key)
+            for device in _devices(present):
+                _join(state, "by_device", device, key)
+            _park(state, present.model)
+        else:
+            _regroup(state, "by_model", [old.model], [new.model] if new else (), key)
+            _regroup(state, "by_node", [old.node], [new.node] if new else (), key)
+            _regroup(state, "by_device", _devices(old), _devices(new), key)
+            for model in {old.model, present.model}:
+                _park(state, model)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
     before, after = _brings(old), _brings(new)
@@ -213,7 +225,7 @@ def _park(state: ClusterState, name: str) -> None:
     model = state.models.get(name)
     if model is not None and model.card.spec.park and model.card.spec.base is None and not state.by_model.get(name):
         state.own("to_park")[name] = True
-    else:
+    elif state.to_park:
         _forget(state, "to_park", name)
 
 
@@ -234,16 +246,20 @@ def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
         for device in device_ids:
             _forget(state, "claimed", device_key(node, device))
         return
-    known = {d.device_id for d in found.devices}
     for device in device_ids:
-        key, booked = device_key(node, device), book(state, node, device)
-        if device in known and state.bookings.get(key) != booked:
+        booked = book(state, node, device)
+        key = booked.key
+        if state.bookings.get(key) != booked and _has(found, device):
             state.own("bookings")[key] = booked
         if booked.claimed:
             if key not in state.claimed:
                 state.own("claimed")[key] = (node, device)
         else:
             _forget(state, "claimed", key)
+
+
+def _has(node: Node, device_id: str) -> bool:
+    return any(d.device_id == device_id for d in node.devices)
 
 
 _KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {

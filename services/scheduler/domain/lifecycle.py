@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import (
     LoadEnded,
@@ -24,6 +22,7 @@ from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.objectives import count_late
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.suspending import gently, make_way, need_bytes, park
+from services.scheduler.domain.values import replace
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
@@ -42,10 +41,10 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
     waiting = d.state.last_plan_of(model.key)
     reuse = waiting is not None and waiting.outcome == "pending" and waiting.way == "wait"
     plan_id = waiting.plan_id if waiting and reuse else f"plan-{number:x}"
-    instance = _new(d, model, chosen, plan_id, number) if placement.resume is None else _comes_back(d, placement.resume)
-    instance = replace(
-        instance, plan_id=plan_id, token=number, requested_at=since, planned_at=d.now, trigger=trigger, sent_at=None, ready_at=None
-    )
+    if placement.resume is None:
+        instance = _new(d, model, chosen, plan_id, number, trigger, since)
+    else:
+        instance = _comes_back(d, placement.resume, plan_id, number, trigger, since)
     plan = PlanRecord(
         plan_id=plan_id,
         model=model.key,
@@ -62,7 +61,8 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
     d.put(instance)
     demand = d.state.demand.get(model.key)
     d.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
-    _clear(d, [d.state.instances[v] for v in placement.victims], placement.short, f"makes room for {model.key}")
+    if placement.victims:
+        _clear(d, [d.state.instances[v] for v in placement.victims], placement.short, f"makes room for {model.key}")
     for victim, device in placement.moves:
         node, _, device_id = device.partition("/")
         source = d.state.instances[victim]
@@ -72,7 +72,7 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
         d.put(replace(model, resting=False))
 
 
-def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int) -> Instance:
+def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int, trigger: str, since: float) -> Instance:
     return Instance(
         instance_id=f"i-{number:x}",
         plan_id=plan_id,
@@ -84,14 +84,26 @@ def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int) -
         token=number,
         reserve_bytes=need_to_start(d.state, model.card, chosen.device_ids[0].partition(":")[0]),
         kv_bytes=need_of(model.card).kv,
-        requested_at=d.now,
+        requested_at=since,
         planned_at=d.now,
+        trigger=trigger,
     )
 
 
-def _comes_back(d: Draft, instance_id: str) -> Instance:
+def _comes_back(d: Draft, instance_id: str, plan_id: str, number: int, trigger: str, since: float) -> Instance:
     parked = d.state.instances[instance_id]
-    return replace(parked, state=InstanceState.RESUMING, reserve_bytes=need_bytes(d.state, parked))
+    return replace(
+        parked,
+        state=InstanceState.RESUMING,
+        reserve_bytes=need_bytes(d.state, parked),
+        plan_id=plan_id,
+        token=number,
+        requested_at=since,
+        planned_at=d.now,
+        trigger=trigger,
+        sent_at=None,
+        ready_at=None,
+    )
 
 
 def _clear(d: Draft, victims: list[Instance], short: int, reason: str) -> None:

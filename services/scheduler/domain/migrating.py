@@ -12,8 +12,6 @@ forgotten with its leader; a drained node's moves are then asked for anew.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import CallOffMigration, OrderMigration, ReplyTo
 from services.scheduler.domain.entities import Instance, Model
@@ -23,6 +21,7 @@ from services.scheduler.domain.learning_moves import learn
 from services.scheduler.domain.lifecycle import begin, leave
 from services.scheduler.domain.moves import Move
 from services.scheduler.domain.placement import place
+from services.scheduler.domain.values import replace
 from shared.contracts.admin import MigrationsViewed
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord

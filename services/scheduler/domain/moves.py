@@ -3,10 +3,10 @@ it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.scheduler.domain.cost.learned import Parameter
+from services.scheduler.domain.values import value
 from shared.contracts.migration import MigrationRecord
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ DEFAULT_FIXED_S = 0.02
 """b."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Move:
     """`node` and `device`: where to, empty: wherever. `destination`: the instance that was found or started for it. `record`: what was
     ordered, as last heard. `why`: what it waits for."""
@@ -51,7 +51,7 @@ class Move:
         return self.record is not None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MoveTimes:
     """Of a model: seconds to recompute a token (a), and of a round besides (b), learned from what migrators tell."""
 

@@ -7,13 +7,13 @@ only: a new leader begins to count anew. Alpha of the queue adapts once in a per
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.heard import Objective, Queueing, Seen
 from services.scheduler.domain.policies.port import Usage
 from services.scheduler.domain.policies.torpor_queue import FIRST_ALPHA, PERIOD_S, compliant_ratio, next_alpha
+from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceStatus
 
 _NO_BOOK: Mapping[str, Usage] = {}

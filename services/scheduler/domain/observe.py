@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from services.scheduler.domain.ahead import being_parked, failed
 from services.scheduler.domain.draft import TOKENS_PER_EPOCH, Draft
 from services.scheduler.domain.effects import StepDown
@@ -20,6 +18,7 @@ from services.scheduler.domain.heard import LoaderPresence, Presence, Seen
 from services.scheduler.domain.lifecycle import became_ready, became_suspended, conclude, send_stop, stays_suspended
 from services.scheduler.domain.needs import learn_need
 from services.scheduler.domain.objectives import count_completed
+from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, ThawError

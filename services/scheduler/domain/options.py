@@ -7,7 +7,6 @@ A device set is granted all or nothing: every device of it has room, or is clear
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from services.scheduler.domain.booking import Booking, booking, device_key
@@ -18,6 +17,7 @@ from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.estimates import Forecast, Prediction
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Clearance, DeviceView, Option, Profile
 from services.scheduler.domain.suspending import left_bytes, need_bytes, share
+from services.scheduler.domain.values import replace, value
 from services.scheduler.domain.victims import Asking, cleared, view_of
 from services.scheduler.domain.words import gib
 from shared.contracts.node import InstanceState
@@ -28,7 +28,7 @@ _SEVERITY = ("none", "leaving", "evict", "suspend", "migrate", "preempt")
 _LEAVING = Clearance("leaving")
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Request:
     """What is to be placed. `need`: bytes of each of its `devices`; `avoid`: devices (node/device) where it has just failed."""
 
@@ -72,31 +72,54 @@ class Fit(NamedTuple):
 
 def of_devices(d: Draft, r: Request, devices: tuple[Booking, ...]) -> Candidate | Possible:
     """Loading the model onto a device, or onto several of one node together."""
+    if len(devices) == 1:
+        return _of_one(d, r, devices[0])
     fits: list[Fit] = []
     for b in devices:
-        if b.closed:
-            return excluded(b, r.need, b.closed)
-        if r.excludes is not None and (why := r.excludes(b)):
-            return excluded(b, r.need, why)
-        if r.need > b.budget:
-            return excluded(b, r.need, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
-        fit = _fit(d, r, b, r.need)
-        if isinstance(fit, str):
-            return excluded(b, r.need, fit)
+        fit = _open_for(d, r, b)
+        if isinstance(fit, Candidate):
+            return fit
         fits.append(fit)
-    clearance = fits[0].clearance if len(fits) == 1 else together([f.clearance for f in fits])
+    clearance = together([f.clearance for f in fits])
     if clearance.moves and _in_each_others_way(clearance, devices):
         return excluded(
             devices[0], r.need, f"needs {gib(r.need)} of each device, and those that serve there have nowhere else to go on"
         )
     prediction = r.forecast.at(devices[0], leaving=clearance is not NOTHING_TO_CLEAR)
-    reuses = prediction.there and prediction.source != "dram" and "reuse" in d.policy.capabilities
-    way: Way = "reuse" if reuses else "load"
-    option = Option(
-        tuple([f.device for f in fits]), way, _cost(prediction, clearance), clearance, prediction.there, prediction.source
-    )
+    option = _load(d, tuple([f.device for f in fits]), prediction, clearance)
     ids = tuple([b.device_id for b in devices])
     return Possible(option, devices[0].node, ids, r.need, prediction, max([f.short for f in fits]))
+
+
+def _of_one(d: Draft, r: Request, b: Booking) -> Candidate | Possible:
+    if r.need <= b.free and not (b.closed or r.any_paused) and r.excludes is None:  # the usual case, in short
+        prediction = r.forecast.at(b, leaving=False)
+        view = DeviceView(b.key, b.node, b.budget, b.free, b.coming, failed=b.key in r.avoid)
+        return Possible(_load(d, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), r.need, prediction)
+    fit = _open_for(d, r, b)
+    if isinstance(fit, Candidate):
+        return fit
+    prediction = r.forecast.at(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
+    option = _load(d, (fit.device,), prediction, fit.clearance)
+    return Possible(option, b.node, (b.device_id,), r.need, prediction, fit.short)
+
+
+def _open_for(d: Draft, r: Request, b: Booking) -> Candidate | Fit:
+    """How one device gets room for its share of the model; or what is in the way."""
+    if b.closed:
+        return excluded(b, r.need, b.closed)
+    if r.excludes is not None and (why := r.excludes(b)):
+        return excluded(b, r.need, why)
+    if r.need > b.budget:
+        return excluded(b, r.need, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
+    fit = _fit(d, r, b, r.need)
+    return excluded(b, r.need, fit) if isinstance(fit, str) else fit
+
+
+def _load(d: Draft, devices: tuple[DeviceView, ...], prediction: Prediction, clearance: Clearance) -> Option:
+    reuses = prediction.there and prediction.source != "dram" and "reuse" in d.policy.capabilities
+    way: Way = "reuse" if reuses else "load"
+    return Option(devices, way, _cost(prediction, clearance), clearance, prediction.there, prediction.source)
 
 
 def _in_each_others_way(clearance: Clearance, devices: tuple[Booking, ...]) -> bool:

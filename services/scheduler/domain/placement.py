@@ -17,8 +17,8 @@ An extra replica (`extra`) stops after 6, and never displaces a model that has d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from services.scheduler.domain.booking import Booking, device_key
 from services.scheduler.domain.constraints import checker, confined
@@ -29,15 +29,18 @@ from services.scheduler.domain.heard import Presence
 from services.scheduler.domain.needs import devices_of, need_to_start
 from services.scheduler.domain.options import Possible, Request, device_sets, of_devices, of_suspended
 from services.scheduler.domain.policies import thaw
-from services.scheduler.domain.policies.port import Ask
+from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask
 from services.scheduler.domain.shortlist import SHORTLIST, shortlists
+from services.scheduler.domain.values import unchecked, value
 from services.scheduler.domain.victims import Asking
 from services.scheduler.domain.words import gib
 from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
 
+_name = attrgetter("node", "device_ids")
 
-@dataclass(frozen=True, slots=True)
+
+@value(frozen=True, slots=True)
 class Placement:
     """`chosen` with its victims' ids; or none, with `error` when it is hopeless and `reason` when it waits."""
 
@@ -167,8 +170,18 @@ def alive(presence: Presence) -> bool:
 
 def _candidates(considered: list[Candidate | Possible]) -> tuple[Candidate, ...]:
     """Those of the first list, for the record, by name."""
-    found = [_recorded(c) if isinstance(c, Possible) else c for c in considered[:SHORTLIST]]
-    return tuple(sorted(found, key=lambda c: (c.node, c.device_ids)))
+    found: list[Candidate] = []
+    last: Possible | None = None
+    for c in considered[:SHORTLIST]:
+        if isinstance(c, Candidate):
+            found.append(c)
+        elif c.option.clearance is NOTHING_TO_CLEAR:
+            same = last is not None and last.prediction is c.prediction
+            found.append(_elsewhere(c, like=found[-1]) if same else _recorded(c))
+        else:
+            found.append(_recorded(c))
+        last = None if isinstance(c, Candidate) else c
+    return tuple(sorted(found, key=_name))
 
 
 def _obstacles(candidates: tuple[Candidate, ...], devices: int) -> str:
@@ -186,29 +199,42 @@ def impossible(name: str, need: int, largest: int) -> str:
 
 
 def _recorded(p: Possible) -> Candidate:
-    free = p.option.clearance.how == "none"
+    option, prediction, clearance = p.option, p.prediction, p.option.clearance
+    free = clearance.how == "none"
     if p.resume is None:
         way: Way = "load" if free else "evict_then_load"
     else:
         way = "restore" if free else "evict_then_restore"
-    option, prediction = p.option, p.prediction
-    return Candidate(
-        node=p.node,
-        device_ids=p.device_ids,
-        way=way,
-        predicted_ms=option.cost.total * 1e3,
-        predicted=prediction.phases,
-        needed_bytes=p.need,
-        free_bytes=max(0, option.free),
-        victims=p.labels,
-        ready_by=option.way,
-        clearing=option.clearance.how,
-        source=option.source,
-        resident_bytes=option.resident_bytes,
-        spread_ms=option.cost.spread * 1e3,
-        queued_ms=prediction.queued_ms,
-        others_ms=option.clearance.penalty * 1e3,
+    return unchecked(
+        Candidate,
+        {
+            "node": p.node,
+            "device_ids": p.device_ids,
+            "way": way,
+            "predicted_ms": option.cost.total * 1e3,
+            "predicted": prediction.phases,
+            "needed_bytes": p.need,
+            "free_bytes": max(0, option.free),
+            "victims": p.labels if clearance.victims else (),
+            "excluded": None,
+            "ready_by": option.way,
+            "clearing": clearance.how,
+            "source": option.source,
+            "resident_bytes": option.resident_bytes,
+            "stages": 1,
+            "full_workers": 1,
+            "spread_ms": option.cost.spread * 1e3,
+            "queued_ms": prediction.queued_ms,
+            "others_ms": clearance.penalty * 1e3,
+            "took_ms": None,
+        },
     )
+
+
+def _elsewhere(p: Possible, like: Candidate) -> Candidate:
+    """The record of what differs from another one in nothing but the device."""
+    there = {"node": p.node, "device_ids": p.device_ids, "free_bytes": max(0, p.option.free)}
+    return unchecked(Candidate, {**like.__dict__, **there})
 
 
 def _why(best: Possible) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Capability, Profile
+from services.scheduler.domain.values import value
 from shared.contracts.demand import DEMAND_LOST_AFTER_S
 from shared.contracts.node import NODE_LOST_AFTER_S
 
@@ -13,7 +12,7 @@ LIVE: frozenset[Capability] = frozenset({"sleep", "suspend", "preempt", "migrate
 """What the mesh can do beside loading and evicting. An option that needs more is not made."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Policy:
     profile: Profile = thaw.PROFILE
     """Its functions choose where the rules (placement.py) leave a choice."""

@@ -13,8 +13,8 @@ The likeliest of the three counts. A model that is likely, runs nowhere and lies
 3. into memory that is free, or that only holds what is less likely: nothing likelier is pushed out for it;
 4. else, of what is remote, to a node's disk, if there is room on it.
 
-The loader drops a prefetch by itself in the moment somebody waits there; what is of no use any more is called off. With each Tick a part of the
-models is looked at, so that a timer costs the same however many there are. Pure.
+The loader drops a prefetch by itself in the moment somebody waits there, and it is chosen anew once there is nobody; what is of no use any more
+is called off. With each Tick a part of the models is looked at, so that a timer costs the same however many there are. Pure.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ REGULAR = 0.2
 AT_A_TIME = 256
 """Models looked at with a Tick."""
 GIVEN_UP_AFTER_S = 600.0
+AGAIN_S = 30.0
+"""One that came to nothing (the loader dropped it, or it cannot be read) is left alone for so long from its beginning on."""
 BUSY_MS = 50.0
 """A link that is done within this is idle."""
 
@@ -156,8 +158,16 @@ def _call_off(d: Draft) -> None:
     """Forget those that are over; those of models that are started elsewhere, or gone, are of no use."""
     for p in list(d.state.prefetches.values()):
         nodes = d.state.resident_on.get(p.weights_id, ()) + d.state.kept_on.get(p.weights_id, ())
-        if p.node in nodes or d.now - p.since > GIVEN_UP_AFTER_S:
+        if p.node in nodes or d.now - p.since > (AGAIN_S if _came_to_nothing(d.state, p) else GIVEN_UP_AFTER_S):
             d.drop(Prefetch, p.key)
         elif p.model not in d.state.models or any(i.node != p.node for i in d.state.of_model(p.model)):
             d.emit(SendCancelPrefetch(p.node, CancelPrefetch(weights_id=p.weights_id)))
             d.drop(Prefetch, p.key)
+
+
+def _came_to_nothing(state: ClusterState, p: Prefetch) -> bool:
+    """Whether its loader, heard since, is not bringing the weights."""
+    loader = state.loaders.get(p.node)
+    if loader is None or loader.heard_at <= p.since:
+        return False
+    return not any(s.weights_id == p.weights_id for s in loader.status.segments)

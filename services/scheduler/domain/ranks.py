@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND
 
 
 @dataclass(slots=True)
@@ -46,6 +47,8 @@ class Bookings(dict[str, Booking]):
     def __init__(self, bookings: Iterable[tuple[str, Booking]] = ()) -> None:
         super().__init__()
         self.classes: dict[float | None, SpeedClass] = {}
+        self.fastest_first: list[tuple[float | None, SpeedClass]] = []
+        """The classes in the order in which a load is done soonest."""
         self.roomiest: list[tuple[bool, int, str]] = []
         """Every device: closed ones last, most `coming` first."""
         self.budgets: list[tuple[int, str]] = []
@@ -85,8 +88,15 @@ class Bookings(dict[str, Booking]):
             known.replace(before, None)
             if not known.free:
                 del self.classes[before.bytes_per_second]
+                self._order_classes()
         if after is not None:
-            self.classes.setdefault(after.bytes_per_second, SpeedClass()).replace(None, after)
+            if after.bytes_per_second not in self.classes:
+                self.classes[after.bytes_per_second] = SpeedClass()
+                self._order_classes()
+            self.classes[after.bytes_per_second].replace(None, after)
+
+    def _order_classes(self) -> None:
+        self.fastest_first = sorted(self.classes.items(), key=lambda c: -(c[0] or DEFAULT_BYTES_PER_SECOND))
 
 
 def _room(b: Booking) -> tuple[bool, int, str]:
@@ -136,6 +146,11 @@ class View:
         self._below, self._changed = below, changed
 
     @property
+    def rebooked(self) -> Iterable[str]:
+        """Keys of devices whose bookings the decision has changed, or may have."""
+        return self._changed
+
+    @property
     def changed(self) -> list[Booking]:
         return [b for b in self._changed.values() if b is not None]
 
@@ -143,8 +158,8 @@ class View:
         return self._changed[key] if key in self._changed else self._below.get(key)
 
     @property
-    def classes(self) -> dict[float | None, SpeedClass]:
-        return self._below.classes
+    def fastest_first(self) -> list[tuple[float | None, SpeedClass]]:
+        return self._below.fastest_first
 
     def roomiest(self) -> Iterator[Booking]:
         """All devices as they are below, the changed ones left out."""

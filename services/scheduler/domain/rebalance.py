@@ -10,11 +10,11 @@ Hot and cold are apart, and 2 goes from less to more, so that neither undoes wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.heard import Pause
 from services.scheduler.domain.migrating import want
+from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
 HOT = 0.5
@@ -24,7 +24,7 @@ COLD = 0.25
 _PAUSE = "rebalance"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Serving:
     """An instance that serves, on one device (node/device)."""
 
@@ -43,7 +43,7 @@ class Serving:
         return self.active <= COLD * self.capacity
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Room:
     """A device where something new may be placed."""
 

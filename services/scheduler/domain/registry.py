@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 from services.scheduler.domain.adapters import check_removal, refitted
 from services.scheduler.domain.draft import Draft
@@ -18,6 +17,7 @@ from services.scheduler.domain.needs import devices_of
 from services.scheduler.domain.placement import hopeless_on
 from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.suspending import gently
+from services.scheduler.domain.values import replace
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.base import Done
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec, routes_of

@@ -6,12 +6,14 @@ device has more room, or more that may leave, every model that waits for room is
 
 from __future__ import annotations
 
-from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.entities import Entity, Instance, Model, Node
-from services.scheduler.domain.heard import ModelDemand, Presence, Pressure, Seen, Trouble, Unmet, Waiter
-from services.scheduler.domain.state import Drop, Put
+from typing import Any
 
-_BY_MODEL = (Model, ModelDemand, Unmet, Pressure, Trouble)
+from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.entities import Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.heard import ModelDemand, Presence, Pressure, Seen, Trouble, Unmet, Waiter
+from services.scheduler.domain.state import Put
+
+_BY_MODEL: frozenset[type[Any]] = frozenset((Model, ModelDemand, Unmet, Pressure, Trouble))
 
 
 class Everything:
@@ -77,23 +79,20 @@ class Touched:
     def _look(self) -> None:
         changes = self._d.changes
         for change in changes[self._read :]:
-            match change:
-                case Put(entity):
-                    self._touch(entity)
-                case Drop(kind, key):
-                    if kind in _BY_MODEL:
-                        self._models.add(key)
-                    elif (old := self._d.before(kind, key)) is not None:
-                        self._touch(old)
+            if isinstance(change, Put):
+                self._touch(change.entity)
+            elif change.kind in _BY_MODEL:
+                self._models.add(change.key)
+            elif (old := self._d.before(change.kind, change.key)) is not None:
+                self._touch(old)
         self._read = len(changes)
 
     def _touch(self, entity: Entity) -> None:
-        match entity:
-            case Model() | ModelDemand() | Unmet() | Pressure() | Trouble():
-                self._models.add(entity.key)
-            case Instance(model=model) | Waiter(model=model):
-                self._models.add(model)
-            case Seen(status=status):
-                self._models.add(status.model)
-            case Node(name=node) | Presence(node=node):
-                self._nodes.add(node)
+        if type(entity) in _BY_MODEL:
+            self._models.add(key_of(entity))
+        elif isinstance(entity, Instance | Waiter):
+            self._models.add(entity.model)
+        elif isinstance(entity, Seen):
+            self._models.add(entity.status.model)
+        elif isinstance(entity, Node | Presence):
+            self._nodes.add(entity.key)

@@ -77,7 +77,8 @@ def send_claims(d: Draft, devices: list[tuple[str, str]]) -> None:
         presence = d.state.presence.get(node)
         if presence is None or not presence.alive or presence.status is None:
             continue
-        _give_up_hopeless_claims(d, node, device)
+        if booking(d.state, node, device).coming < 0:
+            _give_up_hopeless_claims(d, node, device)
         for i in claims(d.state, node, device):
             more = share(i, i.reserve_bytes) - left_bytes(d.state, i)
             booked = [booking(d.state, node, each) for each in i.device_ids]

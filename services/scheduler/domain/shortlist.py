@@ -29,11 +29,16 @@ from services.scheduler.domain.ranks import SpeedClass
 
 SHORTLIST = 8
 """So many devices are considered at a time; if there are no more, simply all of them."""
+FITTING = 4
+"""So many of those that it fits on: the first is the soonest there is, the others are what a policy may prefer for reasons of its own."""
 CLEARED = 4
 """So many of those that others have to leave at first: who might leave is looked at one by one."""
-_NONE: Iterator[tuple[float, Booking]] = iter(())
+_device = itemgetter(3)
 Ranked = tuple[bool, float, float, Booking]
 """It has just failed there; milliseconds until it is ready; bytes free, or since when one is idle; the device (by its key)."""
+_NONE: Iterator[Ranked] = iter(())
+OfClass = Callable[[float, SpeedClass], Iterator[Ranked]]
+"""Devices of a class, best first, by the milliseconds until it is ready on any of them."""
 
 
 def shortlists(
@@ -46,7 +51,7 @@ def shortlists(
         return
     search = _Search(d, avoid, forecast, excludes)
     for fitting in (search.fitting(need), search.fitting_soon(need)):
-        if first := list(islice(fitting, SHORTLIST)):  # A, B
+        if first := list(islice(fitting, FITTING)):  # A, B
             yield [*first, *search.sooner_with_idle_gone(need, than=first[0])]
             return
     ranked = chain(search.with_idle_gone(need), search.with_all_gone(need))  # C, D
@@ -66,31 +71,24 @@ class _Search:
         self._avoid = avoid
         self._forecast = forecast
         self._any_busy, self._busy = bool(d.state.queues), False
-        special = (
-            device_key(name, device.device_id)
-            for name in forecast.special
-            if (node := d.state.nodes.get(name)) is not None
-            for device in node.devices
-        )
-        keys = {*avoid, *special, *(b.key for b in self._view.changed)}
+        keys = {*avoid, *self._view.rebooked}
+        for name in forecast.special:
+            if (node := d.state.nodes.get(name)) is not None:
+                keys.update([device_key(name, device.device_id) for device in node.devices])
         self._apart = {key: self._view.get(key) for key in keys}
-        self._skipped = {*self._apart, *d.rebooked()}
-        self._classes = sorted(
-            ((forecast.elsewhere(speed), known) for speed, known in self._view.classes.items()), key=itemgetter(0)
-        )
 
     def fitting(self, need: int) -> Iterator[Booking]:
-        def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
-            return self._open(_from(known.free, need)) if known.free[-1][0] >= need else _NONE
+        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
+            return self._open(ms, _from(known.free, need)) if known.free[-1][0] >= need else _NONE
 
         return self._best(of_class, lambda b: b.free if b.free >= need else None)
 
     def fitting_soon(self, need: int) -> Iterator[Booking]:
-        def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
+        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
             if not known.leaving:
                 return _NONE
             found = [b for key in known.leaving if (b := self._view.get(key)) is not None and b.coming >= need]
-            return self._open(sorted((b.free, b.key) for b in found))
+            return self._open(ms, sorted([(b.free, b.key) for b in found]))
 
         return self._best(of_class, lambda b: b.free if b.coming >= need else None)
 
@@ -121,40 +119,40 @@ class _Search:
         return nsmallest(SHORTLIST, first, key=lambda b: (bool(b.closed), -b.coming, b.key))
 
     def _may_fit(self, fits: Callable[[Booking], bool], any_fits: Callable[[SpeedClass], bool]) -> Iterator[Booking]:
-        def of_class(known: SpeedClass) -> Iterator[tuple[float, Booking]]:
-            if not any_fits(known):
-                return _NONE
-            return ((since, b) for since, b in self._open(known.idle_since) if fits(b))
+        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
+            return (r for r in self._open(ms, known.idle_since) if fits(r[3])) if any_fits(known) else _NONE
 
         return self._best(of_class, lambda b: b.idle_since if fits(b) else None)
 
-    def _open(self, ordered: Iterable[tuple[float, str]]) -> Iterator[tuple[float, Booking]]:
+    def _open(self, ms: float, ordered: Iterable[tuple[float, str]]) -> Iterator[Ranked]:
         """Those that are not looked at one by one, and not paused; on nodes with busy links or on those without, whichever it is the turn of."""
+        apart, paused, excludes, get = self._apart, self._paused, self._excludes, self._view.get
         for rank, key in ordered:
-            if key in self._skipped or (self._paused is not None and self._paused(key)):
+            if key in apart or (paused is not None and paused(key)):
                 continue
-            found = self._view.get(key)
+            found = get(key)
             if found is None or (self._any_busy and self._forecast.busy(found.node) is not self._busy):
                 continue
-            if not (self._excludes is not None and self._excludes(found)):
-                yield rank, found
+            if excludes is None or not excludes(found):
+                yield False, ms, rank, found
 
-    def _best(
-        self, of_class: Callable[[SpeedClass], Iterator[tuple[float, Booking]]], rank: Callable[[Booking], float | None]
-    ) -> Iterator[Booking]:
+    def _best(self, of_class: OfClass, rank: Callable[[Booking], float | None]) -> Iterator[Booking]:
         """Best first: the classes' devices as `of_class` orders them, and among them those apart, for which `rank` is not None."""
         apart = sorted(self._those_apart(rank))
-        return (b for *_, b in merge(self._of_classes(of_class), apart))
+        return map(_device, merge(self._of_classes(of_class), apart) if apart else self._of_classes(of_class))
 
-    def _of_classes(self, of_class: Callable[[SpeedClass], Iterator[tuple[float, Booking]]]) -> Iterator[Ranked]:
+    def _of_classes(self, of_class: OfClass) -> Iterator[Ranked]:
         """Class by class, the soonest first; a class is not looked at before those sooner are used up. Nodes whose links are busy come last:
         how long they are is told apart when they are considered."""
         for busy in (False, True) if self._any_busy else (False,):
             self._busy = busy
-            for ms, classes in groupby(self._classes, key=itemgetter(0)):
-                runs = [run for _, known in classes if (run := of_class(known)) is not _NONE]
+            for ms, classes in groupby(self._view.fastest_first, key=self._ms_of):
+                runs = [run for _, known in classes if (run := of_class(ms, known)) is not _NONE]
                 if runs:
-                    yield from merge(*[_ranked(ms, run) for run in runs])
+                    yield from runs[0] if len(runs) == 1 else merge(*runs)
+
+    def _ms_of(self, known: tuple[float | None, SpeedClass]) -> float:
+        return self._forecast.elsewhere(known[0])
 
     def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
         for key, b in self._apart.items():
@@ -164,10 +162,6 @@ class _Search:
                 continue
             if (value := rank(b)) is not None:
                 yield (key in self._avoid, self._forecast.on(b, leaving=False)[1], value, b)
-
-
-def _ranked(ms: float, ordered: Iterator[tuple[float, Booking]]) -> Iterator[Ranked]:
-    return ((False, ms, rank, b) for rank, b in ordered)
 
 
 def _from(ordered: list[tuple[int, str]], least: int) -> Iterator[tuple[int, str]]:

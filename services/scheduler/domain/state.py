@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from services.scheduler.domain.booking import Booking, device_key
@@ -32,20 +32,21 @@ from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Keep
 from services.scheduler.domain.ranks import Bookings, Dues
+from services.scheduler.domain.values import replace, value
 from shared.contracts.plans import PlanRecord
 
 V = TypeVar("V")
 Table = MutableMapping[str, V]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Put:
     """Insert or replace an entity."""
 
     entity: Entity
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Drop:
     """Forget the entity of that kind and key."""
 
@@ -53,7 +54,7 @@ class Drop:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Traced:
     """The plan's load has this root span."""
 
@@ -137,7 +138,7 @@ class ClusterState:
         """As `fork`, at no cost, while this one does not change."""
         above = object.__new__(ClusterState)
         above.__dict__.update(self.__dict__)
-        above.borrowed = set(_MAPPINGS)
+        above.borrowed = set(_ALL)
         return above
 
     def own(self, name: str) -> Table[Any]:
@@ -150,10 +151,9 @@ class ClusterState:
 
     def absorb(self, above: ClusterState) -> None:
         """Make what was written to `above`, an overlay of this state, this state's own; as applying its changes, but nothing is reckoned anew."""
-        for name in _MAPPINGS:
-            if name not in above.borrowed:
-                written: Overlay[Any] = above.__dict__[name]
-                written.pour(self.own(name))
+        for name in _ALL - above.borrowed:  # in any order: they do not depend on each other
+            written: Overlay[Any] = above.__dict__[name]
+            written.pour(self.own(name))
 
     def keeping(self, keep: Keep) -> ClusterState:
         """This state, with idle instances to stay as that function says."""
@@ -216,6 +216,7 @@ class ClusterState:
 
 
 _MAPPINGS = tuple(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at", "keep", "borrowed"))
+_ALL = frozenset(_MAPPINGS)
 
 _TABLES: dict[type[Any], str] = {
     Model: "models",
@@ -270,8 +271,8 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
 def put(state: ClusterState, entity: Entity) -> bool:
     """Insert or replace an entity; False if it is there already as it is."""
     kind, key = type(entity), key_of(entity)
-    old = table(state, kind).get(key)
-    if old == entity:
+    old = state.__dict__[_TABLES[kind]].get(key)
+    if old is not None and old == entity:
         return False
     if isinstance(entity, PlanRecord):
         _put_plan(state, entity)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.scheduler.domain.entities import Instance, Leaving
 from services.scheduler.domain.heard import Pause
+from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def share(i: Instance, total: int) -> int:
     """The part of an instance's bytes that lies on each of its devices: nodes book them evenly."""
-    return -(-total // max(1, len(i.device_ids)))
+    count = len(i.device_ids)
+    return total if count == 1 else -(-total // max(1, count))
 
 
 def left_bytes(state: ClusterState, i: Instance) -> int:

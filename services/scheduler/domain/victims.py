@@ -8,8 +8,6 @@ Those that leave already, claims and the asking model's own are left out: their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.cost.formulas import likely_again
 from services.scheduler.domain.draft import Draft
@@ -20,10 +18,11 @@ from services.scheduler.domain.learning_moves import resume_seconds
 from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
 from services.scheduler.domain.suspending import held_bytes, left_bytes, suspendable
+from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Asking:
     """For whom room is sought. `preempt`: those that serve may be drained; `extra`: nobody who is wanted goes."""
 
@@ -98,7 +97,9 @@ def _copies(d: Draft, owner: Model | None) -> int:
     """Instances of the model that can serve."""
     if owner is None or len(d.state.by_model.get(owner.key, ())) < 2:
         return 1
-    return max(1, sum([other.state is InstanceState.READY for other in d.state.live(owner)]))
+    ready, generation = InstanceState.READY, owner.card.generation
+    others = d.state.of_model(owner.key)
+    return max(1, len([o for o in others if o.state is ready and o.leaving == "no" and o.generation == generation]))
 
 
 def _reload_s(d: Draft, i: Instance, owner: Model, b: Booking) -> float:

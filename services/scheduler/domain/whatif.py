@@ -7,7 +7,6 @@ the usual order, so that one who stands before the model may take the room that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.draft import Draft
@@ -17,6 +16,7 @@ from services.scheduler.domain.heard import GatewayDemand, LoaderPresence, Model
 from services.scheduler.domain.placement import place
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply
+from services.scheduler.domain.values import replace, value
 from services.scheduler.domain.words import gib
 from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption, QueuePlace
 from shared.contracts.node import DeviceStatus, NodeStatus
@@ -27,7 +27,7 @@ WHAT_IF = "what-if"
 _SHOWN = 10
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Supposed:
     """`assumed`: in words. `plan`: of the model; `others`: of those that would start with it."""
 

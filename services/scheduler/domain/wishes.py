@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
@@ -14,6 +13,7 @@ from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.objectives import alpha, book
 from services.scheduler.domain.placement import Placement, ask_of, place, starving
 from services.scheduler.domain.policies.port import Demand
+from services.scheduler.domain.values import replace, value
 from shared.contracts.plans import PlanRecord
 
 SAME_TIME_S = 1.0
@@ -22,7 +22,7 @@ AT_ONCE = 16
 """So many are weighed against each other."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Wish:
     """One more instance that a model wants, and why. It has been waited for `since`, and known of here since `heard`."""
 
@@ -136,8 +136,10 @@ def _more(d: Draft, model: Model, running: list[Instance]) -> Wish | None:
         running=demand.in_flight if demand else 0,
         live=len(running),
         capacity=max(1, capacity // len(running)),
+        window=demand.window if demand else 0,
         minimum=model.floor,
         maximum=model.card.spec.replicas.max,
+        peak=demand.peak if demand else 0,
     )
     if d.policy.profile.scale(asked) <= len(running):
         d.drop(Pressure, name)

@@ -410,6 +410,17 @@ def test_more_replicas_when_the_queue_asks_and_memory_allows(w: World) -> None:
     assert len(w.starts("a")) == 2, "max is two"
 
 
+@pytest.mark.parametrize(("told", "instances"), [({}, 2), ({"window": 9}, 3), ({"window": 1, "peak": 14}, 4)])
+def test_what_came_in_the_last_window_is_expected_again(w: World, told: dict[str, int], instances: int) -> None:
+    w.node(budget=4000 * MIB)
+    w.model("a", replicas={"min": 0, "max": 8}, max_concurrency=8)
+    w.up("a").active = 8
+    for _ in range(2):
+        w.demand("a", 4, in_flight=8, **told)
+        w.tick(1.1)
+    assert len(w.starts("a")) == instances
+
+
 def test_a_replica_more_displaces_nobody_who_has_demand(w: World) -> None:
     w.node(budget=TWO)
     w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.domain.events import LoaderStatusHeard
 from services.scheduler.domain.overlay import Overlay
-from services.scheduler.domain.shortlist import SHORTLIST
+from services.scheduler.domain.shortlist import FITTING, SHORTLIST
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
@@ -56,7 +56,7 @@ def test_the_soonest_of_many_is_found() -> None:
     assert [s.node for s in w.starts("a") + w.starts("b")] == ["n40", "n41"]
     plan = w.state.last_plan_of("a")
     assert plan is not None
-    assert len(plan.candidates) == SHORTLIST
+    assert len(plan.candidates) == FITTING
 
 
 def test_weights_of_another_revision_are_not_taken_for_the_models() -> None:

@@ -127,7 +127,7 @@ def test_nonsense_is_refused(world: World, fields: dict[str, str], code: str) ->
 
 
 def test_what_cannot_move_is_refused(world: World) -> None:
-    world.model("c", engine="llamacpp")
+    world.model("c", engine="ollama")
     assert world.answer(ask(world, serving(world, "c"))).code == "unsupported_parameter"
     source = serving(world)
     assert world.answer(ask(world, source, node=node_of(world, source.command.instance_id))).code == "invalid_request"
@@ -204,7 +204,7 @@ def test_a_drain_waits_for_room_and_then_for_its_bound(world: World) -> None:
 
 
 def test_a_drained_instance_that_cannot_move_is_left_to_finish(world: World) -> None:
-    world.model("c", engine="llamacpp")
+    world.model("c", engine="ollama")
     source = serving(world, "c")
     world.change_node(node_of(world, source.command.instance_id), "drain")
     world.tick(0.25)

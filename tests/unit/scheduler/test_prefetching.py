@@ -8,19 +8,28 @@ from hypothesis import strategies as st
 from services.scheduler.domain.effects import SendCancelPrefetch, SendPrefetch
 from services.scheduler.domain.events import LoaderStatusHeard, RemoveModelAsked
 from services.scheduler.domain.habits import Habit
-from services.scheduler.domain.prefetching import HORIZON_S, LIKELY, likelihood
-from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
+from services.scheduler.domain.prefetching import AGAIN_S, HORIZON_S, LIKELY, likelihood
+from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 
 ROOM = 1000 * MIB
 
 
-def tell(w: World, node: str = "n1", *, cached: tuple[str, ...] = (), used: int | None = None, queue_ms: float = 0.0) -> None:
+def tell(
+    w: World,
+    node: str = "n1",
+    *,
+    cached: tuple[str, ...] = (),
+    used: int | None = None,
+    queue_ms: float = 0.0,
+    segments: tuple[SegmentStatus, ...] = (),
+) -> None:
     held = tuple(CachedModel(weights_id=f"rev-/m/{name}", tier="dram", nbytes=100 * MIB) for name in cached)
     status = LoaderStatus(
         node=node,
         boot_id="b",
+        segments=segments,
         cached=held,
         dram_budget_bytes=ROOM,
         dram_bytes=len(held) * 100 * MIB if used is None else used,
@@ -93,6 +102,23 @@ def test_nothing_likelier_is_pushed_out() -> None:
     tell(w, cached=("never",), used=ROOM)
     w.tick(0.25)
     assert ("n1", "m", "dram") in prefetched(w)
+
+
+def test_one_that_its_loader_dropped_is_chosen_anew_after_a_while_and_one_under_way_is_not() -> None:
+    w = world()
+    tell(w)
+    w.tick(0.25)
+    assert len(prefetched(w)) == 1
+    w.tick(1.0)
+    under_way = (SegmentStatus(weights_id="rev-/m/m", model="m", segment="s", total_bytes=9, loaded_bytes=1, holders=("prefetch:1",)),)
+    tell(w, segments=under_way)
+    w.tick(AGAIN_S)
+    tell(w, segments=under_way)
+    w.tick(1.0)
+    assert len(prefetched(w)) == 1
+    tell(w)
+    w.tick(0.25)
+    assert prefetched(w) == [("n1", "m", "dram")] * 2
 
 
 def test_it_is_called_off_when_it_is_of_no_use() -> None:

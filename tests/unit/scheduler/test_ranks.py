@@ -17,7 +17,7 @@ from services.scheduler.domain.estimates import Forecast
 from services.scheduler.domain.heard import Estimate, Pause
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.ranks import Bookings
-from services.scheduler.domain.shortlist import CLEARED, SHORTLIST, shortlists
+from services.scheduler.domain.shortlist import CLEARED, FITTING, SHORTLIST, shortlists
 from services.scheduler.domain.state import ClusterState, Put, apply
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 
@@ -47,7 +47,7 @@ def scanned(d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast) -> 
 
     for fitting in ([b for b in usable if b.free >= need], [b for b in usable if b.coming >= need]):
         if fitting:
-            first = nsmallest(SHORTLIST, fitting, key=lambda b: (b.key in avoid, ms(b), b.free, b))
+            first = nsmallest(FITTING, fitting, key=lambda b: (b.key in avoid, ms(b), b.free, b))
             known = [b for b in usable if b.node in forecast.special and b.coming < need <= b.coming + b.idle]
             sooner = [b for b in known if forecast.on(b, leaving=True)[1] < ms(first[0])]
             yield [*first, *nsmallest(CLEARED, sooner, key=lambda b: (b.key in avoid, ms(b), b.idle_since, b))]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from services.scheduler.domain.values import value
 from shared.contracts.plans import Clearing as Clearing
 from shared.contracts.plans import ReadyBy
 
 Way = ReadyBy
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Cost:
     """Seconds. `total` is the critical path over `phases`, which may overlap; `spread` the parameters' learned mean absolute error."""
 

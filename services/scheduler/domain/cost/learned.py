@@ -10,7 +10,8 @@ The first measurement counts whole, but for the bound: a prior is as wrong as it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from services.scheduler.domain.values import value
 
 GAIN = 0.3
 """Share of the newest difference, once there have been a few."""
@@ -20,7 +21,7 @@ ROOM = 0.5
 """… but never less than this share of the value."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Parameter:
     """`error`: mean absolute error of what it predicted, in its own unit. `count` 0: a prior."""
 

@@ -25,7 +25,7 @@ async def answer_finds(gateway: Gateway) -> None:
             return
         ticket = gateway.ticket_named(asked.request_id)
         if ticket is not None:
-            found = RequestFound(gateway_id=gateway.id, request_id=ticket.id, instance_id=ticket.instance_id)
+            found = RequestFound(gateway_id=gateway.id, request_id=ticket.id, instance_id=ticket.instance_id, model=ticket.model)
             await message.respond(found.model_dump_json().encode())
 
     await gateway.mesh.nc.subscribe(subjects.FIND_REQUEST, cb=find)

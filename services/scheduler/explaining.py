@@ -9,12 +9,14 @@ from nats.js.errors import NotFoundError
 from pydantic import ValidationError
 
 from services.scheduler.adapters import clock
+from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.whatif import queue_place, suppose
 from shared.contracts import subjects
 from shared.contracts.admin import ExplainPlan, PlanExplained
+from shared.contracts.migration import RequestFound
 from shared.contracts.plans import PlanRecord
 from shared.contracts.traces import RequestTrace
 from shared.errors import InvalidRequest, NotFound, Unavailable
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 class Explainer:
     """Reads the loop's state, and what is older from the database and the stream of traces; changes nothing."""
 
-    def __init__(self, mesh: Mesh, state: ClusterState, repository: Repository, policy: Policy) -> None:
+    def __init__(self, mesh: Mesh, state: ClusterState, repository: Repository, policy: Policy, migrations: Migrations) -> None:
         self._mesh = mesh
+        self._migrations = migrations
         self._state = state
         self._repository = repository
         self._policy = policy
@@ -50,10 +53,9 @@ class Explainer:
             return await self._of_model(asked, name)
         if await self._find(name) is not None:
             return await self._of_plan(asked, name)
-        trace = await self._trace(name)
-        if trace is None:
-            raise NotFound(f"{name!r} is no model (see `thaw models list`), and no plan or finished request of the last seven days")
-        return await self._of_trace(asked, trace)
+        if (found := await self._of_known_request(asked, name)) is None:
+            raise NotFound(f"{name!r} is no model (see `thaw models list`), and no plan or request of the last seven days")
+        return found
 
     async def _of_plan(self, asked: ExplainPlan, plan_id: str) -> PlanExplained:
         plan = await self._find(plan_id)
@@ -62,12 +64,27 @@ class Explainer:
         return self._explained(asked, plan)
 
     async def _of_request(self, asked: ExplainPlan, request_id: str) -> PlanExplained:
-        trace = await self._trace(request_id)
-        if trace is None:
-            raise NotFound(
-                f"no trace of request {request_id!r}: it is not over yet, or is older than seven days", param="request_id"
-            )
-        return await self._of_trace(asked, trace)
+        if (found := await self._of_known_request(asked, request_id)) is None:
+            raise NotFound(f"no gateway has a request {request_id!r}, and no trace of the last seven days", param="request_id")
+        return found
+
+    async def _of_known_request(self, asked: ExplainPlan, request_id: str) -> PlanExplained | None:
+        """1. Of one that is over. 2. Of one that a gateway holds. None: it is neither."""
+        if (trace := await self._trace(request_id)) is not None:
+            return await self._of_trace(asked, trace)
+        if (running := await self._migrations.found(request_id)) is not None:
+            return await self._of_running(asked, request_id, running)
+        return None
+
+    async def _of_running(self, asked: ExplainPlan, request_id: str, running: RequestFound) -> PlanExplained:
+        """The plan that started what serves it; while it waits, what was decided for its model last."""
+        plan = None
+        if running.instance_id is not None:
+            instance = self._state.instances.get(running.instance_id)
+            plan = await self._find(instance.plan_id) if instance is not None else None
+            plan = plan or await self._repository.plan_of_instance(running.instance_id)
+        explained = self._explained(asked, plan) if plan is not None else await self._of_model(asked, running.model)
+        return explained.model_copy(update={"running": running.model_copy(update={"request_id": request_id})})
 
     async def _of_trace(self, asked: ExplainPlan, trace: RequestTrace) -> PlanExplained:
         """The plan that the request waited for; of one that met a ready instance, the plan that had started it."""

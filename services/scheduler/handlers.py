@@ -68,7 +68,7 @@ class Handlers:
         self._repository = repository
         self._policy = policy
         self._name = name
-        self._explainer = Explainer(mesh, loop.state, repository, policy)
+        self._explainer = Explainer(mesh, loop.state, repository, policy, migrations)
         self._migrations = migrations
         self._numbers = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[Message]] = {}

@@ -140,6 +140,7 @@ class RequestFound(Message):
     gateway_id: str
     request_id: str = Field(description="Its own name: those of its attempts have a number behind it.")
     instance_id: str | None = Field(default=None, description="None: it waits for an instance.")
+    model: str = ""
 
 
 MigrationState = Literal["asked", "preparing", "handing_over", "done", "given_up", "failed", "cancelled"]

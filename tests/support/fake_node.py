@@ -89,6 +89,8 @@ class FakeNode:
     fail_starts: list[ErrorBody] = field(default_factory=list)
     refuse_starts: list[ErrorBody] = field(default_factory=list)
     hold_starts: asyncio.Event | None = None
+    loads: bool = True
+    """Whether it is the node's loader too; else a real one is."""
     suspends: bool = False
     """Whether it can suspend; else it stops instead."""
     instances: dict[str, FakeInstance] = field(default_factory=dict)
@@ -103,9 +105,12 @@ class FakeNode:
     async def start(self) -> None:
         self._responders = [
             self.mesh.respond(subjects.node_command(self.node), NODE_COMMAND, self._command),
-            self.mesh.respond(subjects.loader_command(self.node), LOADER_COMMAND, self._loader, concurrent=True),
             self.mesh.listen(subjects.STATUS_WANTED, StatusWanted, self._wanted),
         ]
+        if self.loads:
+            self._responders.append(
+                self.mesh.respond(subjects.loader_command(self.node), LOADER_COMMAND, self._loader, concurrent=True)
+            )
         for responder in self._responders:
             await responder.start()
         self._spawn(self._beat())
@@ -171,12 +176,15 @@ class FakeNode:
 
     async def _beat(self) -> None:
         while True:
-            await self.mesh.publish(subjects.loader_status(self.node), LoaderStatus(node=self.node, boot_id=self.boot_id))
-            await self.publish()
+            await self._tell()
             await asyncio.sleep(self.status_s)
 
     async def _wanted(self, _: StatusWanted) -> None:
-        await self.mesh.publish(subjects.loader_status(self.node), LoaderStatus(node=self.node, boot_id=self.boot_id))
+        await self._tell()
+
+    async def _tell(self) -> None:
+        if self.loads:
+            await self.mesh.publish(subjects.loader_status(self.node), LoaderStatus(node=self.node, boot_id=self.boot_id))
         await self.publish()
 
     async def _command(self, command: NodeCommand) -> Message:

@@ -1,0 +1,110 @@
+"""A scheduler and a loader process together: a likely model is brought from afar while nobody waits, and makes way at once for one that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.scheduler.domain import prefetching
+from shared.contracts.loader import LoaderStatus
+from shared.contracts.models import ModelSpec
+from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.integration.loader.test_service import status_where
+from tests.integration.loader.tiers_server import Faults, TierServer
+from tests.integration.scheduler.conftest import Site, spec
+from tests.integration.scheduler.test_flow import ready
+from tests.support.fake_node import MIB, FakeNode
+from tests.support.servers import NatsServer
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+
+MB = 1_000_000
+STALLED_AT = 4 * MB
+
+
+@pytest.fixture
+def afar(tmp_path: Path) -> Iterator[TierServer]:
+    """The models `likely`, of 20 MB, which stops half-way until it is let go, and `wanted`."""
+    write_checkpoint(tmp_path / "www" / "likely", tensors(megabytes=20))
+    write_checkpoint(tmp_path / "www" / "wanted", tensors(megabytes=2, seed=1))
+    server = TierServer(tmp_path / "www")
+    server.faults = Faults(suffix="likely/model.safetensors", stall_from=STALLED_AT)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def loader(own_nats: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
+    process = LoaderProcess(own_nats.url, tmp_path / "home", "node-0")
+    process.environment |= {"THAW_DRAM_BYTES": str(100 * MB), "THAW_CACHE_BYTES": str(100 * MB)}
+    process.home.mkdir()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+async def node(site: Site) -> FakeNode:
+    """Its one device is taken by a pinned model, but for 200 MiB; its engines are fakes, its loader is a process."""
+    return await site.node(budget=1000 * MIB, loads=False)
+
+
+async def begin(site: Site, loader: LoaderProcess, afar: TierServer) -> Client:
+    """`likely` has been asked for twice, and had no room."""
+    loader.start()
+    client = Client(site.mesh, loader.node)
+    await client.until_served()
+    write_checkpoint(loader.home / "full", tensors(megabytes=1, seed=2))
+    site.scheduler()
+    await site.add(
+        ModelSpec(name="full", source=str(loader.home / "full"), pin=True, memory=800 * MIB),
+        spec("likely", memory=900 * MIB).model_copy(update={"source": f"{afar.url}/likely"}),
+        spec("wanted", memory=150 * MIB).model_copy(update={"source": f"{afar.url}/wanted"}),
+    )
+    (node,) = site.nodes
+    await site.demand("full", 1)
+    await site.until(lambda: ready(node, "full"))
+    await site.demand("full", 0)
+    for _ in range(2):
+        assert (await site.demand("likely", 1)).outlook == "waiting"
+        await site.demand("likely", 0)
+    return client
+
+
+def holds(tier: str, name: str = "likely") -> Callable[[LoaderStatus], bool]:
+    return lambda s: any(c.tier == tier and (c.source or "").endswith(name) for c in s.cached)
+
+
+async def test_a_likely_model_comes_into_memory_but_not_while_a_request_needs_the_link(
+    site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetching, "AGAIN_S", 0.5)
+    client = await begin(site, loader, afar)
+    await status_where(client, "node-0", lambda s: any(x.model == "likely" for x in s.segments))
+    assert not holds("dram")(await status_where(client, "node-0", lambda s: True))
+    await site.demand("wanted", 1)
+    dropped = await status_where(client, "node-0", lambda s: not any(x.model == "likely" for x in s.segments))
+    assert not holds("dram")(dropped)
+    loaded = await status_where(
+        client, "node-0", lambda s: any(x.model == "wanted" and x.loaded_bytes == x.total_bytes for x in s.segments)
+    )
+    assert not holds("dram")(loaded)
+    await site.until(lambda: ready(node, "wanted"))
+    await site.demand("wanted", 0)
+    afar.faults = Faults()
+    afar.let_go.set()
+    await status_where(client, "node-0", holds("dram"))
+
+
+async def test_what_memory_does_not_take_comes_to_the_disk(
+    site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer
+) -> None:
+    loader.environment["THAW_DRAM_BYTES"] = str(1 * MB)
+    afar.faults = Faults()
+    client = await begin(site, loader, afar)
+    there = await status_where(client, "node-0", holds("ssd"))
+    assert not holds("dram")(there)
+    requests = len(afar.asked("likely/model.safetensors"))
+    assert requests
+    await client.attach("i", await client.card(f"{afar.url}/likely", "likely"))
+    assert len(afar.asked("likely/model.safetensors")) == requests, "its bytes lie on the disk"

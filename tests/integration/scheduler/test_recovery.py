@@ -1,0 +1,70 @@
+"""What bench/scheduler_recovery.py times, on a small mesh: everything comes back, and the first decision is the one that a leader with it all
+in memory makes."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import SecretStr
+
+from bench.scheduler import NOW, POLICY, Cluster
+from bench.scheduler_recovery import PLANS, Times, fill, term
+from services.scheduler.adapters.catalog import Catalog, ensure_streams
+from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.leadership import leadership
+from services.scheduler.adapters.repository import Repository
+from services.scheduler.domain import decide
+from services.scheduler.domain.effects import SendStart
+from services.scheduler.domain.events import DemandHeard
+from services.scheduler.domain.heard import ANYWHERE
+from services.scheduler.domain.state import ClusterState, Put, apply
+from shared.contracts.demand import Demand
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.servers import NatsServer
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster(32, 2, cold=30)
+
+
+async def test_a_new_leader_has_everything_back_and_places_the_first_request(
+    own_nats: NatsServer, database_url: str, cluster: Cluster
+) -> None:
+    engine, mesh = connect(database_url), Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
+    times: Times = {}
+    try:
+        await migrate(engine)
+        await mesh.start()
+        await ensure_streams(mesh.nc.jetstream())
+        catalog, repository = Catalog(mesh.nc.jetstream()), Repository(engine)
+        async with leadership(plain_url(database_url)) as lead:
+            await fill(repository, lead.epoch, cluster)
+        await catalog.reconcile([m.card for m in cluster.state.models.values()])
+        for _ in range(2):
+            await term(database_url, repository, catalog, cluster, times)
+        assert {name: len(taken) for name, taken in times.items()} == {"load": 2, "catalogue": 2, "first": 2, "in all": 2}
+        async with leadership(plain_url(database_url)) as lead:
+            state = await repository.load(lead.epoch, NOW)
+        before = cluster.state
+        assert (state.models, state.nodes, state.instances) == (before.models, before.nodes, before.instances)
+        assert {c.name for c in (await catalog.read()).values()} == set(before.models)
+        assert len(state.plans) <= PLANS
+        assert {e.node for e in state.estimates.values() if e.model} == set(before.nodes) - {ANYWHERE}
+        assert set(state.kept_on) == {f"revision-{n}" for n in range(10)}
+        assert _first(_heard(state, before), cluster.cold[0]) == _first(_heard(before, before), cluster.cold[0])
+    finally:
+        await mesh.stop()
+        await engine.dispose()
+
+
+def _heard(state: ClusterState, before: ClusterState) -> ClusterState:
+    """With what nodes and loaders report anew, in a term of its own."""
+    state.epoch, state.recovered_at = 9, NOW - 100
+    apply(state, [Put(e) for e in (*before.presence.values(), *before.seen.values(), *before.loaders.values())])
+    return state
+
+
+def _first(state: ClusterState, model: str) -> list[tuple[str, tuple[str, ...]]]:
+    decision = decide(state, DemandHeard(NOW, Demand(gateway="g", model=model, waiting=1), "w"), NOW, POLICY)
+    return [(e.node, e.command.device_ids) for e in decision.effects if isinstance(e, SendStart)]

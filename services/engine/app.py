@@ -21,6 +21,7 @@ from nats.errors import Error as NatsError
 from services.engine import loading
 from services.engine.adapters import Adapters
 from services.engine.batcher import Batcher
+from services.engine.early import EarlyAdapters
 from services.engine.events import Event
 from services.engine.moving import Moving
 from services.engine.serving import Serving
@@ -37,6 +38,7 @@ from shared.contracts.engine import (
     DropAdapter,
     EngineControl,
     EngineStart,
+    LoadAdapter,
     PingEngine,
     ProbeEngine,
     SleepEngine,
@@ -79,6 +81,7 @@ class Engine:
         self._connected = False
         self._weights = Weights(self._mesh, start)
         self._adapters: Adapters | None = None
+        self._early = EarlyAdapters(self._weights, start.instance_id, start.kv_bytes if start.card.info.task == "generate" else 0)
         self._owner: str | None = None
         self._owner_gone = asyncio.Event()
 
@@ -186,6 +189,7 @@ class Engine:
             bind = partial(loading.bind_adapter, computable)
             shelf = LoaderShelf(self._start.instance_id, self._weights, self._batcher, bind, self._files)
             self._adapters = Adapters(shelf, computable.room, self._start.card.spec.keep_alive, self._reporter.changed)
+            self._early.bound(self._adapters)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
         self._requests = await self._mesh.nc.subscribe(subjects.infer(self._start.instance_id), cb=self._serving.on_message)
         await self._mesh.flush(int(_FLUSH_WITHIN_S))
@@ -210,7 +214,10 @@ class Engine:
                 self._serving.drain(only_if_idle=only_if_idle)
                 log.info("draining", extra={"reason": reason})
                 self._reporter.enter("draining")
+            case LoadAdapter(card=card):
+                self._early.load(card)
             case DropAdapter(name=name):
+                self._early.drop(name)
                 if self._adapters is not None:
                     self._adapters.drop(name)
             case SleepEngine(level=level):

@@ -17,10 +17,11 @@ from services.gateway.adapters.model_files import ModelFiles
 from services.gateway.domain.ask import Ask
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.ticket import Ticket
+from services.gateway.domain.early import EarlyAdapters, Told
+from services.gateway.domain.ticket import Stage, Ticket
 from services.gateway.exchange import Exchange
-from services.gateway.keyed import Keyed
 from services.gateway.inquiries import Inquiries
+from services.gateway.keyed import Keyed
 from services.gateway.recording import Origin, Recorder
 from services.gateway.settings import GatewaySettings
 from services.gateway.sink import Sink
@@ -47,11 +48,12 @@ class Gateway:
         self.recorder = recorder
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = Engines(mesh, self.id)
-        self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         self._inquiries = Inquiries(mesh, self.dispatcher)
+        self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         self.keys = Keys(settings, KeyStore(mesh))
         self.lengths = Lengths(ModelFiles(mesh, self.dispatcher.routes.nodes))
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
+        self._early = EarlyAdapters()
         self._open: dict[str, Exchange] = {}
         self._named: dict[str, str] = {}
         self._keyed: dict[str, Keyed] = {}
@@ -83,9 +85,11 @@ class Gateway:
         self._named[origin.request_id] = ticket.id
         if key is None:
             self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)
+            self._want_adapter(exchange)
             return exchange
         keyed = Keyed(self.id, self.idempotency, self.dispatcher, self.engines, exchange, *key)
         exchange.key = self._keyed[ticket.id] = keyed
+        self._want_adapter(exchange)
         task = asyncio.create_task(keyed.run(), name="idempotency key")
         self._keyed_tasks.add(task)
         task.add_done_callback(self._keyed_tasks.discard)
@@ -130,19 +134,21 @@ class Gateway:
     def fail(self, ticket: Ticket, error: ThawError) -> None:
         self._open[ticket.id].fail(error)
 
-    def requeued(self, ticket: Ticket) -> None:
-        self._open[ticket.id].requeued()
-
-    def demand(self, demand: Demand) -> None:
     def inquire(self, ticket: Ticket) -> None:
         self._inquiries.ask(ticket)
 
+    def requeued(self, ticket: Ticket) -> None:
+        self._open[ticket.id].requeued()
+        self._want_adapter(self._open[ticket.id])
+
+    def demand(self, demand: Demand) -> None:
         self._demand.tell(demand)
 
     # Events from the mesh.
 
     async def on_status(self, status: NodeStatus) -> None:
         self.dispatcher.on_status(status, time.monotonic())
+        self._tell_of_adapters(self._early.heard(status, self.dispatcher.waiting))
 
     async def on_load_failed(self, event: LoadFailed) -> None:
         self.dispatcher.on_load_failed(event, time.monotonic())
@@ -155,6 +161,16 @@ class Gateway:
             for route in self.dispatcher.routes.all():
                 if route.status.state is InstanceState.READY:
                     self.engines.drop_adapter(route.status.instance_id, name)
+
+    def _want_adapter(self, exchange: Exchange) -> None:
+        """An adapter comes beside its base, where that is under way."""
+        adapter = exchange.ask.adapter
+        if adapter is not None and exchange.ticket.stage in (Stage.NEW, Stage.QUEUED):
+            self._tell_of_adapters(self._early.want(exchange.ticket.model, adapter))
+
+    def _tell_of_adapters(self, told: list[Told]) -> None:
+        for instance_id, adapter in told:
+            self.engines.load_adapter(instance_id, adapter)
 
     def _on_noted(self, demand: Demand, noted: DemandNoted) -> None:
         self.dispatcher.on_noted(demand.model, noted, time.monotonic())

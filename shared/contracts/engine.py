@@ -167,11 +167,20 @@ class DropAdapter(Request):
     name: str
 
 
+class LoadAdapter(Request):
+    """Requests for this adapter wait for the instance: its weights come beside the model's, and are attached as soon as the model is bound.
+    Harmless where it is loaded, and where it cannot be: the request that asks for it hears why."""
+
+    kind: Literal["load_adapter"] = "load_adapter"
+    card: ModelCard
+
+
 EngineControl = Annotated[
     PingEngine
     | DrainEngine
     | CancelInfer
     | DropAdapter
+    | LoadAdapter
     | SleepEngine
     | WakeEngine
     | ProbeEngine

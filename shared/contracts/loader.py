@@ -1,8 +1,8 @@
 """Between schedulers, nodeagents, engines and the loader of a node.
 
 Weights lie in one shared-memory segment per model revision and node, held by every instance that asked for them; when the last holder lets
-go they stay in memory for the next one as long as the DRAM budget has room, or are removed. Layout of a segment: one page of
-`SegmentHeader` (see services/loader/format/segment.py), the index as JSON, then the bytes of the weight files, page-aligned.
+go they stay in memory for the next one as long as the DRAM budget has room, or are removed. The layout of a segment is
+shared/contracts/segment.py's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from shared.contracts.segment import ArenaHandle, Extent
 
 
 def adapter_holder(instance_id: str, number: int) -> str:
-    """Who holds the weights of the `number`th adapter that the engine of `instance_id` loads; let go with the instance at the latest."""
+    """Who holds the weights of the `number`th adapter that the engine of `instance_id` loads (from 1 on; from 0 downwards: that come while it
+    starts); let go with the instance at the latest."""
     return f"{instance_id}+{number}"
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from shared.contracts import subjects
 from shared.contracts.loader import LoaderStatus, instance_of
+from tests.integration.loader.tiers_server import TierServer
 from tests.support.adapters import write_adapter
 from tests.support.launcher import Thaw, until
 
@@ -138,6 +139,39 @@ async def test_an_engine_that_dies_lets_go_of_its_adapters(
         assert await text(clients, "one:sql") == before
     finally:
         await nc.close()
+
+
+async def test_an_adapter_comes_while_its_base_is_still_loaded(mesh: Thaw, clients: openai.AsyncOpenAI) -> None:
+    """The base's last bytes are kept back until the adapter's are all in memory: one after the other would never end."""
+    adapter = write_adapter(mesh.home / "adapters" / "near", mesh.home / "models" / "three", seed=9, strength=0.5)
+    server = TierServer(mesh.home / "models")
+    heard: asyncio.Queue[LoaderStatus] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(LoaderStatus.model_validate_json(message.data))
+
+    nc = await nats.connect(mesh.endpoints["nats_url"])
+    try:
+        mesh.json("models", "add", "far", f"{server.url}/three")
+        mesh.json("models", "add", "near", str(adapter), "--base", "far")
+        server.faults.stall_after = 300_000
+        await nc.subscribe(subjects.ALL_LOADER_STATUS, cb=hear)
+        asked = asyncio.create_task(text(clients, "near"))
+        async with asyncio.timeout(60):
+            while True:
+                there = {s.model: s for s in (await heard.get()).segments}
+                if "near" in there and there["near"].loaded_bytes == there["near"].total_bytes > 0:
+                    break
+        assert there["far"].loaded_bytes < there["far"].total_bytes
+        assert {instance_of(h) for h in there["near"].holders} == set(there["far"].holders)
+        assert not asked.done()
+        server.faults.stall_after = None
+        server.let_go.set()
+        assert await asked != await text(clients, "far")
+    finally:
+        await nc.close()
+        await asyncio.to_thread(server.close)
+        mesh.json("models", "rm", "far", "--with-adapters")
 
 
 async def test_a_converted_adapter_answers_the_same_and_leaves_with_its_registration(

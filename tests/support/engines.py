@@ -157,6 +157,10 @@ class Engines:
         assert found is not None
         return found
 
+    def is_ready(self, instance_id: str) -> bool:
+        """Whether it has said so."""
+        return any(r.state == "ready" for r in self.reports.get(instance_id, ()))
+
     async def settled(self, instance_id: str) -> EngineReport:
         return await self.reported(instance_id, lambda r: r.state in ("ready", "failed"))
 

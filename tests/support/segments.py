@@ -121,6 +121,7 @@ class FakeLoader:
         self._segments: dict[str, WrittenSegment] = {}
         self.asked: list[str] = []
         self.holders: list[str] = []
+        self._asked = asyncio.Condition()
         self.released: asyncio.Queue[str] = asyncio.Queue()
         if not hold:
             self._complete.set()
@@ -128,6 +129,11 @@ class FakeLoader:
     async def start(self) -> None:
         await self._mesh.respond(subjects.loader_command(self._node), LOADER_COMMAND, self._answer, concurrent=True).start()
         await self._mesh.nc.flush()
+
+    async def held(self, holders: set[str]) -> None:
+        """Returns when all of them have asked for weights."""
+        async with self._asked:
+            await self._asked.wait_for(lambda: holders <= set(self.holders))
 
     def hold_data(self) -> None:
         self._complete.clear()
@@ -147,7 +153,9 @@ class FakeLoader:
 
     async def _attach(self, command: AttachWeights) -> WeightsAttached:
         self.asked.append(command.until)
-        self.holders.append(command.instance_id)
+        async with self._asked:
+            self.holders.append(command.instance_id)
+            self._asked.notify_all()
         directory = command.card.spec.source
         segment = self._segments.get(directory)
         if segment is None:

@@ -13,11 +13,13 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from services.gateway.domain.ask import sent_card
 from services.gateway.exchange import Exchange
 from shared.contracts import subjects
 from shared.contracts.base import CONTRACT_VERSION
-from shared.contracts.engine import DropAdapter
+from shared.contracts.engine import DropAdapter, LoadAdapter
 from shared.contracts.inference import CancelInfer
+from shared.contracts.models import ModelCard
 from shared.errors import PayloadTooLarge
 from shared.messaging import Mesh
 
@@ -111,6 +113,16 @@ class Engines:
         """Tell an instance that the adapter is registered no longer."""
         message = DropAdapter(name=name).model_dump_json().encode()
         self._outbox.put_nowait((None, subjects.engine_control(instance_id), message, "", None))
+
+    def load_adapter(self, instance_id: str, adapter: ModelCard) -> None:
+        """Tell an instance that starts of an adapter that requests wait for."""
+        message = {
+            "v": CONTRACT_VERSION,
+            "kind": "load_adapter",
+            "deadline_ms": LoadAdapter.DEADLINE_MS,
+            "card": sent_card(adapter),
+        }
+        self._outbox.put_nowait((None, subjects.engine_control(instance_id), json.dumps(message).encode(), "", None))
 
     def forget(self, exchange: Exchange) -> None:
         """No message of this request's present attempt is wanted any more."""

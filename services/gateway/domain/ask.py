@@ -37,5 +37,10 @@ class Ask:
         if self.route:
             fields |= {"route": self.route, "query": self.query, "headers": dict(self.headers)}
         if self.adapter is not None:
-            fields["adapter"] = self.adapter.model_dump(mode="json", exclude=_NOT_SENT, exclude_defaults=True)
+            fields["adapter"] = sent_card(self.adapter)
         return fields if self.is_json else fields | {"content_type": self.content_type}
+
+
+def sent_card(adapter: ModelCard) -> dict[str, Any]:
+    """An adapter's card, as far as an engine needs it."""
+    return adapter.model_dump(mode="json", exclude=_NOT_SENT, exclude_defaults=True)

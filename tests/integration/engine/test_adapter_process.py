@@ -11,7 +11,7 @@ import pytest
 
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.engine import DropAdapter, EngineReport, PingEngine
+from shared.contracts.engine import DropAdapter, EngineReport, LoadAdapter, PingEngine
 from shared.contracts.inference import InferFailed, InferFinished
 from shared.contracts.loader import adapter_holder
 from shared.contracts.models import ModelCard
@@ -123,3 +123,65 @@ async def test_a_request_cancelled_while_its_adapter_loads_leaves_nothing(
     finally:
         loader.close()
         await client.close()
+
+
+@pytest.fixture
+async def starting(
+    engines: Engines, mesh: Mesh, zygote: ZygoteProcess, demo_directory: Path
+) -> AsyncIterator[tuple[FakeLoader, str]]:
+    """An engine that waits for its weights' bytes."""
+    loader = FakeLoader(mesh, engines.node, hold=True)
+    await loader.start()
+    client = await zygote.connect()
+    start = engines.spec(card_of(demo_directory, engine_args={"adapter_cache_bytes": 60_000}))
+    client.send(start.model_dump_json().encode())
+    await engines.reported(start.instance_id, lambda r: r.state == "loading")
+    yield loader, start.instance_id
+    loader.close()
+    await client.close()
+
+
+async def tell(engines: Engines, instance: str, *cards: ModelCard) -> None:
+    for card in cards:
+        await engines.mesh.request(subjects.engine_control(instance), LoadAdapter(card=card), Done)
+
+
+async def test_adapters_come_beside_a_base_that_is_still_loaded(
+    engines: Engines, starting: tuple[FakeLoader, str], cards: list[ModelCard]
+) -> None:
+    loader, instance = starting
+    await tell(engines, instance, cards[0], cards[0], cards[1])
+    early = {adapter_holder(instance, 0), adapter_holder(instance, -1)}
+    await asyncio.wait_for(loader.held(early), 30)
+    assert not engines.is_ready(instance), "the base's bytes have not come"
+    loader.release_data()
+    assert (await engines.settled(instance)).state == "ready"
+    attached = await engines.reported(instance, lambda r: len(r.load.adapters) == 2)
+    assert {a.name for a in attached.load.adapters} == {"a", "b"}, "attached without a request"
+    assert {await asyncio.wait_for(loader.released.get(), 30) for _ in early} == early
+    assert len({await answer(engines, instance, card) for card in (None, *cards[:2])}) == 3
+    assert set(loader.holders) == {instance, *early, adapter_holder(instance, 1), adapter_holder(instance, 2)}
+
+
+async def test_what_cannot_come_early_is_left_to_the_request(
+    engines: Engines, starting: tuple[FakeLoader, str], cards: list[ModelCard], tmp_path: Path, demo_directory: Path
+) -> None:
+    loader, instance = starting
+    large = adapter_card(write_adapter(tmp_path / "l", demo_directory, rank=64), "l")
+    await tell(engines, instance, cards[0], large)
+    await asyncio.wait_for(loader.held({adapter_holder(instance, -1)}), 30)
+    await engines.mesh.request(subjects.engine_control(instance), DropAdapter(name="a"), Done)
+    assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, 0)
+    loader.release_data()
+    assert (await engines.settled(instance)).state == "ready"
+    assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, -1), "larger than the room"
+    assert (await failure(engines, instance, large)).error.code == "insufficient_memory"
+    assert await answer(engines, instance, cards[0])
+
+
+async def test_an_engine_that_is_ready_attaches_what_it_is_told_of(
+    engines: Engines, loader: FakeLoader, instance: str, cards: list[ModelCard]
+) -> None:
+    await tell(engines, instance, cards[2])
+    attached = await engines.reported(instance, lambda r: bool(r.load.adapters))
+    assert [a.name for a in attached.load.adapters] == ["c"]

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -14,6 +15,8 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
+hypothesis.settings.register_profile("thaw", deadline=None)  # how long an example takes says how busy the machine is
+hypothesis.settings.load_profile("thaw")
 _databases = itertools.count(1)
 _TESTS = Path(__file__).parent
 _ALONE = dict.fromkeys(

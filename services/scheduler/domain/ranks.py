@@ -96,7 +96,7 @@ class Bookings(dict[str, Booking]):
             self.classes[after.bytes_per_second].replace(None, after)
 
     def _order_classes(self) -> None:
-        self.fastest_first = sorted(self.classes.items(), key=lambda c: -(c[0] or DEFAULT_BYTES_PER_SECOND))
+        self.fastest_first = sorted(self.classes.items(), key=lambda c: (-(c[0] or DEFAULT_BYTES_PER_SECOND), c[0] is None))
 
 
 def _room(b: Booking) -> tuple[bool, int, str]:

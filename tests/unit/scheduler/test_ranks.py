@@ -124,9 +124,10 @@ def test_a_table_made_anew_has_the_same_orders(d: Draft) -> None:
     assert isinstance(kept, Bookings)
     anew = Bookings(kept.items())
     assert (kept.classes, kept.roomiest, kept.budgets) == (anew.classes, anew.roomiest, anew.budgets)
+    assert kept.fastest_first == anew.fastest_first
     copied = d.origin.fork().bookings
     assert isinstance(copied, Bookings)
     for key in list(copied):
         del copied[key]
-    assert (copied.classes, copied.roomiest, copied.budgets) == ({}, [], [])
+    assert (copied.classes, copied.fastest_first, copied.roomiest, copied.budgets) == ({}, [], [], [])
     assert len(kept) == NODES * DEVICES

@@ -87,8 +87,11 @@ def second_test_bed(system: str, slower: float = 1.0, gather: float = c.GATHER.v
     return ClusterFile(nodes=(a10, v100), runtime=runtime(system, start, system in ("serverlessllm", "hydraserve-cache"), gather))
 
 
-def group(name: str, model: str, application: str, copies: int, scaled: float = 1.0, kv_per_token_mb: float = 0.5) -> ModelGroup:
+def group(
+    name: str, model: str, application: str, copies: int, scaled: float = 1.0, kv_per_token_mb: float = 0.5, table3: bool = False
+) -> ModelGroup:
     size = "13B" if "13B" in model else "7B"
+    slo_ttft = c.TABLE3_SUMMARIZATION[size] if table3 and application == "summarization" else c.SLO_TTFT[application][size]
     return ModelGroup(
         name=name,
         copies=copies,
@@ -97,23 +100,30 @@ def group(name: str, model: str, application: str, copies: int, scaled: float = 
         kv_mb_per_token=kv_per_token_mb,
         service=Batching(prefill_tokens_per_second=c.PREFILL[size], tpot_ms=c.TPOT_MS[size], concurrency=int(c.BATCH.value)),
         kinds=frozenset({"v100"}) if size == "13B" else frozenset(),
-        slo_ttft=c.SLO_TTFT[application][size] * scaled,
+        slo_ttft=slo_ttft * scaled,
         slo_tpot=c.SLO_TPOT[application][size] * scaled,
         keep_alive=c.KEEP_ALIVE_S.value,
         replicas_max=16,
     )
 
 
-def applications(scaled: float = 1.0, copies: int = c.INSTANCES) -> tuple[ModelGroup, ...]:
+def applications(scaled: float = 1.0, copies: int = c.INSTANCES, table3: bool = False) -> tuple[ModelGroup, ...]:
     """Table 3: three applications, two models, 64 instances of each."""
     pairs = product(c.SLO_TTFT, ("Llama2-7B", "Llama2-13B"))
-    return tuple(group(f"{a}-{m}", m, a, copies, scaled) for a, m in pairs)
+    return tuple(group(f"{a}-{m}", m, a, copies, scaled, table3=table3) for a, m in pairs)
 
 
 def end_to_end(
-    profile: Profile, cv: float, rate: float, seconds: float, scaled: float = 1.0, zipf: float = c.ZIPF.value, **more: float
+    profile: Profile,
+    cv: float,
+    rate: float,
+    seconds: float,
+    scaled: float = 1.0,
+    zipf: float = c.ZIPF.value,
+    table3: bool = False,
+    **more: float,
 ) -> Case:
-    models = applications(scaled)
+    models = applications(scaled, table3=table3)
     names = tuple(names_of(list(models)))
     lengths = tuple(c.LENGTHS[n.split("-", 1)[0]] for n in names)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import pytest
 
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
+from tests.support.otlp import OtlpReceiver
+from tests.support.servers import free_port
 
 MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "50"))
 """A nightly run asks for a thousand."""
@@ -22,8 +25,16 @@ TOKENS = 900
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Roomy]:
-    thaw = Roomy()
+def receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def mesh(receiver: OtlpReceiver) -> Iterator[Roomy]:
+    port = str(free_port())
+    thaw = Roomy(THAW_OTLP_ENDPOINT=receiver.grpc_url, OTEL_BSP_SCHEDULE_DELAY="200", THAW_MIGRATOR_METRICS_PORT=port)
     try:
         thaw.begin(3, room=1.5, max_model_len=1024, max_concurrency=8)
         thaw.json("wake", "one")
@@ -52,7 +63,7 @@ def test_a_stream_moves_and_its_client_notices_nothing(mesh: Roomy, undisturbed:
     stream = Stream(mesh.url, BODIES[0]).start()
     assert stream.opened.wait(30)
     _, node = mesh.place("one")
-    answer = mesh.order(request_id=stream.request_id, node="node-1" if node == "node-0" else "node-0")
+    answer = mesh.order(request_id=stream.request_id, node=other(node))
     stream.result().assert_same(undisturbed[0])
     (record,) = answer["migrations"]
     assert record["state"] == "done"
@@ -61,6 +72,39 @@ def test_a_stream_moves_and_its_client_notices_nothing(mesh: Roomy, undisturbed:
     assert moved["pause_ms"] > 0
     document = mesh.json("trace", stream.request_id)
     assert [m["migration_id"] for m in document["migrations"]] == [record["migration_id"]]
+
+
+def test_a_move_is_told_of_everywhere(mesh: Roomy, receiver: OtlpReceiver, undisturbed: list[Stream]) -> None:
+    """A trace of its own with its rounds, linked with the request's both ways; `thaw trace` draws it, `thaw ps` counts it, metrics too."""
+    stream = Stream(mesh.url, BODIES[0]).start()
+    assert stream.opened.wait(30)
+    _, node = mesh.place("one")
+    (record,) = mesh.order(request_id=stream.request_id, node=other(node))["migrations"]
+    stream.result().assert_same(undisturbed[0])
+    migration = receiver.wait_for("migrate one", lambda s: s.trace_id.hex() == record["traceparent"].split("-")[1])
+    request = receiver.wait_for("text_completion one", lambda s: migration.trace_id in {link.trace_id for link in s.links})
+    assert request.trace_id in {link.trace_id for link in migration.links}
+    assert receiver.wait_for("round", lambda s: s.trace_id == migration.trace_id).parent_span_id == migration.span_id
+    assert "move" in {e.name for e in request.events}
+    until(lambda: mesh.inside("trace", stream.request_id, "--json")[0] == 0, what="the request's trace is written")
+    _, drawn = mesh.inside("trace", stream.request_id)
+    assert "went on elsewhere" in drawn
+    assert "round 1:" in drawn
+    assert record["traceparent"].split("-")[1] in drawn
+    handovers = mesh.json("trace", stream.request_id)["request"]["handovers"]
+    assert [(h["kind"], h["migration_id"]) for h in handovers] == [("move", record["migration_id"])]
+    migrated = mesh.json("ps")["migrated"]
+    assert migrated["requests"] >= 1
+    assert migrated["outcomes"]["done"] >= 1
+    gateway = httpx.get(f"{mesh.url}/metrics", timeout=10).text
+    assert re.search(r'thaw_requests_pause_seconds_count\{.*thaw_kind="move".*\} [1-9]', gateway)
+    migrator = httpx.get(f"http://127.0.0.1:{mesh.environment['THAW_MIGRATOR_METRICS_PORT']}/metrics", timeout=10).text
+    for name in ("pause_seconds_count", "rounds_total", "tokens_total", "moved_tokens_total", "requests_total"):
+        assert re.search(rf"thaw_migration_{name}\{{.*\}} [1-9]", migrator), name
+
+
+def other(node: str) -> str:
+    return "node-1" if node == "node-0" else "node-0"
 
 
 def test_a_request_that_is_over_cannot_move(mesh: Roomy, undisturbed: list[Stream]) -> None:
@@ -104,18 +148,36 @@ class Load:
         self.over = threading.Event()
         self.faults: list[str] = []
         self.ended = 0
-        self.running: dict[int, Stream] = {}
         self.threads = [threading.Thread(target=self._run, args=(i,), name="load") for i in range(STREAMS)]
+        self._running: dict[int, Stream] = {}
+        self._changed = threading.Condition()
 
     def _run(self, number: int) -> None:
+        which = number % len(BODIES)
         while not self.over.is_set() and not self.faults:
-            which = number % len(BODIES)
-            stream = self.running[number] = Stream(self.mesh.url, BODIES[which]).start()
+            stream = Stream(self.mesh.url, BODIES[which]).start()
+            stream.opened.wait(60)
+            self._note(number, stream)
             try:
                 stream.result().assert_same(self.undisturbed[which])
                 self.ended += 1
             except AssertionError as e:
                 self.faults.append(f"{stream.request_id}: {e}")
+            self._note(number, None)
+
+    def _note(self, number: int, stream: Stream | None) -> None:
+        with self._changed:
+            if stream is None:
+                del self._running[number]
+            else:
+                self._running[number] = stream
+            self._changed.notify_all()
+
+    def any(self, draw: random.Random) -> Stream | None:
+        """One of the streams that are under way; None: none comes any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running or self.faults, 60)
+            return self._running[draw.choice(sorted(self._running))] if self._running else None
 
     def __enter__(self) -> Load:
         for thread in self.threads:
@@ -139,9 +201,8 @@ def test_many_random_moves_under_load(mesh: Roomy, undisturbed: list[Stream]) ->
     with Load(mesh, undisturbed) as load:
         while done < MOVES and not load.faults:
             assert time.monotonic() < deadline, f"{done} moves of {MOVES}, {tried} tried: {states}"
-            stream = load.running.get(draw.randrange(STREAMS))
-            if stream is None or not stream.request_id or not stream.thread.is_alive():
-                time.sleep(0.01)
+            stream = load.any(draw)
+            if stream is None:
                 continue
             tried += 1
             try:

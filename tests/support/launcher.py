@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from shared.contracts.segment import segment_prefix
@@ -126,6 +127,31 @@ class Thaw:
         """Instances of a model that are ready."""
         cluster = self.json("ps")
         return [i for n in cluster["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
+
+    def ready(self) -> bool:
+        """Whether the gateway says so."""
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=5).is_success
+        except httpx.HTTPError:
+            return False
+
+    def kill(self, service: str) -> int:
+        """kill -9; the pid that was."""
+        process = psutil.Process(self.pid(service))
+        process.kill()
+        psutil.wait_procs([process], timeout=10)
+        return process.pid
+
+    def replaced(self, service: str, old: int) -> bool:
+        """Whether the supervisor has started another one."""
+        try:
+            return self.pid(service) != old
+        except (KeyError, TypeError):
+            return False
+
+    def await_replaced(self, service: str, old: int) -> None:
+        until(lambda: self.replaced(service, old), what=f"{service} is started again")
+        until(self.ready, what="the gateway is ready")
 
     def last_words(self) -> str:
         """The ends of all logs, for a test that fails."""

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from shared.contracts.models import ModelSpec
@@ -74,30 +73,7 @@ class Victim(Thaw):
         """One for each engine ever started."""
         return {p.name for p in (self.home / "nodes" / "node-0" / "logs").glob("*.engine.log")}
 
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/ready", timeout=5).is_success
-        except httpx.HTTPError:
-            return False
-
     # What is done to it.
-
-    def kill(self, service: str) -> int:
-        """kill -9; the pid that was."""
-        pid = self.pid(service)
-        kill(pid)
-        return pid
-
-    def replaced(self, service: str, old: int) -> bool:
-        """Whether the supervisor has started another one."""
-        try:
-            return self.pid(service) != old
-        except (KeyError, TypeError):
-            return False
-
-    def await_replaced(self, service: str, old: int) -> None:
-        until(lambda: self.replaced(service, old), what=f"{service} is started again")
-        until(self.ready, what="the gateway is ready")
 
     def make_cold(self, model: str) -> None:
         """Asked for until it is so: the demand of a gateway that was killed may wake the model once more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -55,9 +56,10 @@ class OtlpReceiver:
                 self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
             self._arrived.notify_all()
 
-    def wait_for(self, name: str, within: float = 20.0) -> Span:
+    def wait_for(self, name: str, wanted: Callable[[Span], bool] = lambda s: True, within: float = 20.0) -> Span:
+        """The first such span."""
         with self._arrived:
-            found = self._arrived.wait_for(lambda: next((s for _, s in self.spans if s.name == name), None), within)
+            found = self._arrived.wait_for(lambda: next((s for _, s in self.spans if s.name == name and wanted(s)), None), within)
         assert found is not None, f"no span {name!r} within {within} s; there are {sorted({s.name for _, s in self.spans})}"
         return found
 

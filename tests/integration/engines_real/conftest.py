@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.support.hosted import Hosts, hosted_card
-from tests.support.real_engines import python_of
+from tests.support.real_engines import llama_server, python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
 
@@ -51,10 +51,10 @@ def environment() -> dict[str, str]:
     return {f"THAW_{e.upper()}_PYTHON": python_of(e) for e in ("vllm", "llamacpp")}
 
 
-def spawned(engine: str, source: Path, url: str, directory: Path) -> Iterator[RealEngine]:
+def spawned(engine: str, source: Path, url: str, directory: Path, **environment: str) -> Iterator[RealEngine]:
     card = hosted_card(source, engine, context=1024)
-    hosts = Hosts(None, f"real-{engine}", url, directory)  # type: ignore[arg-type]  # only spawns
-    start = hosts.host(card, **{f"THAW_{engine.upper()}_PYTHON": python_of(engine)})
+    hosts = Hosts(None, f"real-{directory.name}", url, directory)  # type: ignore[arg-type]  # only spawns
+    start = hosts.host(card, **(environment or {f"THAW_{engine.upper()}_PYTHON": python_of(engine)}))
     process = hosts.processes[-1]
     yield RealEngine(engine, start.node, start.instance_id, process, Path(start.log_path))
     process.terminate()
@@ -69,6 +69,16 @@ def vllm(nats_server: NatsServer, model_directory: Path, tmp_path_factory: pytes
 @pytest.fixture(scope="session")
 def llamacpp(nats_server: NatsServer, gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
     yield from spawned("llamacpp", gguf_file, nats_server.url, tmp_path_factory.mktemp("llamacpp"))
+
+
+@pytest.fixture(scope="session")
+def own_server(nats_server: NatsServer, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    """llama.cpp's own server."""
+    program = llama_server()
+    out = tmp_path_factory.mktemp("llama-server")
+    gguf = out / "5m.gguf"
+    subprocess.run([python_of("llamacpp"), str(MAKE_GGUF), str(model_directory), str(gguf)], check=True)
+    yield from spawned("llamacpp", gguf, nats_server.url, out, THAW_LLAMACPP_SERVER=program)
 
 
 @pytest.fixture(params=["vllm", "llamacpp"])

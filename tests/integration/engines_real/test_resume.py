@@ -1,4 +1,4 @@
-"""Answers of real vLLM that stop in the middle and are gone on with: token for token as undisturbed."""
+"""Answers of real vLLM and llama-server that stop in the middle and are gone on with: token for token as undisturbed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.inference import InferEnd, InferFailed
+from shared.contracts.inference import InferEnd, InferFailed, InferResponse
 from shared.contracts.migration import PrepareResume, ResumePrepared
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
@@ -36,6 +36,33 @@ async def test_cut_anywhere_and_gone_on_with(mesh: Mesh, nats_server: NatsServer
             ahead = PrepareResume(prepared=endpoint, revision="r1", sequences=(sequence,))
             assert (await mesh.request(subjects.engine_control(vllm.instance), ahead, ResumePrepared)).tokens == len(sequence)
         rest = await hosts.ask(vllm.instance, endpoint, resume=resume, **body)
+        await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
+        again = HostedAnswer(rest)
+        got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
+        assert got == whole.choices[0].token_ids, cut
+        assert told(bytes_of(replies[:cut]) + again.body)[0] == told(undisturbed.body)[0]
+        assert again.usage == undisturbed.usage
+
+
+@pytest.mark.parametrize("prompt", ["Where does the ice go?", "Once upon a time"])
+async def test_llama_servers_completions_are_gone_on_with(
+    mesh: Mesh, nats_server: NatsServer, own_server: RealEngine, prompt: str
+) -> None:
+    """As far as it tells its tokens; of those that make a character together it does not."""
+    hosts = await listening(mesh, nats_server.url, own_server)
+    body = {"prompt": prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    undisturbed = await hosts.whole(own_server.instance, "completion", **body)
+    replies = undisturbed.stream.replies
+    head = replies[0]
+    assert isinstance(head, InferResponse)
+    assert head.fixed == ""
+    assert undisturbed.usage is not None
+    assert undisturbed.usage.completion_tokens == 40
+    whole = resume_of(replies)
+    assert whole.choices[0].token_ids
+    for cut in (3, len(replies) // 2, len(replies) - 3):
+        resume = resume_of(replies[:cut])
+        rest = await hosts.ask(own_server.instance, "completion", resume=resume, **body)
         await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         again = HostedAnswer(rest)
         got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids

@@ -1,0 +1,223 @@
+"""What else can happen while a request moves, between real processes: afterwards no request, keys and values, lease or memory is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shared.contracts.migration import MigrationRecord
+from tests.support.launcher import ROOT, until
+from tests.support.mesh import held, kill
+from tests.support.moving import Roomy, Stream, body
+from tests.support.moving_steps import Order, Staged, stopped
+
+NODES = ("node-0", "node-1", "node-2")
+TOKENS = 2_000
+"""Enough to be under way still when everybody stands where the test wants it."""
+LONG = body("one", seed=3, max_tokens=TOKENS)
+GREEDY = body("one", max_tokens=TOKENS)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Roomy]:
+    """`one` on three nodes, and `two` on one of them: the same model with other weights."""
+    thaw = Roomy()
+    try:
+        thaw.begin(
+            3, names=("one", "two"), room=2.5, positions=4096, max_model_len=2560, max_concurrency=8, placement={"spread": True}
+        )
+        thaw.json("wake", "one")
+        thaw.everywhere("one")
+        yield thaw
+    finally:
+        thaw.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mesh: Roomy) -> Stream:
+    return Stream(mesh.url, LONG).start().result()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(mesh: Roomy) -> Iterator[None]:
+    until(lambda: all(mesh.on("one", n) for n in NODES), what="an instance on each node")
+    yield
+    mesh.assert_settled()
+
+
+def begun(mesh: Roomy, **headers: str) -> tuple[Stream, str, str]:
+    """A stream under way, and the instance and node that serve it."""
+    stream = Stream(mesh.url, LONG, headers=headers).start()
+    assert stream.opened.wait(60)
+    source, node, _ = mesh.serving("one")
+    return stream, source, node
+
+
+def other(node: str, *nodes: str) -> str:
+    """A node that is none of these."""
+    return next(n for n in NODES if n not in (node, *nodes))
+
+
+def engine_on(mesh: Roomy, node: str) -> int:
+    (instance,) = mesh.on("one", node)
+    return mesh.pid_of(instance)
+
+
+def test_the_request_finishes_during_a_round(mesh: Roomy, undisturbed: Stream) -> None:
+    stream, source, node = begun(mesh)
+    to = other(node)
+    with Staged(mesh).at("round", source, to, engine_on(mesh, to)) as order:
+        stream.result().assert_same(undisturbed)
+    assert [r["outcome"] for r in order.record()["requests"]] == ["finished"]
+
+
+def test_the_client_leaves_during_a_round(mesh: Roomy, undisturbed: Stream) -> None:
+    stream, source, node = begun(mesh)
+    to = other(node)
+    with Staged(mesh).at("round", source, to, engine_on(mesh, to)) as order:
+        stream.leave()
+        stream.thread.join(30)
+        until(lambda: not active(mesh, source), what="the source has stopped")
+    assert [r["outcome"] for r in order.record()["requests"]] == ["finished"]
+    assert len(stream.tokens) < len(undisturbed.tokens)
+
+
+def active(mesh: Roomy, instance_id: str) -> int:
+    found = [i for n in mesh.json("ps")["nodes"] for i in n["instances"] if i["instance_id"] == instance_id]
+    return int(found[0]["load"]["active"]) if found else 0
+
+
+@pytest.mark.parametrize("step", ["round", "asked"])
+def test_nats_drops_for_two_seconds(mesh: Roomy, undisturbed: Stream, step: Any) -> None:
+    """Its supervisor, which would start it again at once, is held meanwhile."""
+    stream, source, node = begun(mesh)
+    to = other(node)
+    with held(mesh.pid("supervisor")), Staged(mesh).at(step, source, to, engine_on(mesh, to)) as order:
+        old = mesh.pid("nats")
+        kill(old)
+        time.sleep(2.0)  # what the test is about
+    stream.result().assert_same(undisturbed)
+    mesh.await_replaced("nats", old)
+    order.join(60)
+
+
+@pytest.fixture
+def second_migrator(mesh: Roomy) -> Iterator[int]:
+    """So that two migrations are worked on at the same time."""
+    environment = mesh.environment | {"THAW_NATS_URL": mesh.endpoints["nats_url"], "THAW_MIGRATOR_NAME": "second"}
+    with (mesh.home / "second.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "services.migrator"], env=environment, cwd=ROOT, stdout=log, stderr=log)
+    yield process.pid
+    process.terminate()
+    process.wait(20)
+
+
+def test_two_migrations_of_one_request(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
+    stream, _, node = begun(mesh)
+    first, second = other(node), other(node, other(node))
+    staged = Staged(mesh)
+    with stopped(mesh.pid("migrator")), stopped(second_migrator):
+        orders = [Order(mesh, request_id=stream.request_id, node=to) for to in (first, second)]
+        until(lambda: len(staged.new()) == 2, what="both are ordered")
+    stream.result().assert_same(undisturbed)
+    records = [o.record() for o in orders]
+    assert "done" in {r["state"] for r in records}, records
+    assert all(m["outcome"] in ("moved", "elsewhere", "finished", "failed") for r in records for m in r["requests"])
+
+
+def test_there_and_back_at_once(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
+    """The scheduler refuses the second of two orders that cross; where both are written all the same, both requests come to where they go."""
+    stream, source, node = begun(mesh)
+    crossing = Stream(mesh.url, GREEDY).start()
+    assert crossing.opened.wait(60)
+    there: list[str] = []
+
+    def two_serve() -> bool:
+        busy = [n["node"] for n in mesh.json("ps")["nodes"] for i in n["instances"] if i["load"]["active"]]
+        there[:] = [n for n in busy if n != node]
+        return len(busy) == 2
+
+    until(two_serve, what="each is on a node of its own")
+    (to,) = there
+    (destination,) = mesh.on("one", to)
+    staged = Staged(mesh)
+    with stopped(mesh.pid("migrator")), stopped(second_migrator):
+        first = Order(mesh, request_id=stream.request_id, node=to)
+        until(lambda: len(staged.new()) == 1, what="the first is ordered")
+        back = Order(mesh, request_id=crossing.request_id, node=node)
+        back.join(30)
+        assert back.refused["code"] == "conflict", back.answer
+        (record,) = staged.new()
+        mesh.write(
+            record.model_copy(
+                update={
+                    "migration_id": f"{record.migration_id}-back",
+                    "source_instance": destination,
+                    "source_node": to,
+                    "instance_id": source,
+                    "node": node,
+                    "request_id": crossing.request_id,
+                }
+            )
+        )
+    stream.result().assert_same(undisturbed)
+    crossing.result().assert_same(Stream(mesh.url, GREEDY).start().result())
+    assert first.record()["state"] == "done"
+
+
+def test_a_destination_of_another_revision(mesh: Roomy, undisturbed: Stream) -> None:
+    """No scheduler orders that; if it is ordered, the destination refuses, and the request stays where it is."""
+    mesh.json("wake", "two")
+    stream, source, node = begun(mesh)
+    wrong, on = mesh.place("two")
+    staged = Staged(mesh)
+    revision = next(m["card"]["info"]["revision"] for m in mesh.json("ps")["models"] if m["card"]["spec"]["name"] == "one")
+    mesh.write(
+        MigrationRecord(
+            migration_id="m-wrong",
+            token=1 << 60,
+            model="one",
+            revision=revision,
+            source_instance=source,
+            source_node=node,
+            instance_id=wrong,
+            node=on,
+            created=time.time(),
+        )
+    )
+    until(lambda: staged.new()[0].over, what="it has ended")
+    (record,) = staged.new()
+    assert record.state == "failed"
+    assert [m.outcome for m in record.requests] == ["failed"]
+    assert "revision" in record.requests[0].reason
+    assert mesh.serving("one")[0] == source
+    stream.result().assert_same(undisturbed)
+    mesh.json("sleep", "two")
+
+
+def test_a_model_that_was_changed_does_not_move(mesh: Roomy, undisturbed: Stream) -> None:
+    """What an older generation serves is finished there."""
+    stream, source, node = begun(mesh)
+    mesh.change("one", max_concurrency=4)
+    error = mesh.error("migrate", source, "--to", other(node))
+    assert error["code"] == "conflict"
+    assert "was changed" in error["message"]
+    stream.result().assert_same(undisturbed)
+
+
+@pytest.mark.parametrize("step", ["round", "handing_over"])
+def test_the_gateway_dies_and_the_client_comes_again(mesh: Roomy, undisturbed: Stream, step: Any) -> None:
+    """With its Idempotency-Key it gets the one answer, that went on meanwhile."""
+    stream, source, node = begun(mesh, **{"idempotency-key": f"moving-{step}"})
+    to = other(node)
+    with Staged(mesh).at(step, source, to, engine_on(mesh, to)):
+        old = mesh.kill("gateway")
+    stream.thread.join(30)
+    assert stream.error
+    mesh.await_replaced("gateway", old)
+    Stream(mesh.url, LONG, headers=stream.headers).start().result().assert_same(undisturbed)

@@ -1,0 +1,130 @@
+"""Fifty moves of running streams between two real vLLMs on a mesh of two nodes: token for token as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from shared.sizing import MIB
+from tests.integration.engines_real.conftest import PATIENCE_S
+from tests.support.launcher import until
+from tests.support.moving import Roomy, Stream
+from tests.support.real_engines import python_of
+
+MOVES = 50
+TOKENS = 900
+NEAR_TIE = 1e-3
+"""Difference of log-probabilities that other rounding may turn round: what was decoded in steps is recomputed at once."""
+NODES = ("node-0", "node-1")
+PROMPTS = ("Where does the ice go?", "né 日本 café", "Once upon a time there was a river that")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
+
+
+class Hosted(Roomy):
+    """One vLLM on each of two nodes. float32: recomputing changes no token of a single stream there."""
+
+    def serve(self, source: Path) -> None:
+        self.environment["THAW_VLLM_PYTHON"] = python_of("vllm")
+        spec = {"name": "one", "source": str(source), "engine": "vllm", "dtype": "float32", "max_model_len": 1024}
+        limits = {"max_concurrency": 2, "engine_args": {"kv_cache_bytes": 128 * MIB}, "replicas": {"min": 2, "max": 2}}
+        nodes = {name: {"cpu:0": "4GiB"} for name in NODES}
+        document = {"mesh": {"port": self.port, "nodes": nodes}, "models": [{**spec, **limits, "keep_alive": -1}]}
+        path = self.home / "thaw.yaml"
+        path.write_text(json.dumps(document))
+        self.json("up", "--detach", "--config", str(path))
+        until(lambda: all(self.on("one", node) for node in NODES), PATIENCE_S, "a vLLM on each node")
+
+
+@pytest.fixture(scope="module")
+def mesh(model_directory: Path) -> Iterator[Hosted]:
+    python_of("vllm")
+    thaw = Hosted()
+    try:
+        thaw.serve(model_directory)
+        yield thaw
+    finally:
+        thaw.close()
+
+
+@pytest.fixture(scope="module")
+def asked(model_directory: Path) -> dict[str, Any]:
+    """Tokens that are text by themselves only: what vLLM makes of bytes that are no UTF-8 depends on what it has made text of before."""
+    tokenizer = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+    words = [i for i in range(3, tokenizer.get_vocab_size()) if "\ufffd" not in tokenizer.decode([i])]
+    greedy = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "allowed_token_ids": words}
+    return {"model": "one", "max_tokens": TOKENS, **greedy}
+
+
+def begun(mesh: Hosted, asked: dict[str, Any], prompt: str) -> Stream:
+    stream = Stream(mesh.url, {**asked, "prompt": prompt}).start()
+    assert stream.opened.wait(60), stream.error
+    return stream
+
+
+def test_fifty_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
+    """One stream at a time, there and back for as long as it lasts."""
+    undisturbed = {prompt: begun(mesh, asked, prompt).result() for prompt in PROMPTS}
+    assert {len(s.tokens) for s in undisturbed.values()} == {TOKENS}
+    engines = {node: mesh.on("one", node) for node in NODES}
+    done = streams = ties = 0
+    pauses: list[float] = []
+    while done < MOVES:
+        prompt = PROMPTS[streams % len(PROMPTS)]
+        stream, streams, to = begun(mesh, asked, prompt), streams + 1, 0
+        while stream.thread.is_alive() and done < MOVES:
+            record, to = moved(mesh, stream, NODES[to]), 1 - to
+            if record is None:
+                continue
+            assert record["state"] == "done", record
+            assert all(r["tokens"] > 0 for r in record["rounds"]), "vLLM's prefix cache was prepared"
+            pauses += [m["pause_ms"] for m in record["requests"]]
+            done += 1
+        ties += as_undisturbed(mesh, stream.result(), undisturbed[prompt])
+        assert streams < MOVES, f"streams end before they can be moved: {done} moves in {streams}"
+    assert min(pauses) > 0
+    assert ties <= streams / 4, f"{ties} of {streams} streams met a near-tie"
+    mesh.await_settled()
+    assert {node: mesh.on("one", node) for node in NODES} == engines, "the same two engines throughout"
+
+
+def as_undisturbed(mesh: Hosted, stream: Stream, undisturbed: Stream) -> int:
+    """Token for token the same; or else (1 is returned) up to a near-tie, whose gap is measured."""
+    at = stream.differs(undisturbed)
+    if at is None:
+        stream.assert_same(undisturbed)
+        return 0
+    assert stream.done
+    assert not stream.error
+    assert (len(stream.ids), stream.finish, stream.usage) == (1, undisturbed.finish, undisturbed.usage)
+    assert len(stream.tokens) == len(undisturbed.tokens), "a token is missing, or there twice"
+    body = {
+        "model": "one",
+        "prompt": [*undisturbed.prompt_ids, *undisturbed.tokens[:at]],
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": 20,
+        "return_tokens_as_token_ids": True,
+    }
+    choice = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    top = choice["logprobs"]["top_logprobs"][0]
+    gap = abs(top[f"token_id:{stream.tokens[at]}"] - top[f"token_id:{undisturbed.tokens[at]}"])
+    assert gap < NEAR_TIE, f"token {at} differs, and its gap is {gap}: {top}"
+    return 1
+
+
+def moved(mesh: Hosted, stream: Stream, node: str) -> dict[str, Any] | None:
+    """The migration's record; None if the stream was there already, or over before."""
+    try:
+        (record,) = mesh.order(request_id=stream.request_id, node=node)["migrations"]
+    except httpx.HTTPStatusError as e:
+        if e.response.status_code in (400, 404):
+            return None
+        raise
+    finished = record["requests"] and record["requests"][0]["outcome"] == "finished"
+    return None if finished else dict(record)

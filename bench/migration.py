@@ -82,18 +82,16 @@ def main() -> None:
         parser.error(f"there are no parts {', '.join(sorted(unknown))}")
     figures: Values = defaultdict(list)
     threading.stack_size(512 * 1024)
-    tables = []
+    shown = Console(width=150)
     if "pause" in parts:
         pauses(contexts, options.rounds, figures)
-        tables.append(pause_table(contexts, figures))
+        shown.print(pause_table(contexts, figures))
     if "throughput" in parts:
         throughput(options.rounds, figures)
-        tables.append(throughput_table(figures))
+        shown.print(throughput_table(figures))
     if "policies" in parts:
         policies(options.rounds, figures)
-        tables.append(policies_table(figures))
-    for table in tables:
-        Console(width=150).print(table)
+        shown.print(policies_table(figures))
     write(options.json, {f"{name}.p50": median(values) for name, values in figures.items()} | _ends(figures), add=options.add)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.cores import pin, unpin
-from bench.moving import NODES, Timed, Values, begin, come, completion, in_one_go, order, other, paused_ms
-from tests.support.moving import Roomy
+from bench.moving import NODES, Bed, Timed, Values, begin, come, completion, in_one_go, order, other, paused_ms
 
 CONTEXT = 6144
 BEFORE = 24
@@ -27,7 +26,7 @@ WINDOW_S = 2.0
 
 def pauses(contexts: Sequence[int], rounds: int, figures: Values) -> None:
     """Part 1."""
-    mesh = Roomy()
+    mesh = Bed()
     try:
         mesh.begin(2, size="5m", room=1.5, positions=CONTEXT, max_model_len=CONTEXT, max_concurrency=10)
         pin(mesh.processes(), {NODES[0]: {0}, NODES[1]: {1}}, {0, 1})
@@ -41,7 +40,7 @@ def pauses(contexts: Sequence[int], rounds: int, figures: Values) -> None:
         mesh.close()
 
 
-def _one(mesh: Roomy, context: int, way: str, figures: Values) -> None:
+def _one(mesh: Bed, context: int, way: str, figures: Values) -> None:
     stream = begin(mesh, "one", context, CONTEXT - context, BEFORE)
     source, node = mesh.place("one")
     (instance,) = mesh.on("one", other(node))
@@ -71,7 +70,7 @@ def _one(mesh: Roomy, context: int, way: str, figures: Values) -> None:
 
 def throughput(rounds: int, figures: Values) -> None:
     """Part 2."""
-    mesh = Roomy()
+    mesh = Bed()
     try:
         kv = {"kv_cache_bytes": (STREAMS + BESIDE) * 2048 * KV_BYTES}
         mesh.begin(2, size="60m", room=1.5, max_model_len=2048, max_concurrency=STREAMS + BESIDE, engine_args=kv)
@@ -95,7 +94,7 @@ def throughput(rounds: int, figures: Values) -> None:
         mesh.close()
 
 
-def _streams(mesh: Roomy, count: int) -> list[Timed]:
+def _streams(mesh: Bed, count: int) -> list[Timed]:
     streams = [Timed(mesh.url, completion("one", PROMPT, SAYS)) for _ in range(count)]
     for stream in streams:
         stream.start()
@@ -104,7 +103,7 @@ def _streams(mesh: Roomy, count: int) -> list[Timed]:
     return streams
 
 
-def _moves(mesh: Roomy, case: str, here: list[Timed], there: list[Timed], rounds: int, figures: Values) -> None:
+def _moves(mesh: Bed, case: str, here: list[Timed], there: list[Timed], rounds: int, figures: Values) -> None:
     """One of the streams `here` moves to node-1, where those `there` run, and back; only the first is measured."""
     moving, rest = here[0], here[1:]
     for _ in range(rounds):

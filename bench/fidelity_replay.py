@@ -11,6 +11,7 @@ from typing import Any
 from services.scheduler.domain.policies.port import Capability
 from services.scheduler.domain.policies.profiles import profile_named
 from services.scheduler.simulation.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from services.scheduler.simulation.mesh.agents import StartTimes
 from services.scheduler.simulation.mesh.run import Simulation
 from services.scheduler.simulation.report import Outcome
 from services.scheduler.simulation.workloads.traces import read_trace
@@ -30,16 +31,19 @@ _Request = tuple[bool, float, dict[str, float]]
 class Measured:
     """Seconds, means over the recorded run: means of phases add up to the mean of their sum, medians do not.
 
-    `message`: from a request's arrival to its demand being heard. `decision`: until the command is sent. `container`, `init`: as recorded.
-    `warm_up`: from then to the gateway's sending it, and what a first prompt takes longer than others. `leave`: what the scheduler waited
-    for bytes whose holders served nobody. `prompt`: TTFT of who found an engine with nothing to do. `token`: each further one.
+    `gateway`: from a request's arrival to its demand being heard. `message`: from a command's sending to its taking effect. `decision`: until
+    the command is sent. `container`, `init`: as recorded.
+    `warm_up`: as recorded. `more`: from then to the gateway's sending the request, and what a first prompt takes longer than others. `leave`: what
+    the scheduler waited for bytes whose holders served nobody. `prompt`: TTFT of who found an engine with nothing to do. `token`: each further one.
     """
 
+    gateway: float
     message: float
     decision: float
     container: float
     init: float
     warm_up: float
+    more: float
     leave: float
     prompt: float
     token: float
@@ -59,29 +63,48 @@ def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Meas
     alone = _alone(traces)
     if not alone or not cold:
         raise ValueError("the recorded run has no warm request, or no start: nothing can be measured from it")
-    message = fmean(min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken)
+    gateway = fmean(min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken)
+    message = fmean(max(0.0, min(s.start_ms for s in t.spans if s.process.startswith("nodeagent")) - _sent(t)) for t in woken)
     decision = fmean(sum(s.duration_ms for s in _span(t.spans, Phase.SCHEDULE, SCHEDULER)) for t in woken)
-    sent = [_sent(t) for t in cold]
-    init = [_span(t.spans, Phase.INIT)[0] for t in cold]
-    dispatched = [_dispatched(t) for t in cold]
     prompt = fmean(t.ttft_ms or 0.0 for t in alone)
-    first = fmean((t.ttft_ms or 0.0) - at for t, at in zip(cold, dispatched, strict=True)) - prompt
-    warm_up = fmean(at - i.end_ms for at, i in zip(dispatched, init, strict=True)) + max(0.0, first)
+    starts = [_start(t, message, prompt) for t in cold]
     reserves = [_span(load.spans, Phase.RESERVE, SCHEDULER) for load in loads]
     waited = [found[-1].duration_ms for found in reserves if found]
     idle = [w for w in waited if w <= 2 * median(waited)]
     tokens = [(t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in traces if t.ttft_ms and t.completion_tokens > 1]
     return Measured(
+        max(0.0, gateway - message) / 1e3,
         message / 1e3,
         decision / 1e3,
-        max(0.0, fmean(i.start_ms - s for i, s in zip(init, sent, strict=True)) - message) / 1e3,
-        fmean(i.duration_ms for i in init) / 1e3,
-        max(0.0, warm_up - message) / 1e3,
+        fmean(x.engine for x in starts),
+        fmean(x.init for x in starts),
+        fmean(x.warm_up for x in starts),
+        fmean(x.more for x in starts),
         max(0.0, (fmean(idle) if idle else 0.0) - decision - 2 * message) / 1e3,
         prompt / 1e3,
         max(fmean(tokens), 0.01) / 1e3,
         max(0.0, fmean(_dispatched(t) - _sent(t) for t in restored) - 2 * message) / 1e3 if restored else 0.0,
     )
+
+
+def _start(t: RequestTrace, message: float, prompt: float) -> StartTimes:
+    """Of the start that the request caused; `message` and `prompt` in milliseconds."""
+    init = _span(t.spans, Phase.INIT)[0]
+    warm_up = sum(s.duration_ms for s in _span(t.spans, Phase.PROFILE))
+    first = (t.ttft_ms or 0.0) - _dispatched(t) - prompt
+    more = _dispatched(t) - init.end_ms - warm_up - message + first
+    return StartTimes(
+        max(0.0, init.start_ms - _sent(t) - message) / 1e3, init.duration_ms / 1e3, warm_up / 1e3, max(0.0, more) / 1e3
+    )
+
+
+def start_by_start(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], m: Measured) -> dict[str, list[StartTimes]]:
+    """By model, what its starts took, in their order."""
+    found: dict[str, list[StartTimes]] = {}
+    for t in _first_of_each(traces, loads):
+        if _span(t.spans, Phase.INIT):
+            found.setdefault(t.model, []).append(_start(t, m.message * 1e3, m.prompt * 1e3))
+    return found
 
 
 def _sent(t: RequestTrace) -> float:
@@ -127,7 +150,8 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
     links = LinkSpeeds(remote=FAST, ssd=FAST, device=FAST)
     node = NodeGroup(devices=1, device_gb=0.25, dram_gb=10, ssd_gb=10, links=links)
     runtime = Runtime(
-        startup=Startup(container_s=m.container, init_s=m.init, warm_up_s=m.warm_up, leave_s=m.leave, restore_s=m.restore),
+        startup=Startup(container_s=m.container, init_s=m.init, warm_up_s=m.warm_up + m.more, leave_s=m.leave, restore_s=m.restore),
+        gateway_ms=m.gateway * 1e3,
         message_ms=m.message * 1e3,
         decision_ms=m.decision * 1e3,
         capabilities=CAN | {"suspend"} if m.restore else CAN,
@@ -146,8 +170,12 @@ def compared(
     traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
     m = given or measured(traces, loads)
     cluster, models = machines(m)
-    simulation = Simulation(cluster, models, profile_named("thaw"))
-    outcome = simulation.run(read_trace(export, NAMES))
+    requests = read_trace(export, NAMES)
+    usual = StartTimes(m.container, m.init, m.warm_up, m.more)
+    simulation = Simulation(cluster, models, profile_named("thaw"), usual=usual)
+    outcome = simulation.run(requests)
+    as_recorded = Simulation(cluster, models, profile_named("thaw"), usual=usual, recorded=start_by_start(traces, loads, m))
+    exact = fmean(s.ttft for s in as_recorded.run(requests).served)
     started = [load.model for load in sorted(loads, key=lambda load: load.created)]
     real = [(t.cold, (t.ttft_ms or 0.0) / 1e3, _path(t)) for t in traces]
     replayed = [(s.cold, s.ttft, outcome.paths[s.number]) for s in outcome.served]
@@ -158,6 +186,7 @@ def compared(
         "ttft_mean_s": {"mesh": mesh, "simulator": simulator, "error": simulator / mesh - 1},
         "cold": {"mesh": sum(x[0] for x in real), "simulator": sum(x[0] for x in replayed)},
         "starts": {"mesh": started, "simulator": simulation.started},
+        "start_by_start": {"ttft_mean_s": exact, "error": exact / mesh - 1, "starts": as_recorded.started},
         "same_requests_cold": _alike(traces, outcome),
         "cold_ttft_mean_s": {"mesh": _mean(real, True), "simulator": _mean(replayed, True)},
         "warm_ttft_mean_s": {"mesh": _mean(real, False), "simulator": _mean(replayed, False)},

@@ -113,6 +113,9 @@ class Runtime(_Strict):
         default="resume", description="Requests of a node that fails begin anew, or go on."
     )
     message_ms: float = Field(default=1.0, ge=0, description="One way, between any two processes. Only with --mesh.")
+    gateway_ms: float = Field(
+        default=0.0, ge=0, description="From a request's arrival to its demand being on its way. Only with --mesh."
+    )
     noticed_s: float = Field(
         default=10.3,
         ge=0,

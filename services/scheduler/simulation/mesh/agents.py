@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.scheduler.domain.events import Event, LoaderStatusHeard, NodeStatusHeard, StartRefused, StopRefused
@@ -33,13 +35,35 @@ class Listener(Protocol):
         """The last token of a request."""
 
 
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """Seconds of one start. `more`: from ready to the first request's being with it, beyond messages, and what a first prompt takes longer."""
+
+    engine: float
+    init: float
+    warm_up: float
+    more: float = 0.0
+
+
+Recorded = Mapping[str, Sequence[StartTimes]]
+"""By model, what its starts took, in their order."""
+
+
 class Agents:
-    """`post`: an event on its way to the scheduler."""
+    """`post`: an event on its way to the scheduler. `recorded`: in place of `usual`, as far as it goes."""
 
     def __init__(
-        self, world: World, nodes: dict[str, MeshNode], post: Callable[[Event], None], measured: Iterator[float] | None
+        self,
+        world: World,
+        nodes: dict[str, MeshNode],
+        post: Callable[[Event], None],
+        usual: StartTimes | None = None,
+        recorded: Recorded | None = None,
     ) -> None:
-        self._world, self._nodes, self._post, self._measured = world, nodes, post, measured
+        self._world, self._nodes, self._post = world, nodes, post
+        s = world.runtime.startup
+        self._usual = usual or StartTimes(s.container_s + s.context_s + s.libraries_s, s.init_s, s.warm_up_s)
+        self._recorded = {name: deque(times) for name, times in (recorded or {}).items()}
         self._delay = world.runtime.message_ms / 1e3
         self._dirty: dict[str, None] = {}
         self._by_engine: dict[str, MeshInstance] = {}
@@ -96,10 +120,10 @@ class Agents:
         self._post(StartRefused(self._world.clock.now + self._delay, key, error.body()))
 
     def _load(self, node: MeshNode, instance: MeshInstance) -> None:
-        """Bytes come over every link they pass, beside the making of the engine; the last of these to end is waited for, then `init_s`."""
-        clock, now, s = self._world.clock, self._world.clock.now, self._world.runtime.startup
-        usual = s.container_s + s.context_s + s.libraries_s
-        engine = next(self._measured, usual) if self._measured is not None else usual
+        """Bytes come over every link they pass, beside the making of the engine. After the last of these to end it is initialised, then warmed up."""
+        clock, now = self._world.clock, self._world.clock.now
+        recorded = self._recorded.get(instance.model)
+        times = recorded.popleft() if recorded else self._usual
         outstanding = [3]
 
         def came(phase: Phase) -> None:
@@ -108,26 +132,24 @@ class Agents:
             instance.phases += ((phase, now, clock.now),)
             outstanding[0] -= 1
             if not outstanding[0]:
-                began = clock.now
-                clock.after(s.init_s, lambda: self._initialised(node, instance, began))
+                clock.after(times.init, lambda: initialised(clock.now - times.init))
+
+        def initialised(began: float) -> None:
+            instance.phases += ((Phase.INIT, began, clock.now),)
+            clock.after(times.warm_up, lambda: warmed_up(clock.now - times.warm_up))
+
+        def warmed_up(began: float) -> None:
+            if times.warm_up:
+                instance.phases += ((Phase.PROFILE, began, clock.now),)
+            clock.after(times.more, lambda: self._started(node, instance))
 
         self.weights.bring(node, instance, came)
-        clock.after(engine, lambda: came(Phase.CONTAINER))
+        clock.after(times.engine, lambda: came(Phase.CONTAINER))
 
-    def _initialised(self, node: MeshNode, instance: MeshInstance, began: float) -> None:
+    def _started(self, node: MeshNode, instance: MeshInstance) -> None:
         if self._by_engine.get(instance.key) is not instance or instance.then == "stop":
             return
-        now, warm_up = self._world.clock.now, self._world.runtime.startup.warm_up_s
-        instance.phases += ((Phase.INIT, began, now),)
-        self._world.clock.after(warm_up, lambda: self._warmed_up(node, instance, now))
-
-    def _warmed_up(self, node: MeshNode, instance: MeshInstance, began: float) -> None:
-        if self._by_engine.get(instance.key) is not instance or instance.then == "stop":
-            return
-        now = self._world.clock.now
-        if now > began:
-            instance.phases += ((Phase.PROFILE, began, now),)
-        self._world.outcome.startup.append(now - instance.began)
+        self._world.outcome.startup.append(self._world.clock.now - instance.began)
         self._ready(node, instance)
         if instance.command.park and instance.suspendable:
             self._drain(node, instance, "suspend")

@@ -36,7 +36,7 @@ from services.scheduler.simulation.config import GB, ClusterFile, ModelGroup
 from services.scheduler.simulation.failures import drawn
 from services.scheduler.simulation.hardware import SimNode
 from services.scheduler.simulation.instances import Run
-from services.scheduler.simulation.mesh.agents import Agents, Spans
+from services.scheduler.simulation.mesh.agents import Agents, Recorded, Spans, StartTimes
 from services.scheduler.simulation.mesh.gateway import Gateway
 from services.scheduler.simulation.mesh.machine import MeshNode
 from services.scheduler.simulation.mesh.moves import Migrator
@@ -85,12 +85,12 @@ class Simulation:
         cluster: ClusterFile,
         groups: Sequence[ModelGroup],
         profile: Profile | None = None,
-        starts: Sequence[float] | None = None,
         seed: int = 0,
         policy: Policy | None = None,
+        usual: StartTimes | None = None,
+        recorded: Recorded | None = None,
     ) -> None:
-        """`starts`: seconds that recorded starts took, in their order, in place of the cluster's own. `policy`: the recorded mesh's, if it is
-        not the default."""
+        """`policy`: the recorded mesh's, if it is not the default. `usual`, `recorded`: what starts took, in place of the cluster's own."""
         given = policy or Policy()
         live = cluster.runtime.capabilities & LIVE
         fails = bool(cluster.failures.events) or cluster.failures.mtbf_s is not None
@@ -111,8 +111,7 @@ class Simulation:
         self._decision = cluster.runtime.decision_ms / 1e3
         self._ticking, self._fails, self._coming = False, fails, 0
         self.nodes = {name: MeshNode(sim) for name, sim in self.world.nodes.items()}
-        measured = iter(starts) if starts is not None else None
-        self.agents = Agents(self.world, self.nodes, self._later, measured)
+        self.agents = Agents(self.world, self.nodes, self._later, usual, recorded)
         self._gateway = Gateway(self.world, self._told, lambda i: self.agents.loads_changed(self.nodes[i.node.name]))
         self.agents.listener = self._gateway
         self._migrator = Migrator(self.world, self.agents, self._gateway, self._later)
@@ -188,7 +187,8 @@ class Simulation:
     # The scheduler.
 
     def _told(self, demand: Demand) -> None:
-        self._clock.after(self._delay, lambda: self._decide(DemandHeard(self._clock.now, demand, "w")))
+        delay = self.world.runtime.gateway_ms / 1e3 + self._delay
+        self._clock.after(delay, lambda: self._decide(DemandHeard(self._clock.now, demand, "w")))
 
     def _later(self, event: Event) -> None:
         self._clock.after(self._delay, lambda: self._decide(event))

@@ -21,8 +21,7 @@ class World:
         self.clock, self.profile, self.seed = Clock(), profile, seed
         self.cluster, self.runtime = cluster, cluster.runtime
         self.can: frozenset[Capability] = cluster.runtime.capabilities & profile.uses
-        # A device that executes one request at a time is asked about when it executes none: nobody there could be interrupted.
-        self.interrupts = not self.runtime.exclusive and not self.can.isdisjoint(("migrate", "preempt", "suspend"))
+        self.interrupts = not self.can.isdisjoint(("migrate", "preempt", "suspend"))
         self.outcome = Outcome()
         self.version = 0
         self.asking = 0
@@ -125,8 +124,7 @@ class World:
             heavy=model.group.heavy,
             sensitivity=model.group.sensitivity,
             miss=self.popularity(model),
-            reload_s=(reload := self.reload_seconds(device, model, model.weights)),
-            later_s=self._later_seconds(model, reload),
+            reload_s=self.reload_seconds(device, model, model.weights),
             resume_s=resume if not moves else min(m.seconds for m in moves),
             move_to=min(moves, key=lambda m: (m.seconds, m.device)).device if moves else "",
             moves=moves,
@@ -201,11 +199,6 @@ class World:
         node = device.node
         links = (*node.source(node.tier(model.name)), *device.path)
         return nbytes / min(link.bandwidth for link in links)
-
-    def _later_seconds(self, model: SimModel, reload: float) -> float | None:
-        """By how much a request is later that executes behind the bytes; None: by all that they take."""
-        behind = self.runtime.exclusive and self.runtime.late_execution
-        return max(0.0, reload - model.exec_seconds(0, model.mean_output)) if behind else None
 
     def start_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
         """Until an instance that is started now is ready, by what its links have to do already (q + n/b)."""

@@ -1,22 +1,16 @@
-"""Wires one engine process: attach weights, build, serve, drain, leave.
-
-The end, in order: no new requests; those that run are answered (or, on a signal, ended with an error); `stopped` is reported; the
-subscriptions go; what is still to be sent is sent. A start that fails reports `failed` with its error and ends with status 1.
-"""
+"""Wires one engine process: attach weights, build, serve."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from services.engine import loading
 from services.engine.adapters import Adapters
@@ -29,57 +23,47 @@ from services.engine.settings import EngineSettings
 from services.engine.shelf import LoaderShelf
 from services.engine.suspension import Suspension
 from services.engine.weights import Weights
-from shared.answering import stopped
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
-    ENGINE_CONTROL,
-    DrainEngine,
     DropAdapter,
     EngineControl,
     EngineStart,
     LoadAdapter,
-    PingEngine,
     ProbeEngine,
     SleepEngine,
     WakeEngine,
 )
-from shared.contracts.inference import CancelInfer
 from shared.contracts.loader import LoaderStatus
-from shared.contracts.migration import ForgetResume, ListRequests, PrepareResume, ReadTokens, YieldInfer
+from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, ThawError
+from shared.instance import InstanceProcess
 from shared.messaging import Mesh
-from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
-from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
-_FLUSH_WITHIN_S = 2.0
 _BOUND = 0.1
 """Progress when the model is bound; the rest, but for the warm-up, is the share of bytes that have arrived."""
 
 
-class Engine:
+class Engine(InstanceProcess):
     """One engine process, from its first report to its last."""
 
+    _serving: Serving
+    _moving: Moving
+
     def __init__(self, settings: EngineSettings, start: EngineStart, stop: asyncio.Event, timeline: Timeline) -> None:
-        self._settings = settings
-        self._start = start
-        self._stop = stop
-        self._timeline = timeline
-        self._mesh = Mesh(settings, f"engine-{start.instance_id}")
-        self._serving = Serving(self._mesh)
+        mesh = Mesh(settings, f"engine-{start.instance_id}")
+        self._serving = Serving(mesh)
         self._moving = Moving(self._serving)
+        super().__init__(start, stop, timeline, mesh, self._serving, self._moving)
+        self._settings = settings
         self._suspension = Suspension(start.instance_id, start.card, self._serving)
-        self._reporter = Reporter(self._mesh, start, timeline, self._serving.load)
-        self._serving.changed = self._reporter.changed
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._on_compute_thread)
         self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._batcher: Batcher | None = None
-        self._requests: Subscription | None = None
-        self._connected = False
-        self._weights = Weights(self._mesh, start)
+        self._weights = Weights(mesh, start)
         self._adapters: Adapters | None = None
         self._early = EarlyAdapters(self._weights, start.instance_id, start.kv_bytes if start.card.info.task == "generate" else 0)
         self._owner: str | None = None
@@ -90,67 +74,11 @@ class Engine:
             torch.set_num_threads(self._settings.engine_threads)
 
     async def run(self) -> int:
-        """The exit status."""
-        instance = self._start.instance_id
-        self._mesh.respond(subjects.engine_control(instance), ENGINE_CONTROL, self._control, concurrent=True)
         self._mesh.listen(subjects.loader_status(self._start.node), LoaderStatus, self._on_loader)
-        ending = asyncio.create_task(self._until_ended(), name="end")
-        work = asyncio.create_task(self._work(), name="work")
-        try:
-            await asyncio.wait({ending, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return await self._leave(ending.result())
-            return work.result()
-        finally:
-            for task in (ending, work):
-                task.cancel()
-            await asyncio.gather(ending, work, return_exceptions=True)
-            self._close()
+        return await super().run()
 
-    async def _until_ended(self) -> int:
-        """0: told to leave, or drained. 1: the mesh is gone for good, or the loader that owns the weights' memory."""
-        names = {
-            asyncio.create_task(self._stop.wait()): 0,
-            asyncio.create_task(self._mesh.lost.wait()): 1,
-            asyncio.create_task(self._owner_gone.wait()): 1,
-            asyncio.create_task(self._serving.drained.wait()): 0,
-        }
-        try:
-            done, _ = await asyncio.wait(names, return_when=asyncio.FIRST_COMPLETED)
-            return max(names[task] for task in done)
-        finally:
-            for task in names:
-                task.cancel()
-
-    async def _work(self) -> int:
-        """Load, then serve until cancelled. Returns only if it failed."""
-        await self._mesh.start()
-        self._connected = True
-        async with asyncio.TaskGroup() as tasks:
-            reports = tasks.create_task(self._reporter.publish_forever(), name="reports")
-            answers = tasks.create_task(self._serving.publish_forever(), name="answers")
-            try:
-                return await self._load_and_serve()
-            finally:
-                reports.cancel()
-                answers.cancel()
-
-    async def _load_and_serve(self) -> int:
-        try:
-            computable = await self._load()
-        except ThawError as e:
-            return await self._fail(e)
-        except Exception as e:  # a process boundary: whatever it was, the nodeagent hears of it
-            log.exception("the start failed")
-            return await self._fail(EngineFailed(f"{type(e).__name__}: {str(e)[:500]}"))
-        return await self._serve(computable)
-
-    async def _fail(self, error: ThawError) -> int:
-        log.error("failed", extra={"code": error.code, "error": error.message})
-        self._reporter.enter("failed", error=error.body())
-        await self._reporter.publish()
-        await self._mesh.nc.flush(timeout=int(_FLUSH_WITHIN_S))
-        return 1
+    def _ends(self) -> Mapping[asyncio.Event, ThawError]:
+        return {self._owner_gone: EngineFailed("the loader that owns the weights' GPU memory has ended; start again")}
 
     async def _load(self) -> loading.Computable:
         loop = asyncio.get_running_loop()
@@ -173,12 +101,10 @@ class Engine:
             computable = await loop.run_in_executor(self._compute, finish)
         self._owner = attached.boot_id if attached.handle is not None else None
         self._tokenization = small.tokenization
-        record_phases(
-            (s for s in self._timeline.spans() if s.process == self._timeline.process), context_of(self._start.traceparent)
-        )
         return computable
 
-    async def _serve(self, computable: loading.Computable) -> int:
+    async def _begin(self) -> None:
+        computable = await self._load()
         loop = asyncio.get_running_loop()
 
         def deliver(events: Sequence[Event]) -> None:
@@ -191,29 +117,17 @@ class Engine:
             self._adapters = Adapters(shelf, computable.room, self._start.card.spec.keep_alive, self._reporter.changed)
             self._early.bound(self._adapters)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
-        self._requests = await self._mesh.nc.subscribe(subjects.infer(self._start.instance_id), cb=self._serving.on_message)
-        await self._mesh.flush(int(_FLUSH_WITHIN_S))
-        if not self._serving.draining:
-            self._reporter.enter("ready")
-        log.info("ready", extra={"instance": self._start.instance_id, "model": self._start.card.name})
+
+    async def _until_broken(self) -> ThawError:
+        assert self._batcher is not None
         try:
-            await loop.run_in_executor(self._compute, self._batcher.run)
+            await asyncio.get_running_loop().run_in_executor(self._compute, self._batcher.run)
         except Exception:  # a process boundary: the clients are told, and the nodeagent starts another engine
             log.exception("the computing thread failed")
-        self._serving.abandon(EngineFailed("the computing thread failed"))
-        await self._serving.flush()
-        return 1
+        return EngineFailed("the engine's computing thread failed")
 
-    async def _control(self, command: EngineControl) -> Message:
+    async def _obey(self, command: EngineControl) -> Message:
         match command:
-            case PingEngine():
-                return self._reporter.report()
-            case CancelInfer(request_id=request_id):
-                self._serving.cancel(request_id)
-            case DrainEngine(only_if_idle=only_if_idle, reason=reason):
-                self._serving.drain(only_if_idle=only_if_idle)
-                log.info("draining", extra={"reason": reason})
-                self._reporter.enter("draining")
             case LoadAdapter(card=card):
                 self._early.load(card)
             case DropAdapter(name=name):
@@ -226,16 +140,8 @@ class Engine:
                 return await self._suspension.wake()
             case ProbeEngine():
                 return await self._suspension.probe()
-            case ListRequests():
-                return self._moving.list()
-            case ReadTokens(request_id=request_id):
-                return self._moving.read(request_id)
-            case YieldInfer(request_id=request_id):
-                self._moving.yield_(request_id)
             case PrepareResume():
                 return await self._moving.prepare(command)
-            case ForgetResume(prepared=name):
-                self._moving.forget(name)
         return Done()
 
     async def _on_loader(self, status: LoaderStatus) -> None:
@@ -246,28 +152,7 @@ class Engine:
             if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
                 self._reporter.advance(_BOUND + 0.8 * segment.loaded_bytes / segment.total_bytes, Phase.LOAD)
 
-    async def _leave(self, status: int) -> int:
-        self._serving.drain(only_if_idle=False)
-        self._serving.abandon(stopped())
-        if self._owner_gone.is_set() and not self._mesh.lost.is_set():
-            await self._serving.flush()
-            return await self._fail(EngineFailed("the loader that owns the weights' GPU memory has ended; start again"))
-        if status or not self._connected:
-            log.error("left without NATS")
-            return status
-        self._reporter.enter("stopped")
-        try:
-            async with asyncio.timeout(_FLUSH_WITHIN_S):
-                if self._requests is not None:
-                    await self._requests.drain()  # type: ignore[no-untyped-call]  # nats-py gives it no types
-                await self._serving.flush()
-                await self._reporter.publish()
-                await self._mesh.stop()
-        except (TimeoutError, OSError, NatsError) as e:
-            log.warning("left without having sent everything", extra={"error": repr(e)})
-        return status
-
-    def _close(self) -> None:
+    async def _end_engine(self) -> None:
         if self._batcher is not None:
             self._batcher.stop()
         self._serving.close()

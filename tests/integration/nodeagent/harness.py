@@ -96,9 +96,10 @@ class Node:
         await self.start_agent()
 
     async def start_agent(self) -> None:
-        said = len(self.statuses)
+        """Until this agent has spoken: the last words of one that was killed may still be under way."""
+        earlier = {s.boot_id for s in self.statuses}
         self.process = self._spawn()
-        await self.until(lambda _: len(self.statuses) > said)
+        await self.until(lambda s: s.boot_id not in earlier)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self.home / "nodeagent.log").open("ab") as log:

@@ -170,11 +170,11 @@ async def test_an_unknown_instance_is_stopped_already(node: Node) -> None:
 
 
 async def test_a_start_without_progress_fails_and_progress_keeps_it_alive(node: Node) -> None:
-    slow = await node.start({"ready_after": 2.0, "progress_every": 0.2}, init_timeout=1.0)
-    stuck = await node.start({"never_ready": True}, init_timeout=1.0)
+    slow = await node.start({"ready_after": 4.0, "progress_every": 0.2}, init_timeout=3.0)
+    stuck = await node.start({"never_ready": True}, init_timeout=3.0)
     status = await node.reaches(stuck, FAILED)
     assert status.error is not None
-    assert "no progress for 1 s" in status.error.message
+    assert "no progress for 3 s" in status.error.message
     await node.reaches(slow, READY)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,12 +53,14 @@ _REMEDIES = {
 
 
 class Api:
-    """Raises `CommandError` for everything that fails: the gateway's own words, and what to do."""
+    """Raises `CommandError` for everything that fails: the gateway's own words, and what to do. `own`: it is of this machine, and its
+    certificate, if it has one, for a name of the outside."""
 
-    def __init__(self, url: str, admin_key: str | None = None, api_key: str | None = None) -> None:
+    def __init__(self, url: str, admin_key: str | None = None, api_key: str | None = None, *, own: bool = False) -> None:
         self.url = url.rstrip("/")
         self._admin_key = admin_key
         self.api_key = api_key
+        self._own = own
 
     @classmethod
     def find(cls, home: Home | None = None) -> Api:
@@ -68,7 +71,7 @@ class Api:
                 raise CommandError(f"THAW_URL is {url!r}.", "Set it to http://HOST:PORT of a gateway.", code="bad_setting")
             return cls(url, key, os.environ.get("THAW_API_KEY"))
         local = cls.local(home or Home.from_environment())
-        return cls(local.url, key or local._admin_key, local.api_key)
+        return cls(local.url, key or local._admin_key, local.api_key, own=True)
 
     @classmethod
     def local(cls, home: Home) -> Api:
@@ -76,11 +79,17 @@ class Api:
         endpoints = read_json(home.endpoints_file)
         if endpoints is None:
             raise NotRunning(home.root)
-        return cls(str(endpoints["url"]), str(endpoints["admin_key"]), os.environ.get("THAW_API_KEY"))
+        return cls(str(endpoints["url"]), str(endpoints["admin_key"]), os.environ.get("THAW_API_KEY"), own=True)
 
     def client(self, timeout: httpx.Timeout) -> httpx.Client:
-        """A client to be closed by its user. Proxies of the environment are not for a mesh; certificates are loaded for HTTPS only."""
-        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, verify=self.url.startswith("https:"))
+        """A client to be closed by its user. Proxies of the environment are not for a mesh; its authorities (SSL_CERT_FILE) are."""
+        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, verify=self._trusted())
+
+    def _trusted(self) -> ssl.SSLContext | bool:
+        if self._own or not self.url.startswith("https:"):
+            return False
+        named = any(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"))
+        return ssl.create_default_context() if named else True
 
     def request(self, method: str, path: str, body: BaseModel | None = None, *, timeout: float | None = None, **params: str) -> Any:
         """One call's JSON. While no scheduler leads (one was killed, the next takes over within 3 s) nobody has heard the call yet,
@@ -104,7 +113,7 @@ class Api:
             with self.client(limit) as client:
                 response = client.request(method, path, content=content, headers=headers, params=params or None)
         except httpx.ConnectError as e:
-            raise self.unreachable() from e
+            raise self.unreachable(e) from e
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise CommandError(
                 f"The gateway at {self.url} did not answer ({type(e).__name__}: {e}).", "`thaw logs gateway` says why."
@@ -118,7 +127,13 @@ class Api:
                 f"What answers at {self.url} is no gateway of Thaw.", "Set THAW_URL to one.", code="no_gateway"
             ) from e
 
-    def unreachable(self) -> CommandError:
+    def unreachable(self, error: httpx.ConnectError) -> CommandError:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return CommandError(
+                f"The certificate of {self.url} is not trusted: {error}",
+                "Set SSL_CERT_FILE to the certificate of its authority.",
+                code="certificate",
+            )
         return CommandError(
             f"No gateway answers at {self.url}.",
             "`thaw up` starts the mesh; `thaw logs gateway` says why if it does run; THAW_URL names another one.",

@@ -36,10 +36,11 @@ class Credentials(Strict):
 
 
 class MeshPlan(Strict):
-    """`nats_url`, `database_url`: external servers; None: run our own."""
+    """`nats_url`, `database_url`: external servers; None: run our own. `tls`: the gateway has a certificate."""
 
     host: str = "127.0.0.1"
     port: int = 8080
+    tls: bool = False
     nodes: tuple[NodePlan, ...] = (NodePlan(name="node-0"),)
     credentials: Credentials
     api_keys: tuple[str, ...] = ()
@@ -52,7 +53,8 @@ class MeshPlan(Strict):
     @property
     def gateway_url(self) -> str:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "https" if self.tls else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     @property
     def effective_nats_url(self) -> str:

@@ -81,6 +81,7 @@ def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: in
     return MeshPlan(
         host=wanted.host_or_default,
         port=wanted.port_or_default,
+        tls=bool(wanted.environment.get("THAW_TLS_CERTIFICATE") or os.environ.get("THAW_TLS_CERTIFICATE")),
         nodes=tuple(nodes),
         credentials=credentials_of(home, wanted.mesh.admin_key or os.environ.get("THAW_ADMIN_KEY")),
         api_keys=wanted.api_key_hashes,

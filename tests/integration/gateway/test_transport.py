@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -42,11 +45,22 @@ async def test_tls(node: FakeNode, serve: ServeFn, certificate: tuple[Path, Path
         answer = await trusting.post(f"{served.base}{URL}", json=chat(stream=True))
         assert answer.text.endswith("data: [DONE]\n\n")
         await trusting.aclose()
+        trust = os.environ | {"THAW_URL": served.base, "SSL_CERT_FILE": str(cert)}
+        assert [(await _ps(trust))["code"], (await _ps(trust | {"SSL_CERT_FILE": ""}))["code"]] == ["unreachable", "certificate"]
         async with httpx.AsyncClient() as doubting:
             with pytest.raises(httpx.ConnectError):
                 await doubting.get(f"{served.base}/health")
             with pytest.raises(httpx.TransportError):
                 await doubting.get(f"{served.base.replace('https', 'http')}/health")
+
+
+async def _ps(environment: dict[str, str]) -> dict[str, str]:
+    """What the command line says, which gets as far as to the scheduler that is not there; or not."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "thaw.cli.app", "ps", "--json", env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    found: dict[str, str] = json.loads((await process.communicate())[0])["error"]
+    return found
 
 
 @pytest.fixture

@@ -136,10 +136,28 @@ def test_without_a_mesh_every_verb_says_how_to_start_one(thaw: Thaw, verb: tuple
     assert "thaw up" in error["remedy"]
 
 
-def test_external_servers_are_used_and_not_started(thaw: Thaw, own_nats: NatsServer, database_url: str) -> None:
+def test_external_servers_are_used_and_the_endpoint_may_speak_https(thaw: Thaw, own_nats: NatsServer, database_url: str) -> None:
+    key, certificate = thaw.home / "key.pem", thaw.home / "cert.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+        "-days",
+        "2",
+    ]
+    subprocess.run([*command, "-subj", "/CN=models.example"], check=True, capture_output=True)
     thaw.environment |= {"THAW_NATS_URL": own_nats.url, "THAW_DATABASE_URL": database_url}
+    thaw.environment |= {"THAW_TLS_CERTIFICATE": str(certificate), "THAW_TLS_KEY": str(key)}
     up = thaw.json("up", "--detach", "--port", str(thaw.port))
-    assert up["endpoint"] == f"{thaw.url}/v1"
+    assert up["endpoint"] == f"https://127.0.0.1:{thaw.port}/v1"
+    assert [n["node"] for n in thaw.json("node", "list")["nodes"]] == ["node-0"]
     status = json.loads((thaw.home / "run" / "supervisor.json").read_text())
     assert not {"nats", "postgres"} & status["services"].keys()
     assert thaw.endpoints["nats_url"] == own_nats.url

@@ -42,6 +42,8 @@ def test_options_go_before_environment_before_file_before_defaults(home: Home, m
     assert Wanted(mesh=file).port_or_default == 9100
     assert Wanted(mesh=file, port=9200).port_or_default == 9200
     assert plan(home, Wanted(mesh=file, port=9200)).gateway_url == "http://127.0.0.1:9200"
+    secured = MeshConfig(environment={"THAW_TLS_CERTIFICATE": "/etc/cert.pem"})
+    assert plan(home, Wanted(mesh=secured, port=9000)).gateway_url == "https://127.0.0.1:9000"
     monkeypatch.setenv("THAW_GATEWAY_PORT", "many")
     with pytest.raises(CommandError, match="THAW_GATEWAY_PORT"):
         _ = Wanted().port_or_default

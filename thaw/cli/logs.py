@@ -86,15 +86,15 @@ def _follow(out: Console, files: dict[str, Path]) -> None:
 
 
 def _new_lines(name: str, path: Path, positions: dict[str, int], rest: dict[str, str]) -> Iterator[str]:
-    size = path.stat().st_size if path.exists() else 0
-    if size < positions[name]:  # moved aside for its size
-        positions[name] = 0
-    if size == positions[name]:
+    try:
+        with path.open("rb") as f:
+            if f.seek(0, 2) < positions[name]:  # moved aside for its size
+                positions[name] = 0
+            f.seek(positions[name])
+            data = f.read()
+    except FileNotFoundError:  # an engine's, of which only so many are kept
         return
-    with path.open("rb") as f:
-        f.seek(positions[name])
-        data = f.read(size - positions[name])
-    positions[name] = size
+    positions[name] += len(data)
     *complete, rest[name] = (rest[name] + data.decode(errors="replace")).split("\n")
     yield from complete
 

@@ -182,7 +182,10 @@ class Loader:
         await asyncio.to_thread(self._giving_back.close)
 
     async def _bring(self, holder: str, command: PrefetchWeights) -> Message:
-        return await self._ask(lambda n: Attach(n, holder, command.card, "complete", None, local=True, background=True))
+        there = await self._ask(lambda n: Attach(n, holder, command.card, "complete", None, local=True, background=True))
+        if command.tier == "ssd":  # what was read is written to the disk from its memory
+            await asyncio.to_thread(self._runs.settled, command.card.info.revision)
+        return there
 
     def _end_hold(self, holder: str, keep: bool) -> None:
         self.dispatch(Release(next(self._numbers), holder, keep))

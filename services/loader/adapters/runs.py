@@ -91,6 +91,13 @@ class Runs:
         if (found := self._runs.get(run)) is not None:
             found.grant(chunks)
 
+    def settled(self, weights_id: str) -> None:
+        """Wait until what was read from afar of these weights is on the disk, or will not be. Blocks."""
+        tiers = [r.tier for r in list(self._runs.values()) if r.order.weights_id == weights_id]
+        for tier in tiers:
+            if tier is not None:
+                tier.settled().wait()
+
     def forget(self, run: int) -> Callable[[], int]:
         """The run's weights leave. Before its memory is given to others, what is returned must be called: it ends the copies to the SSD cache
         and to devices that may still be made from there, and may take a moment. It tells how many bytes devices got back."""

@@ -199,7 +199,7 @@ class _Draining:
 
     async def _drain(self, subscription: Subscription) -> None:
         try:
-            await subscription.drain()
+            await subscription.drain()  # type: ignore[no-untyped-call]  # nats-py leaves it without types
         except (NatsError, OSError, TimeoutError) as e:
             log.info("a subscription was not drained", extra={"subject": subscription.subject, "error": repr(e)})
         queued = getattr(self._subscriber, "send_stream", None)  # of a concurrent one

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from services.scheduler.domain.cost.links import afar
 from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.suspending import frees, left_bytes, share
 from shared.contracts.node import InstanceState
@@ -45,6 +46,8 @@ class Booking(NamedTuple):
     """The node is alive and not stopping."""
     bytes_per_second: float | None
     """What the node's loader measured, to two digits: finer differences tell nothing, and would tell every device from every other."""
+    from_afar: float | None = None
+    """… of its link to remote sources; None: nothing."""
 
 
 def device_key(node: str, device_id: str) -> str:
@@ -131,6 +134,7 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
         closed=closed,
         reachable=reachable,
         bytes_per_second=speed,
+        from_afar=rounded_speed(afar(loader.status)) if loader else None,
     )
 
 

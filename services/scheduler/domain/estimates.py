@@ -1,7 +1,7 @@
 """How long a start will take, by phase: from parameters learned of the same model on the same node, else of the model anywhere, else of its bytes.
 
-Bytes are predicted as q + n/b: q is what is queued on the node's links, b the bandwidth learned of this model, node and tier, or else what the loader
-has measured of the slowest link on the way. A start that was measured moves the parameters (`learnt`).
+Bytes are predicted as q + n/b: q is what is queued on the node's links, b the bandwidth learned of this model, device and tier, or else what the
+loader has measured of the slowest link on the way. A start that was measured moves the parameters (`learnt`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _NONE: Mapping[str, Parameter] = {}
 _FIXED = frozenset({*BEFORE, *ENGINE, *AFTER})
 
 
-def bandwidth(tier: str) -> str:
-    """The quantity: bytes per second from that tier."""
-    return f"bandwidth:{tier}"
+def bandwidth(tier: str, device_id: str = "") -> str:
+    """The quantity: bytes per second from that tier, to any device of the node, or to that one: each GPU has a bus of its own."""
+    return f"bandwidth:{tier}@{device_id}" if device_id else f"bandwidth:{tier}"
 
 
 def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
@@ -68,6 +68,8 @@ class Forecast:
         """`now`: what is queued on links counts from then; None: it does not count."""
         self._state, self._card, self._now = state, card, now
         self._loads_itself = card.spec.loads_itself
+        self.from_afar = "://" in card.info.source
+        """Nodes that have none of its bytes load it over their links to remote sources."""
         self._anywhere = _values(state, card.name, ANYWHERE)
         self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
         """Milliseconds of the phases that do not bring weights, on nodes of which nothing else is known."""
@@ -97,10 +99,11 @@ class Forecast:
     def at(self, b: Booking, *, leaving: bool) -> Prediction:
         """The prediction for a device."""
         special = b.node in self.special or (self._now is not None and self._state.queues.get(b.node, 0.0) > self._now)
-        key = (b.key if special else "", b.bytes_per_second, leaving)
+        speed = (b.from_afar or b.bytes_per_second) if self.from_afar else b.bytes_per_second
+        key = (b.key if special else "", speed, leaving)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._predicted(b if special else None, b.bytes_per_second, leaving)
+            found = self._found[key] = self._predicted(b if special else None, speed, leaving)
         return found
 
     def elsewhere(self, bytes_per_second: float | None) -> float:
@@ -134,8 +137,8 @@ class Forecast:
         phases = dict(self._fixed)
         own = _NONE
         if b is None and not leaving and not self._anywhere:  # nothing was ever measured of it: the priors, and no error known
-            phases["load"] = load = self._load_ms(bytes_per_second)
-            ms = self._before + max(load, self._engine) + self._after
+            self._bring(phases, None, own, bytes_per_second)
+            ms = self._before + max(phases["load"], self._engine) + self._after
             return Prediction(phases, ms, _cost(phases, ms, 0.0), self._afar)
         if b is not None:
             own = _values(self._state, self._card.name, b.node)
@@ -144,7 +147,8 @@ class Forecast:
         if leaving:
             phases["reserve"] += self._leaving_ms(b.node if b is not None else ANYWHERE)
         ms = critical_path(phases)
-        errors = [self._error(own, p, source) for p in waited_for(phases)]
+        device_id = b.device_id if b is not None else ""
+        errors = [self._error(own, p, source, device_id) for p in waited_for(phases)]
         return Prediction(phases, ms, _cost(phases, ms, sum(errors)), source, there, queued_ms)
 
     def _bring(
@@ -154,6 +158,8 @@ class Forecast:
         info = self._card.info
         if b is None:
             phases["load"] = self._load_ms(bytes_per_second)
+            if self._afar == "remote":
+                phases["fetch"] = phases["load"]
             return self._afar, 0, 0.0
         if self._loads_itself:
             known = own.get("load")
@@ -162,7 +168,7 @@ class Forecast:
         tier = self._tier(b.node)
         loader = self._state.loaders.get(b.node)
         status = loader.status if loader is not None else None
-        known = own.get(bandwidth(tier))
+        known = own.get(bandwidth(tier, b.device_id)) or own.get(bandwidth(tier))
         speed = known.value if known is not None else slowest(tier, b.device_id, status)
         there = on_device(status, info.revision, b.device_id)
         missing = max(0, info.weights_bytes - there)
@@ -182,17 +188,17 @@ class Forecast:
         """Where its bytes come from on a node that has none of them; empty: its engine knows."""
         if self._loads_itself:
             return ""
-        return "remote" if "://" in self._card.info.source else "ssd"
+        return "remote" if self.from_afar else "ssd"
 
     def _tier(self, node: str) -> str:
         if resident(self._state, node, self._card):
             return "dram"
         return "ssd" if node in self._state.kept_on.get(self._card.info.revision, ()) else self._afar
 
-    def _error(self, own: Mapping[str, Parameter], phase: str, source: str) -> float:
+    def _error(self, own: Mapping[str, Parameter], phase: str, source: str, device_id: str) -> float:
         """Milliseconds by which a phase's prediction is usually out; 0: nothing is known of that."""
         if phase in BRINGING and source:
-            known = own.get(bandwidth(source))
+            known = own.get(bandwidth(source, device_id)) or own.get(bandwidth(source))
             return (
                 known.error / known.value * load_s(self._card.info.weights_bytes, known.value) * 1e3 if known is not None else 0.0
             )
@@ -233,7 +239,8 @@ def again_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
     revision = card.info.revision
     known = (state.measured_on.get(card.name), state.resident_on.get(revision), state.kept_on.get(revision))
     if not any(known):  # as `Forecast` would have it, without making one
-        load = load_s(card.info.weights_bytes, b.bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
+        speed = (b.from_afar or b.bytes_per_second) if "://" in card.info.source else b.bytes_per_second
+        load = load_s(card.info.weights_bytes, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
         before, engine, after = _PRIOR_PARTS
         return (before + max(load, engine) + after) / 1e3
     return Forecast(state, card).at(b, leaving=False).ms / 1e3
@@ -275,7 +282,9 @@ def learnt(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
         ms = covered(spans) - min(chosen.queued_ms, 0.9 * covered(spans))
         missing = weights - chosen.resident_bytes
         if ms > _LEAST_LOAD_MS and missing > 0 and chosen.source:
-            own[bandwidth(chosen.source)] = missing / (ms / 1e3)
+            own[bandwidth(chosen.source)] = speed = missing / (ms / 1e3)
+            if not chosen.device_ids[0].startswith("cpu"):
+                own[bandwidth(chosen.source, chosen.device_ids[0])] = speed
     anywhere = {k: v for k, v in own.items() if ":" not in k}
     return [
         *found,

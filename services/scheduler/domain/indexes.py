@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from services.scheduler.domain.booking import book, device_key, rounded_speed
-from services.scheduler.domain.cost.links import busy_until
+from services.scheduler.domain.cost.links import afar, busy_until
 from services.scheduler.domain.entities import Entity, Instance, Model, Node
 from services.scheduler.domain.heard import ANYWHERE, Estimate, LoaderPresence, Presence, Seen
 from shared.contracts.node import InstanceState
@@ -196,8 +196,8 @@ def _resident(state: ClusterState, i: Instance) -> bool:
     return i.node in state.resident_on.get(i.revision, ())
 
 
-def _speed(loader: LoaderPresence | None) -> float | None:
-    return rounded_speed(loader.status.bytes_per_second) if loader else None
+def _speed(loader: LoaderPresence | None) -> tuple[float | None, float | None]:
+    return (rounded_speed(loader.status.bytes_per_second), rounded_speed(afar(loader.status))) if loader else (None, None)
 
 
 def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:

@@ -15,6 +15,9 @@ from typing import Any
 from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND
 
+Speeds = tuple[float | None, float | None]
+"""Bytes per second of a loader: in general, and from afar."""
+
 
 @dataclass(slots=True)
 class SpeedClass:
@@ -46,9 +49,10 @@ class Bookings(dict[str, Booking]):
 
     def __init__(self, bookings: Iterable[tuple[str, Booking]] = ()) -> None:
         super().__init__()
-        self.classes: dict[float | None, SpeedClass] = {}
-        self.fastest_first: list[tuple[float | None, SpeedClass]] = []
-        """The classes in the order in which a load is done soonest."""
+        self.classes: dict[Speeds, SpeedClass] = {}
+        self.fastest_first: list[tuple[Speeds, SpeedClass]] = []
+        """The classes in the order in which a load from their own disks is done soonest; and one from afar."""
+        self.fastest_from_afar: list[tuple[Speeds, SpeedClass]] = []
         self.roomiest: list[tuple[bool, int, str]] = []
         """Every device: closed ones last, most `coming` first."""
         self.budgets: list[tuple[int, str]] = []
@@ -80,23 +84,35 @@ class Bookings(dict[str, Booking]):
         )
         before = None if old is None or old.closed else old
         after = None if new is None or new.closed else new
-        if before is not None and after is not None and before.bytes_per_second == after.bytes_per_second:
-            self.classes[before.bytes_per_second].replace(before, after)
+        old_class, new_class = before and _speeds(before), after and _speeds(after)
+        if before is not None and old_class is not None and old_class == new_class:
+            self.classes[old_class].replace(before, after)
             return
-        if before is not None:
-            known = self.classes[before.bytes_per_second]
+        if before is not None and old_class is not None:
+            known = self.classes[old_class]
             known.replace(before, None)
             if not known.free:
-                del self.classes[before.bytes_per_second]
+                del self.classes[old_class]
                 self._order_classes()
-        if after is not None:
-            if after.bytes_per_second not in self.classes:
-                self.classes[after.bytes_per_second] = SpeedClass()
+        if after is not None and new_class is not None:
+            if new_class not in self.classes:
+                self.classes[new_class] = SpeedClass()
                 self._order_classes()
-            self.classes[after.bytes_per_second].replace(None, after)
+            self.classes[new_class].replace(None, after)
 
     def _order_classes(self) -> None:
-        self.fastest_first = sorted(self.classes.items(), key=lambda c: (-(c[0] or DEFAULT_BYTES_PER_SECOND), c[0] is None))
+        self.fastest_first = sorted(self.classes.items(), key=lambda c: (-speed_of(c[0]), str(c[0])))
+        self.fastest_from_afar = sorted(self.classes.items(), key=lambda c: (-speed_of(c[0], from_afar=True), str(c[0])))
+
+
+def _speeds(b: Booking) -> Speeds:
+    return b.bytes_per_second, b.from_afar
+
+
+def speed_of(speeds: Speeds, *, from_afar: bool = False) -> float:
+    """Bytes per second of a load on devices of a class."""
+    local, afar = speeds
+    return ((afar or local) if from_afar else local) or DEFAULT_BYTES_PER_SECOND
 
 
 def _room(b: Booking) -> tuple[bool, int, str]:
@@ -157,9 +173,8 @@ class View:
     def get(self, key: str) -> Booking | None:
         return self._changed[key] if key in self._changed else self._below.get(key)
 
-    @property
-    def fastest_first(self) -> list[tuple[float | None, SpeedClass]]:
-        return self._below.fastest_first
+    def fastest_first(self, *, from_afar: bool) -> list[tuple[Speeds, SpeedClass]]:
+        return self._below.fastest_from_afar if from_afar else self._below.fastest_first
 
     def roomiest(self) -> Iterator[Booking]:
         """All devices as they are below, the changed ones left out."""

@@ -25,7 +25,7 @@ from services.scheduler.domain.booking import Booking, device_key
 from services.scheduler.domain.constraints import Excludes
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.estimates import Forecast
-from services.scheduler.domain.ranks import SpeedClass
+from services.scheduler.domain.ranks import SpeedClass, Speeds, speed_of
 
 SHORTLIST = 8
 """So many devices are considered at a time; if there are no more, simply all of them."""
@@ -146,13 +146,13 @@ class _Search:
         how long they are is told apart when they are considered."""
         for busy in (False, True) if self._any_busy else (False,):
             self._busy = busy
-            for ms, classes in groupby(self._view.fastest_first, key=self._ms_of):
+            for ms, classes in groupby(self._view.fastest_first(from_afar=self._forecast.from_afar), key=self._ms_of):
                 runs = [run for _, known in classes if (run := of_class(ms, known)) is not _NONE]
                 if runs:
                     yield from runs[0] if len(runs) == 1 else merge(*runs)
 
-    def _ms_of(self, known: tuple[float | None, SpeedClass]) -> float:
-        return self._forecast.elsewhere(known[0])
+    def _ms_of(self, known: tuple[Speeds, SpeedClass]) -> float:
+        return self._forecast.elsewhere(speed_of(known[0], from_afar=self._forecast.from_afar))
 
     def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
         for key, b in self._apart.items():

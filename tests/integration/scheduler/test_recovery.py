@@ -14,6 +14,7 @@ from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain import decide
 from services.scheduler.domain.effects import SendStart
+from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import DemandHeard
 from services.scheduler.domain.heard import ANYWHERE
 from services.scheduler.domain.state import ClusterState, Put, apply
@@ -61,7 +62,8 @@ async def test_a_new_leader_has_everything_back_and_places_the_first_request(
 def _heard(state: ClusterState, before: ClusterState) -> ClusterState:
     """With what nodes and loaders report anew, in a term of its own."""
     state.epoch, state.recovered_at = 9, NOW - 100
-    apply(state, [Put(e) for e in (*before.presence.values(), *before.seen.values(), *before.loaders.values())])
+    heard: list[Entity] = [*before.presence.values(), *before.seen.values(), *before.loaders.values()]
+    apply(state, [Put(e) for e in heard])
     return state
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.scheduler.domain.booking import booking
@@ -411,7 +413,7 @@ def test_more_replicas_when_the_queue_asks_and_memory_allows(w: World) -> None:
 
 
 @pytest.mark.parametrize(("told", "instances"), [({}, 2), ({"window": 9}, 3), ({"window": 1, "peak": 14}, 4)])
-def test_what_came_in_the_last_window_is_expected_again(w: World, told: dict[str, int], instances: int) -> None:
+def test_what_came_in_the_last_window_is_expected_again(w: World, told: dict[str, Any], instances: int) -> None:
     w.node(budget=4000 * MIB)
     w.model("a", replicas={"min": 0, "max": 8}, max_concurrency=8)
     w.up("a").active = 8

@@ -74,6 +74,17 @@ def test_bytes_are_learned_as_a_bandwidth_of_the_tier_without_what_was_queued_be
     assert known(w.state, "n", bandwidth("remote")) == pytest.approx(WEIGHTS / 1.0)
 
 
+def test_each_gpu_of_a_node_has_a_bandwidth_of_its_own(w: World) -> None:
+    """One that was never used takes what the node's others do."""
+    w.node("gpus", 4000 * MIB, devices=("cuda:0", "cuda:1", "cuda:2"))
+    for device, ms in (("cuda:0", 100.0), ("cuda:1", 1000.0)):
+        teach(w.state, plan(span(Phase.LOAD, ms), node="gpus", device_ids=(device,)))
+    found = Forecast(w.state, w.state.models["a"].card, w.now)
+    load = {d: found.at(booking(w.state, "gpus", d), leaving=False).phases["load"] for d in ("cuda:0", "cuda:1", "cuda:2")}
+    assert (load["cuda:0"], load["cuda:1"]) == pytest.approx((100.0, 1000.0))
+    assert 100.0 < load["cuda:2"] < 1000.0
+
+
 def test_what_a_model_takes_elsewhere_is_a_better_guess_than_what_any_takes(w: World) -> None:
     before = forecast(w, "other")[0]["init"]
     teach(w.state, plan(span(Phase.INIT, 900)))

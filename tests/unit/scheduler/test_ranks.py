@@ -34,6 +34,7 @@ INFO = ModelInfo(
     kv_bytes_per_token=1,
 )
 CARD = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=INFO, created=0)
+AFAR = CARD.model_copy(update={"info": INFO.model_copy(update={"source": "s3://bucket/a"})})
 NODES, DEVICES = 7, 3
 
 
@@ -80,6 +81,7 @@ def booking(random: Random, node: int, device: int) -> Booking:
         closed=random.choice(["", "", "", "cordoned"]),
         reachable=random.random() < 0.5,
         bytes_per_second=random.choice([None, 1e9, 2e9]),
+        from_afar=random.choice([None, None, 1e8, 3e9]),
     )
 
 
@@ -109,9 +111,14 @@ drafts = st.integers(0, 2**32).map(draft_of)
 
 
 @settings(max_examples=300)
-@given(drafts, st.integers(1, 9), st.sets(st.sampled_from([f"n{n}/cuda:1" for n in range(NODES)]), max_size=2))
-def test_the_shortlists_are_those_of_a_look_at_everything(d: Draft, need: int, avoid: set[str]) -> None:
-    forecast = Forecast(d.state, CARD)
+@given(
+    drafts,
+    st.integers(1, 9),
+    st.sets(st.sampled_from([f"n{n}/cuda:1" for n in range(NODES)]), max_size=2),
+    st.sampled_from([CARD, AFAR]),
+)
+def test_the_shortlists_are_those_of_a_look_at_everything(d: Draft, need: int, avoid: set[str], card: ModelCard) -> None:
+    forecast = Forecast(d.state, card)
     found = list(shortlists(d, need, tuple(avoid), forecast))
     assert found == list(scanned(d, need, tuple(avoid), forecast))
     reachable = [b.budget for b in d.state.bookings.values() if b.reachable]
@@ -124,7 +131,7 @@ def test_a_table_made_anew_has_the_same_orders(d: Draft) -> None:
     assert isinstance(kept, Bookings)
     anew = Bookings(kept.items())
     assert (kept.classes, kept.roomiest, kept.budgets) == (anew.classes, anew.roomiest, anew.budgets)
-    assert kept.fastest_first == anew.fastest_first
+    assert (kept.fastest_first, kept.fastest_from_afar) == (anew.fastest_first, anew.fastest_from_afar)
     copied = d.origin.fork().bookings
     assert isinstance(copied, Bookings)
     for key in list(copied):

@@ -32,6 +32,12 @@ def slowest(tier: str, device_id: str, status: LoaderStatus | None) -> float | N
     return min([b for b in (*known, bus) if b], default=None)
 
 
+def afar(status: LoaderStatus) -> float | None:
+    """Bandwidth of a node's link to remote sources, as its loader has measured it; None: it has not."""
+    link = link_of("remote", status.links) if status.links else None
+    return link.bytes_per_second if link is not None else None
+
+
 def busy_until(heard_at: float, status: LoaderStatus | None, decided: Sequence[tuple[float, int]]) -> float:
     """When all that is queued at a node will have come, on the clock of `heard_at`; 0: nothing is.
 

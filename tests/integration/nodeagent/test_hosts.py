@@ -15,7 +15,7 @@ from shared.contracts.node import InstanceState
 from shared.processes import mark_of, marked
 from shared.settings import NodeSettings
 from tests.integration.nodeagent.harness import WITHIN_S, Node, gone, running_node, start_command
-from tests.support.hosted import MIB, fake_card, reapers, token_of
+from tests.support.hosted import FAKE, MIB, fake_card, hosted_card, reapers, token_of
 from tests.support.servers import NatsServer
 
 READY, FAILED, STOPPED = InstanceState.READY, InstanceState.FAILED, InstanceState.STOPPED
@@ -85,3 +85,12 @@ async def test_what_died_while_there_was_no_agent_is_cleaned_up_by_the_next(node
     await node.reaches("h4", FAILED)
     await node.until(lambda s: s.devices[0].reserved_bytes == 0, within=SLOW_S)
     assert await left(node, "h4") == set()
+
+
+async def test_the_loader_lets_go_of_weights_that_an_engine_has_copied(node: Node) -> None:
+    """A page that two processes map is not paged out: the engine must have its weights to itself before it can be suspended."""
+    await start_command(
+        node, "h5", hosted_card("engine://m", "vllm", command=FAKE, memory=MIB, engine_args={"load_format": "thaw"})
+    )
+    assert (await node.reaches("h5", READY, FAILED, within=SLOW_S)).error is None
+    await node.until(lambda _: "h5" in node.released, within=SLOW_S)

@@ -38,7 +38,9 @@ from thaw.launcher.plan import free_port
 MIB = 1 << 20
 DEVICE, PINNED = "device", "pinned_copy_gb_per_s"
 PROMPT = "Say something about winter."
-TOKENS = 64
+SOME_TOKENS, MANY_TOKENS = 64, 256
+TOKENS = {"builtin": 48}
+"""Whose model is larger than the others'."""
 TURNS = 6
 MEMORY = {"cpu": {"vllm": 3500 * MIB, "llamacpp": 600 * MIB}, "cuda": {"vllm": 16_000 * MIB, "llamacpp": 2000 * MIB}}
 """What a first reservation is for the demo model; the built-in engine's is reckoned."""
@@ -93,9 +95,11 @@ class SwapMesh:
         return first, (time.perf_counter() - started) * 1e3, text
 
     def decoding(self, model: str) -> float:
-        """Tokens per second after the first."""
-        first, last, _ = self.ask(model, TOKENS)
-        return (TOKENS - 1) / max(last - first, 1e-3) * 1e3
+        """Tokens per second after the first: what a long answer takes more than one of one token. When its pieces come tells little: while an engine
+        computes on every core its own server waits, and vLLM's then puts all that has been generated meanwhile into one event."""
+        tokens = TOKENS.get(model, MANY_TOKENS)
+        one = median([self.ask(model)[1] for _ in range(3)])
+        return (tokens - 1) / max(self.ask(model, tokens)[1] - one, 1e-3) * 1e3
 
     def instance(self, model: str) -> dict[str, Any]:
         """The newest of the model's instances."""
@@ -110,7 +114,7 @@ class SwapMesh:
 def swap(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
     """From cold to ready, and then suspended and resumed so many times."""
     figures.add(engine, "first_start_ttft_ms", mesh.ask(engine)[0])
-    text = mesh.ask(engine, TOKENS)[2]
+    text = mesh.ask(engine, SOME_TOKENS)[2]
     for _ in range(3):
         figures.add(engine, "decode_before_tokens_per_s", mesh.decoding(engine))
     for number in range(rounds):
@@ -136,7 +140,7 @@ def swap(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
     else:
         for _ in range(3):
             figures.add(engine, "decode_after_tokens_per_s", mesh.decoding(engine))
-    if mesh.ask(engine, TOKENS)[2] != text:
+    if mesh.ask(engine, SOME_TOKENS)[2] != text:
         raise RuntimeError(f"{engine} answers otherwise than before it was suspended")
 
 

@@ -75,7 +75,7 @@ async def test_malformed_requests_are_answered(mesh: Mesh) -> None:
         kind: Literal["wrong"] = "wrong"
         value: str = "a prompt, or a key"
 
-    with pytest.raises(InvalidRequest, match="kind: .*; value: ") as caught:
+    with pytest.raises(InvalidRequest, match=r"kind: .*; value: ") as caught:
         await mesh.request("t.malformed", Wrong(), Answer)
     assert "a prompt" not in caught.value.message
 

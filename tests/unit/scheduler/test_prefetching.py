@@ -110,7 +110,9 @@ def test_one_that_its_loader_dropped_is_chosen_anew_after_a_while_and_one_under_
     w.tick(0.25)
     assert len(prefetched(w)) == 1
     w.tick(1.0)
-    under_way = (SegmentStatus(weights_id="rev-/m/m", model="m", segment="s", total_bytes=9, loaded_bytes=1, holders=("prefetch:1",)),)
+    under_way = (
+        SegmentStatus(weights_id="rev-/m/m", model="m", segment="s", total_bytes=9, loaded_bytes=1, holders=("prefetch:1",)),
+    )
     tell(w, segments=under_way)
     w.tick(AGAIN_S)
     tell(w, segments=under_way)

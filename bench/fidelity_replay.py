@@ -163,18 +163,18 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
 
 
 def compared(
-    traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], export: Path, given: Measured | None = None
+    traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], export: Path, given: Measured | None = None, policy: str = "thaw"
 ) -> dict[str, Any]:
     """Of the recorded run and its replay: mean TTFT, of cold and of warm requests, in all and by phase; how many were cold, and which
-    models were started in which order. `given`: parameters in place of the run's own."""
+    models were started in which order. `given`: parameters in place of the run's own; `policy`: the mesh's."""
     traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
     m = given or measured(traces, loads)
     cluster, models = machines(m)
     requests = read_trace(export, NAMES)
     usual = StartTimes(m.container, m.init, m.warm_up, m.more)
-    simulation = Simulation(cluster, models, profile_named("thaw"), usual=usual)
+    simulation = Simulation(cluster, models, profile_named(policy), usual=usual)
     outcome = simulation.run(requests)
-    as_recorded = Simulation(cluster, models, profile_named("thaw"), usual=usual, recorded=start_by_start(traces, loads, m))
+    as_recorded = Simulation(cluster, models, profile_named(policy), usual=usual, recorded=start_by_start(traces, loads, m))
     exact = fmean(s.ttft for s in as_recorded.run(requests).served)
     started = [load.model for load in sorted(loads, key=lambda load: load.created)]
     real = [(t.cold, (t.ttft_ms or 0.0) / 1e3, _path(t)) for t in traces]

@@ -18,8 +18,9 @@ MODELS = ("one", "two", "three")
 
 @pytest.fixture(scope="module")
 def mesh(request: pytest.FixtureRequest) -> Iterator[Thaw]:
-    """`DRAM` in the test's module: bytes for weights that no instance holds, instead of the loader's default."""
-    thaw = Thaw()
+    """In the test's module, `DRAM`: bytes for weights that no instance holds, instead of the loader's default; `POLICY`: the scheduler's."""
+    policy = getattr(request.module, "POLICY", None)
+    thaw = Thaw(**({"THAW_POLICY": policy} if policy is not None else {}))
     dram = getattr(request.module, "DRAM", None)
     memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"

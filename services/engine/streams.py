@@ -89,6 +89,7 @@ class Stream:
             tokens_per_second=self.tokens_per_second,
             choices=max(1, len(self._made)),
             fixed=fixed_of(request),
+            traceparent=self.parent,
         )
 
     def choices(self) -> tuple[RunningChoice, ...]:

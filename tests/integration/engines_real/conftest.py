@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from tokenizers import Tokenizer
 
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
@@ -37,6 +38,13 @@ class RealEngine:
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its heads have 32 elements: the demo model "test" has smaller ones than vLLM computes with on cpu."""
     return make_demo_model(tmp_path_factory.mktemp("real") / "5m", "5m")
+
+
+@pytest.fixture(scope="session")
+def torn(model_directory: Path) -> list[int]:
+    """Tokens that are no text by themselves, but a part of a character's bytes."""
+    tokenizer = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+    return [i for i in range(tokenizer.get_vocab_size()) if "\ufffd" in tokenizer.decode([i])]
 
 
 @pytest.fixture(scope="session")

@@ -44,13 +44,13 @@ async def test_cut_anywhere_and_gone_on_with(mesh: Mesh, nats_server: NatsServer
         assert again.usage == undisturbed.usage
 
 
-@pytest.mark.parametrize("prompt", ["Where does the ice go?", "Once upon a time"])
+@pytest.mark.parametrize("prompt", ["Where does the ice go?", "n\u00e9 \u65e5\u672c caf\u00e9"])
 async def test_llama_servers_completions_are_gone_on_with(
-    mesh: Mesh, nats_server: NatsServer, own_server: RealEngine, prompt: str
+    mesh: Mesh, nats_server: NatsServer, own_server: RealEngine, torn: list[int], prompt: str
 ) -> None:
-    """As far as it tells its tokens; of those that make a character together it does not."""
     hosts = await listening(mesh, nats_server.url, own_server)
-    body = {"prompt": prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    body["logit_bias"] = [[token, False] for token in torn]
     undisturbed = await hosts.whole(own_server.instance, "completion", **body)
     replies = undisturbed.stream.replies
     head = replies[0]
@@ -59,7 +59,7 @@ async def test_llama_servers_completions_are_gone_on_with(
     assert undisturbed.usage is not None
     assert undisturbed.usage.completion_tokens == 40
     whole = resume_of(replies)
-    assert whole.choices[0].token_ids
+    assert len(whole.choices[0].token_ids) == 40, "each was told"
     for cut in (3, len(replies) // 2, len(replies) - 3):
         resume = resume_of(replies[:cut])
         rest = await hosts.ask(own_server.instance, "completion", resume=resume, **body)

@@ -173,7 +173,7 @@ class Reading(Ending):
     def _first(self, message: dict[str, Any], now: float) -> None:
         """The first words of an attempt."""
         self._progressed = True
-        self._dispatcher.on_progress(self.ticket)
+        self._dispatcher.on_progress(self.ticket, now)
         if self.first_at is None or self.resume is None:
             self.first_at = self.first_at or now
             self.heard.append(Heard(now, phases_of(message)))

@@ -8,8 +8,10 @@ Events come in as method calls with `now`; everything that must happen outside l
 4. A request refused before anything came of it (draining, nobody listens) goes back to its place in the queue; the instance is left alone
    for a while. After MAX_ATTEMPTS it fails.
 5. A request whose instance died goes back, to go on elsewhere from where it was, if what its client has got, if anything, can be continued;
-   otherwise it fails. So it does after MAX_LOST deaths without a token in between, or MAX_LOSSES at all: it may be what they die of. Deaths
-   that find it waiting in the engine are rather others' doing: of those MAX_UNHEARD may follow each other.
+   otherwise it fails. It may be what they die of: it fails with the second death in a row, without a token in between, if it was alone there, and
+   with the third at the latest; after two those that were not alone are sent on one at a time, so that one of them does not take the others
+   along. Deaths that find it waiting in the engine are rather others' doing: of those MAX_UNHEARD may follow each other, MAX_LOST other losses,
+   and MAX_LOSSES of all.
 6. An instance that has said nothing of a request for ASK_AFTER_S is asked whether it has it. If not, its last words were lost: as 5.
 7. A waiter whose time is over fails; so do all waiters of a model whose load failed for good.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from services.gateway.domain.arrivals import Arrivals
 from services.gateway.domain.effects import Effects
-from services.gateway.domain.losses import MAX_ATTEMPTS, count, doubtful, gone, missing
+from services.gateway.domain.losses import MAX_ATTEMPTS, bearable, count, deadly, doubtful, gone, missing, suspected
 from services.gateway.domain.queues import Queue
 from services.gateway.domain.routes import Route, Routes
 from services.gateway.domain.ticket import Stage, Ticket
@@ -106,10 +108,13 @@ class Dispatcher:
     def on_finished(self, ticket: Ticket, now: float) -> None:
         self._leave(ticket, now)
 
-    def on_progress(self, ticket: Ticket) -> None:
+    def on_progress(self, ticket: Ticket, now: float) -> None:
         """The present attempt has brought a token."""
-        ticket.lost = ticket.unheard = ticket.refusals = 0
+        cleared = suspected(ticket)
+        ticket.deaths = ticket.lost = ticket.unheard = ticket.refusals = 0
         ticket.first, ticket.avoid = None, frozenset()
+        if cleared:
+            self._pump(ticket.model, now)
 
     def on_refused(self, ticket: Ticket, error: ThawError, now: float) -> None:
         """The engine would not take it (draining), cannot go on with it, or nobody listens there."""
@@ -136,7 +141,7 @@ class Dispatcher:
         """The instance says itself that its engine broke down under the request."""
         if ticket.stage is Stage.SENT and ticket.instance_id is not None:
             self.routes.refused(ticket.instance_id, now)
-            self._lost(ticket, now, error)
+            self._lost(ticket, now, error, died=not isinstance(error, ShuttingDown))
 
     def on_missing(self, ticket: Ticket, attempt_id: str, now: float) -> None:
         """The instance has no such request (any more). What it last said of it may still be under way."""
@@ -198,7 +203,8 @@ class Dispatcher:
                 self._effects.cancel(ticket)  # should it come there after all
                 self._lost(ticket, now)
             elif gone(ticket, self.routes.get(ticket.instance_id or ""), now, node_known=self.routes.node_known(ticket.node)):
-                self._lost(ticket, now)
+                route = self.routes.get(ticket.instance_id or "")
+                self._lost(ticket, now, died=route is None or route.status.state is InstanceState.FAILED)
             elif doubtful(ticket, now):
                 ticket.asked_at = now
                 self._effects.inquire(ticket)
@@ -217,6 +223,8 @@ class Dispatcher:
         if queue is None or self.routes.choose(model, now) is None:
             return
         for ticket in list(queue.waiting.values()):
+            if suspected(ticket) and any(t.model == model and suspected(t) for t in self._sent.values()):
+                continue
             route = self.routes.choose_for(ticket, now)
             if route is not None:
                 del queue.waiting[ticket.id]
@@ -250,17 +258,21 @@ class Dispatcher:
             if len(queue.waiting) == 1:
                 self._tell(ticket.model, queue, now)
 
-    def _lost(self, ticket: Ticket, now: float, error: ThawError | None = None) -> None:
-        if count(ticket, told=error is not None) and not ticket.begun:
+    def _lost(self, ticket: Ticket, now: float, error: ThawError | None = None, *, died: bool = False) -> None:
+        count(ticket, told=error is not None, died=died)
+        fatal = deadly(ticket, shared=self.routes.shared(ticket.instance_id or ""))
+        if bearable(ticket) and not fatal and not ticket.begun:
             self._requeue(ticket, now)
             return
         route = self.routes.get(ticket.instance_id or "")
         self._leave(ticket, now)
-        if error is not None:
-            self._effects.fail(ticket, error)
-            return
-        reason = route.status.error.message if route is not None and route.status.error is not None else "its engine is gone"
-        self._effects.fail(ticket, EngineFailed(f"{ticket.model} stopped while answering: {reason}"))
+        if error is None:
+            reason = route.status.error.message if route is not None and route.status.error is not None else "its engine is gone"
+            error = EngineFailed(f"{ticket.model} stopped while answering: {reason}")
+        if fatal:
+            why = f"{ticket.deaths} engines in a row died while they served this request, which may be why"
+            error = EngineFailed(f"{error.message} ({why})", should_retry=False)
+        self._effects.fail(ticket, error)
 
     def _leave(self, ticket: Ticket, now: float) -> None:
         """Take the request out of wherever it is; harmless if it has left already."""

@@ -7,6 +7,7 @@ from services.gateway.domain.ticket import Ticket
 from shared.contracts.node import InstanceState
 
 MAX_ATTEMPTS = 12
+MAX_DEATHS = 2
 MAX_LOST = 3
 MAX_UNHEARD = 32
 MAX_LOSSES = 64
@@ -42,11 +43,27 @@ def doubtful(ticket: Ticket, now: float) -> bool:
     return now - max(ticket.heard_at, ticket.sent_at, ticket.asked_at) >= ASK_AFTER_S
 
 
-def count(ticket: Ticket, *, told: bool) -> bool:
-    """One more loss of its instance; whether another one may be tried. `told`: a host said so, which had given the request to its engine."""
+def count(ticket: Ticket, *, told: bool, died: bool) -> None:
+    """One more loss of its instance. `told`: a host said so, which had given the request to its engine. `died`: not only its words are lost."""
     ticket.losses += 1
-    if ticket.admitted or told:
-        ticket.lost += 1
-    else:
+    if not (ticket.admitted or told):
         ticket.unheard += 1
+    elif died:
+        ticket.deaths += 1
+    else:
+        ticket.lost += 1
+
+
+def deadly(ticket: Ticket, *, shared: bool) -> bool:
+    """Whether the request is taken for what its engines die of. `shared`: the last of them served others as well."""
+    return ticket.deaths >= MAX_DEATHS + shared
+
+
+def suspected(ticket: Ticket) -> bool:
+    """Whether it is one of several of which one may be that."""
+    return ticket.deaths >= MAX_DEATHS
+
+
+def bearable(ticket: Ticket) -> bool:
+    """Whether another instance may be tried."""
     return ticket.lost <= MAX_LOST and ticket.unheard <= MAX_UNHEARD and ticket.losses <= MAX_LOSSES

@@ -58,6 +58,7 @@ class Routes:
         self._nodes: dict[str, _Node] = {}
         self._by_id: dict[str, Route] = {}
         self._own: Counter[str] = Counter()
+        self._shared: set[str] = set()
 
     def on_status(self, status: NodeStatus, now: float) -> frozenset[str]:
         """Take over a node's status; the models whose routes may have changed. An overtaken message is dropped."""
@@ -104,12 +105,20 @@ class Routes:
         """Count a request of ours, also while the instance's node is silent."""
         self._own[instance_id] += 1
         self._sync(instance_id)
+        route = self._by_id.get(instance_id)
+        if self._own[instance_id] > 1 or route is None or route.others:
+            self._shared.add(instance_id)
 
     def release(self, instance_id: str) -> None:
         self._own[instance_id] -= 1
         self._sync(instance_id)
         if self._own[instance_id] <= 0:
             del self._own[instance_id]
+            self._shared.discard(instance_id)
+
+    def shared(self, instance_id: str) -> bool:
+        """Whether it has had more than one request at a time since it last had none of ours."""
+        return instance_id in self._shared
 
     def _sync(self, instance_id: str) -> None:
         route = self._by_id.get(instance_id)

@@ -39,7 +39,10 @@ class Ticket:
     queue_timeout: float = 0.0
     refusals: int = 0
     admitted: bool = False
+    deaths: int = 0
+    """Engines in a row that died under it without a token in between."""
     lost: int = 0
+    """Other losses in a row, such as messages that are missing."""
     unheard: int = 0
     losses: int = 0
     begun: bool = False

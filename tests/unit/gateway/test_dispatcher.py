@@ -153,7 +153,7 @@ def test_endless_refusal_ends(dispatcher: Dispatcher, world: Recorder) -> None:
 
 @pytest.mark.parametrize("admitted", [True, False])
 def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher, world: Recorder, admitted: bool) -> None:
-    names = [f"i{n}" for n in range((rules.MAX_LOST if admitted else rules.MAX_UNHEARD) + 2)]
+    names = [f"i{n}" for n in range((rules.MAX_DEATHS if admitted else rules.MAX_UNHEARD + 1) + 1)]
     dispatcher.on_status(status(instance(names[0])), 0)
     made = ask(dispatcher, "r")
     for now, (dead, alive) in enumerate(itertools.pairwise(names), 1):
@@ -182,7 +182,7 @@ def test_a_request_that_brings_tokens_goes_on_longer(dispatcher: Dispatcher, wor
         now += 10
         made.resumes = True
         dispatcher.on_status(status(instance("i")), now)
-        dispatcher.on_progress(made)
+        dispatcher.on_progress(made, now)
         dispatcher.on_engine_lost(made, EngineFailed("it ended"), now)
     assert len(world.sent) == rules.MAX_LOSSES + 1
 

@@ -75,7 +75,9 @@ class PrepareResume(Request):
     adapter: ModelCard | None = None
     keep_ms: int = Field(default=30_000, gt=0)
     within_ms: int | None = Field(
-        default=None, gt=0, description="Answered after that long with what was computed, if that is not all. Engines may not heed it."
+        default=None,
+        gt=0,
+        description="Answered after that long with what was computed, if that is not all. Engines may not heed it.",
     )
 
 

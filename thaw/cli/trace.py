@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from shared.contracts.migration import MigrationRecord
-from thaw.cli.api import Api
 from shared.contracts.traces import RequestTrace
-from thaw.cli.migrate import concerning, show_moves
+from thaw.cli.api import Api
 from thaw.cli.handovers import handovers_chart
+from thaw.cli.migrate import concerning, show_moves
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.waterfall import load_waterfall, request_waterfall
 from thaw.errors import CommandError
@@ -84,5 +85,6 @@ def _export(api: Api, out: Console, request_id: str | None, path: Path) -> Docum
                 count += 1
     except OSError as e:
         raise CommandError(f"{path} cannot be written: {e.strerror}") from e
-    out.print(f"{count} requests in {path}. Replay them: [bold]thaw simulate --workload trace --trace {path} ...[/]")
+    shown = escape(str(path))
+    out.print(f"{count} requests in {shown}. Replay them: [bold]thaw simulate --workload trace --trace {shown} ...[/]")
     return {"requests": count, "path": str(path)}

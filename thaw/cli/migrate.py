@@ -116,9 +116,7 @@ def _show_over(out: Console, records: list[MigrationRecord]) -> None:
         return
     states = ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in sorted(told["outcomes"].items()))
     pause = f", the longest pause {told['longest_pause_ms']:.0f} ms" if told["longest_pause_ms"] is not None else ""
-    out.print(
-        f"\n[dim]The latest migrations: {states}; {told['requests']} requests moved with {told['tokens']} tokens{pause}.[/]"
-    )
+    out.print(f"\n[dim]The latest migrations: {states}; {told['requests']} requests moved with {told['tokens']} tokens{pause}.[/]")
 
 
 def concerning(records: list[MigrationRecord], request_id: str) -> list[MigrationRecord]:

@@ -148,6 +148,10 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(sockets=[listener]), name="http")
         log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
+        if settings.admin_key is None:
+            log.warning(
+                "without THAW_ADMIN_KEY, or a key of `thaw keys add --admin`, whoever reaches this port administers the mesh"
+            )
         background = [
             group.create_task(_join(gateway, group), name="join"),
             group.create_task(gateway.recorder.run(), name="traces"),

@@ -18,7 +18,7 @@ from tests.support.fake_engine import FakeNode, card_of
 ROUTES = sorted((method, route.path) for route in Admin(cast(Gateway, None)).routes() for method in route.methods or ())
 
 
-async def test_every_admin_route_asks_for_the_admin_key(node: FakeNode, serve: ServeFn) -> None:
+async def test_every_admin_route_asks_for_the_admin_key(node: FakeNode, serve: ServeFn, caplog: pytest.LogCaptureFixture) -> None:
     assert {path for _, path in ROUTES} >= {"/admin/v1/models", "/admin/v1/keys", "/admin/v1/nodes/{node}/drain"}
     async with serve(admin_key="root", api_keys="0" * 64) as served:
         for method, path in ROUTES:
@@ -28,6 +28,9 @@ async def test_every_admin_route_asks_for_the_admin_key(node: FakeNode, serve: S
                 assert answer.status_code == 401, (method, url, headers)
         for disguised in ("/admin/v1/../v1/cluster", "//admin/v1/cluster", "/v1/%2e%2e/admin/v1/cluster", "/ADMIN/v1/cluster"):
             assert (await served.http.get(disguised)).status_code in (401, 404), disguised
+    assert "administers the mesh" not in caplog.text
+    async with serve():
+        assert "administers the mesh" in caplog.text
 
 
 async def test_the_list_of_models_tells_no_secrets_of_their_sources(node: FakeNode, serve: ServeFn) -> None:

@@ -34,7 +34,7 @@ HEADROOM_BYTES = 16 * 1024
 _CONCURRENT_WORKERS = 256
 _FAULTS_TOLD = 5
 _DRAIN_S = 2.0
-_STEPS = 3
+_STEPS = 20
 """Of the loop, from a message's leaving FastStream's queue until its handler has begun."""
 
 
@@ -159,7 +159,7 @@ class Mesh:
         workers: dict[str, Any] = {"max_workers": _CONCURRENT_WORKERS} if concurrent else {}
         subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, **workers)
         subscriber(handler)
-        return _Draining(subscriber)
+        return _Draining(self, subscriber)
 
     async def _on_error(self, error: Exception) -> None:
         if not self._stopping:
@@ -182,8 +182,8 @@ class _Draining:
     """A FastStream subscriber that is stopped without leaving anybody waiting: first the server is told to send no more, then what has come is
     handled. FastStream's own `stop` drops, unanswered, what comes while it waits for the handlers that run."""
 
-    def __init__(self, subscriber: Any) -> None:
-        self._subscriber = subscriber
+    def __init__(self, mesh: Mesh, subscriber: Any) -> None:
+        self._mesh, self._subscriber = mesh, subscriber
         self._drained: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -199,6 +199,9 @@ class _Draining:
 
     async def _drain(self, subscription: Subscription) -> None:
         try:
+            # The flush in nats-py's own drain may overtake what it has sent (see `Mesh.flush`).
+            await self._mesh.nc._send_unsubscribe(subscription._id)  # type: ignore[no-untyped-call]  # nats-py leaves it without types
+            await self._mesh.flush()
             await subscription.drain()  # type: ignore[no-untyped-call]  # nats-py leaves it without types
         except (NatsError, OSError, TimeoutError) as e:
             log.info("a subscription was not drained", extra={"subject": subscription.subject, "error": repr(e)})

@@ -129,6 +129,23 @@ async def test_who_asks_while_a_responder_stops_is_answered_or_told_at_once_that
     await stopping
 
 
+@pytest.mark.parametrize("concurrent", [True, False])
+async def test_whatever_comes_at_the_moment_that_a_responder_stops_is_answered(mesh: Mesh, concurrent: bool) -> None:
+    async def handle(ask: Ask) -> Answer:
+        return Answer(value=ask.value)
+
+    for moment in range(12):
+        subject = f"t.moment.{concurrent}.{moment}"
+        responder = mesh.respond(subject, ASK, handle, concurrent=concurrent)
+        await responder.start()
+        await mesh.nc.flush()
+        asked = [asyncio.create_task(mesh.request(subject, Ask(value=n, deadline_ms=2000), Answer)) for n in range(5)]
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        await responder.stop()
+        assert all(isinstance(a, Answer | Unreachable) for a in await asyncio.gather(*asked, return_exceptions=True)), moment
+
+
 async def test_events_arrive_in_order(mesh: Mesh) -> None:
     heard: list[int] = []
     done = asyncio.Event()

@@ -52,10 +52,10 @@ class Cluster(RuleBasedStateMachine):
     def speakers(self) -> tuple[str, ...]:
         return tuple(n for n in NODES if n not in self.silent)
 
-    @rule(model=name, waiting=st.integers(0, 30), in_flight=st.integers(0, 30), age=st.integers(0, 20_000))
-    def demand(self, model: str, waiting: int, in_flight: int, age: int) -> None:
+    @rule(model=name, waiting=st.integers(0, 30), in_flight=st.integers(0, 30), age=st.integers(0, 20_000), came=st.integers(0, 90))
+    def demand(self, model: str, waiting: int, in_flight: int, age: int, came: int = 0) -> None:
         self.waiting[model] = waiting
-        self.w.demand(model, waiting, in_flight=in_flight, oldest_wait_ms=age)
+        self.w.demand(model, waiting, in_flight=in_flight, oldest_wait_ms=age, window=came // 2, peak=came)
 
     @rule(model=name, others_serve=st.booleans())
     def bring_up(self, model: str, others_serve: bool) -> None:

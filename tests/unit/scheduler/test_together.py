@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.scheduler.domain.events import DemandHeard, DemandsHeard, LoaderStatusHeard, Tick
 from services.scheduler.domain.policies.profiles import PROFILES
@@ -54,30 +58,44 @@ def test_everybody_is_answered() -> None:
     assert w.answer("w-unknown").code == "model_not_found"
 
 
-@pytest.mark.parametrize("profile", sorted(PROFILES))
-def test_nobody_starves_whatever_the_profile(profile: str) -> None:
-    """A model of low priority, and others of a higher one that keep the only place busy: within the bound it is served."""
+def waits_for(profile: str, asks: Callable[[int], Iterable[str]], places: int, others: tuple[str, ...]) -> tuple[float, Policy]:
+    """Seconds until a model of low priority is served where `others`, of a higher one, ask in each half second as `asks` says and never pause."""
     policy = Policy(profile=PROFILES[profile], preempt_after=5.0, starve_after=20.0, drain_timeout=1.0)
     w = World(policy=policy)
     w.state.keeping(policy.profile.keep)
-    w.node("n", ONE)
+    for n in range(places):
+        w.node(f"n{n}", ONE)
     w.model("low", priority=-10)
-    for name in ("high1", "high2"):
+    for name in others:
         w.model(name, priority=10)
     began = w.now
-    served = None
-    while served is None and w.now - began < 40:
+    for step in range(100):
         w.now += 0.5
-        for r in w.agents["n"].instances.values():
-            if r.state is InstanceState.LOADING:
-                r.state = InstanceState.READY
-            r.active = int(r.state is InstanceState.READY)
-        w.agents["n"].finish_stops()
+        for agent in w.agents.values():
+            for r in agent.instances.values():
+                if r.state is InstanceState.LOADING:
+                    r.state = InstanceState.READY
+                r.active = int(r.state is InstanceState.READY)
+            agent.finish_stops()
         w.tick()
-        demands(w, "high1", "high2", "low")
+        demands(w, *asks(step), "low")
         if w.of("low", InstanceState.READY):
-            served = w.now - began
-    assert served is not None, w.state.unmet
+            return w.now - began, policy
+    raise AssertionError(w.state.unmet)
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_nobody_starves_whatever_the_profile(profile: str) -> None:
+    """Others keep the only place busy: within the bound it is served."""
+    served, policy = waits_for(profile, lambda _: ("high1", "high2"), 1, ("high1", "high2"))
+    assert served <= policy.starve_after + 5
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 3), st.lists(st.sets(st.sampled_from([f"high{n}" for n in range(5)])), min_size=1, max_size=8))
+def test_nobody_starves_whoever_else_asks(places: int, turns: list[set[str]]) -> None:
+    others = tuple(sorted(set().union(*turns)))
+    served, policy = waits_for("thaw", lambda step: sorted(turns[step % len(turns)]), places, others)
     assert served <= policy.starve_after + 5
 
 

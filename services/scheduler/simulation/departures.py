@@ -71,7 +71,7 @@ class Departures:
                 else:
                     self.leave(instance)
 
-        instance.keep_timer = world.clock.after(seconds, over)
+        instance.keep_timer, instance.leaves_at = world.clock.after(seconds, over), world.clock.now + seconds
 
     def _comes_back_sooner(self, instance: Instance) -> bool:
         """From a snapshot than by a new start, of which weights that stay on the device are no part."""

@@ -82,6 +82,8 @@ class Instance:
         """What it serves is being moved elsewhere: it takes nothing new."""
         self.runs: dict[Run, None] = {}
         self.keep_timer: Timer | None = None
+        self.leaves_at: float | None = None
+        """Of an idle one: when its keep-alive ends."""
         self._decoding: list[tuple[float, int, Run]] = []
         self._virtual, self._since, self._speed = 0.0, clock.now, 0.0
         self._next: Timer | None = None
@@ -131,7 +133,7 @@ class Instance:
             run.paused_at = None
         if self.keep_timer is not None:
             self.keep_timer.cancel()
-            self.keep_timer = None
+            self.keep_timer = self.leaves_at = None
         for part in self.parts:
             part.device.begin(now if since is None else since)
         if idle:

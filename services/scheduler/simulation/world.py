@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp
 
+from services.scheduler.domain.cost.formulas import likely_again
 from services.scheduler.domain.policies.port import Ask, Capability, Demand, DeviceView, Move, Profile, Resident, Usage
 from services.scheduler.simulation.clock import Clock
 from services.scheduler.simulation.config import ClusterFile, ModelGroup, names_of
@@ -13,6 +15,9 @@ from services.scheduler.simulation.instances import Instance
 from services.scheduler.simulation.models import SimModel
 from services.scheduler.simulation.report import Outcome
 
+HORIZON_S = 60.0
+"""As the live scheduler's (`Policy.horizon`)."""
+
 
 class World:
     """`version` counts changes of devices; a model that was tried in vain is not tried again before there is one."""
@@ -21,7 +26,8 @@ class World:
         self.clock, self.profile, self.seed = Clock(), profile, seed
         self.cluster, self.runtime = cluster, cluster.runtime
         self.can: frozenset[Capability] = cluster.runtime.capabilities & profile.uses
-        self.interrupts = not self.can.isdisjoint(("migrate", "preempt", "suspend"))
+        # A device that executes one request at a time is asked about when it executes none: nobody there could be interrupted.
+        self.interrupts = not self.runtime.exclusive and not self.can.isdisjoint(("migrate", "preempt", "suspend"))
         self.outcome = Outcome()
         self.version = 0
         self.asking = 0
@@ -124,7 +130,9 @@ class World:
             heavy=model.group.heavy,
             sensitivity=model.group.sensitivity,
             miss=self.popularity(model),
-            reload_s=self.reload_seconds(device, model, model.weights),
+            again=self._again(model, instance.leaves_at),
+            reload_s=(reload := self.reload_seconds(device, model, model.weights)),
+            later_s=self._later_seconds(model, reload),
             resume_s=resume if not moves else min(m.seconds for m in moves),
             move_to=min(moves, key=lambda m: (m.seconds, m.device)).device if moves else "",
             moves=moves,
@@ -161,6 +169,7 @@ class World:
             sensitivity=model.group.sensitivity,
             heavy=model.group.heavy,
             miss=self.popularity(model),
+            again=self._again(model),
             reload_s=self.reload_seconds(device, model, kept.nbytes),
             copies=len(model.instances) + 1,
             protected="wanted" if wanted else "",
@@ -194,11 +203,27 @@ class World:
         """Share of the requests so far that were for it; all alike before the first."""
         return model.total / self.arrived if self.arrived else 1.0 / len(self.models)
 
+    def _again(self, model: SimModel, leaves_at: float | None = None) -> float:
+        """How likely it is asked for within `HORIZON_S`, or until it would leave by itself: by how long it has not been, and by how often it
+        has been (as the live scheduler has it for prefetching)."""
+        now = self.clock.now
+        horizon = HORIZON_S if leaves_at is None else min(HORIZON_S, max(0.0, leaves_at - now))
+        if not model.total or horizon <= 0:
+            return 0.0
+        unused = now - model.last_asked
+        every = max(now / model.total, unused / 2, 1e-3)
+        return min(likely_again(unused, horizon), 1 - exp(-horizon / every))
+
     def reload_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
         """Bytes over the slowest link passed, alone on it."""
         node = device.node
         links = (*node.source(node.tier(model.name)), *device.path)
         return nbytes / min(link.bandwidth for link in links)
+
+    def _later_seconds(self, model: SimModel, reload: float) -> float | None:
+        """By how much a request is later that executes behind the bytes; None: by all that they take."""
+        behind = self.runtime.exclusive and self.runtime.late_execution
+        return max(0.0, reload - model.exec_seconds(0, model.mean_output)) if behind else None
 
     def start_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
         """Until an instance that is started now is ready, by what its links have to do already (q + n/b)."""
@@ -233,7 +258,7 @@ class World:
             slo_tpot=group.slo_tpot,
             priority=group.priority,
             heavy=heavy,
-            extra=bool(model.instances),
+            extra=bool(model.instances) and not self.runtime.exclusive,
             exec_s=model.exec_seconds(first.prompt, model.mean_output),
             prompt_tokens=first.prompt,
             output_tokens=model.mean_output,

@@ -73,8 +73,13 @@ class Resident:
     """alpha of Tangram §4.2: what a second of this model's latency counts."""
     miss: float = 1.0
     """p of Tangram §4.2: how likely it is to be missed."""
+    again: float | None = None
+    """How likely it is wanted again before it would have left anyway, or within a minute if that is sooner; None: `miss`."""
     reload_s: float = 0.0
     """Seconds to have it back by its soonest way: bytes over the slowest link passed, or its snapshot's restore."""
+    later_s: float | None = None
+    """Seconds by which its next request would be served later for its absence; None: all of `reload_s`. Less where requests execute behind
+    the bytes that come (Torpor §4.3)."""
     resume_s: float | None = None
     """Seconds to move what it serves elsewhere, a·(t_in + t_out) + b (ServerlessLLM §6.2); None: it cannot move."""
     move_to: str = ""

@@ -1,14 +1,17 @@
 """The mesh's own policy: the papers' ideas under the one cost model. What it minimises is the time of all: the asker's until it is ready, and what
 those who go for it will lose, weighted by how likely they are wanted.
 
-- Order: priority, then those that nobody serves before replicas more. Requests with an objective, where one is served at a time, as Torpor's queue
-  has them (§5.2); all others by who has waited longest.
-- Who leaves: of those that serve nobody, the cheapest that free enough by Tangram's cost p · (s/b) · alpha (§3.2.2), those that are started to be
-  parked first. If they are not enough, those that serve: moved with their tokens in the least total time (ServerlessLLM §6.2), or interrupted, low
-  priority and short queues first (SwapServeLLM §3.5), where waiting for them would take longer than what they lose.
+- Order: priority, then those that nobody serves before replicas more. Then those that can still be in time: functions that this helps to comply
+  first (Torpor's queue, §5.2), the earliest deadline first. Who is late already, or has no objective, by who has waited longest: a missed objective
+  is missed once, and one more made by waiting for it is not worth it.
+- Who leaves: of those that serve nobody, the cheapest that free enough by Tangram's cost p · (s/b) · alpha (§3.2.2), with p how likely it is wanted
+  before it would leave anyway and s/b by how much its next request is then later; those that are started to be parked first. If they are not
+  enough, those that serve: moved with their tokens in the least total time (ServerlessLLM §6.2), or interrupted, low priority and short queues
+  first (SwapServeLLM §3.5), where waiting for them would take longer than what they lose.
 - Which option: the least sum of its own time and of the others' loss, for each request that waits; a load that shares a bus with its neighbour's
-  costs the neighbour as long as it takes (Torpor §5.3). Not where it has just failed, and none with interruptions while there is another. Options
-  that miss the objective for each token come after those that meet it (HydraServe §4.1).
+  costs the neighbour as long as it takes (Torpor §5.3), and who computes beside others is slower and makes them slower (HydraServe §4.1). Not
+  where it has just failed, and none with interruptions while there is another. Options that miss the objective for each token come after those
+  that meet it (HydraServe §4.1).
 - How many: HydraServe's autoscaler (§6.1) from what waits, runs and, where engines batch, is expected.
 """
 
@@ -25,11 +28,17 @@ from services.scheduler.domain.policies.serverlessllm import Departure, least_ti
 
 
 def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
-    """Higher priority first, replicas more last; of one kind by objective where that is known, else who has waited longest."""
-    if not book or not any(a.exec_s and a.slo_ttft for a in asks):
-        return sorted(asks, key=lambda a: (-a.priority, a.extra, -a.waited, a.model, a.request_id))
-    queued = torpor_queue.order(asks, book, alpha)
-    return sorted(queued, key=lambda a: (-a.priority, a.extra))
+    """Higher priority first, replicas more last. Then objectives that can still be met, of functions that they help to comply first (Torpor §5.2),
+    the earliest deadline first; then those that have been missed, and those who have none: who has waited longest."""
+    high = torpor_queue.high_priority(book, alpha) if book and len(asks) > 1 else frozenset()
+
+    def place(a: Ask) -> tuple[object, ...]:
+        left = a.deadline if a.deadline is not None or a.slo_ttft is None else a.slo_ttft - a.waited
+        if left is None or left < 0:
+            return (-a.priority, a.extra, True, False, -a.waited, a.model, a.request_id)
+        return (-a.priority, a.extra, False, a.model in book and a.model not in high, left, a.model, a.request_id)
+
+    return sorted(asks, key=place)
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
@@ -46,15 +55,18 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
 
 def _loss(r: Resident) -> float:
     """Seconds that its leaving is expected to cost: Tangram's Eq. 2. What is only started to be parked is missed by nobody, nor is one of
-    several (Torpor §5.3: one replica per model while memory is full)."""
-    return 0.0 if r.state == "starting" or r.copies > 1 else r.miss * r.reload_s * r.sensitivity
+    several (Torpor §5.3: one replica per model while memory is full). What counts is by how much its next request is later, not what loading takes:
+    nothing where it executes behind the bytes as fast as they come (a light model of Torpor's)."""
+    if r.state == "starting" or r.copies > 1:
+        return 0.0
+    return (r.miss if r.again is None else r.again) * (r.reload_s if r.later_s is None else r.later_s) * r.sensitivity
 
 
 def _cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
     """The cheapest that free enough: by cost for each byte, those let off that turn out not to be needed; or the one that is enough alone."""
     if sum([r.nbytes for r in idle]) < short:
         return None
-    ordered = sorted(idle, key=lambda r: (_loss(r) / max(1, r.nbytes), r.last_used, r.key))
+    ordered = sorted(idle, key=lambda r: (_loss(r) / max(1, r.nbytes), r.copies == 1, r.last_used, r.key))
     taken: list[Resident] = []
     freed = 0
     for r in ordered:
@@ -129,7 +141,7 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
     first = o.devices[0]
     failed = first.failed or (len(o.devices) > 1 and any(d.failed for d in o.devices))
     slow = ask.slo_tpot is not None and o.tpot_s > ask.slo_tpot
-    loss = o.clearance.penalty / max(1, ask.requests)
+    loss = o.clearance.penalty / max(1, ask.requests) + _shared(ask, o)
     if first.neighbour_loads == "heavy":
         loss += o.cost.phases.get("load", 0.0)
     return (
@@ -143,6 +155,20 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
         o.free,
         o.key,
     )
+
+
+def _shared(ask: Ask, o: Option) -> float:
+    """Seconds that each of those who wait loses because others compute on the device, and what these lose for it. Busy instances share it by the
+    memory that they have booked (HydraServe §4.1): a small one beside a large one that is busy is slow. Prompts come one after another."""
+    alone = o.cost.phases.get("prefill") or ask.exec_s
+    if not alone or o.way == "ready" or len(o.devices) > 1:
+        return 0.0
+    busy = [r for r in o.devices[0].residents if r.active and r.key not in o.clearance.victims]
+    if not busy:
+        return 0.0
+    slower = sum([r.nbytes for r in busy]) / max(1, ask.need_bytes)
+    theirs = sum([r.left_s * ask.need_bytes / max(1, r.nbytes) for r in busy])
+    return alone * slower * (ask.requests + 1) / 2 + theirs / max(1, ask.requests)
 
 
 def keep(keep_alive: float, load_s: float) -> float:

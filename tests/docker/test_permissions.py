@@ -140,7 +140,7 @@ class Site:
 def site(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory, database_url: str) -> Iterator[Site]:
     site = Site(guarded, tmp_path_factory.mktemp("home"), database_url)
     try:
-        until(site.ready, within=60, what="both nodes are there")
+        until(site.ready, within=100, what="both nodes are there")
         yield site
     finally:
         assert "permissions violation" not in site.close().lower()

@@ -1,9 +1,10 @@
 """`python -I reaper.py NAME=TOKEN CGROUP_FILES`, with a pipe for standard input: ends what is left of an engine once its host is gone.
 
 The kernel ends an engine's first process with its host (spawn.py); what that has forked lives on. The host holds the other end of the pipe, so
-its end, however it comes, is read here as the end of the file. Whatever carries the host's own token in its environment, as the variable NAME, is
-killed then; a host that a nodeagent starts for the same instance meanwhile has another token. This process leaves its parent at once: it belongs
-to no engine, is frozen with none, and in good order finds nothing to do.
+its end, however it comes, is read here as the end of the file. Killed then is whatever carries the host's own token in its environment, as the
+variable NAME (a host that a nodeagent starts for the same instance meanwhile has another), and whatever is in the engine's session, of which the
+host has told through the pipe, "PID START": a process that gives itself another title, as vLLM's do, can lose its environment by that. This
+process leaves its parent at once: it belongs to no engine, is frozen with none, and in good order finds nothing to do.
 
 Run by file name in a bare interpreter, as spawn.py.
 """
@@ -33,6 +34,32 @@ def carrying(entry: str) -> list[int]:
     return found
 
 
+def started(pid: int) -> int:
+    """In clock ticks since boot; 0 if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return 0
+
+
+def in_session(leader: int, start: int) -> list[int]:
+    """Its processes, zombies left out. A leader's number is not given away while its session has members; where it was, the session is over."""
+    if started(leader) not in (0, start):
+        return []
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == leader and fields[0] not in (b"Z", b"X"):
+                found.append(int(name))
+    return found
+
+
 def thaw(files: str) -> None:
     """cgroup v1 keeps a signal from what is frozen."""
     for path in filter(None, files.split(":")):
@@ -42,9 +69,9 @@ def thaw(files: str) -> None:
                 file.write("THAWED")
 
 
-def end(entry: str, files: str) -> None:
+def end(entry: str, files: str, session: tuple[int, int] | None) -> None:
     deadline = time.monotonic() + _WITHIN_S
-    while (found := carrying(entry)) and time.monotonic() < deadline:
+    while (found := carrying(entry) + (in_session(*session) if session else [])) and time.monotonic() < deadline:
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -61,9 +88,11 @@ def main() -> int:
     entry, files = sys.argv[1:]
     if os.fork():
         return 0
-    while os.read(0, 64):
-        pass
-    end(entry, files)
+    told = b""
+    while read := os.read(0, 64):
+        told += read
+    leader, _, start = told.partition(b" ")
+    end(entry, files, (int(leader), int(start)) if start else None)
     return 0
 
 

@@ -4,6 +4,7 @@ misbehaves as told. `--like NAME` has it take the options and serve the endpoint
     --ready-after S   says a word each 0.1 s until then, and listens after it
     --mute            listens and is healthy, and every generation fails
     --fork            has a child that leaves its session and ignores SIGTERM
+    --retitle         has a child whose environment cannot be read from outside, as that of a process with another title
     --ignore-term     SIGTERM is ignored
     --die-after S     ends by itself with status 3
     --ballast MIB     has so many MiB of weights, which its sleep gives back and its waking gets again
@@ -22,6 +23,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -84,7 +86,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("--ready-after", "--die-after"):
         parser.add_argument(name, type=float, default=0.0)
     parser.add_argument("--ballast", type=int, default=0)
-    for name in ("--mute", "--fork", "--ignore-term", "--hoard", "--no-reload"):
+    for name in ("--mute", "--fork", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
         parser.add_argument(name, action="store_true")
     like = parser.parse_known_args(argv)[0].like
     for name in _OPTIONS[like]:
@@ -312,6 +314,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             time.sleep(60)
+    if options.retitle:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
     until = time.monotonic() + options.ready_after
     while time.monotonic() < until:
         sys.stderr.write("still loading\n")

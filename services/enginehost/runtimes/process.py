@@ -70,6 +70,7 @@ class EngineProcess:
         try:
             held = _tie(token, cgroup_procs or "")
             child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+            os.write(held, f"{child.pid} {reaper.started(child.pid)}".encode())
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
         groups = tuple(map(Path, filter(None, (cgroup_procs or "").split(":"))))

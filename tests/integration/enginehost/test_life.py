@@ -83,6 +83,16 @@ async def test_the_end_of_its_host_is_the_engines_end(hosts: Hosts) -> None:
     await hosts.left_nothing(start.instance_id)
 
 
+async def test_processes_that_hide_their_environment_end_with_the_host_too(hosts: Hosts) -> None:
+    start = hosts.host(fake_card("--retitle"))
+    report = await hosts.settled(start.instance_id)
+    (engine,) = hosts.marked(start.instance_id)
+    (hidden,) = psutil.Process(engine).children()
+    os.kill(report.pid, signal.SIGKILL)
+    await hosts.left_nothing(start.instance_id)
+    await hosts.eventually(lambda: asyncio.to_thread(hidden.is_running), lambda running: not running)
+
+
 async def test_a_host_that_ends_in_order_leaves_no_reaper(hosts: Hosts) -> None:
     start = hosts.host(fake_card())
     report = await hosts.settled(start.instance_id)

@@ -9,7 +9,7 @@ Events come in as method calls with `now`; everything that must happen outside l
    for a while. After MAX_ATTEMPTS it fails.
 5. A request whose instance died goes back, to go on elsewhere from where it was, if what its client has got, if anything, can be continued;
    otherwise it fails. It may be what they die of: it fails with the second death in a row, without a token in between, if it was alone there, and
-   with the third at the latest; after two those that were not alone are sent on one at a time, so that one of them does not take the others
+   with the fourth at the latest; after two those that were not alone are sent on one at a time, so that one of them does not take the others
    along. Deaths that find it waiting in the engine are rather others' doing: of those MAX_UNHEARD may follow each other, MAX_LOST other losses,
    and MAX_LOSSES of all.
 6. An instance that has said nothing of a request for ASK_AFTER_S is asked whether it has it. If not, its last words were lost: as 5.

@@ -8,6 +8,7 @@ from shared.contracts.node import InstanceState
 
 MAX_ATTEMPTS = 12
 MAX_DEATHS = 2
+MAX_SHARED_DEATHS = 4
 MAX_LOST = 3
 MAX_UNHEARD = 32
 MAX_LOSSES = 64
@@ -56,7 +57,7 @@ def count(ticket: Ticket, *, told: bool, died: bool) -> None:
 
 def deadly(ticket: Ticket, *, shared: bool) -> bool:
     """Whether the request is taken for what its engines die of. `shared`: the last of them served others as well."""
-    return ticket.deaths >= MAX_DEATHS + shared
+    return ticket.deaths >= (MAX_SHARED_DEATHS if shared else MAX_DEATHS)
 
 
 def suspected(ticket: Ticket) -> bool:

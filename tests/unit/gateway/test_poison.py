@@ -56,7 +56,7 @@ def test_alone_it_takes_two_engines() -> None:
     assert failed.should_retry is False
 
 
-def test_in_company_it_takes_three_and_nobody_with_it() -> None:
+def test_in_company_it_takes_four_and_nobody_with_it() -> None:
     world = World()
     world.ready("i")
     world.ask("a", "b", "poison")
@@ -71,10 +71,15 @@ def test_in_company_it_takes_three_and_nobody_with_it() -> None:
     world.progress("b")
     assert world.sent("k") == ["a", "b", "poison"]
     world.dies("k")
-    assert set(world.seen.failed) == {"poison"}
-    assert "3 engines in a row" in world.seen.failed["poison"].message
     world.ready("l")
-    assert world.sent("l") == ["a", "b"]
+    assert world.sent("l") == ["a", "b", "poison"], "two of them are beyond suspicion"
+    world.progress("a")
+    world.progress("b")
+    world.dies("l")
+    assert set(world.seen.failed) == {"poison"}
+    assert "4 engines in a row" in world.seen.failed["poison"].message
+    world.ready("m")
+    assert world.sent("m") == ["a", "b"]
 
 
 def test_whoever_has_nothing_to_do_with_it_is_not_held_up() -> None:

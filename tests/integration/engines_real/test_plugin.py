@@ -15,6 +15,7 @@ import pytest
 from services.enginehost.drivers.overlay import plugin_path
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
+from tests.integration.nodeagent.harness import gone
 from tests.support.hosted import Hosts, hosted_card
 from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
@@ -42,9 +43,10 @@ async def test_the_same_tokens_as_with_its_own_loader(
         assert "from its loader" in Path(start.log_path).read_text()
         answer = await hosts.whole(start.instance_id, "completion", **ASKED)
         assert answer.json["choices"][0]["token_ids"] == expected
-        assert len(hosts.marked(start.instance_id)) > 1
+        assert report.hosted is not None
+        assert len(report.hosted.pids) > 1, "vLLM's core too"
         os.kill(report.pid, signal.SIGKILL)
-        await hosts.left_nothing(start.instance_id)
+        assert all([await gone(pid) for pid in report.hosted.pids])
     finally:
         hosts.close()
         loader.terminate()

@@ -34,8 +34,8 @@ async def asked_for(request: InferRequest, driver: Driver, client: Client) -> As
     body, chat = request.body, request.endpoint == "chat"
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     if request.resume is not None:
-        api, outgoing, begun, prompt = await resumed(request, driver, client)
-        tracker = Tracker(api, chat, hide_usage=not wants_usage, hide_ids=_hidden(api, body), begun=begun, prompt=prompt)
+        known, outgoing, begun, prompt = await resumed(request, driver, client)
+        tracker = Tracker(known, chat, hide_usage=not wants_usage, hide_ids=_hidden(known, body), begun=begun, prompt=prompt)
         return Asked(outgoing, tracker=tracker, seed=body.get("seed"))
     if request.endpoint == "other":
         return Asked(_other(request, driver), fixed="only its engine understands this route")

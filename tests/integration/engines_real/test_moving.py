@@ -23,7 +23,7 @@ NEAR_TIE = 1e-3
 """Difference of log-probabilities that other rounding may turn round: what was decoded in steps is recomputed at once."""
 NODES = ("node-0", "node-1")
 PROMPTS = ("Where does the ice go?", "né 日本 café", "Once upon a time there was a river that")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * PATIENCE_S)]
 
 
 class Hosted(Roomy):
@@ -38,7 +38,7 @@ class Hosted(Roomy):
         path = self.home / "thaw.yaml"
         path.write_text(json.dumps(document))
         self.json("up", "--detach", "--config", str(path))
-        until(lambda: all(self.on("one", node) for node in NODES), PATIENCE_S, "a vLLM on each node")
+        until(lambda: all(self.on("one", node) for node in NODES), 2 * PATIENCE_S, "a vLLM on each node")  # two start at once
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.loader.domain.events import Event, Fetched, Progressed, StartRun
+from services.loader.domain.effects import StartRun
+from services.loader.domain.events import Event, Fetched, Progressed
 
 INTERVAL_S = 0.02
 

@@ -15,7 +15,8 @@ from services.loader.adapters.progress import Progress
 from services.loader.adapters.reader import FilesReader, ReadOptions, ReadStats
 from services.loader.adapters.shm import free_bytes, no_room
 from services.loader.devices.copies import Copies
-from services.loader.domain.events import Event, Indexed, Laid, StartRun
+from services.loader.domain.effects import StartRun
+from services.loader.domain.events import Event, Indexed, Laid
 from services.loader.format.checkpoint import Checkpoint
 from services.loader.format.segment import Layout, lay_out
 from services.loader.pipeline.fill import Filling, PieceReader

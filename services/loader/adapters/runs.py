@@ -11,7 +11,8 @@ from services.loader.adapters.links import Links
 from services.loader.adapters.progress import Progress
 from services.loader.adapters.run import Means, Run, Threads
 from services.loader.devices.copies import Copies
-from services.loader.domain.events import Completed, Ended, Event, Failed, StartRun
+from services.loader.domain.effects import StartRun
+from services.loader.domain.events import Completed, Ended, Event, Failed
 from services.loader.domain.links import Order
 from services.loader.pool.memory import PoolMemory
 from services.loader.tiers.port import Cancelled

@@ -13,22 +13,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from services.loader.cache.behind import WriteBehind
 from services.loader.cache.journal import FileHead
 from services.loader.cache.locks import FileLock
 from services.loader.cache.partial import PartialModel
 from services.loader.cache.store import EntryRecord, Hold, SsdCache
-from services.loader.cache.threads import step_back
 from services.loader.cache.verify import Verifier
 from services.loader.tiers.directory import DirectoryTier
 from services.loader.tiers.port import Cancelled, Tier, TierFile
 from shared.errors import ThawError
 
 log = logging.getLogger(__name__)
-_WRITERS = 2
 _POLL_S = 0.03
 _PATIENCE_S = 30.0
 """How long a follower waits for another process that fetches nothing."""
@@ -58,8 +56,7 @@ class CachingTier:
         self._whole: tuple[DirectoryTier, Hold] | None = None
         self._bad: list[TierFile] = []
         self._stop, self._settled = threading.Event(), threading.Event()
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="cache-write", initializer=step_back)
-        self._writing: set[Future[None]] = set()
+        self._behind = WriteBehind()
         self._rest: threading.Thread | None = None
         self._following = True
         self._old: list[PartialModel] = []
@@ -101,7 +98,7 @@ class CachingTier:
         with self._state:
             first, self._closed = not self._closed, True
         self._stop.set()
-        self._writers.shutdown(cancel_futures=True)
+        self._behind.close()
         self._verifier.close()
         if self._rest is not None and self._rest is not threading.current_thread():
             self._rest.join()
@@ -219,13 +216,8 @@ class CachingTier:
         with self._state:
             if self._fill is None or self._partial is None or self._closed or self._bad:
                 return
-            task = self._writers.submit(self._write, self._partial, file, offset, memoryview(data))
-            self._writing.add(task)
-        task.add_done_callback(self._written)
-
-    def _written(self, task: Future[None]) -> None:
-        with self._state:
-            self._writing.discard(task)
+            fetched, view = self._partial, memoryview(data)
+            self._behind.submit(lambda: self._write(fetched, file, offset, view))
 
     def _write(self, partial: PartialModel, file: TierFile, offset: int, data: memoryview) -> None:
         if self._fill is None:
@@ -258,7 +250,7 @@ class CachingTier:
                 if self._fill is None:
                     break
                 self._read_rest(file)
-            self._drained()
+            self._behind.drained(self._stop)
             if self._fill is not None:
                 self._promote()
         except Cancelled:
@@ -276,18 +268,6 @@ class CachingTier:
                 return
             self.read(file, offset, memoryview(bytearray(min(_REST_BYTES, file.size - offset))), self._stop)
             self._verifier.drain(self._stop)
-
-    def _drained(self) -> None:
-        while True:
-            with self._state:
-                waiting = list(self._writing)
-            if not waiting:
-                return
-            for task in waiting:
-                with contextlib.suppress(CancelledError):
-                    task.result()
-                if self._stop.is_set():
-                    raise Cancelled
 
     def _promote(self) -> None:
         partial = self._partial

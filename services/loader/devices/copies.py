@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from services.loader.devices.opening import Devices
 from services.loader.devices.port import Arena, DeviceFailed, Place, Priority
 from services.loader.domain.chunks import CHUNK_BYTES
-from services.loader.domain.events import ArenaClosed, Brought, CloseArena, Event, OpenArena
+from services.loader.domain.effects import CloseArena, OpenArena
+from services.loader.domain.events import ArenaClosed, Brought, Event
 from services.loader.pool.memory import PoolMemory
 from services.loader.pool.region import Region
 from shared.contracts.loader import LinkStatus

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.loader.domain.effects import CloseArena, Effect, Freed, OpenArena
 from services.loader.domain.entries import answered, put
-from services.loader.domain.events import ArenaClosed, Brought, CloseArena, Effect, Freed, OpenArena
+from services.loader.domain.events import ArenaClosed, Brought
 from services.loader.domain.state import Arena, Closing, Entry, OnDevice, Stage, State
 
 Decision = tuple[State, tuple[Effect, ...]]

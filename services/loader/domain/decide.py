@@ -23,26 +23,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.loader.domain import arenas, chunks, room
+from services.loader.domain.effects import Accepted, Attached, Effect, Hurry, Refused, Remember
 from services.loader.domain.entries import device_of, put, reached, start
 from services.loader.domain.events import (
     Abandoned,
-    Accepted,
     Adopt,
     Adopted,
     ArenaClosed,
     Attach,
-    Attached,
     Brought,
-    Effect,
     Event,
-    Hurry,
     NodeHeard,
     Prepare,
     Pressed,
     Quiet,
-    Refused,
     Release,
-    Remember,
     Stop,
 )
 from services.loader.domain.lives import adopt, adopted, node_heard, stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.loader.domain.events import Attached, Effect, StartRun
+from services.loader.domain.effects import Attached, Effect, StartRun
 from services.loader.domain.state import Entry, OnDevice, Stage, State, Until, Wanted
 
 

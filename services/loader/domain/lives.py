@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.loader.domain import chunks, room
+from services.loader.domain.effects import CancelRun, Effect, Refused, Remember
 from services.loader.domain.entries import put
-from services.loader.domain.events import Adopt, Adopted, CancelRun, Effect, NodeHeard, Refused, Remember
+from services.loader.domain.events import Adopt, Adopted, NodeHeard
 from services.loader.domain.release import is_whole, let_go
 from services.loader.domain.state import Entry, Holder, Stage, State
 from shared.contracts.loader import instance_of

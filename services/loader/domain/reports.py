@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.loader.domain import arenas, chunks, room
+from services.loader.domain.effects import Effect, Forget, Freed, Refused, Remember
 from services.loader.domain.entries import answered, drop, put, start
 from services.loader.domain.events import (
     Completed,
-    Effect,
     Ended,
     Failed,
     Fetched,
-    Forget,
-    Freed,
     Indexed,
     Laid,
     Left,
     Progressed,
-    Refused,
-    Remember,
     Vacated,
 )
 from services.loader.domain.state import Entry, Stage, State

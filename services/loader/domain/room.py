@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from services.loader.domain import chunks
 from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.domain.effects import Deny, Effect, Forget, Grant, Vacate
 from services.loader.domain.entries import drop, put
-from services.loader.domain.events import Deny, Effect, Forget, Grant, Vacate
 from services.loader.domain.state import Entry, Stage, State
 
 READY_AT_ONCE = 8

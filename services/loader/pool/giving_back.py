@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.adapters.shm import free_bytes
 from services.loader.cache.threads import step_back
-from services.loader.domain.events import Event, Left, Vacate, Vacated
+from services.loader.domain.effects import Vacate
+from services.loader.domain.events import Event, Left, Vacated
 from services.loader.pool.memory import PoolMemory
 
 log = logging.getLogger(__name__)

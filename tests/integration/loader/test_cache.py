@@ -100,7 +100,7 @@ def test_a_load_that_ends_midway_is_gone_on_with(server: TierServer, cache: SsdC
     file = next(f for f in tier.files() if f.name == SHARD)
     data = bytearray(2 * STEP)
     tier.read(file, 0, memoryview(data))
-    tier._drained()
+    tier._behind.drained()
     tier.close()
     assert cache.lookup(tier.revision) is None
     server.sent.clear()
@@ -116,7 +116,7 @@ def test_pieces_that_the_disk_lost_are_fetched_again(server: TierServer, cache: 
     """A machine that loses power may have the journal's line and not the bytes."""
     tier = opened(server, cache)
     load(tier, (SHARD,))
-    tier._drained()
+    tier._behind.drained()
     tier.close()
     path = cache.partial(tier.revision) / SHARD
     with path.open("r+b") as file:
@@ -277,7 +277,7 @@ def test_a_follower_takes_over(server: TierServer, cache: SsdCache) -> None:
     file = next(f for f in first.files() if f.name == SHARD)
     data = bytearray(STEP)
     first.read(file, 0, memoryview(data))
-    first._drained()
+    first._behind.drained()
     found: dict[str, bytes] = {}
     thread = threading.Thread(target=lambda: found.update(load(second)))
     thread.start()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.loader.domain.events import Attach, NodeHeard, Refused, Release
+from services.loader.domain.effects import Refused
+from services.loader.domain.events import Attach, NodeHeard, Release
 from services.loader.domain.lives import LOST_AFTER_S, MISSING_FOR_S
 from shared.contracts.loader import adapter_holder, instance_of
 from shared.contracts.models import AdapterInfo, LinearShape, ModelInfo

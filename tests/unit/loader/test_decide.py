@@ -6,24 +6,30 @@ from dataclasses import dataclass, field
 
 from services.loader.domain.chunks import CHUNK_BYTES, Chunks
 from services.loader.domain.decide import decide
-from services.loader.domain.events import (
-    Abandoned,
+from services.loader.domain.effects import (
     Accepted,
-    Adopt,
-    Adopted,
-    Attach,
     Attached,
     CancelRun,
-    Completed,
     Deny,
     Effect,
-    Ended,
-    Event,
-    Failed,
     Forget,
     Freed,
     Grant,
     Hurry,
+    Refused,
+    Remember,
+    StartRun,
+    Vacate,
+)
+from services.loader.domain.events import (
+    Abandoned,
+    Adopt,
+    Adopted,
+    Attach,
+    Completed,
+    Ended,
+    Event,
+    Failed,
     Indexed,
     Laid,
     Left,
@@ -32,12 +38,8 @@ from services.loader.domain.events import (
     Pressed,
     Progressed,
     Quiet,
-    Refused,
     Release,
-    Remember,
-    StartRun,
     Stop,
-    Vacate,
     Vacated,
 )
 from services.loader.domain.lives import LOST_AFTER_S, MISSING_FOR_S

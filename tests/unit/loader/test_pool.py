@@ -16,7 +16,8 @@ import pytest
 from services.loader.adapters import shm
 from services.loader.adapters.shm import SHM
 from services.loader.domain.chunks import CHUNK_BYTES
-from services.loader.domain.events import Event, Left, Vacate, Vacated
+from services.loader.domain.effects import Vacate
+from services.loader.domain.events import Event, Left, Vacated
 from services.loader.pool.giving_back import GivingBack
 from services.loader.pool.memory import PoolMemory, huge_pages_allowed
 from services.loader.pool.region import Region, extents

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 
 from services.loader.adapters.progress import INTERVAL_S, Progress
-from services.loader.domain.events import Event, Fetched, Progressed, StartRun
+from services.loader.domain.effects import StartRun
+from services.loader.domain.events import Event, Fetched, Progressed
 from tests.unit.loader.test_decide import card
 
 

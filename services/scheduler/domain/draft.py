@@ -101,9 +101,10 @@ class Draft:
 
     def count(self) -> int:
         """The next number of this epoch."""
-        counter = self.counted() + 1
-        self.put(Counter(counter))
-        return counter
+        counter = Counter(self.counted() + 1)
+        self.state.own("counter")[counter.key] = counter
+        self.changes.append(Put(counter))
+        return counter.value
 
     def counted(self) -> int:
         """Numbers given out in this epoch so far."""

@@ -7,7 +7,7 @@ loader has measured of the slowest link on the way. A start that was measured mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from services.scheduler.domain.booking import Booking, booking
 from services.scheduler.domain.cost.cost import Cost
@@ -134,12 +134,10 @@ class Forecast:
 
     def _predicted(self, b: Booking | None, bytes_per_second: float | None, leaving: bool) -> Prediction:
         """`b`: a device of a special node; None: any other of that bandwidth."""
+        if b is None and not leaving and not self._anywhere:
+            return _prior(self._load_ms(bytes_per_second), self._afar)
         phases = dict(self._fixed)
         own = _NONE
-        if b is None and not leaving and not self._anywhere:  # nothing was ever measured of it: the priors, and no error known
-            self._bring(phases, None, own, bytes_per_second)
-            ms = self._before + max(phases["load"], self._engine) + self._after
-            return Prediction(phases, ms, _cost(phases, ms, 0.0), self._afar)
         if b is not None:
             own = _values(self._state, self._card.name, b.node)
             phases |= _phases(own)
@@ -212,6 +210,15 @@ def _parts(phases: Mapping[str, float]) -> tuple[float, float, float]:
 
 
 _PRIOR_PARTS = _parts(PRIOR_MS)
+
+
+@lru_cache(maxsize=4096)
+def _prior(load_ms: float, source: str) -> Prediction:
+    """Of a model that nothing was ever measured of, where nothing tells the node from others: no error is known."""
+    phases = {**PRIOR_MS, "load": load_ms, **({"fetch": load_ms} if source == "remote" else {})}
+    before, engine, after = _PRIOR_PARTS
+    ms = before + max(load_ms, engine) + after
+    return Prediction(phases, ms, _cost(phases, ms, 0.0), source)
 
 
 def _values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:

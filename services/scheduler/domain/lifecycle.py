@@ -22,7 +22,7 @@ from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.objectives import count_late
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.suspending import gently, make_way, need_bytes, park
-from services.scheduler.domain.values import replace
+from services.scheduler.domain.values import replace, unchecked
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
@@ -45,16 +45,24 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
         instance = _new(d, model, chosen, plan_id, number, trigger, since)
     else:
         instance = _comes_back(d, placement.resume, plan_id, number, trigger, since)
-    plan = PlanRecord(
-        plan_id=plan_id,
-        model=model.key,
-        created=waiting.created if waiting and reuse else d.now,
-        trigger=trigger,
-        way=placement.way,
-        chosen=chosen,
-        candidates=placement.candidates,
-        reason=placement.reason,
-        instance_id=instance.instance_id,
+    plan = unchecked(
+        PlanRecord,
+        {
+            "plan_id": plan_id,
+            "model": model.key,
+            "created": waiting.created if waiting and reuse else d.now,
+            "trigger": trigger,
+            "way": placement.way,
+            "chosen": chosen,
+            "candidates": placement.candidates,
+            "reason": placement.reason,
+            "instance_id": instance.instance_id,
+            "outcome": "pending",
+            "measured": (),
+            "measured_ms": None,
+            "error": None,
+            "traceparent": None,
+        },
     )
     d.put(plan)
     d.plans.append(plan)

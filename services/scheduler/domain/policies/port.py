@@ -7,17 +7,18 @@ simulator); times are seconds, sizes bytes, bandwidths bytes per second. Device 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import blake2b
 from typing import Literal, Protocol
 
 from services.scheduler.domain.cost.cost import Clearing, Cost, Way
+from services.scheduler.domain.values import value
 
 Capability = Literal["sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate"]
 """What the executing side can do beside loading and evicting idle instances. A policy is not offered what is not there."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Ask:
     """A model that wants an instance. `waited`: by its longest waiting request; `heavy`: swapping it in slows it down (Torpor §4.4)."""
 
@@ -41,7 +42,7 @@ class Ask:
     output_tokens: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Move:
     """Somewhere that a resident's requests could go on. `seconds`: to load it there (0 if it is there already) and to take them over;
     `free`: bytes that are free there. Moves to devices of one node are loaded one after another."""
@@ -55,7 +56,7 @@ class Move:
         return self.device.rsplit("/", 1)[0]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Resident:
     """Something that holds memory of a device. `weights`: what an ended instance left for the next one (Tangram's reuse store)."""
 
@@ -94,7 +95,7 @@ class Resident:
     """Why it must not be touched; empty: it may."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class DeviceView:
     key: str
     node: str
@@ -111,7 +112,7 @@ class DeviceView:
     """The model has just failed here."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Clearance:
     """What makes `freed` bytes of a device free: who goes, how, and what that costs: seconds until the bytes are there, and a penalty
     in the policy's own measure (seconds of others' time, expected reload cost …) by which options of one device are compared."""
@@ -128,7 +129,7 @@ class Clearance:
 NOTHING_TO_CLEAR = Clearance("none")
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Option:
     """One way for the model to become ready on one device set, with the device views it was made from. `cost` includes the clearing."""
 
@@ -149,14 +150,14 @@ class Option:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return tuple(d.key for d in self.devices)
+        return (self.devices[0].key,) if len(self.devices) == 1 else tuple([d.key for d in self.devices])
 
     @property
     def free(self) -> int:
-        return min(d.free for d in self.devices)
+        return self.devices[0].free if len(self.devices) == 1 else min([d.free for d in self.devices])
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Usage:
     """A model's (function's) past against its objective: `total` requests, `met` in time, `percentile` the share that must be (Torpor §5)."""
 
@@ -166,7 +167,7 @@ class Usage:
     percentile: float = 0.98
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Demand:
     """What a model's instances have to do. `window`: requests that came in the last sliding window; `peak`: most in a window lately."""
 
@@ -212,7 +213,7 @@ class Scale(Protocol):
     def __call__(self, demand: Demand) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Profile:
     """A named composition. `uses`: the capabilities that it takes advantage of where the executing side has them."""
 

@@ -39,10 +39,14 @@ PARTS = ("pause", "throughput", "policies")
 def pause_table(contexts: list[int], figures: Values) -> Table:
     table = Table("context", "token ms", *(f"{w}: pause ms" for w in WAYS), "rounds: total ms", "rounds", title="Moving one stream")
     for c in contexts:
-        pause = [spread(figures[f"{w}.{c}.pause_ms"]) for w in WAYS]
-        totals, count, token = (figures[f"rounds.{c}.{k}"] for k in ("total_ms", "rounds", "token_ms"))
-        table.add_row(str(c), f"{median(token):.1f}", *pause, spread(totals), f"{median(count):.0f}")
+        pause = [_told(figures.get(f"{w}.{c}.pause_ms")) for w in WAYS]
+        totals, count, token = (figures.get(f"rounds.{c}.{k}") for k in ("total_ms", "rounds", "token_ms"))
+        table.add_row(str(c), _told(token), *pause, _told(totals), _told(count))
     return table
+
+
+def _told(values: list[float] | None) -> str:
+    return spread(values) if values else "-"
 
 
 def throughput_table(figures: Values) -> Table:
@@ -60,8 +64,9 @@ def policies_table(figures: Values) -> Table:
     columns = ("b_latency_ms", "a_latency_ms", "b_ttft_ms", "a_pause_ms")
     names = ("B: latency ms", "A: latency ms", "B: first token ms", "A: pause ms")
     table = Table("policy", *names, title="ServerlessLLM's Fig. 3 on two nodes")
-    best = {c: min(median(figures[f"{p}.{c}"]) for p in POLICIES) for c in columns[:2]}
-    for p in POLICIES:
+    made = [p for p in POLICIES if figures.get(f"{p}.b_ttft_ms")]
+    best = {c: min(median(figures[f"{p}.{c}"]) for p in made) for c in columns[:2]}
+    for p in made:
         cells = [spread(figures[f"{p}.{c}"]) for c in columns]
         for i, c in enumerate(columns[:2]):
             cells[i] += f" +{100 * (median(figures[f'{p}.{c}']) / best[c] - 1):.0f} %"

@@ -47,6 +47,11 @@ def _one(mesh: Bed, context: int, way: str, figures: Values) -> None:
     key, said, began = f"{way}.{context}", len(stream.tokens), time.monotonic()
     if way == "rounds":
         record = order(mesh, stream, other(node))
+        if record is None:
+            figures[f"{key}.not_done"].append(1.0)
+            stream.leave()
+            stream.result()
+            return
         figures[f"{key}.total_ms"].append((time.monotonic() - began) * 1e3)
         figures[f"{key}.duration_ms"].append(record["duration_ms"])
         figures[f"{key}.rounds"].append(len(record["rounds"]))
@@ -113,6 +118,9 @@ def _moves(mesh: Bed, case: str, here: list[Timed], there: list[Timed], rounds: 
         before = (began, began + WINDOW_S)
         record = order(mesh, moving, NODES[1])
         ended = time.monotonic()
+        if record is None:
+            figures[f"throughput.{case}.not_done"].append(1.0)
+            continue
         during = (ended - record["duration_ms"] / 1e3, ended)
         come(moving, len(moving.tokens) + 4)
         for who, streams in (("others", rest), ("all", here), ("destination", there)):

@@ -200,7 +200,7 @@ class _Draining:
     async def _drain(self, subscription: Subscription) -> None:
         try:
             # The flush in nats-py's own drain may overtake what it has sent (see `Mesh.flush`).
-            await self._mesh.nc._send_unsubscribe(subscription._id)  # type: ignore[no-untyped-call]  # nats-py leaves it without types
+            await self._mesh.nc._send_unsubscribe(subscription._id)
             await self._mesh.flush()
             await subscription.drain()  # type: ignore[no-untyped-call]  # nats-py leaves it without types
         except (NatsError, OSError, TimeoutError) as e:

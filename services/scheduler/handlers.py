@@ -94,8 +94,7 @@ class Handlers:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
-        for responder in reversed(self._responders):
-            await responder.stop()
+        await asyncio.gather(*(responder.stop() for responder in self._responders))
 
     def reply(self, effect: ReplyTo) -> None:
         future = self._waiting.get(effect.waiter)

@@ -190,7 +190,7 @@ class _Draining:
         await self._subscriber.start()
 
     async def stop(self) -> None:
-        if self._subscriber.subscription is not None:
+        if self._subscriber.subscription is not None and self._mesh.nc.is_connected:
             # Left to itself if a handler takes too long: it ends with that.
             self._drained = asyncio.create_task(self._drain(self._subscriber.subscription), name="drain a subscription")
             self._subscriber.subscription = None

@@ -33,6 +33,7 @@ PATIENT = 3.0
 SLICE_MS = 2_000
 """A round that takes longer is cut, so that its speed is learned whatever its length."""
 LIST_MS = 2_000
+FINISHED = "it was over before it could be handed over"
 
 
 def read(t: Turn, name: str, tokens: TokensRead) -> None:
@@ -184,6 +185,6 @@ def destination_known(t: Turn, name: str, requests: tuple[RunningRequest, ...]) 
     if any(same(r.request_id, name) for r in requests):
         t.resolve(name, "moved")
     elif not job.refusal:
-        t.resolve(name, "finished")
+        t.resolve(name, "finished", reason=FINISHED)
     else:
         t.resolve(name, "elsewhere" if job.refusal.startswith(SOURCE_GONE) else "failed", reason=job.refusal)

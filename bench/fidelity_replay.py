@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 from services.scheduler.domain.policies.port import Capability
@@ -22,6 +23,8 @@ NAMES = ("one", "two", "three")
 CAN: frozenset[Capability] = frozenset({"preempt", "migrate"})
 FAST = 100.0
 """GB/s: weights of some megabytes lie in memory, and are mapped."""
+PROMPT = 31
+"""Tokens of every prompt, with its template."""
 SCHEDULER, GATEWAY = "scheduler", "gateway"
 _Request = tuple[bool, float, dict[str, float]]
 """Whether it was cold, its TTFT, and that by phase."""
@@ -34,7 +37,8 @@ class Measured:
     `gateway`: from a request's arrival to its demand being heard. `message`: from a command's sending to its taking effect. `decision`: until
     the command is sent. `container`, `init`: as recorded.
     `warm_up`: as recorded. `more`: from then to the gateway's sending the request, and what a first prompt takes longer than others. `leave`: what
-    the scheduler waited for bytes whose holders served nobody. `prompt`: TTFT of who found an engine with nothing to do. `token`: each further one.
+    the scheduler waited for bytes whose holders served nobody. `reply`: of a warm TTFT, what is neither waiting
+    in the engine nor computing. `prefill`: a pass over one prompt; `prefill_more`: each further one. `token`: each further token.
     """
 
     gateway: float
@@ -45,7 +49,9 @@ class Measured:
     warm_up: float
     more: float
     leave: float
-    prompt: float
+    reply: float
+    prefill: float
+    prefill_more: float
     token: float
     restore: float = 0.0
     """From sending the command to the gateway's sending a request to who was suspended; 0: nobody was."""
@@ -60,17 +66,16 @@ def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Meas
     woken = _first_of_each(traces, loads)
     cold = [t for t in woken if _span(t.spans, Phase.INIT)]
     restored = [t for t in woken if _span(t.spans, Phase.RESTORE)]
-    alone = _alone(traces)
-    if not alone or not cold:
+    if not cold or all(t.cold for t in traces):
         raise ValueError("the recorded run has no warm request, or no start: nothing can be measured from it")
-    gateway = fmean(min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken)
+    gateway = _usual([min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken])
     message = fmean(max(0.0, min(s.start_ms for s in t.spans if s.process.startswith("nodeagent")) - _sent(t)) for t in woken)
     decision = fmean(sum(s.duration_ms for s in _span(t.spans, Phase.SCHEDULE, SCHEDULER)) for t in woken)
-    prompt = fmean(t.ttft_ms or 0.0 for t in alone)
-    starts = [_start(t, message, prompt) for t in cold]
+    prefill, further = _passes(traces)
+    reply = fmean((t.ttft_ms or 0.0) - _prefill(t) - _waited(t) for t in traces if not t.cold)
+    starts = [_start(t, message, reply + prefill) for t in cold]
     reserves = [_span(load.spans, Phase.RESERVE, SCHEDULER) for load in loads]
-    waited = [found[-1].duration_ms for found in reserves if found]
-    idle = [w for w in waited if w <= 2 * median(waited)]
+    leave = _usual([found[-1].duration_ms for found in reserves if found])
     tokens = [(t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in traces if t.ttft_ms and t.completion_tokens > 1]
     return Measured(
         max(0.0, gateway - message) / 1e3,
@@ -80,11 +85,38 @@ def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Meas
         fmean(x.init for x in starts),
         fmean(x.warm_up for x in starts),
         fmean(x.more for x in starts),
-        max(0.0, (fmean(idle) if idle else 0.0) - decision - 2 * message) / 1e3,
-        prompt / 1e3,
+        max(0.0, leave - decision - 2 * message) / 1e3,
+        reply / 1e3,
+        prefill / 1e3,
+        further / 1e3,
         max(fmean(tokens), 0.01) / 1e3,
         max(0.0, fmean(_dispatched(t) - _sent(t) for t in restored) - 2 * message) / 1e3 if restored else 0.0,
     )
+
+
+def _prefill(t: RequestTrace) -> float:
+    return sum(s.duration_ms for s in _span(t.spans, Phase.PREFILL))
+
+
+def _waited(t: RequestTrace) -> float:
+    """In the engine, for the pass before."""
+    return sum(s.duration_ms for s in _span(t.spans, Phase.QUEUE, "engine"))
+
+
+def _passes(traces: Sequence[RequestTrace]) -> tuple[float, float]:
+    """Milliseconds of a pass over one prompt, and for each further one: a line through all passes. Warm requests of one instance that were
+    computed for exactly as long were computed together."""
+    counts = Counter((t.instance_id, _prefill(t)) for t in traces if not t.cold)
+    took = [ms for _, ms in counts]
+    more = 0.0
+    if len(set(counts.values())) > 1:
+        more = min(max(0.0, linear_regression(list(counts.values()), took).slope), fmean(took))
+    return max(0.0, fmean(took) - more * (fmean(counts.values()) - 1)), more
+
+
+def _usual(values: Sequence[float]) -> float:
+    """The mean, without what is more than twice the median: that has waiting in it which the simulator has by itself."""
+    return fmean(v for v in values if v <= 2 * median(values)) if values else 0.0
 
 
 def _start(t: RequestTrace, message: float, prompt: float) -> StartTimes:
@@ -103,7 +135,7 @@ def start_by_start(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], m
     found: dict[str, list[StartTimes]] = {}
     for t in _first_of_each(traces, loads):
         if _span(t.spans, Phase.INIT):
-            found.setdefault(t.model, []).append(_start(t, m.message * 1e3, m.prompt * 1e3))
+            found.setdefault(t.model, []).append(_start(t, m.message * 1e3, (m.reply + m.prefill) * 1e3))
     return found
 
 
@@ -130,17 +162,6 @@ def _woken(t: RequestTrace) -> bool:
     return bool(_span(t.spans, Phase.INIT) or _span(t.spans, Phase.RESTORE))
 
 
-def _alone(traces: Sequence[RequestTrace]) -> list[RequestTrace]:
-    """Warm requests whose first token came while nobody else was served."""
-    spans = [(t.received, t.received + t.duration_ms / 1e3, t) for t in traces]
-    return [
-        t
-        for begin, _, t in spans
-        if not t.cold and t.ttft_ms is not None
-        if not any(o is not t and b < begin + t.ttft_ms / 1e3 and e > begin for b, e, o in spans)
-    ]
-
-
 def mean_of(several: Sequence[Measured]) -> Measured:
     return Measured(*(fmean(getattr(m, f.name) for m in several) for f in fields(Measured)))
 
@@ -153,11 +174,18 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
         startup=Startup(container_s=m.container, init_s=m.init, warm_up_s=m.warm_up + m.more, leave_s=m.leave, restore_s=m.restore),
         gateway_ms=m.gateway * 1e3,
         message_ms=m.message * 1e3,
+        reply_ms=m.reply * 1e3,
         decision_ms=m.decision * 1e3,
         capabilities=CAN | {"suspend"} if m.restore else CAN,
         in_dram=True,
     )
-    service = Batching(prefill_tokens_per_second=1e9, prefill_ms=m.prompt * 1e3, tpot_ms=m.token * 1e3, concurrency=16)
+    service = Batching(
+        prefill_tokens_per_second=PROMPT / max(m.prefill_more, 1e-6),
+        prefill_ms=max(0.0, m.prefill - m.prefill_more) * 1e3,
+        prefill_together=True,
+        tpot_ms=m.token * 1e3,
+        concurrency=16,
+    )
     models = tuple(ModelGroup(name=n, weights_gb=0.1, service=service, slo_ttft=10, keep_alive=-1) for n in NAMES)
     return ClusterFile(nodes=(node,), runtime=runtime), models
 

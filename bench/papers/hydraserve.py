@@ -120,10 +120,10 @@ def end_to_end(
     seconds: float,
     scaled: float = 1.0,
     zipf: float = c.ZIPF.value,
-    table3: bool = False,
+    table3: float = False,
     **more: float,
 ) -> Case:
-    models = applications(scaled, table3=table3)
+    models = applications(scaled, table3=bool(table3))
     names = tuple(names_of(list(models)))
     lengths = tuple(c.LENGTHS[n.split("-", 1)[0]] for n in names)
 

@@ -26,8 +26,8 @@ def run(options: Options) -> Result:
     if options.sensitivity:
         literal = Result("", "")
         literal.measured((h.end_to_end(p, 8, 0.6, seconds, table3=True) for p in h.SYSTEMS), options.few, h.measure)
-        shares = ", ".join(f"{r.label['policy']} {r['summarization']}" for r in literal.rows)
-        result.notes.append(f"With summarization's objectives as Table 3 has them (15 s, 24 s), percent in time: {shares}.")
+        found = ", ".join(f"{r.label['policy']} {r['summarization']}" for r in literal.rows)
+        result.notes.append(f"With summarization's objectives as Table 3 has them (15 s, 24 s), percent in time: {found}.")
         for factor in (0.5, 1.5):
             part = Result("", "")
             gather = c.GATHER.value * factor

@@ -113,6 +113,9 @@ class Runtime(_Strict):
         default="resume", description="Requests of a node that fails begin anew, or go on."
     )
     message_ms: float = Field(default=1.0, ge=0, description="One way, between any two processes. Only with --mesh.")
+    reply_ms: float = Field(
+        default=0.0, ge=0, description="Of a TTFT, what messages between gateway and engine take. Only with --mesh."
+    )
     gateway_ms: float = Field(
         default=0.0, ge=0, description="From a request's arrival to its demand being on its way. Only with --mesh."
     )
@@ -176,7 +179,12 @@ class Batching(_Strict):
 
     kind: Literal["batching"] = "batching"
     prefill_tokens_per_second: float = Field(gt=0)
-    prefill_ms: float = Field(default=0.0, ge=0, description="Of any prompt, beside its tokens.")
+    prefill_ms: float = Field(
+        default=0.0, ge=0, description="Of any prompt, beside its tokens; of a pass, with `prefill_together`."
+    )
+    prefill_together: bool = Field(
+        default=False, description="Prompts that wait are computed in one pass, not one after the other."
+    )
     tpot_ms: float = Field(gt=0)
     tpot_ms_more: float = Field(default=0.0, ge=0)
     concurrency: int = Field(default=16, ge=1)

@@ -88,6 +88,8 @@ class Instance:
         self._virtual, self._since, self._speed = 0.0, clock.now, 0.0
         self._next: Timer | None = None
         self._prompts_until = 0.0
+        self._pending: list[Run] = []
+        """Prompts that wait for the next pass, where several are computed together."""
 
     @property
     def open(self) -> bool:
@@ -138,6 +140,11 @@ class Instance:
             part.device.begin(now if since is None else since)
         if idle:
             self._others_share()
+        if isinstance(self.service, Batching) and self.service.prefill_together and since is None:
+            run.admitted_at, run.timer = now, Timer(lambda: None)
+            self._pending.append(run)
+            self._clock.after(0.0, self._pass)  # those that come at once are computed together
+            return
         begin = max(now, self._prompts_until) if since is None else since
         seconds = self.prompt_seconds(run)
         if run.tokens:
@@ -145,6 +152,23 @@ class Instance:
         end = self._prompts_until = max(now, begin + seconds)
         run.admitted_at = now
         run.timer = self._clock.at(end, lambda: self._prompted(run))
+
+    def _pass(self) -> None:
+        """Compute all prompts that wait, unless some are being computed."""
+        now = self._clock.now
+        if not self._pending or now < self._prompts_until:
+            return
+        assert isinstance(self.service, Batching)
+        runs, self._pending = self._pending, []
+        fixed = self.service.prefill_ms / 1e3 * self.slowness()
+        alone = [self.prompt_seconds(run) for run in runs]
+        tokens = sum(seconds if run.tokens else seconds - fixed for run, seconds in zip(runs, alone, strict=True))
+        end = self._prompts_until = now + tokens + (fixed if any(not run.tokens for run in runs) else 0.0)
+        for run in runs:
+            if run.tokens:
+                run.pause += end - now
+            run.timer = self._clock.at(end, lambda run=run: self._prompted(run))  # type: ignore[misc]
+        self._clock.at(end, self._pass)
 
     def _prompted(self, run: Run) -> None:
         run.timer = None
@@ -218,6 +242,8 @@ class Instance:
         if run.timer is not None:
             run.timer.cancel()
             run.timer = None
+        if run in self._pending:
+            self._pending.remove(run)
         self._decoding = [d for d in self._decoding if d[2] is not run]
         self._decoding.sort()
         if not any(r.timer is not None for r in self.runs if r is not run):

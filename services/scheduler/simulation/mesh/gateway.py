@@ -78,12 +78,13 @@ class Gateway:
     def answered(self, run: Run) -> None:
         now, model = self._world.clock.now, run.model
         assert run.begun is not None
-        first = run.first_at if run.first_at is not None else now
+        first = (run.first_at if run.first_at is not None else now) + self._world.runtime.reply_ms / 1e3
         ttft = first - run.arrived
-        tpot = (now - first) / (run.output - 1) if run.output > 1 and now > first else 0.0
+        ended = now + self._world.runtime.reply_ms / 1e3
+        tpot = (ended - first) / (run.output - 1) if run.output > 1 and ended > first else 0.0
         in_time = ttft <= model.group.slo_ttft
         self._world.outcome.served.append(
-            Served(model.name, run.arrived, run.begun - run.arrived, ttft, tpot, in_time, run.pause, now, run.cold, run.number)
+            Served(model.name, run.arrived, run.begun - run.arrived, ttft, tpot, in_time, run.pause, ended, run.cold, run.number)
         )
         self._trace(run, first)
         run.instance = None

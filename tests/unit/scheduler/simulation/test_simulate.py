@@ -81,6 +81,17 @@ def test_a_batching_engine_prefills_and_decodes() -> None:
     assert [s.tpot for s in served[1:]] == pytest.approx([0.01, 0.01])
 
 
+def test_prompts_that_wait_are_computed_in_one_pass() -> None:
+    service = Batching(prefill_tokens_per_second=1000, prefill_ms=50, prefill_together=True, tpot_ms=10, concurrency=8)
+    group = ModelGroup(name="chat", weights_gb=1, kv_gb=1, service=service, slo_ttft=1.0)
+    times = (0, 50, 50, 50, 50.1)
+    served = sorted(run([ask(at, "chat", 100, 2) for at in times], groups=[group]).served, key=lambda s: s.number)
+    alone = served[0].ttft - served[0].queued
+    # One pass over three, 50 ms and 100 for each; who comes meanwhile waits for its end, and is computed alone.
+    assert [round(s.ttft, 6) for s in served[1:]] == [0.35, 0.35, 0.35, 0.25 + 0.15]
+    assert alone == pytest.approx(0.15)
+
+
 def test_a_model_that_fits_nowhere_is_told() -> None:
     huge = BIG.model_copy(update={"weights_gb": 30.0, "copies": 1})
     outcome = run([ask(0, "big"), ask(1, "big")], groups=[huge])

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 
 from services.engine.domain.planning import Limits, SequenceView, StepPlan, blocks_for
 
-_SHARE = 4
-"""Beside decoding sequences, one part in so many of the chunk that a request's prompt would get."""
+_SHARE = 8
+"""Beside decoding sequences, one part in so many of the chunk that a request's prompt would get: 32 of 256 tokens. So few cost each what 64 at once
+cost (60M parameters, one core, beside four decoding sequences: 0.7 to 0.9 ms), 8 at once a quarter more."""
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -250,7 +250,7 @@ def test_it_is_answered_after_a_while_with_what_was_computed(loaded: LoadedModel
 def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) -> None:
     """Behind what runs, and in chunks: an answer is delayed by a part of a chunk for each of its tokens, never by more."""
     small = LoadedModel.__new__(LoadedModel)
-    small.__dict__ = loaded.__dict__ | {"limits": dataclasses.replace(loaded.limits, chunk_tokens=32)}
+    small.__dict__ = loaded.__dict__ | {"limits": dataclasses.replace(loaded.limits, chunk_tokens=64)}
     rows: list[list[int]] = []
 
     class Counting:

@@ -10,7 +10,7 @@ LIMITS = Limits(max_sequences=8, kv_blocks=10, step_tokens=8192, chunk_tokens=25
 
 def test_a_step_is_shared_by_what_runs() -> None:
     assert share(StepPlan(), LIMITS) == 256
-    assert share(StepPlan((Work(1, 1), Work(2, 1))), LIMITS) == 64
+    assert share(StepPlan((Work(1, 1), Work(2, 1))), LIMITS) == 32
     assert share(StepPlan((Work(1, 1), Work(2, 40))), LIMITS) == 0
 
 

@@ -135,6 +135,7 @@ def test_a_request_that_is_over_leaves_nothing_behind() -> None:
     world.settle()
     assert world.record(order).state == "given_up"
     assert world.record(order).requests[0].outcome == "finished"
+    assert "over before" in world.record(order).requests[0].reason
     assert world.engines["b"].prepared == {}
 
 

@@ -163,7 +163,8 @@ class Options:
     ) -> Option:
         service = model.service_on(device.node.group.kind)
         tpot = service.tpot_ms / 1e3 if isinstance(service, Batching) else 0.0
-        sharing = len(device.instances) - sum(k in clearance.victims for k in device.instances)
+        exclusive = self._world.runtime.exclusive  # nobody computes beside another there
+        sharing = 0 if exclusive else len(device.instances) - sum(k in clearance.victims for k in device.instances)
         view = self._world.view(device)
         return Option((view,), way, Cost(total, phases), clearance, resident, source, tpot_s=tpot, sharing=max(0, sharing))
 

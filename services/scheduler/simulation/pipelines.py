@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from services.scheduler.domain.policies.port import Ask, Clearance
 from services.scheduler.simulation.departures import Departures
 from services.scheduler.simulation.instances import Instance, Part
 from services.scheduler.simulation.options import Options
@@ -28,6 +29,7 @@ class Pipelines:
         able = [p for p in instance.parts if self._can_grow(instance, p)]
         if not able:
             # No stage has room for the rest yet: again when that may have changed, as long as it serves.
+            self._make_room(instance)
             world.clock.after(1.0, lambda: self._again(instance))
             return
         rest = model.weights * (len(instance.parts) - 1) / len(instance.parts)
@@ -44,6 +46,23 @@ class Pipelines:
     def _again(self, instance: Instance) -> None:
         if instance.state == "ready" and len(instance.parts) > 1 and instance.runs:
             self.consolidate(instance)
+
+    def _make_room(self, instance: Instance) -> None:
+        """Idle ones leave for the rest of the model, where the policy says that this costs least, if it lets anybody leave."""
+        world, model = self._world, instance.model
+        found: list[tuple[float, int, Clearance]] = []
+        for n, part in enumerate(instance.parts):
+            short = model.need - part.nbytes - world.free(part.device)
+            view = world.view(part.device)
+            leaving = sum(r.nbytes for r in view.residents if r.state == "leaving")
+            if short <= leaving:
+                return
+            clearance = world.profile.clear(Ask(model.name, model.need, 0.0), view, short - leaving, world.clock.now)
+            if clearance is not None and clearance.how == "evict":
+                found.append((clearance.penalty, n, clearance))
+        if found:
+            _, n, clearance = min(found, key=lambda f: f[:2])
+            self._departures.clear(instance.parts[n].device, clearance)
 
     def _can_grow(self, instance: Instance, part: Part) -> bool:
         return self._world.free(part.device) >= instance.model.need - part.nbytes

@@ -10,8 +10,9 @@ those who go for it will lose, weighted by how likely they are wanted.
   first (SwapServeLLM §3.5), where waiting for them would take longer than what they lose.
 - Which option: the least sum of its own time and of the others' loss, for each request that waits; a load that shares a bus with its neighbour's
   costs the neighbour as long as it takes (Torpor §5.3), and who computes beside others is slower and makes them slower (HydraServe §4.1). Not
-  where it has just failed, and none with interruptions while there is another. Options that miss the objective for each token come after those
-  that meet it (HydraServe §4.1).
+  where it has just failed, and none with interruptions while there is another. Options that miss an objective come after those that meet it, and
+  of those that are in time the one whose devices are shared least goes first (HydraServe §4.1): to be sooner than asked is worth less than to
+  stay quick when the neighbours wake up.
 - How many: HydraServe's autoscaler (§6.1) from what waits, runs and, where engines batch, is expected.
 """
 
@@ -33,12 +34,17 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
     high = torpor_queue.high_priority(book, alpha) if book and len(asks) > 1 else frozenset()
 
     def place(a: Ask) -> tuple[object, ...]:
-        left = a.deadline if a.deadline is not None or a.slo_ttft is None else a.slo_ttft - a.waited
-        if left is None or left < 0:
+        left = _left(a)
+        if a.slo_ttft is None or left < 0:
             return (-a.priority, a.extra, True, False, -a.waited, a.model, a.request_id)
         return (-a.priority, a.extra, False, a.model in book and a.model not in high, left, a.model, a.request_id)
 
     return sorted(asks, key=place)
+
+
+def _left(ask: Ask) -> float:
+    """Seconds until the first token is due."""
+    return ask.deadline if ask.deadline is not None else (ask.slo_ttft or 0.0) - ask.waited
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
@@ -50,7 +56,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
             (serving if r.state == "serving" else idle).append(r)
     if (taken := _cheapest(idle, short)) is not None:
         return _clearance("evict", taken, sum([_loss(r) for r in taken]))
-    return _moved(idle, serving, short) or _interrupted(idle, serving, short)
+    return _moved(idle, serving, short) or _interrupted(ask, idle, serving, short)
 
 
 def _loss(r: Resident) -> float:
@@ -109,9 +115,14 @@ def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearan
     )
 
 
-def _interrupted(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
-    """… are interrupted, or drained: only those for which it is shorter than waiting for what they serve, where that is known."""
-    worth = [r for r in serving if not r.left_s or r.left_s > r.reload_s + (r.resume_s or 0.0)]
+def _interrupted(ask: Ask, idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
+    """… are interrupted, or drained: only those for which it is shorter than waiting for what they serve, where that is known. Of equals it only
+    changes who waits, so that what comes has to be shorter than what is left, too."""
+    worth = []
+    for r in serving:
+        instead = ask.exec_s if r.priority >= ask.priority else 0.0
+        if not r.left_s or r.left_s > r.reload_s + (r.resume_s or 0.0) + instead:
+            worth.append(r)
     if not worth:
         return None
     first = sorted(idle, key=lambda r: (_loss(r), r.last_used, r.key))
@@ -144,10 +155,13 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
     loss = o.clearance.penalty / max(1, ask.requests) + _shared(ask, o)
     if first.neighbour_loads == "heavy":
         loss += o.cost.phases.get("load", 0.0)
+    in_time = ask.slo_ttft is not None and o.cost.total <= _left(ask)
     return (
         failed,
         o.clearance.how == "preempt",
         slow,
+        not in_time,
+        o.sharing if in_time else 0,
         o.cost.total + loss,
         o.cost.total,
         o.sharing,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from services.gateway.domain import losses
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
-from tests.integration.gateway.conftest import Served, chat
+from tests.integration.gateway.conftest import Served, chat, until
 from tests.support.fake_engine import FakeEngine, FakeNode, Run, hang
 from tests.support.telling import Script, Teller
 
@@ -19,9 +20,9 @@ URL = "/v1/chat/completions"
 TEXT = "Grüße aus 日本 - 🙂 done"
 
 
-def holding(number: int, until: asyncio.Event | None = None) -> Any:
+def holding(number: int, event: asyncio.Event | None = None) -> Any:
     """Stop before that token of an attempt."""
-    forever = until or asyncio.Event()
+    forever = event or asyncio.Event()
     return lambda run, said: forever if said == number else None
 
 
@@ -62,6 +63,15 @@ async def test_a_request_goes_on_where_its_engine_died(gateway: Served, node: Fa
         assert answer.json()["choices"][0]["message"]["content"] == TEXT
         usage = answer.json()["usage"]
     assert usage["completion_tokens"] == len(TEXT.encode())
+
+    async def counted() -> bool:
+        shown = (await gateway.http.get("/metrics")).text
+        return all(
+            re.search(rf'thaw_requests_{name}\{{.*thaw_kind="failover".*\}} 1.0', shown)
+            for name in ("handed_over_total", "pause_seconds_count")
+        )
+
+    await until(counted)
 
 
 async def test_an_end_that_was_lost_is_missed_though_the_engine_is_busy(

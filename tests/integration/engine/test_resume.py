@@ -252,16 +252,17 @@ def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) ->
     small = LoadedModel.__new__(LoadedModel)
     small.__dict__ = loaded.__dict__ | {"limits": dataclasses.replace(loaded.limits, chunk_tokens=64)}
     rows: list[list[int]] = []
+    runner = loaded.computable.runner
+    assert runner is not None
 
     class Counting:
-        rewinds = loaded.computable.runner.rewinds
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(loaded.computable.runner, name)
+        rewinds = runner.rewinds
+        new_state = staticmethod(runner.new_state)
+        forget = staticmethod(runner.forget)
 
         def forward(self, batch: Sequence[Row]) -> torch.Tensor:
             rows.append([len(row.tokens) for row in batch])
-            return loaded.computable.runner.forward(batch)
+            return runner.forward(batch)
 
     told = Told(small, Counting())
     try:

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.loader import set_cache, write_checkpoint
+from bench.disk import set_cache, write_checkpoint
 from bench.loader_case import checksum
 from bench.report import machine, median, write
 from thaw.config.units import parse_size

@@ -1,47 +1,48 @@
 """The loader against fio and its peers, on one sharded bfloat16 checkpoint in Llama's shapes.
 
-    python -m bench.loader [--bytes 3.5GB] [--rounds N] [--directory DIR] [--peers-python PYTHON] [--json PATH]
+    python -m bench.loader [--bytes 3.5GB] [--rounds N] [--pairs N] [--part PART …] [--directory DIR] [--peers-python PYTHON]
+                           [--samples PATH] [--json PATH]
 
-Each round takes every case once, in an order drawn anew, each in a fresh process (bench/loader_case.py says what is timed): with the files
-out of the page cache (posix_fadvise) or, for the cases called so, in it. Before each cold case all files are read once past the cache: a disk
-that lends bursts then has none left for whoever comes next. The limit is fio with O_DIRECT at the setting with the best median. GB are 10^9
-bytes. fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment that has them and torch) can import them.
+`cases`: each round takes every case once, in an order drawn anew, each in a fresh process (bench/loader_case.py says what is timed): with the
+files out of the page cache (posix_fadvise) or, for the cases called so, in it. Before each cold load, when its process has imported and prepared
+what it needs, all files are read once past the cache: a disk that lends bursts then has none left for whoever comes next. `limit`: fio with
+O_DIRECT, at the setting with the best median so far, and "thaw" one right after the other, either first by turns, so that they see the same
+disk; the ratio is the geometric mean of both orders' medians. `service`: bench/loader_service.py measures a loader process: the DRAM tier, and
+the same checkpoint from an HTTP server. GB are 10^9 bytes.
+fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment that has them and torch) can import them.
+
+With --samples every sample is kept in a file as it comes, and those of earlier runs count too: a long run can be made in pieces.
 
 "thaw" reads into a pool whose chunks have memory already, as in a loader that has served before or was told THAW_DRAM_READY_BYTES; "thaw, fresh
-memory" takes it from the kernel meanwhile, as the peers do. "step" 1 to 5 are the ablation, each with all those before it. Then
-bench/loader_service.py measures a loader process: the DRAM tier, and the same checkpoint from an HTTP server. Everything written is removed.
+memory" takes it from the kernel meanwhile, as the peers do. "step" 1 to 5 are the ablation, each with all those before it. All that is
+written but for the samples is removed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
+import math
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.disk import FIO_SETTINGS, MB, Loading, level, run_fio, set_cache, write_checkpoint
 from bench.loader_case import MODULES
 from bench.loader_service import dram, remote
 from bench.report import machine, median, write
+from bench.samples import Samples
 from thaw.config.units import parse_size
 
-FIO_SETTINGS = ((1, 32), (4, 8), (16, 4), (16, 8))
-"""Block size in MiB and queue depth."""
-MB = 1024 * 1024
-_HIDDEN, _INNER, _KV, _VOCAB = 2048, 5632, 512, 32000
+PARTS = ("cases", "limit", "service")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Case:
 PEERS = ("safetensors", "torch_load", "torch_load_mmap", "fastsafetensors", "runai")
 REMOTE_WAYS = ("download", "thaw", "thaw_kept_on_disk", "download_then_load")
 READY = ("ready", 1)
+THAW = Case("thaw", "thaw_pool", (READY,))
 ABLATION = (
     Case("step 1: tensor by tensor", "whole_files"),
     Case("step 2: bulk", "thaw_pool", (("threads", 1), ("direct", 0))),
@@ -70,112 +72,9 @@ ABLATION = (
 )
 
 
-@dataclass
-class Samples:
-    gb_per_s: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    peak_bytes: list[float] = field(default_factory=list)
-
-
-def shapes(total: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Tensors in Llama's shapes until their bfloat16 bytes reach `total`."""
-    layer = {
-        "input_layernorm": (_HIDDEN,),
-        "self_attn.q_proj": (_HIDDEN, _HIDDEN),
-        "self_attn.k_proj": (_KV, _HIDDEN),
-        "self_attn.v_proj": (_KV, _HIDDEN),
-        "self_attn.o_proj": (_HIDDEN, _HIDDEN),
-        "mlp.gate_proj": (_INNER, _HIDDEN),
-        "mlp.up_proj": (_INNER, _HIDDEN),
-        "mlp.down_proj": (_HIDDEN, _INNER),
-        "post_attention_layernorm": (_HIDDEN,),
-    }
-    yield "model.embed_tokens.weight", (_VOCAB, _HIDDEN)
-    left, number = total - 4 * _VOCAB * _HIDDEN, 0
-    while left > 0:
-        for name, shape in layer.items():
-            yield f"model.layers.{number}.{name}.weight", shape
-            left -= 2 * int(np.prod(shape))
-        number += 1
-    yield "lm_head.weight", (_VOCAB, _HIDDEN)
-
-
-def write_checkpoint(directory: Path, total: int) -> list[Path]:
-    """Two shards of random bytes and their index."""
-    tensors = list(shapes(total))
-    half = len(tensors) // 2
-    parts = {"model-00001-of-00002.safetensors": tensors[:half], "model-00002-of-00002.safetensors": tensors[half:]}
-    generator = np.random.default_rng(0)
-    for file, part in parts.items():
-        header: dict[str, Any] = {}
-        at = 0
-        for name, shape in part:
-            end = at + 2 * int(np.prod(shape))
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
-            at = end
-        raw = json.dumps(header).encode()
-        raw += b" " * (-len(raw) % 8)
-        with (directory / file).open("wb") as out:
-            out.write(len(raw).to_bytes(8, "little") + raw)
-            for start in range(0, at, 64 * MB):
-                out.write(generator.bytes(min(64 * MB, at - start)))
-            os.fsync(out.fileno())
-    weight_map = {name: file for file, part in parts.items() for name, _ in part}
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return [directory / name for name in parts]
-
-
-def set_cache(files: list[Path], *, warm: bool) -> None:
-    """Have the page cache hold all of `files`, or nothing of them."""
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            if warm:
-                while file.read(16 * MB):
-                    pass
-            else:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def level(files: list[Path]) -> None:
-    """Use up what the disk may lend for a while: shared and virtual disks give bursts, which would go to the case that comes after a rest."""
-    with mmap.mmap(-1, 16 * MB) as room, memoryview(room) as into:
-        for path in files:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            try:
-                at = 0
-                while got := os.preadv(fd, [into], at):
-                    at += got
-                    if at % mmap.PAGESIZE:
-                        break
-            finally:
-                os.close(fd)
-
-
-def run_fio(files: list[Path], block: int, depth: int) -> tuple[float, float]:
-    """(bytes per second, CPU seconds)."""
-    command = ["fio", "--name=limit", f"--filename={':'.join(map(str, files))}", "--file_service_type=sequential"]
-    command += ["--rw=read", "--readonly", "--direct=1", "--ioengine=libaio", f"--bs={block}m", f"--iodepth={depth}"]
-    done = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True, check=True)
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
-    return float(job["read"]["bw_bytes"]), cpu
-
-
-def run_case(case: Case, files: list[Path], python: str) -> dict[str, float]:
-    order = {"loader": case.loader, "files": [str(f.with_suffix(case.suffix)) for f in files], "options": dict(case.options)}
-    command = [python, "-m", "bench.loader_case", json.dumps(order)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{case.name}: {done.stderr.strip()[-2000:]}")
-    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
-
-
 def cases(peers_python: str) -> list[Case]:
     found = [
-        Case("thaw", "thaw_pool", (READY,)),
+        THAW,
         Case("thaw, fresh memory", "thaw_pool"),
         Case("thaw load_tensors", "thaw_tensors"),
         *ABLATION,
@@ -191,75 +90,131 @@ def cases(peers_python: str) -> list[Case]:
     return [*found, *warm]
 
 
-def measure(files: list[Path], rounds: int, peers_python: str) -> dict[str, Samples]:
-    samples: dict[str, Samples] = defaultdict(Samples)
-    total = sum(f.stat().st_size for f in files)
-    todo: list[Case | tuple[int, int]] = [*cases(peers_python)]
-    if shutil.which("fio"):
-        todo += FIO_SETTINGS
-    else:
-        print("fio is missing, so there is no limit to compare with (apt-get install fio)", file=sys.stderr)
-    checksums: set[float] = set()
-    for number in range(rounds):
-        random.Random(number).shuffle(todo)
-        for case in todo:
-            name = case.name if isinstance(case, Case) else "fio, {} MB reads, {} at once".format(*case)
-            print(f"round {number + 1}/{rounds}: {name} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
-            set_cache([*files, *(f.with_suffix(".bin") for f in files)], warm=False)
-            if isinstance(case, Case) and case.warm:
-                set_cache([f.with_suffix(case.suffix) for f in files], warm=True)
+def fio_name(block: int, depth: int) -> str:
+    return f"fio, {block} MB reads, {depth} at once"
+
+
+class Bench:
+    """One checkpoint on the disk, and what was measured with it."""
+
+    def __init__(self, files: list[Path], samples: Samples, peers_python: str) -> None:
+        self._files, self._samples, self._python = files, samples, peers_python
+        self._total = sum(f.stat().st_size for f in files)
+        self._checksum: float | None = None
+
+    def cases(self, rounds: int) -> None:
+        todo: list[Case | tuple[int, int]] = [*cases(self._python)]
+        if shutil.which("fio"):
+            todo += FIO_SETTINGS
+        else:
+            print("fio is missing, so there is no limit to compare with (apt-get install fio)", file=sys.stderr)
+        for number in range(rounds):
+            random.shuffle(todo)
+            for case in todo:
+                name = case.name if isinstance(case, Case) else fio_name(*case)
+                print(f"round {number + 1}/{rounds}: {name} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
+                if isinstance(case, Case):
+                    self._load(case, name)
+                else:
+                    self._fio(case, name)
+
+    def limit(self, pairs: int) -> None:
+        """fio's best setting and "thaw", one right after the other, either first by turns: each finds the disk as the other has left it."""
+        settings = [s for s in FIO_SETTINGS if self._samples.of(f"{fio_name(*s)}.gb_per_s")]
+        best = max(settings or FIO_SETTINGS[-1:], key=lambda s: self._samples.median(f"{fio_name(*s)}.gb_per_s", 0.0))
+        for number in range(pairs):
+            with Loading(THAW.loader, self._files, dict(THAW.options)) as loading:
+                set_cache(self._files, warm=False)
+                level(self._files)
+                if number % 2:
+                    got = loading.go()
+                fio, cpu = run_fio(self._files, *best)
+                if not number % 2:
+                    got = loading.go()
+            thaw = self._total / got["seconds"]
+            print(f"pair {number + 1}/{pairs}: {thaw / fio:.2f} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
+            self._samples.add("pairs, fio.gb_per_s", fio / 1e9)
+            self._samples.add("pairs, fio.cpu_seconds", cpu)
+            self._samples.add("pairs, thaw.gb_per_s", thaw / 1e9)
+            self._samples.add("pairs, thaw.cpu_seconds", got["cpu_seconds"])
+            self._samples.add(f"pairs, {'thaw' if number % 2 else 'fio'} first.ratio", thaw / fio)
+
+    def service(self, rounds: int) -> None:
+        for name, values in (dram(self._files, rounds) | remote(self._files, rounds)).items():
+            self._samples.add(name, *values)
+
+    def _fio(self, setting: tuple[int, int], name: str) -> None:
+        set_cache(self._files, warm=False)
+        level(self._files)
+        speed, cpu = run_fio(self._files, *setting)
+        self._samples.add(f"{name}.gb_per_s", speed / 1e9)
+        self._samples.add(f"{name}.cpu_seconds", cpu)
+
+    def _load(self, case: Case, name: str) -> None:
+        files = [f.with_suffix(case.suffix) for f in self._files]
+        python = self._python if case.loader in MODULES else sys.executable
+        with Loading(case.loader, files, dict(case.options), python) as loading:
+            set_cache([*self._files, *files], warm=False)
+            if case.warm:
+                set_cache(files, warm=True)
             else:
-                level(files)
-            if not isinstance(case, Case):
-                speed, cpu = run_fio(files, *case)
-                samples[name].gb_per_s.append(speed / 1e9)
-                samples[name].cpu_seconds.append(cpu)
-                continue
-            got = run_case(case, files, peers_python if case.loader in MODULES else sys.executable)
-            checksums.add(got["checksum"])
-            if len(checksums) != 1:
-                raise RuntimeError(f"{case.name} read other bytes than those before it")
-            samples[case.name].gb_per_s.append(total / got["seconds"] / 1e9)
-            samples[case.name].cpu_seconds.append(got["cpu_seconds"])
-            samples[case.name].peak_bytes.append(got["peak_bytes"])
-    limits = [samples.pop(name) for name in [*samples] if name.startswith("fio")]
-    if limits:
-        samples["fio"] = max(limits, key=lambda limit: median(limit.gb_per_s))
-    return samples
+                level(self._files)
+            got = loading.go()
+        if self._checksum not in (None, got["checksum"]):
+            raise RuntimeError(f"{name} read other bytes than those before it")
+        self._checksum = got["checksum"]
+        self._samples.add(f"{name}.gb_per_s", self._total / got["seconds"] / 1e9)
+        self._samples.add(f"{name}.cpu_seconds", got["cpu_seconds"])
+        self._samples.add(f"{name}.peak_gb", got["peak_bytes"] / 1e9)
 
 
-def figures_of(samples: dict[str, Samples]) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    for name, s in samples.items():
-        key = name.replace(", ", ".").replace(" ", "_")
-        figures[f"{key}.gb_per_s"] = median(s.gb_per_s)
-        figures[f"{key}.cpu_seconds"] = median(s.cpu_seconds)
-        if s.peak_bytes:
-            figures[f"{key}.peak_gb"] = median(s.peak_bytes) / 1e9
+def figures_of(samples: Samples, total: int) -> dict[str, float]:
+    """Medians, and ratios of medians of one state of the cache. `total`: bytes of the checkpoint."""
+    found = {name: samples.median(name) for name in samples.names() if not name.startswith(("dram_tier", "remote"))}
+    fios = [fio_name(*s) for s in FIO_SETTINGS if f"{fio_name(*s)}.gb_per_s" in found]
+    if fios:
+        best = max(fios, key=lambda name: found[f"{name}.gb_per_s"])
+        found |= {f"fio.{what}": found[f"{best}.{what}"] for what in ("gb_per_s", "cpu_seconds")}
     for peer in ("fio", *PEERS):
         for suffix, key in (("", "cold"), (", page cache", "page_cache")):
-            if f"{peer}{suffix}" in samples:
-                ours, theirs = samples[f"thaw{suffix}"].gb_per_s, samples[f"{peer}{suffix}"].gb_per_s
-                figures[f"thaw_over_{peer}.{key}"] = median(ours) / median(theirs)
+            theirs, ours = found.get(f"{peer}{suffix}.gb_per_s"), found.get(f"thaw{suffix}.gb_per_s")
+            if theirs and ours:
+                found[f"thaw_over_{peer}.{key}"] = ours / theirs
+    orders = [samples.of(f"pairs, {first} first.ratio") for first in ("thaw", "fio")]
+    if all(orders):  # whoever goes first may find the disk rested: what that is worth cancels out in the mean of both orders
+        found["thaw_over_fio.by_turns"] = math.sqrt(median(orders[0]) * median(orders[1]))
+    if "thaw.cpu_seconds" in found:
+        found["thaw.cores"] = found["thaw.cpu_seconds"] * found["thaw.gb_per_s"] / (total / 1e9)
+    found |= service_figures(samples, total)
+    return {name.replace(", ", ".").replace(" ", "_"): value for name, value in found.items()}
+
+
+def service_figures(samples: Samples, total: int) -> dict[str, float]:
+    """Bandwidths, and seconds where the name says so, of a loader process."""
+    figures: dict[str, float] = {}
+    if bound := samples.of("dram_tier.bound_ms"):
+        figures |= {"dram_tier.bound_ms": median(bound), "dram_tier.worst_bound_ms": max(bound)}
+    if samples.of("remote.download"):
+        seconds = {name: samples.median(f"remote.{name}") for name in (*REMOTE_WAYS, "thaw_cpu", "thaw_first_tensor")}
+        figures |= {f"remote.{name}_gb_per_s": total / seconds[name] / 1e9 for name in REMOTE_WAYS}
+        figures["remote.thaw_over_download"] = seconds["download"] / seconds["thaw"]
+        figures["remote.thaw_first_tensor_s"] = seconds["thaw_first_tensor"]
+        figures["remote.thaw_cores"] = seconds["thaw_cpu"] / seconds["thaw"]
     return figures
 
 
-def remote_figures(files: list[Path], rounds: int) -> dict[str, float]:
-    """Bandwidths, and seconds where the name says so, of a model that comes from an HTTP server on this host."""
-    total, found = sum(f.stat().st_size for f in files), {name: median(values) for name, values in remote(files, rounds).items()}
-    figures = {f"remote.{name}_gb_per_s": total / found[name] / 1e9 for name in REMOTE_WAYS}
-    figures["remote.thaw_over_download"] = found["download"] / found["thaw"]
-    figures["remote.thaw_first_tensor_s"] = found["thaw_first_tensor"]
-    figures["remote.thaw_cores"] = found["thaw_cpu"] / found["thaw"]
-    return figures
-
-
-def show(samples: dict[str, Samples]) -> None:
+def show(samples: Samples) -> None:
     table = Table("loader", "GB/s", "CPU s", "peak GB", title="Loads: median (least to most), CPU seconds and peak memory")
-    for name, s in sorted(samples.items(), key=lambda item: ("page cache" in item[0], -median(item[1].gb_per_s))):
-        speed = f"{median(s.gb_per_s):.2f} ({min(s.gb_per_s):.2f} to {max(s.gb_per_s):.2f})"
-        peak = f"{median(s.peak_bytes) / 1e9:.2f}" if s.peak_bytes else ""
-        table.add_row(name, speed, f"{median(s.cpu_seconds):.2f}", peak)
+    names = [name.removesuffix(".gb_per_s") for name in samples.names() if name.endswith(".gb_per_s")]
+    for name in sorted(names, key=lambda n: ("page cache" in n, -samples.median(f"{n}.gb_per_s"))):
+        speeds = samples.of(f"{name}.gb_per_s")
+        peak = samples.of(f"{name}.peak_gb")
+        table.add_row(
+            name,
+            f"{median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})",
+            f"{samples.median(f'{name}.cpu_seconds'):.2f}",
+            f"{median(peak):.2f}" if peak else "",
+        )
     Console(width=120).print(table)
 
 
@@ -267,28 +222,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=parse_size, default=parse_size("3.5GB"), help="size of the checkpoint")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--part", choices=PARTS, action="append", default=None, help="all of them by default")
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; the temporary directory by default")
     parser.add_argument("--peers-python", default=sys.executable)
+    parser.add_argument("--samples", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
+    parts = options.part or PARTS
+    samples = Samples(options.samples)
     print(json.dumps(machine()), file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="thaw-bench-", dir=options.directory) as directory:
         checkpoint = Path(directory) / "model"
         checkpoint.mkdir()
         files = write_checkpoint(checkpoint, options.bytes)
-        run_case(Case("torch.save", "save_as_torch"), files, sys.executable)
-        samples = measure(files, options.rounds, options.peers_python)
-        for path in files:
-            path.with_suffix(".bin").unlink()
-        print("the DRAM tier and an HTTP server, through a loader process", file=sys.stderr)
-        figures = figures_of(samples) | dram(files, options.rounds) | remote_figures(files, options.rounds)
+        total = sum(f.stat().st_size for f in files)
+        bench = Bench(files, samples, options.peers_python)
+        if "cases" in parts:
+            with Loading("save_as_torch", files, {}) as saving:
+                saving.go()
+            bench.cases(options.rounds)
+            for path in files:
+                path.with_suffix(".bin").unlink()
+        if "limit" in parts:
+            bench.limit(options.pairs)
+        if "service" in parts:
+            bench.service(options.rounds)
     show(samples)
+    figures = figures_of(samples, total)
     for name, value in figures.items():
-        if name.startswith(("dram_tier.", "remote.")):
+        if name.startswith(("dram_tier.", "remote.", "thaw_over_", "thaw.cores")):
             print(f"{name}: {value:.3f}")
-    for name, value in figures.items():
-        if name.startswith("thaw_over_"):
-            print(f"{name}: {value:.2f}")
     write(options.json, figures)
 
 

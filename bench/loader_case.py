@@ -1,8 +1,9 @@
 """One load in a process of its own: `python -m bench.loader_case CASE`, CASE as JSON; prints one line of JSON.
 
 Each ends with tensors in memory of its own. Those that map the file (safetensors, torch.load with mmap) copy each tensor out of the mapping.
-The clock runs from before the first byte until a checksum over three pages of every tensor is known; imports are done before. Then every
-page is touched once, so that the peak resident memory counts them all.
+When imports and preparations are done it says "ready", and waits for a line. Then the clock runs from before the first byte until a checksum over
+three pages of every tensor is known. Then every page is touched once, so that the peak resident memory counts them all. It ends with its
+standard input.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,10 @@ def thaw_pool(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Call
             pieces = cut(layout, chosen.chunk_bytes)
             filling, link = Filling(layout, region, pieces), Link("bench", chosen.threads)
             filling.write_head()
-            segment = Segment(name, region.extents)
-            tensors = segment.tensors()  # bound while their bytes arrive
-            filling.run(FilesReader(layout.places, pieces, region, chosen), link)
+            with ThreadPoolExecutor(1) as loader:
+                filled = loader.submit(filling.run, FilesReader(layout.places, pieces, region, chosen), link)
+                tensors = Segment(name, region.extents).tensors()  # bound while their bytes arrive
+                filled.result()
             link.close()
             return tensors
         finally:
@@ -164,6 +167,8 @@ def _cpu_seconds() -> float:
 
 
 def _run(load: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
+    print("ready", flush=True)
+    sys.stdin.readline()
     cpu, started = _cpu_seconds(), time.perf_counter()
     tensors = load()
     figures["checksum"] = checksum(tensors.values())
@@ -201,6 +206,7 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     figures["peak_bytes"] = peak - figures.pop("resident_before", 0)
     print(json.dumps(figures), flush=True)
+    sys.stdin.readline()
     tensors.clear()
     close()
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.loader import FIO_SETTINGS, run_fio, set_cache
+from bench.disk import FIO_SETTINGS, run_fio, set_cache
 from bench.report import write
 from services.loader.devices.cuda import CudaDevice
 from services.loader.devices.cuda_runtime import load_cuda

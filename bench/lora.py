@@ -35,7 +35,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from bench.loader import FIO_SETTINGS, Case, level, run_case, run_fio, set_cache
+from bench.disk import FIO_SETTINGS, Loading, level, run_fio, set_cache
+from bench.loader import Case
 from bench.loader_case import checksum
 from bench.report import machine, median, write
 from services.engine import attention
@@ -238,15 +239,16 @@ def loads(total: int, rounds: int, directory: Path) -> dict[str, list[float]]:
     for number in range(rounds):
         random.Random(number).shuffle(todo)
         for case in todo:
-            set_cache([file], warm=False)
-            if isinstance(case, Case) and case.warm:
-                set_cache([file], warm=True)
-            else:
-                level([file])
             if not isinstance(case, Case):
+                set_cache([file], warm=False)
+                level([file])
                 samples["fio, {} MB reads, {} at once".format(*case)].append(file.stat().st_size / run_fio([file], *case)[0] * 1e3)
                 continue
-            got = run_case(case, [file], sys.executable)
+            with Loading(case.loader, [file], dict(case.options)) as loading:
+                set_cache([file], warm=case.warm)
+                if not case.warm:
+                    level([file])
+                got = loading.go()
             checksums.add(got["checksum"])
             samples[case.name].append(got["seconds"] * 1e3)
         print(f"round {number + 1}/{rounds} of loads (load {os.getloadavg()[0]:.1f})", file=sys.stderr)

@@ -1,6 +1,6 @@
 """HTTP clients reading 16 MiB ranges of one file into memory that is there, four at once, from nginx on the same machine.
 
-    python -m bench.range_clients [--bytes 2GB] [--rounds N] [--directory DIR]
+    python -m bench.range_clients [--bytes 2GB] [--rounds N] [--directory DIR] [--json PATH]
 
 All by turns, in each round. `curl` (four processes, to /dev/null) is the plain parallel download to compare with. CPU seconds are the client's.
 """
@@ -26,7 +26,7 @@ import urllib3
 from obstore.store import HTTPStore
 
 from bench.loader_service import web_server
-from bench.report import machine, median
+from bench.report import machine, median, write
 from services.loader.tiers.http_client import HttpClient
 from services.loader.tiers.ranges import RangeReader, RemoteFile
 
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=float, default=2e9)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     size = int(options.bytes)
     speeds: dict[str, list[float]] = {}
@@ -170,10 +171,15 @@ def main() -> None:
                     speeds.setdefault(name, []).append(speed)
                     costs.setdefault(name, []).append(cost)
     print(machine(), f"load {os.getloadavg()[0]:.1f}")
+    figures: dict[str, float] = {}
     for name, values in speeds.items():
         ratio = median(values) / median(speeds["curl"])
         cpu = f"{median(costs[name]):.2f} CPU s/GB" if name in costs else ""
         print(f"{name:12} {median(values):.2f} GB/s (best {max(values):.2f})  {ratio:.2f} of curl  {cpu}")
+        figures |= {f"{name}.gb_per_s": median(values), f"{name}.over_curl": ratio}
+        if name in costs:
+            figures[f"{name}.cpu_seconds_per_gb"] = median(costs[name])
+    write(options.json, figures)
 
 
 if __name__ == "__main__":

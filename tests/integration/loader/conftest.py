@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 from pydantic import SecretStr
 
 from shared.contracts import subjects
@@ -81,19 +81,26 @@ class Client:
     """What schedulers, engines and nodeagents ask of the loader."""
 
     def __init__(self, mesh: Mesh, node: str) -> None:
-        self.mesh, self._subject = mesh, subjects.loader_command(node)
+        self.mesh, self._node, self._subject = mesh, node, subjects.loader_command(node)
 
-    async def until_served(self, within: float = 20.0) -> None:
-        deadline = time.monotonic() + within
-        while True:
-            try:
-                await self.release("nobody")
-                return
-            except Unreachable:
-                if time.monotonic() > deadline:
-                    raise
-                with contextlib.suppress(Unreachable):
-                    await self.mesh.nc.flush()
+    async def until_served(self, within: float = 60.0) -> None:
+        heard = asyncio.Event()
+
+        async def hear(message: Msg) -> None:
+            heard.set()
+
+        subscription = await self.mesh.nc.subscribe(subjects.loader_status(self._node), cb=hear)
+        try:
+            async with asyncio.timeout(within):
+                while True:
+                    try:
+                        await self.release("nobody")
+                        return
+                    except Unreachable:  # its first status comes when it has begun to listen
+                        heard.clear()
+                        await heard.wait()
+        finally:
+            await subscription.unsubscribe()
 
     async def card(self, source: Path | str, name: str = "m", *, trust_remote_code: bool = False) -> ModelCard:
         spec = ModelSpec(name=name, source=str(source), trust_remote_code=trust_remote_code)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
-from itertools import takewhile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,33 +35,39 @@ def test_a_destination_that_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def unprivileged(tmp_path: Path) -> Iterator[Path]:
-    """A directory for a user who is not root."""
-    for parent in takewhile(lambda p: not p.stat().st_mode & 0o001, (tmp_path, *tmp_path.parents)):
-        parent.chmod(0o755)
+def anybodys() -> Iterator[Path]:
+    """A directory that every user reaches. Not pytest's: whoever else runs pytest meanwhile closes the directory above."""
+    with tempfile.TemporaryDirectory(prefix="thaw-test-", dir="/tmp") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """As a user who is not root."""
     if os.geteuid() != 0:
-        yield tmp_path
+        yield
         return
     os.seteuid(65534)
     try:
-        yield tmp_path
+        yield
     finally:
         os.seteuid(0)
 
 
-def test_no_permission(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    source = write_torch(tmp_path / "m", some_weights())
-    write_checkpoint(tmp_path / "closed")
-    (tmp_path / "closed" / "model.safetensors").chmod(0)
-    (tmp_path / "shut").mkdir(mode=0o555)
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    request.getfixturevalue("unprivileged")
-    with pytest.raises(CheckpointInvalid, match=r"closed/model.safetensors cannot be read: Permission denied"):
-        open_checkpoint(tmp_path / "closed")
-    with pytest.raises(Unavailable, match=r"Permission denied; name a directory that you may write to"):
-        convert(source, tmp_path / "shut" / "out")
-    convert(source, tmp_path / "open" / "out")
+def test_no_permission(anybodys: Path) -> None:
+    source = write_torch(anybodys / "m", some_weights())
+    write_checkpoint(anybodys / "closed")
+    (anybodys / "closed" / "model.safetensors").chmod(0)
+    (anybodys / "shut").mkdir(mode=0o555)
+    (anybodys / "open").mkdir()
+    (anybodys / "open").chmod(0o777)
+    with unprivileged():
+        with pytest.raises(CheckpointInvalid, match=r"closed/model.safetensors cannot be read: Permission denied"):
+            open_checkpoint(anybodys / "closed")
+        with pytest.raises(Unavailable, match=r"Permission denied; name a directory that you may write to"):
+            convert(source, anybodys / "shut" / "out")
+        convert(source, anybodys / "open" / "out")
 
 
 def test_two_conversions_to_one_destination(tmp_path: Path) -> None:

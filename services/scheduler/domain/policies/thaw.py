@@ -166,7 +166,7 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
         o.cost.total,
         o.sharing,
         o.clearance.freed,
-        o.free,
+        o.free if o.sharing else -o.free,
         o.key,
     )
 

@@ -209,12 +209,14 @@ class Tracker:
     def _count(self, message: dict[str, Any], usage: Usage) -> None:
         if self.begun is not None:
             begun = self.begun
-            usage = usage.model_copy(
-                update={"prompt_tokens": begun.prompt_tokens, "completion_tokens": usage.completion_tokens + begun.kept}
-            )
+            cached = min(usage.cached_tokens, begun.prompt_tokens)  # what it found of the answer is not the prompt's
+            counted = {"prompt_tokens": begun.prompt_tokens, "completion_tokens": usage.completion_tokens + begun.kept}
+            usage = usage.model_copy(update={**counted, "cached_tokens": cached})
             told = message["usage"]
             told["prompt_tokens"], told["completion_tokens"] = usage.prompt_tokens, usage.completion_tokens
             told["total_tokens"] = usage.prompt_tokens + usage.completion_tokens
+            if isinstance(details := told.get("prompt_tokens_details"), dict) and "cached_tokens" in details:
+                details["cached_tokens"] = cached
         self._usage = usage
 
     def _as_begun(self, message: dict[str, Any]) -> None:

@@ -68,4 +68,6 @@ async def test_llama_servers_completions_are_gone_on_with(
         got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
         assert got == whole.choices[0].token_ids, cut
         assert told(bytes_of(replies[:cut]) + again.body)[0] == told(undisturbed.body)[0]
-        assert again.usage == undisturbed.usage
+        assert again.usage is not None
+        assert (again.usage.prompt_tokens, again.usage.completion_tokens) == (undisturbed.usage.prompt_tokens, 40)
+        assert again.usage.cached_tokens <= again.usage.prompt_tokens

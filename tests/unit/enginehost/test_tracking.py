@@ -160,3 +160,14 @@ def test_a_client_that_asked_for_token_ids_gets_each_once() -> None:
     assert b"prompt_token_ids" not in out
     assert [d.token_ids for d in deltas][-1] == (9,)
     assert tracker.answer == (5, 6, 7, 8, 9)
+
+
+def test_what_was_cached_of_the_answer_is_not_counted_as_the_prompts() -> None:
+    begun = Begun({"id": "first"}, prompt_tokens=2, tokens=2, kept=2, skip_chars=0, chat=False)
+    tracker = Tracker(VLLM, chat=False, hide_usage=False, hide_ids=True, begun=begun)
+    counted = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
+    out, _ = tracker.feed(event(**HEAD, choices=[], usage=counted))
+    usage = json.loads(out[6:])["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 3, 5)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert tracker.usage.cached_tokens == 2

@@ -178,6 +178,7 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
         decision_ms=m.decision * 1e3,
         capabilities=CAN | {"suspend"} if m.restore else CAN,
         in_dram=True,
+        share_compute=False,  # engines of one thread each, on cores of their own
     )
     service = Batching(
         prefill_tokens_per_second=PROMPT / max(m.prefill_more, 1e-6),

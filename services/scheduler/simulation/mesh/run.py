@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from math import inf
 
 from services.scheduler.domain.decide import decide
@@ -27,7 +28,7 @@ from services.scheduler.domain.effects import (
     SendSuspend,
 )
 from services.scheduler.domain.entities import Device, Model, Node
-from services.scheduler.domain.events import DemandHeard, Event, Recovered, Tick
+from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, Recovered, Tick
 from services.scheduler.domain.policies.port import Profile
 from services.scheduler.domain.policy import LIVE, Policy
 from services.scheduler.domain.ranks import Dues
@@ -110,6 +111,8 @@ class Simulation:
         self._clock, self._delay = self.world.clock, cluster.runtime.message_ms / 1e3
         self._decision = cluster.runtime.decision_ms / 1e3
         self._ticking, self._fails, self._coming = False, fails, 0
+        self._heard: list[Event] = []
+        self._deciding, self._sent = False, 0
         self.nodes = {name: MeshNode(sim) for name, sim in self.world.nodes.items()}
         self.agents = Agents(self.world, self.nodes, self._later, usual, recorded)
         self._gateway = Gateway(self.world, self._told, lambda i: self.agents.loads_changed(self.nodes[i.node.name]))
@@ -188,10 +191,36 @@ class Simulation:
 
     def _told(self, demand: Demand) -> None:
         delay = self.world.runtime.gateway_ms / 1e3 + self._delay
-        self._clock.after(delay, lambda: self._decide(DemandHeard(self._clock.now, demand, "w")))
+        self._clock.after(delay, lambda: self._hear(DemandHeard(self._clock.now, demand, "w")))
 
     def _later(self, event: Event) -> None:
-        self._clock.after(self._delay, lambda: self._decide(event))
+        self._clock.after(self._delay, lambda: self._hear(event))
+
+    def _hear(self, event: Event) -> None:
+        """What is heard while a decision is on its way is decided after it: demand in a row together (services/scheduler/loop.py)."""
+        self._heard.append(event)
+        if not self._deciding:
+            self._deciding = True
+            self._clock.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        heard, self._heard = self._heard, []
+        before = self._sent
+        for is_demand, run in groupby(heard, key=lambda e: isinstance(e, DemandHeard)):
+            some = list(run)
+            demands = tuple(e for e in some if isinstance(e, DemandHeard))
+            for event in (DemandsHeard(self._clock.now, demands),) if is_demand and len(some) > 1 else some:
+                self._decide(event)
+        if self._sent > before or self._heard:
+            self._clock.after(self._decision if self._sent > before else 0.0, self._turned)
+        else:
+            self._deciding = False
+
+    def _turned(self) -> None:
+        if self._heard:
+            self._turn()
+        else:
+            self._deciding = False
 
     def _decide(self, event: Event) -> None:
         decision = decide(self.state, event, self._clock.now, self._policy)
@@ -228,6 +257,7 @@ class Simulation:
                 pass
 
     def _send(self, job: Job) -> None:
+        self._sent += 1
         self._clock.after(self._decision + self._delay, job)
 
     def _before(self, effect: SendStart | SendResume) -> Spans:

@@ -164,6 +164,7 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
         o.sharing if in_time else 0,
         o.cost.total + loss,
         o.cost.total,
+        o.way != "ready",
         o.sharing,
         o.clearance.freed,
         o.free if o.sharing else -o.free,

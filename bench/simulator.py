@@ -183,7 +183,10 @@ def mixed() -> Case:
     traffic = Synthetic(4, 600, 4, 1.0, lengths.prompt, lengths.output, lengths.cv, each=True, models_shuffled=True)
     runtime = Runtime(startup=startup, hop_s=0.002)
     return Case(
-        ClusterFile(nodes=(node,), runtime=runtime), models, traffic, ("serverlessllm", "tangram", "hydraserve", "swapservellm")
+        ClusterFile(nodes=(node,), runtime=runtime),
+        models,
+        traffic,
+        ("serverlessllm", "torpor", "tangram", "hydraserve", "swapservellm"),
     )
 
 

@@ -252,8 +252,8 @@ def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) ->
     small = LoadedModel.__new__(LoadedModel)
     small.__dict__ = loaded.__dict__ | {"limits": dataclasses.replace(loaded.limits, chunk_tokens=64)}
     rows: list[list[int]] = []
-    runner = loaded.computable.runner
-    assert runner is not None
+    assert loaded.computable.runner is not None
+    runner: Runner = loaded.computable.runner
 
     class Counting:
         rewinds = runner.rewinds

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.domain.cost.cost import Cost
-from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Move, Option, Resident
-from services.scheduler.domain.policies.thaw import choose, clear, scale
+from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Move, Option, Resident, Usage
+from services.scheduler.domain.policies.thaw import choose, clear, order, scale
 
 ASK = Ask("new", 10, 1.0)
 
@@ -72,3 +72,56 @@ def test_as_many_as_what_waits_and_runs_needs() -> None:
     assert scale(Demand("a", waiting=1, running=0, live=0, capacity=4)) == 1
     assert scale(Demand("a", waiting=3, running=8, live=2, capacity=4, maximum=8)) == 3
     assert scale(Demand("a", waiting=0, running=8, live=2, capacity=4, maximum=8)) == 2
+
+
+def test_what_is_later_for_its_absence_counts_not_what_loading_takes() -> None:
+    """A light model executes behind its bytes: it is as quick when it is gone (Torpor §4.3)."""
+    light = Resident("light", "light", 10, "idle", miss=0.9, reload_s=5.0, later_s=0.0)
+    found = clear(ASK, device(idle("heavy", 10, miss=0.1), light), 10, 0.0)
+    assert found is not None
+    assert (found.victims, found.penalty) == (("light",), 0.0)
+
+
+def test_what_would_leave_anyway_is_missed_less() -> None:
+    ending = Resident("ending", "ending", 10, "idle", miss=0.9, again=0.01, reload_s=1.0)
+    found = clear(ASK, device(idle("stays", 10, miss=0.5), ending), 10, 0.0)
+    assert found is not None
+    assert found.victims == ("ending",)
+
+
+def test_equals_are_interrupted_for_what_is_shorter_only() -> None:
+    serving = Resident("a", "a", 10, "serving", active=1, resume_s=0.5, left_s=10, reload_s=1)
+    assert clear(Ask("new", 10, 1.0, exec_s=30), device(serving), 10, 0.0) is None
+    found = clear(Ask("new", 10, 1.0, exec_s=3), device(serving), 10, 0.0)
+    assert found is not None
+    assert found.how == "preempt"
+    higher = clear(Ask("new", 10, 1.0, exec_s=30, priority=1), device(serving), 10, 0.0)
+    assert higher is not None
+
+
+def test_objectives_that_can_be_met_go_first_the_earliest_before_others() -> None:
+    late, soon, has_time, none = (
+        Ask("late", 10, 9.0, slo_ttft=5.0),
+        Ask("soon", 10, 4.0, slo_ttft=5.0),
+        Ask("has-time", 10, 4.5, slo_ttft=50.0),
+        Ask("none", 10, 9.5),
+    )
+    assert [a.model for a in order([late, none, has_time, soon], {}, 0.5)] == ["soon", "has-time", "none", "late"]
+    far = {"soon": Usage("soon", 100, 0), "has-time": Usage("has-time", 100, 100)}
+    assert order([soon, has_time], far, 0.5)[0] is has_time, "a function that is far from complying comes after one that does"
+
+
+def test_in_time_where_devices_are_shared_least_else_as_soon_as_possible() -> None:
+    shared = Option((device(key="a/0"),), "load", Cost(1.0), sharing=2)
+    alone = Option((device(key="b/0"),), "load", Cost(3.0))
+    assert choose(Ask("new", 10, 0.0, slo_ttft=5.0), [shared, alone], "") is alone
+    assert choose(Ask("new", 10, 0.0, slo_ttft=2.0), [shared, alone], "") is shared, "the other one would be late"
+    assert choose(ASK, [shared, alone], "") is shared, "no objective"
+
+
+def test_a_small_model_is_slow_beside_a_busy_large_one() -> None:
+    large = Resident("large", "large", 70, "serving", active=1, left_s=2.0)
+    beside = Option((device(large, key="a/0"),), "load", Cost(1.0))
+    away = Option((device(key="b/0"),), "load", Cost(2.0))
+    assert choose(Ask("new", 10, 0.0, exec_s=0.3), [beside, away], "") is away
+    assert choose(Ask("new", 10, 0.0, exec_s=0.01), [beside, away], "") is beside

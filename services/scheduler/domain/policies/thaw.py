@@ -149,13 +149,16 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
 
 def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
-    first = o.devices[0]
-    failed = first.failed or (len(o.devices) > 1 and any(d.failed for d in o.devices))
+    at = o.devices[0]
+    failed = at.failed or (len(o.devices) > 1 and any(d.failed for d in o.devices))
     slow = ask.slo_tpot is not None and o.tpot_s > ask.slo_tpot
-    loss = o.clearance.penalty / max(1, ask.requests) + _shared(ask, o)
-    if first.neighbour_loads == "heavy":
+    own, theirs = _shared(ask, o)
+    n = max(1, ask.requests)
+    loss = (o.clearance.penalty + theirs) / n + own * (n + 1) / 2  # prompts come one after another
+    if at.neighbour_loads == "heavy":
         loss += o.cost.phases.get("load", 0.0)
-    in_time = ask.slo_ttft is not None and o.cost.total <= _left(ask)
+    first = 0.0 if o.cost.phases.get("prefill") else ask.exec_s
+    in_time = ask.slo_ttft is not None and o.cost.total + first + own <= _left(ask)
     return (
         failed,
         o.clearance.how == "preempt",
@@ -172,18 +175,17 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
     )
 
 
-def _shared(ask: Ask, o: Option) -> float:
-    """Seconds that each of those who wait loses because others compute on the device, and what these lose for it. Busy instances share it by the
-    memory that they have booked (HydraServe §4.1): a small one beside a large one that is busy is slow. Prompts come one after another."""
+def _shared(ask: Ask, o: Option) -> tuple[float, float]:
+    """Seconds by which its first token is later because others compute on the device, and seconds that those lose for it. Busy instances share it
+    by the memory that they have booked (HydraServe §4.1): a small one beside a large one that is busy is slow."""
     alone = o.cost.phases.get("prefill") or ask.exec_s
     if not alone or o.way == "ready" or len(o.devices) > 1:
-        return 0.0
+        return 0.0, 0.0
     busy = [r for r in o.devices[0].residents if r.active and r.key not in o.clearance.victims]
     if not busy:
-        return 0.0
+        return 0.0, 0.0
     slower = sum([r.nbytes for r in busy]) / max(1, ask.need_bytes)
-    theirs = sum([r.left_s * ask.need_bytes / max(1, r.nbytes) for r in busy])
-    return alone * slower * (ask.requests + 1) / 2 + theirs / max(1, ask.requests)
+    return alone * slower, sum([r.left_s * ask.need_bytes / max(1, r.nbytes) for r in busy])
 
 
 def keep(keep_alive: float, load_s: float) -> float:

@@ -1,0 +1,87 @@
+"""What each paper claims first, and what Thaw's profile claims beside it, in short runs of a few seeds. The same seeds give the same figures, so that
+these fail for a change of the code alone. Long runs of more seeds: docs/papers.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from bench.papers import hydraserve, serverlessllm, tangram, thaw_beside
+from bench.papers.core import Case, Measure, Options, run
+from bench.simulator import torpor as torpor_small
+from services.scheduler.domain.policies import thaw
+from services.scheduler.domain.policies.port import Profile
+from services.scheduler.domain.policies.profiles import PROFILES
+from services.scheduler.simulation.config import names_of
+from services.scheduler.simulation.simulate import simulate
+from services.scheduler.simulation.workloads.synthetic import synthetic
+
+SHORT = Options(seeds=3, scale=0.2, sensitivity=False)
+
+
+def mean_of(case: Callable[[Profile], Case], profile: Profile, measure: Measure, figure: str, seeds: int = SHORT.seeds) -> float:
+    return fmean(measure(run(case(profile), seed))[figure] for seed in range(seeds))
+
+
+def test_serverlessllm_is_ahead_of_shepherd_and_of_chance() -> None:
+    """Section 7.3, Fig. 8e: start-up latency on ShareGPT at 0.8 requests per second."""
+    seconds = SHORT.seconds(660)
+    p99 = [
+        mean_of(lambda p: serverlessllm.case("OPT-6.7B", "ShareGPT", 0.8, p, seconds), p, serverlessllm.measure, "p99_s")
+        for p in serverlessllm.SCHEDULERS
+    ]
+    assert p99[0] < min(p99[1:])
+
+
+def test_torpor_meets_more_objectives_than_swapping_alone() -> None:
+    small = torpor_small()
+    traffic = synthetic(replace(small.workload, seconds=20), names_of(small.models), 1)
+    met = [simulate(small.cluster, small.models, traffic, PROFILES[n], 1).figures() for n in ("torpor", "simple-swap")]
+    assert met[0]["slo_attainment"] > met[1]["slo_attainment"]
+    assert met[0]["functions_compliant"] > met[1]["functions_compliant"]
+
+
+@pytest.mark.parametrize("level", ["L1", "L3"])
+def test_tangram_loads_sooner_than_what_it_is_compared_with(level: str) -> None:
+    """Section 5.5, Fig. 12a."""
+    loads = [
+        mean_of(lambda p: tangram.single(p, level, 16, 60), p, tangram.measure, "load_s")
+        for p in (tangram.TANGRAM, tangram.SLLM_CM)
+    ]
+    assert loads[0] < loads[1]
+
+
+def test_hydraserve_meets_more_objectives_than_both_baselines() -> None:
+    """Section 8.3, Fig. 9: CV 8, 0.6 requests per second."""
+    met = [
+        mean_of(lambda p: hydraserve.end_to_end(p, 8, 0.6, SHORT.seconds(1200)), p, hydraserve.measure, "attainment", seeds=2)
+        for p in (hydraserve.HYDRA, hydraserve.VLLM, hydraserve.SLLM)
+    ]
+    assert met[0] > max(met[1:])
+
+
+@pytest.mark.parametrize("name", [s.name for s in thaw_beside.settings(SHORT) if s.name != "mixed"])
+def test_thaw_is_as_good_as_the_papers_policy_on_its_own_experiment(name: str) -> None:
+    """Within a twentieth, since so few requests of so few seeds are no more exact."""
+    setting = next(s for s in thaw_beside.settings(SHORT) if s.name == name)
+    ours, theirs = (
+        [setting.measure(run(setting.case(p), seed)) for seed in range(SHORT.seeds)] for p in (thaw.PROFILE, setting.others[0])
+    )
+    assert fmean(r["p99_ttft_s"] for r in ours) <= 1.05 * fmean(r["p99_ttft_s"] for r in theirs)
+    assert fmean(r["in_time"] for r in ours) >= 0.99 * fmean(r["in_time"] for r in theirs)
+
+
+def test_thaw_is_ahead_on_the_mix() -> None:
+    """Of the two papers' policies that do best there, over the whole of the mix; the others take far longer to simulate, since they queue."""
+    setting = thaw_beside.settings(replace(SHORT, scale=1.0))[-1]
+    assert setting.name == "mixed"
+    ours, *others = (
+        [setting.measure(run(setting.case(p), seed)) for seed in range(SHORT.seeds)]
+        for p in (thaw.PROFILE, PROFILES["hydraserve"], PROFILES["tangram"])
+    )
+    for theirs in others:
+        assert fmean(r["p99_ttft_s"] for r in ours) < fmean(r["p99_ttft_s"] for r in theirs)
+        assert fmean(r["in_time"] for r in ours) > fmean(r["in_time"] for r in theirs)

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the length of each run")
     parser.add_argument("--quick", action="store_true", help="three seeds of runs a quarter as long, no sensitivity")
     parser.add_argument("--no-sensitivity", action="store_true", help="leave out the runs with constants at ±50 %%")
+    parser.add_argument("--only", default="", metavar="TEXT", help="of thaw-beside: the settings that have this in their names")
     parser.add_argument("--json", type=Path, metavar="DIR", help="write one file for each experiment")
     parser.add_argument("--constants", action="store_true", help="print the constants and where they come from")
     parser.add_argument(
@@ -60,7 +61,9 @@ def main() -> None:
         return
     if unknown := set(args.experiments) - set(names):
         parser.error(f"no experiment {min(unknown)!r}; there are {', '.join(names)}")
-    options = Options(3, 0.25, False) if args.quick else Options(args.seeds, args.scale, not args.no_sensitivity)
+    options = (
+        Options(3, 0.25, False, args.only) if args.quick else Options(args.seeds, args.scale, not args.no_sensitivity, args.only)
+    )
     for name in args.experiments or names:
         began = time.perf_counter()
         result = import_module(f"bench.papers.{name.replace('-', '_')}").run(options)

@@ -49,11 +49,13 @@ STUDENT = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`scale` of 1: as long as the paper's experiment, or as ours says; less: shorter. `sensitivity`: also with what is not stated at ±50 %."""
+    """`scale` of 1: as long as the paper's experiment, or as ours says; less: shorter. `sensitivity`: also with what is not stated at ±50 %.
+    `only`: of an experiment with several settings, those whose names have this in them."""
 
     seeds: int = 10
     scale: float = 1.0
     sensitivity: bool = True
+    only: str = ""
 
     @property
     def few(self) -> Options:

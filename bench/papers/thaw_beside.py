@@ -4,7 +4,7 @@ the share within the objective, and what the paper measures. Last a mixed worklo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.papers import hydraserve as h
@@ -15,7 +15,7 @@ from bench.papers import torpor as o
 from bench.papers.constants import hydraserve as hc
 from bench.papers.constants import serverlessllm as sc
 from bench.papers.constants import torpor as oc
-from bench.papers.core import Case, Figures, Measure, Options, Result, label, varied
+from bench.papers.core import Case, Figures, Measure, Options, Result, Row, label, varied
 from bench.papers.tangram_fig12 import part
 from bench.simulator import mixed
 from services.scheduler.domain.policies import serverlessllm, thaw
@@ -128,18 +128,24 @@ def on_hydraserve(profile: Profile, options: Options) -> Case:
 def run(options: Options) -> Result:
     result = Result(NAME, "Thaw's profile beside each paper's own")
     for setting in settings(options):
-        every = Result("", "")
-        every.measured([setting.case(p) for p in (thaw.PROFILE, *setting.others)], options, setting.measure)
-        ours, *others = every.rows
-        for row in every.rows:
-            row.label = {"setting": setting.name, "policy": row.label["policy"]}
-            row.runs = [{f: r[f] for f, _ in setting.better if f in r} for r in row.runs]
-        result.rows += every.rows
-        for theirs in others:
-            for figure, more in setting.better:
-                ratio = ours.over(theirs, figure)
-                as_good = ratio.mean >= 1 if more else ratio.mean <= 1
-                text = f"{setting.name}: {figure}, thaw's over {theirs.label['policy']}'s"
-                result.order("ours", text, ratio, as_good, bound=1.0)
+        if options.only.lower() in setting.name.lower():
+            every = Result("", "")
+            every.measured([setting.case(p) for p in (thaw.PROFILE, *setting.others)], options, setting.measure)
+            compare(result, setting, every.rows)
     result.notes.append("Not in any paper: the same machines and requests, with Thaw's profile in the place of the paper's policy.")
     return result
+
+
+def compare(result: Result, setting: Setting, rows: Sequence[Row]) -> None:
+    """`rows`: Thaw's, then the others'."""
+    for row in rows:
+        row.label = {"setting": setting.name, "policy": row.label["policy"]}
+        row.runs = [{f: r[f] for f, _ in setting.better if f in r} for r in row.runs]
+    result.rows += rows
+    ours, *others = rows
+    for theirs in others:
+        for figure, more in setting.better:
+            ratio = ours.over(theirs, figure)
+            as_good = ratio.mean >= 1 if more else ratio.mean <= 1
+            text = f"{setting.name}: {figure}, thaw's over {theirs.label['policy']}'s"
+            result.order("ours", text, ratio, as_good, bound=1.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolder:
     return ByFolder(config, log)
+
+
+@pytest.fixture
+def kernel_kills() -> Iterator[None]:
+    """One test at a time has the kernel kill for want of memory, or expects that it did not: its count of that is the machine's."""
+    with (Path(tempfile.gettempdir()) / "thaw-test-kernel-kills.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")

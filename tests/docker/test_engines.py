@@ -99,6 +99,7 @@ async def test_from_start_to_removed(hosts: Hosts, boxes: Boxes, image: str) -> 
     ("arguments", "words"),
     [(("--exit", "7"), "exit status 7"), (("--signal", "9"), "signal 9"), (("--eat",), "for want of memory")],
 )
+@pytest.mark.usefixtures("kernel_kills")
 async def test_its_end_is_explained(hosts: Hosts, boxes: Boxes, image: str, arguments: tuple[str, ...], words: str) -> None:
     start = hosts.host(card(image, *arguments))
     report = await hosts.settled(start.instance_id)

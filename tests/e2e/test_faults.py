@@ -18,8 +18,9 @@ from thaw.demo.models import make_demo_model
 
 
 def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
+    process = psutil.Process(pid)
+    process.kill()
+    psutil.wait_procs([process], timeout=10)
 
 
 def engine_pid(mesh: Thaw, model: str) -> int:

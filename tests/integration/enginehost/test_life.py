@@ -141,6 +141,7 @@ def narrow_group() -> Iterator[Path]:
     pytest.skip("needs a memory control group that may be written")
 
 
+@pytest.mark.usefixtures("kernel_kills")
 async def test_the_out_of_memory_killer_is_named(hosts: Hosts, narrow_group: Path) -> None:
     start = hosts.host(fake_card(), cgroup_procs=str(narrow_group))
     report = await hosts.settled(start.instance_id)

@@ -49,6 +49,7 @@ async def test_vllm_whose_core_is_killed(mesh: Mesh, nats_server: NatsServer, vl
     await hosts.left_nothing(vllm.instance)
 
 
+@pytest.mark.usefixtures("kernel_kills")
 async def test_llamacpp_is_killed_and_started_again(nats_server: NatsServer, gguf_file: Path, tmp_path: Path) -> None:
     settings = {"THAW_DEVICES": "cpu:0=2GiB", "THAW_LLAMACPP_PYTHON": python_of("llamacpp")}
     card = hosted_card(gguf_file, "llamacpp", context=1024)

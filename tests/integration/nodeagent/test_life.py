@@ -119,6 +119,7 @@ async def test_a_crash_while_loading_names_status_and_log(node: Node) -> None:
     assert "told to exit" in status.error.message
 
 
+@pytest.mark.usefixtures("kernel_kills")
 async def test_a_crash_while_ready_is_noticed_at_once(node: Node) -> None:
     instance_id = await node.start()
     await node.reaches(instance_id, READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import signal
@@ -110,7 +111,7 @@ async def test_what_is_touched_again_is_read_ahead_the_next_time(
 def test_what_a_process_has_touched_is_found_page_by_page(able: None) -> None:
     page = mmap.PAGESIZE
     with mmap.mmap(-1, 4096 * page) as area:
-        (base,) = (start for start, length in memory.mappings(os.getpid()) if length == 4096 * page)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(area))
         area.madvise(mmap.MADV_NOHUGEPAGE)
         for number in (0, 1, 5, 1000, 4095):  # the second gap is longer than a fault reads anyway
             area[number * page] = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from typing import Any, Literal
@@ -142,6 +141,13 @@ def by_choice(data: bytes) -> dict[Any, list[bytes]]:
 
 
 def bounded(cuts: list[tuple[int, Fault, bool]]) -> list[tuple[int, Fault, bool]]:
-    """No more than two in a row before any token."""
-    groups = [list(group) for _, group in itertools.groupby(cuts, lambda c: c[0] < 2)]
-    return [cut for group in groups for cut in (group[:2] if group[0][0] < 2 else group)]
+    """No more than two in a row before any token, and no two deaths in a row without one between them: those end a request that is alone."""
+    kept: list[tuple[int, Fault, bool]] = []
+    before = deaths = 0
+    for cut in cuts:
+        begun, died = cut[0] >= 2, cut[1] in ("lost", "silent")
+        before, deaths = (0 if begun else before + 1), (0 if begun else deaths) + died
+        if before > 2 or deaths > 1:
+            break
+        kept.append(cut)
+    return kept

@@ -80,25 +80,17 @@ def _drawn(logits: torch.Tensor, params: SamplingParams, draw: float) -> int:
     if params.min_p > 0:
         probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
     kept, ids = _kept(probabilities, params)
-    # In the order of their ids, never of their probabilities: where many are about as likely, rounding decides that order, and with it, by one
-    # and the same draw, another token. A sum over ids moves by no more than the rounding itself.
-    if ids is not None:
-        ids, order = ids.sort()
-        kept = kept[order]
     cumulative = kept.double().cumsum(0)
     at = int(torch.searchsorted(cumulative, draw * cumulative[-1], right=True))
-    if at == len(kept):
-        at = int(kept.nonzero()[-1])
-    return at if ids is None else int(ids[at])
+    at = min(at, int((kept > 0).sum()) - 1)
+    return int(ids[at])
 
 
-def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Probabilities that may be drawn and their token ids; None: all are."""
+def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities that may be drawn and their token ids, most likely first."""
     size = probabilities.shape[-1]
     k = params.top_k if 0 < params.top_k < size else size
-    if k == size and params.top_p >= 1.0:
-        return probabilities, None
-    if k == size and size > _NUCLEUS_GUESS:
+    if k == size and params.top_p < 1.0 and size > _NUCLEUS_GUESS:
         guess = probabilities.topk(_NUCLEUS_GUESS)
         # top-p counts within what min-p left, so the total is not always one.
         if guess.values.double().sum() >= params.top_p * probabilities.double().sum():

@@ -288,11 +288,17 @@ class Stream:
         pairs = enumerate(zip(self.tokens, undisturbed.tokens, strict=False))
         return next((n for n, (a, b) in pairs if a != b), None if len(self.tokens) == len(undisturbed.tokens) else len(self.tokens))
 
+    def _parted(self, undisturbed: Stream) -> str:
+        """Where two answers part, and by how much their log-probabilities differ before: rounding, or other keys and values."""
+        at = self.differs(undisturbed)
+        before = max((abs(a - b) for a, b in zip(self.logprobs[:at], undisturbed.logprobs[:at], strict=False)), default=0.0)
+        return f"token {at} of {len(self.tokens)}; log-probabilities before it differ by at most {before:.1e}"
+
     def assert_same(self, undisturbed: Stream) -> None:
         """Token for token, and nothing twice or lost."""
         assert not self.error, self.error
         assert self.done
-        assert self.tokens == undisturbed.tokens, f"token {self.differs(undisturbed)} of {len(self.tokens)}"
+        assert self.tokens == undisturbed.tokens, self._parted(undisturbed)
         assert self.text == undisturbed.text
         assert self.finish == undisturbed.finish
         assert self.usage == undisturbed.usage

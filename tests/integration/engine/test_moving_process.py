@@ -29,7 +29,7 @@ from tests.support.engines import Engines, ZygoteClient
 from tests.support.segments import FakeLoader, card_of
 
 __all__ = ["client", "loader"]
-BODY: dict[str, Any] = {**SLOW, "temperature": 1.0, "n": 2}
+BODY: dict[str, Any] = {**SLOW, "temperature": 1.0, "n": 2, "seed": 5}
 
 
 @pytest.fixture

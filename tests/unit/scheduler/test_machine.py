@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.domain import migrating
 from services.scheduler.domain.booking import booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
@@ -196,11 +195,11 @@ class Cluster(RuleBasedStateMachine):
 
     @invariant()
     def never_more_than_asked_for(self) -> None:
-        """Only while a running request moves is there one more for each instance that is left: the one that it goes to."""
+        """Only while requests move is there one more for each instance that they leave: the one that they go to."""
+        left = {move.source for move in self.w.state.moves.values()}
         for model in self.w.state.models.values():
-            live, most = self.w.state.live(model), model.card.spec.replicas.max
-            assert sum(i.trigger != migrating.TRIGGER for i in live) <= most
-            assert len(live) <= 2 * most
+            live = self.w.state.live(model)
+            assert sum(i.instance_id not in left for i in live) <= model.card.spec.replicas.max
             assert len({i.instance_id for i in live}) == len(live)
 
     def teardown(self) -> None:

@@ -114,10 +114,6 @@ class Gateway:
         exchange = self._open.get(self._named.get(request_id, ""))
         return exchange.ticket if exchange is not None else None
 
-    @property
-    def open_requests(self) -> int:
-        return len(self._open)
-
     # Effects.
 
     def send(self, ticket: Ticket) -> None:

@@ -143,11 +143,6 @@ class FakeNode:
             i.load = EngineLoad(active=active, completed=done)
         await self.publish()
 
-    async def crash(self, model: str, error: ErrorBody) -> None:
-        for i in self.of(model):
-            i.state, i.error = InstanceState.FAILED, error
-        await self.publish()
-
     @property
     def reserved(self) -> int:
         return sum(i.command.reserve_bytes for i in self.instances.values() if i.state.holds_memory)

@@ -36,7 +36,6 @@ PARAMETERS = {
     "Falcon-7B": 7.22,
 }
 """10^9; fp16 (section 8.3), so 2 bytes each. Section 8.3's 12.5 GB and 24.2 GB of Llama2 are 13.4 and 26.0 in powers of ten."""
-SMALL_ON_A10 = ("OPT-2.7B", "OPT-6.7B", "Llama2-7B", "Llama3-8B", "Falcon-7B")
 TPOT_MS = {"7B": 42.0, "13B": 58.0}
 """Table 2, on A10 and V100."""
 PREFILL = {"7B": 8 * 1024 / 1.5, "13B": 8 * 1024 / 2.4}

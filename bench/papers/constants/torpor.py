@@ -17,7 +17,6 @@ NVLINK = Constant(25.0, "GB/s", "NVIDIA V100 white paper: 25 GB/s each way per l
 RATE_LOW = Constant(5, "requests a minute", "section 7.3")
 RATE_HIGH = Constant(30, "requests a minute", "section 7.3; the distribution between is not stated, uniform here")
 COLD_S = Constant(8, "s", "Table 1: ResNet-152's cold start; for all vision models here")
-COLD_BERT_S = Constant(11, "s", "Table 1")
 FOOTPRINT_GB = Constant(1.6, "GB", "Table 1: ResNet-152 with its own runtime; for all vision models here")
 FOOTPRINT_BERT_GB = Constant(2.4, "GB", "Table 1")
 NATIVE_OF_160 = 72

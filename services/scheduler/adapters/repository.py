@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from sqlalchemy import Table, bindparam, delete, or_, select, text, update
+from sqlalchemy import Table, bindparam, delete, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -126,10 +126,6 @@ class Repository:
             await _fence(connection, epoch)
             await forget_unknown(connection)
             return int((await connection.execute(delete(tables.plans).where(old, plans.outcome != "pending"))).rowcount)
-
-    async def ping(self) -> None:
-        async with self._engine.connect() as connection:
-            await connection.execute(text("SELECT 1"))
 
 
 async def _fence(connection: AsyncConnection, epoch: int) -> None:

@@ -18,18 +18,9 @@ AFTER = ("init", "compile", "capture", "restore", "profile")
 
 
 def load_s(nbytes: int, slowest: float, queue_s: float = 0.0) -> float:
-    """q + n/b (ServerlessLLM §6.1): `slowest` is the least bandwidth passed on the way, `queue_s` what is queued before it there."""
+    """q + n/b (ServerlessLLM §6.1): `slowest` is the least bandwidth passed on the way, `queue_s` what is queued before it there. With the
+    bytes that are not there yet for `nbytes`, (S - S')/B (Tangram §4.4)."""
     return queue_s + nbytes / slowest
-
-
-def reuse_s(size: int, there: int, slowest: float, queue_s: float = 0.0) -> float:
-    """(S - S')/B (Tangram §4.4): only what is not there is loaded."""
-    return load_s(max(0, size - there), slowest, queue_s if size > there else 0.0)
-
-
-def tokens_generated(running_s: float, per_token_s: float) -> float:
-    """t_out = d/t (ServerlessLLM §6.2): the time it runs over the mean time for a token."""
-    return running_s / per_token_s if per_token_s > 0 else 0.0
 
 
 def resume_s(tokens_in: float, tokens_out: float, per_token: float, fixed: float) -> float:

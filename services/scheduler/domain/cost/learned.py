@@ -9,8 +9,6 @@ The first measurement counts whole, but for the bound: a prior is as wrong as it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from services.scheduler.domain.values import value
 
 GAIN = 0.3
@@ -42,10 +40,3 @@ def observe(known: Parameter | None, measured: float, prior: float, least: float
 def bound_of(p: Parameter, least: float = 0.0) -> float:
     """The most that one measurement can move it by."""
     return max(BOUND * p.error, ROOM * abs(p.value), least)
-
-
-def observed(
-    known: Mapping[str, Parameter], measured: Mapping[str, float], priors: Mapping[str, float], least: float
-) -> dict[str, Parameter]:
-    """`known` after one more measurement of each quantity in `measured`. What has no prior takes its first measurement as it is."""
-    return {**known, **{k: observe(known.get(k), v, priors.get(k, v), least) for k, v in measured.items()}}

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from services.scheduler.domain.cost.cost import Clearing
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Resident, Usage
 
-FOREVER = float("inf")
-
 
 def inactive(device: DeviceView, model: str = "") -> list[Resident]:
     """Those that serve nobody and may go: idle and parked instances, and weights that are kept for reuse; not the asking model's own."""
@@ -52,11 +50,6 @@ def evict_nobody(ask: Ask, device: DeviceView, short: int, now: float) -> Cleara
 def arrivals(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
     """First come, first served; of those of one moment the higher priority, then by name."""
     return sorted(asks, key=lambda a: (-a.waited, -a.priority, a.model, a.request_id))
-
-
-def priorities(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
-    """The higher priority first; of one priority first come, first served."""
-    return sorted(asks, key=lambda a: (-a.priority, -a.waited, a.model, a.request_id))
 
 
 def soonest(ask: Ask, options: Sequence[Option], seed: str = "") -> Option | None:

@@ -15,8 +15,6 @@ from services.scheduler.domain.cost.formulas import (
     likely_again,
     load_s,
     resume_s,
-    reuse_s,
-    tokens_generated,
     waited_for,
 )
 from services.scheduler.domain.cost.links import busy_until, slowest
@@ -31,15 +29,7 @@ def test_q_and_n_over_b() -> None:
     assert load_s(12_000_000_000, 6e9, queue_s=1.5) == pytest.approx(3.5)
 
 
-def test_only_what_is_missing_is_loaded() -> None:
-    assert reuse_s(10, 4, 2.0) == 3.0
-    assert reuse_s(10, 10, 2.0, queue_s=9.0) == 0.0
-    assert reuse_s(10, 12, 2.0) == 0.0
-
-
 def test_a_request_is_resumed_by_its_tokens() -> None:
-    assert tokens_generated(3.0, 0.05) == pytest.approx(60)
-    assert tokens_generated(3.0, 0.0) == 0
     assert resume_s(100, 60, 0.001, 0.2) == pytest.approx(0.36)
 
 

@@ -27,7 +27,6 @@ from shared.errors import ThawError
 
 log = logging.getLogger(__name__)
 _LONGEST_S = 5.0
-_REFUSED_S = 0.5
 _LAST_WRITE_S = 2.0
 SPEEDS_KEPT = 1_000
 
@@ -51,7 +50,6 @@ class Migrator:
         self._leases = Leases()
         self.copy = Copy(self._leases, self._changed)
         self._speeds: dict[tuple[str, str], Speed] = {}
-        self._refused: dict[str, float] = {}
         self._looked = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._held: Held | None = None
@@ -82,10 +80,10 @@ class Migrator:
         """The next migration that nobody works on; waits for one."""
         now = time.monotonic()
         self._looked.clear()
-        wanted = claimable(self._leases.watched, self._refused, now)
+        wanted = claimable(self._leases, now)
         if wanted is None:
-            times = [t for t in (next_look(self._leases.watched, now), *self._refused.values()) if t is not None and t > now]
-            wait = min([*times, now + _LONGEST_S]) - now
+            look = next_look(self._leases, now)
+            wait = min(look - now, _LONGEST_S) if look is not None else _LONGEST_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._looked.wait(), max(0.005, wait + 0.005))
             return None
@@ -93,10 +91,10 @@ class Migrator:
             claimed = await self._records.claim(wanted, lambda over: self._events.put_nowait(Lost(over)))
         except (NatsError, TimeoutError) as e:
             log.info("a migration cannot be claimed now", extra={"error": repr(e)})
-            claimed = None
+            self._leases.refuse(wanted, now, away=True)
+            return None
         if claimed is None:
-            self._refused = {k: t for k, t in self._refused.items() if t > now}
-            self._refused[wanted.migration_id] = now + _REFUSED_S
+            self._leases.refuse(wanted, now)
         return claimed
 
     async def _migrate(self, record: MigrationRecord, held: Held) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.migrator.domain.leases import Leases, claimable, next_look
+from services.migrator.domain.leases import LONGEST_REFUSED_S, REFUSED_S, Leases, claimable, next_look
 from shared.contracts.migration import LEASE_S, MigrationRecord
 
 
@@ -24,20 +24,21 @@ def record(number: int, **more: object) -> MigrationRecord:
 def test_the_oldest_that_nobody_works_on() -> None:
     leases = Leases()
     leases.replace([record(2), record(1), record(0, owner="x"), record(-1, state="done")], 10.0)
-    assert claimable(leases.watched, {}, 10.0) == record(1)
-    assert claimable(leases.watched, {"m-1": 11.0}, 10.0) == record(2)
+    assert claimable(leases, 10.0) == record(1)
+    leases.refuse(record(1), 10.0)
+    assert claimable(leases, 10.0) == record(2)
 
 
 def test_a_lease_is_over_when_nothing_has_changed_for_its_time() -> None:
     leases = Leases()
     leases.saw(record(1, owner="x"), 10.0)
-    assert claimable(leases.watched, {}, 10.0 + LEASE_S) is None
-    assert next_look(leases.watched, 10.0) == 10.0 + LEASE_S
+    assert claimable(leases, 10.0 + LEASE_S) is None
+    assert next_look(leases, 10.0) == 10.0 + LEASE_S
     leases.saw(record(1, owner="x", beats=1), 12.0)
-    assert claimable(leases.watched, {}, 10.1 + LEASE_S) is None
+    assert claimable(leases, 10.1 + LEASE_S) is None
     leases.saw(record(1, owner="x", beats=1), 14.0)  # told again, as after a reconnection: nothing has changed
-    assert claimable(leases.watched, {}, 12.1 + LEASE_S) == record(1, owner="x", beats=1)
-    assert next_look(leases.watched, 12.1 + LEASE_S) is None
+    assert claimable(leases, 12.1 + LEASE_S) == record(1, owner="x", beats=1)
+    assert next_look(leases, 12.1 + LEASE_S) is None
 
 
 def test_what_is_over_or_gone_is_forgotten() -> None:
@@ -46,3 +47,45 @@ def test_what_is_over_or_gone_is_forgotten() -> None:
     leases.saw(record(1, state="failed"), 2.0)
     leases.replace([], 3.0)
     assert leases.watched == {}
+
+
+def test_what_cannot_be_claimed_is_left_alone_ever_longer_until_it_changes() -> None:
+    leases, now, waits = Leases(), 10.0, []
+    leases.saw(record(1), now)
+    for _ in range(9):
+        assert claimable(leases, now) == record(1)
+        leases.refuse(record(1), now)
+        assert claimable(leases, now) is None
+        look = next_look(leases, now)
+        assert look is not None
+        waits.append(look - now)
+        now = look
+    assert waits[:4] == [REFUSED_S, 2 * REFUSED_S, 4 * REFUSED_S, 8 * REFUSED_S]
+    assert waits[-2:] == [LONGEST_REFUSED_S, LONGEST_REFUSED_S]
+    leases.refuse(record(1), now)
+    leases.saw(record(1), now)  # told again: nothing has changed
+    assert claimable(leases, now) is None
+    leases.saw(record(1, beats=1), now)
+    assert claimable(leases, now) == record(1, beats=1)
+    leases.refuse(record(1, beats=1), now)
+    assert next_look(leases, now) == now + REFUSED_S
+
+
+def test_a_bucket_that_cannot_be_asked_says_nothing_of_the_record() -> None:
+    leases = Leases()
+    leases.saw(record(1), 0.0)
+    for now in (0.0, 1.0, 3.0):
+        leases.refuse(record(1), now)
+    leases.refuse(record(1), 10.0, away=True)
+    assert next_look(leases, 10.0) == 10.0 + REFUSED_S
+
+
+def test_a_refusal_of_what_has_changed_meanwhile_is_none() -> None:
+    leases = Leases()
+    leases.saw(record(1), 0.0)
+    leases.saw(record(1, beats=1), 1.0)
+    leases.refuse(record(1), 1.0)
+    assert claimable(leases, 1.0) == record(1, beats=1)
+    leases.forget("m-1")
+    leases.refuse(record(1, beats=1), 1.0)
+    assert leases.refused == {}

@@ -110,7 +110,7 @@ class Migrator:
                 self.hear(Lost(over=True))
             elif record.owner != self.name and not record.over:
                 self.hear(Lost())
-        if self.work is None and (free := claimable(self.leases.watched, {}, world.now)) is not None:
+        if self.work is None and (free := claimable(self.leases, world.now)) is not None:
             claimed = free.model_copy(update={"owner": self.name, "beats": free.beats + 1})
             self.migration_id = free.migration_id
             self.revision = world.put(claimed)

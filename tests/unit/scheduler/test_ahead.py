@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from services.scheduler.domain.ahead import view_of
 from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
 from services.scheduler.domain.policy import Policy
@@ -19,11 +17,6 @@ READY, SUSPENDED, LOADING = InstanceState.READY, InstanceState.SUSPENDED, Instan
 # A model of 100 MiB of weights needs 324 MiB: two fit 700 MiB, three do not.
 TWO = 700 * MIB
 ABLE = Capability(name="suspend:cpu", available=True)
-
-
-@pytest.fixture
-def w() -> World:
-    return World()
 
 
 def able(w: World, budget: int = 1000 * MIB, name: str = "n1", **more: Any) -> Agent:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from services.scheduler.domain.booking import booking
 from services.scheduler.domain.effects import SendResume
 from services.scheduler.domain.needs import need_to_start
@@ -13,11 +11,6 @@ from shared.contracts.node import InstanceState
 from shared.sizing import need_of
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import Running, World
-
-
-@pytest.fixture
-def w() -> World:
-    return World()
 
 
 def measured(w: World, model: str, nbytes: int) -> Running:

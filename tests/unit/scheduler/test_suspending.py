@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from services.scheduler.domain.booking import booking
 from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
 from shared.contracts.admin import ModelAsleep, ModelAwake
@@ -17,11 +15,6 @@ READY, SUSPENDED, DRAINING = InstanceState.READY, InstanceState.SUSPENDED, Insta
 # A model of 100 MiB of weights needs 324 MiB: two fit 700 MiB, three do not.
 TWO = 700 * MIB
 NEED = 324 * MIB
-
-
-@pytest.fixture
-def w() -> World:
-    return World()
 
 
 def asleep(w: World, model: str = "a", *, left: int = 0, resume_ms: float = 100.0, **options: Any) -> Running:

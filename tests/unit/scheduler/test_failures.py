@@ -1,0 +1,108 @@
+"""Starts that fail, are refused or get nowhere."""
+
+from __future__ import annotations
+
+from services.scheduler.domain.booking import booking
+from services.scheduler.domain.effects import LoadEnded, PublishLoadFailed, SendRelease, StepDown
+from services.scheduler.domain.events import StartRefused
+from shared.errors import CheckpointInvalid, EngineFailed, Unreachable
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import World, no_room
+
+
+def test_a_failed_start_is_tried_once_more_elsewhere(w: World) -> None:
+    w.node("n1")
+    w.node("n2")
+    w.model("a")
+    w.demand("a")
+    first = w.starts("a")[0].node
+    w.fail("a", EngineFailed("boom").body())
+    assert [s.node for s in w.starts("a")] == [first, "n2" if first == "n1" else "n1"]
+    assert not w.sent(PublishLoadFailed)
+    w.fail("a", EngineFailed("boom again").body())
+    (failed,) = w.sent(PublishLoadFailed)
+    assert failed.event.error.message == "boom again"
+    assert w.state.models["a"].error == "boom again"
+    w.tick(3)
+    w.demand("a")
+    w.get_ready()
+    assert w.state.models["a"].error is None
+
+
+def test_an_invalid_model_is_told_at_once(w: World) -> None:
+    w.node()
+    w.model("a")
+    w.demand("a")
+    w.fail("a", CheckpointInvalid("shape of lm_head").body())
+    assert len(w.starts("a")) == 1
+    assert w.sent(PublishLoadFailed)[0].event.error.code == "checkpoint_invalid"
+    w.demand("a", oldest_wait_ms=500)
+    assert len(w.starts("a")) == 1, "those waiters are being told"
+    w.now += 0.1
+    w.demand("a", oldest_wait_ms=0)
+    assert len(w.starts("a")) == 2, "the next request may try again"
+
+
+def test_a_refused_reservation_is_placed_anew(w: World) -> None:
+    w.node("n1")
+    w.model("a")
+    agent = w.agents.pop("n1")  # it hears nothing
+    w.demand("a")
+    w.agents["n1"] = agent
+    w.send(StartRefused(w.now, w.starts("a")[0].command.instance_id, no_room()))
+    assert len(w.sent(SendRelease)) == 1
+    assert len(w.starts("a")) == 1
+    w.tick(1.1)
+    assert len(w.starts("a")) == 2
+    assert not w.sent(PublishLoadFailed)
+
+
+def test_an_unreachable_node_counts_as_a_failed_start(w: World) -> None:
+    w.node("n1")
+    w.node("n2")
+    w.model("a")
+    hidden = dict(w.agents)
+    w.agents.clear()
+    w.demand("a")
+    w.agents.update(hidden)
+    start = w.starts("a")[0]
+    w.send(StartRefused(w.now, start.command.instance_id, Unreachable("nobody").body()))
+    assert w.starts("a")[1].node != start.node
+
+
+def test_a_stale_token_deposes(w: World) -> None:
+    w.node().highest = 2**40
+    w.model("a")
+    w.demand("a")
+    assert w.sent(StepDown)
+
+
+def test_a_start_without_progress_is_stopped_and_counted_as_failed(w: World) -> None:
+    agent = w.node("n1")
+    w.node("n2")
+    w.model("a", init_timeout=60)
+    w.demand("a")
+    (start,) = w.starts("a")
+    running = w.agents[start.node].instances[start.command.instance_id]
+    for _ in range(89):
+        w.tick(1)
+        w.demand("a")
+    running.progress = 0.5
+    for _ in range(90):
+        w.tick(1)
+        w.demand("a")
+    assert not w.stops("a"), "it has got on meanwhile"
+    w.tick(2)
+    w.demand("a")
+    assert [s.command.instance_id for s in w.stops("a")] == [start.command.instance_id]
+    (ended,) = w.sent(LoadEnded)
+    assert ended.plan.outcome == "failed"
+    assert "no progress" in ended.plan.error.message  # type: ignore[union-attr]
+    assert w.starts("a")[1].node != start.node, "once more, elsewhere"
+    booked = booking(w.state, start.node, "cpu:0")
+    assert booked.held == 324 * MIB, "its bytes are not free before it is gone"
+    agent.finish_stops()
+    w.agents["n2"].finish_stops()
+    w.get_ready()
+    assert w.demand("a").outlook == "ready"
+    assert len(w.starts("a")) == 2

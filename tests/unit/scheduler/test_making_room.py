@@ -1,0 +1,212 @@
+"""Who leaves for whom, and who waits for that: branches 5 to 8 of placement."""
+
+from __future__ import annotations
+
+from services.scheduler.domain.events import NodeStatusHeard
+from shared.contracts.engines import CAPABILITIES
+from shared.contracts.node import InstanceState
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import Agent, World
+
+# A model of 100 MiB of weights needs 100 + 32 (KV) + 192 (runtime) MiB: two fit 700 MiB, three do not.
+TWO = 700 * MIB
+assert CAPABILITIES["builtin"].runtime_bytes == 192 * MIB
+
+
+def three(w: World) -> Agent:
+    agent = w.node(budget=TWO)
+    for name in "abc":
+        w.model(name)
+    return agent
+
+
+def test_5_room_that_is_coming_is_claimed(w: World) -> None:
+    three(w)
+    w.up("a")
+    w.up("b")
+    w.sleep("a")
+    w.demand("c")
+    assert not w.starts("c")
+    assert not w.stops("b")
+    w.agents["n1"].finish_stops()
+    w.hear()
+    assert len(w.starts("c")) == 1
+
+
+def test_6_the_longest_idle_leaves_and_the_start_waits_for_its_bytes(w: World) -> None:
+    agent = three(w)
+    w.up("a")
+    w.tick(5)
+    w.up("b")
+    w.tick(5)
+    w.demand("c")
+    assert [s.command.only_if_idle for s in w.stops("a")] == [True]
+    assert not w.stops("b")
+    assert not w.starts("c"), "its bytes are not free yet"
+    w.demand("b")
+    agent.finish_stops()
+    w.hear()
+    assert len(w.starts("c")) == 1
+
+
+def test_6_pinned_instances_stay(w: World) -> None:
+    agent = w.node(budget=TWO)
+    w.model("a", pin=True)
+    w.model("b")
+    w.model("c")
+    w.up("a")
+    w.tick(5)
+    w.up("b")
+    w.tick(5)
+    w.demand("c")
+    assert not w.stops("a")
+    assert len(w.stops("b")) == 1
+    assert "is pinned" not in w.state.last_plan_of("c").reason  # type: ignore[union-attr]
+    agent.finish_stops()
+    w.tick(1)
+    w.get_ready()
+    for _ in range(40):
+        w.tick(1)
+        w.demand("b")
+    assert not w.stops("a")
+
+
+def test_6_a_busy_victim_stays_and_another_goes(w: World) -> None:
+    three(w)
+    a = w.up("a")
+    w.tick(5)
+    w.up("b")
+    w.tick(5)
+    a.active = 1  # since the last status
+    w.demand("c")
+    assert len(w.stops("a")) == 1
+    assert a.state is InstanceState.READY
+    assert len(w.stops("b")) == 1
+    assert w.state.instances[a.command.instance_id].leaving == "no"
+
+
+def test_6_a_new_instance_is_safe_until_it_has_served(w: World) -> None:
+    three(w)
+    w.up("a", served=0)
+    w.up("b", served=0)
+    assert w.demand("c").outlook == "waiting"
+    w.tick(w.policy.min_active)
+    assert w.demand("c").outlook == "starting"
+
+
+def test_6_no_more_leave_than_needed(w: World) -> None:
+    agent = w.node(budget=324 * MIB + 324 * MIB + 1000 * MIB)
+    w.model("small", 100 * MIB)
+    w.model("large", 700 * MIB)
+    w.model("next", 700 * MIB)
+    w.up("small")
+    w.tick(5)
+    w.up("large")
+    w.tick(5)
+    w.demand("next")
+    assert not w.stops("small")
+    assert len(w.stops("large")) == 1
+    assert agent.budget
+
+
+def test_7_who_waits_too_long_may_displace_one_that_serves(w: World) -> None:
+    three(w)
+    a, b = w.up("a"), w.up("b")
+    for _ in range(14):
+        a.active = b.active = 1
+        w.tick(1)
+        w.demand("c")
+    assert not w.stops("a")
+    assert not w.stops("b")
+    w.tick(2.5)
+    w.demand("c")
+    (stop,) = w.stops("a") + w.stops("b")
+    assert not stop.command.only_if_idle
+    assert not w.starts("c")
+    a.active = b.active = 0
+    w.agents["n1"].finish_stops()
+    w.hear()
+    assert len(w.starts("c")) == 1
+
+
+def test_7_one_that_has_refused_as_busy_is_drained_though_its_node_has_not_said_so_yet(w: World) -> None:
+    agent = three(w)
+    a, b = w.up("a"), w.up("b")
+    for seconds in range(14):
+        a.active = b.active = 1
+        w.tick(1)
+        w.demand("c", oldest_wait_ms=seconds * 1000)
+    w.now += 2
+    a.active = b.active = 0
+    idle = agent.status(w.now)
+    a.active = b.active = 1
+    w.send(NodeStatusHeard(w.now, idle))
+    stops = [s.command.only_if_idle for s in w.stops("a") + w.stops("b")]
+    assert sorted(stops) == [False, True, True], "each is asked once, then one is drained"
+
+
+def test_8_what_is_in_the_way_is_named(w: World) -> None:
+    three(w)
+    w.up("a").active = 1
+    w.up("b").active = 1
+    w.tick(5)
+    noted = w.demand("c")
+    assert noted.outlook == "waiting"
+    assert noted.reason.count("is serving") == 2
+    plan = w.state.last_plan_of("c")
+    assert plan is not None
+    assert plan.way == "wait"
+    w.demand("c", 0)
+    assert w.state.last_plan_of("c").outcome == "cancelled"  # type: ignore[union-attr]
+
+
+def test_a_replica_more_displaces_nobody_who_has_demand(w: World) -> None:
+    w.node(budget=TWO)
+    w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
+    w.model("b")
+    w.up("a").active = 4
+    b = w.up("b")
+    b.active = 1
+    for _ in range(30):
+        w.tick(1)
+        w.demand("a", 6, in_flight=4)
+    assert not w.stops("b")
+    assert len(w.starts("a")) == 1
+
+
+def test_7_an_extra_replica_never_drains_who_serves_and_rests_when_pressure_is_over(w: World) -> None:
+    w.node(budget=TWO)
+    w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
+    w.model("b")
+    w.up("a").active = 4
+    b = w.up("b")
+    b.active = 1
+    w.tick(1)
+    w.demand("a", 6, in_flight=4)
+    assert "a" in w.state.pressure
+    w.tick(20)
+    w.demand("a", 6, in_flight=4)
+    assert not w.stops("b"), "longer than preempt_after, but b serves"
+    assert "a" not in w.state.unmet, "an extra replica is no need"
+    w.demand("a", 0, in_flight=4)
+    assert "a" not in w.state.pressure
+    b.active = 0
+    b.completed += 1
+    w.tick(5)
+    assert not w.stops("b")
+
+
+def test_6_an_extra_replica_takes_the_place_of_one_that_nobody_wants(w: World) -> None:
+    agent = w.node(budget=TWO)
+    w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
+    w.model("b")
+    w.up("a").active = 4
+    w.up("b")
+    w.tick(3)
+    for _ in range(2):
+        w.tick(1.1)
+        w.demand("a", 6, in_flight=4)
+    assert [s.command.only_if_idle for s in w.stops("b")] == [True]
+    agent.finish_stops()
+    w.hear()
+    assert len(w.starts("a")) == 2

@@ -1,0 +1,135 @@
+"""What nodes say, what they do not say any more, and what has changed meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.domain.effects import LoadEnded, StepDown
+from services.scheduler.domain.events import NodeStatusHeard
+from shared.contracts.base import ErrorBody
+from shared.contracts.node import InstanceState
+from shared.errors import EngineFailed
+from tests.unit.scheduler.world import World
+
+DRAINING = InstanceState.DRAINING
+
+
+def test_reports_of_the_past_are_ignored(w: World) -> None:
+    agent = w.node()
+    w.model("a")
+    old = agent.status(w.now)
+    w.demand("a")
+    w.get_ready()
+    w.send(NodeStatusHeard(w.now + 10, old))
+    assert w.state.instances
+
+
+def test_a_newer_epoch_deposes(w: World) -> None:
+    agent = w.node()
+    w.model("a")
+    w.up("a")
+    later = World(epoch=0)
+    later.model("a")
+    later.send(NodeStatusHeard(later.now, agent.status(later.now)))
+    assert later.sent(StepDown)[0].epoch == 1
+
+
+def test_an_unknown_instance_is_adopted_if_wanted(w: World) -> None:
+    agent = w.node()
+    w.model("a")
+    w.up("a")
+    heir = World(epoch=2)
+    heir.model("a")
+    heir.agents["n1"] = agent
+    heir.hear()
+    assert heir.demand("a").outlook == "ready"
+    assert not heir.starts("a")
+    stranger = World(epoch=2)
+    stranger.agents["n1"] = agent
+    stranger.hear()
+    assert agent.instances[next(iter(agent.instances))].state is DRAINING
+
+
+def test_an_instance_that_vanished_is_replaced(w: World) -> None:
+    agent = w.node()
+    w.model("a")
+    w.up("a")
+    w.tick(1)
+    agent.instances.clear()
+    agent.boot, agent.seq = "boot-2", 0
+    w.hear()
+    w.now += 5
+    w.hear()
+    assert not w.state.instances
+    w.demand("a")
+    assert len(w.starts("a")) == 2
+
+
+def test_a_silent_node_is_lost_and_readopted(w: World) -> None:
+    agent = w.node("n1")
+    w.model("a")
+    w.up("a")
+    w.tick(6, heard=False)
+    assert not w.state.instances
+    assert w.demand("a").outlook == "waiting"
+    w.hear()
+    assert w.demand("a").outlook == "ready"
+    assert len(agent.instances) == len(w.starts("a")) == 1
+
+
+def test_what_was_replaced_meanwhile_is_stopped_on_return(w: World) -> None:
+    w.node("n1")
+    w.model("a")
+    w.up("a")
+    w.node("n2")
+    w.now += 6
+    w.hear("n2")
+    w.tick(heard=False)
+    w.demand("a")
+    w.hear("n2")
+    assert [s.node for s in w.starts("a")] == ["n1", "n2"]
+    w.hear("n1")
+    assert [r.state for r in w.agents["n1"].instances.values()] == [DRAINING]
+
+
+def test_plans_record_their_end(w: World) -> None:
+    w.node()
+    w.model("a")
+    w.demand("a", traceparents=("00-" + "1" * 32 + "-" + "2" * 16 + "-01",))
+    w.now += 3
+    w.get_ready()
+    (ended,) = w.sent(LoadEnded)
+    assert ended.plan.outcome == "ready"
+    assert ended.plan.measured_ms == pytest.approx(3000)
+    w.fail("a", EngineFailed("later").body())
+    assert len(w.sent(LoadEnded)) == 1
+    assert isinstance(w.state.trouble["a"].error, ErrorBody)
+
+
+def test_a_drained_node_is_emptied_of_who_serves_after_drain_timeout(w: World) -> None:
+    w.node("n1")
+    w.model("a", keep_alive=-1)
+    w.model("b", keep_alive=-1)
+    w.up("a").active = 1
+    w.up("b")
+    w.change_node("n1", "drain")
+    assert len(w.stops("b")) == 1, "idle: leaves at once"
+    w.tick(w.policy.drain_timeout)
+    assert not w.stops("a")
+    w.tick(1)
+    assert [s.command.only_if_idle for s in w.stops("a")] == [False]
+
+
+def test_a_node_silent_for_a_day_is_forgotten(w: World) -> None:
+    w.node("n1")
+    w.node("n2")
+    w.model("a")
+    agent = w.agents.pop("n1")
+    w.tick(86_400)
+    assert set(w.state.nodes) == {"n1", "n2"}
+    w.tick(60)
+    assert set(w.state.nodes) == set(w.state.presence) == {"n2"}
+    assert {b.node for b in w.state.bookings.values()} == {"n2"}
+    w.agents["n1"] = agent
+    w.hear("n1")
+    assert set(w.state.nodes) == {"n1", "n2"}

@@ -19,7 +19,7 @@ from shared.contracts.models import AdapterInfo, LinearShape, ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError
 from tests.support.sources import inspected
 from tests.unit.loader.checkpoints import write_checkpoint
-from tests.unit.loader.test_decide import card, loaded
+from tests.unit.loader.played import card, loaded
 
 Q, DOWN = "model.layers.{}.self_attn.q_proj", "model.layers.{}.mlp.down_proj"
 

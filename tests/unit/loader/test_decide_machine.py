@@ -45,7 +45,7 @@ from services.loader.domain.events import (
     Vacated,
 )
 from services.loader.domain.state import OnDevice, Stage, State, Until
-from tests.unit.loader.test_decide import ERROR, Played, card
+from tests.unit.loader.played import ERROR, Played, card
 
 SIZES = {"w1": 2 * CHUNK_BYTES + 100, "w2": CHUNK_BYTES, "w3": 5000, "w4": 3 * CHUNK_BYTES}
 PINNED = "w2"

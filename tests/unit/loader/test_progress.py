@@ -7,7 +7,7 @@ import queue
 from services.loader.adapters.progress import INTERVAL_S, Progress
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, Fetched, Progressed
-from tests.unit.loader.test_decide import card
+from tests.unit.loader.played import card
 
 
 def test_the_last_word_is_told_though_nothing_follows_it() -> None:

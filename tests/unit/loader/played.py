@@ -1,0 +1,65 @@
+"""The loader's decisions as its shell hears them, one event after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.loader.domain.chunks import Chunks
+from services.loader.domain.decide import decide
+from services.loader.domain.effects import Effect, Forget, Grant, Vacate
+from services.loader.domain.events import Completed, Event, Indexed, Laid, Prepare
+from services.loader.domain.state import State
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.errors import CheckpointInvalid
+
+ERROR = CheckpointInvalid("damaged").body()
+
+
+def card(revision: str = "w1", *, pin: bool = False) -> ModelCard:
+    info = ModelInfo(
+        source="/m",
+        revision=revision,
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        task="generate",
+        weights_bytes=100,
+        parameters=1,
+        dtype="float32",
+        context_length=10,
+        kv_bytes_per_token=1,
+    )
+    return ModelCard(spec=ModelSpec(name=revision, source="/m", pin=pin), info=info, created=0)
+
+
+@dataclass
+class Played:
+    """What the shell would have running after the events so far."""
+
+    state: State = field(default_factory=lambda: State(chunks=Chunks(64)))
+    now: float = 0.0
+    effects: list[Effect] = field(default_factory=list)
+
+    def do(self, event: Event) -> tuple[Effect, ...]:
+        self.state, effects = decide(self.state, event, self.now)
+        self.effects.extend(effects)
+        return effects
+
+
+VACATE = (Forget("w1"), Vacate(1, (0,), 100, 0, "w1"))
+"""What gives w1's memory back."""
+
+
+def granted(p: Played, weights_id: str = "w1", run: int = 1, nbytes: int = 100, room: int = 1 << 40) -> None:
+    """The run has its chunks and its index."""
+    assert any(isinstance(e, Grant) for e in p.do(Laid(weights_id, run, nbytes, room)))
+    p.do(Indexed(weights_id, run, "/m", nbytes))
+
+
+def loaded(*instances: str) -> Played:
+    """Weights w1, complete, held by `instances`."""
+    p = Played()
+    for n, i in enumerate(instances):
+        p.do(Prepare(n, i, card(), 1))
+    granted(p)
+    p.do(Completed("w1", 1))
+    return p

@@ -30,9 +30,9 @@ _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 
 def directory() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    told = "\n".join(
-        (TORCH, VLLM, *LLAMACPP, platform.python_version(), platform.machine(), platform.libc_ver()[1], sys.executable)
-    )
+    # The interpreter that environments are made of, and not the one of this checkout's environment, which may be somewhere else each time.
+    python = os.path.realpath(sys.executable)
+    told = "\n".join((TORCH, VLLM, *LLAMACPP, platform.python_version(), platform.machine(), platform.libc_ver()[1], python))
     return cache / "thaw" / "engines" / hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

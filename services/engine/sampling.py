@@ -1,8 +1,10 @@
 """From logits to a token. Pure functions over tensors.
 
 In this order, as vLLM has it: logit bias, penalties, temperature, min-p, top-k, top-p. Log-probabilities are the model's own, before any of
-these. The draw inverts the cumulative distribution, most likely token first, at a number that only depends on the request: the same on
-every device and in every batch.
+these. The draw is a race: each token that may be drawn has an exponential number of its own, which depends on the request alone, and the
+one with the least number over its probability wins (the Gumbel-max trick; Maddison et al., "A* sampling", NIPS 2014, section 2). So an answer
+is the same on every device, in every batch and after a move: rounding matters only where the two best are as near as rounding is, and not, as
+with an inverted cumulative distribution, wherever one token's share ends and the next one's begins.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from services.engine.domain.params import SamplingParams
+from services.engine.randomness import Draw
 
 _NUCLEUS_GUESS = 1024
 """Sorted first for top-p; the whole vocabulary is sorted only where so many tokens do not reach it."""
@@ -36,8 +39,8 @@ class History:
     output: Counter[int]
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, history: History, draw: float) -> Sampled:
-    """Choose one token from `logits` (float32, one row). `draw` is in [0, 1)."""
+def sample(logits: torch.Tensor, params: SamplingParams, history: History, draw: Draw) -> Sampled:
+    """Choose one token from `logits` (float32, one row)."""
     adjusted = logits if params.untouched else _adjusted(logits, params, history)
     token = int(adjusted.argmax()) if params.greedy else _drawn(adjusted, params, draw)
     return token_logprobs(logits, token, params.top_logprobs)
@@ -75,15 +78,21 @@ def _ids(like: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.long, device=like.device)
 
 
-def _drawn(logits: torch.Tensor, params: SamplingParams, draw: float) -> int:
+def _drawn(logits: torch.Tensor, params: SamplingParams, draw: Draw) -> int:
     probabilities = torch.softmax(logits / params.temperature, dim=-1)
     if params.min_p > 0:
         probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
+    uniform = torch.from_numpy(draw.uniform(logits.shape[-1])).to(logits.device)
+    if params.top_k <= 0 and params.top_p >= 1.0:
+        return _first(probabilities, uniform)
     kept, ids = _kept(probabilities, params)
-    cumulative = kept.double().cumsum(0)
-    at = int(torch.searchsorted(cumulative, draw * cumulative[-1], right=True))
-    at = min(at, int((kept > 0).sum()) - 1)
-    return int(ids[at])
+    return int(ids[_first(kept, uniform[ids])])
+
+
+def _first(probabilities: torch.Tensor, uniform: torch.Tensor) -> int:
+    """Where the race is won: at the least exponential number over its probability."""
+    exponential = torch.log1p(-uniform).neg().clamp(min=torch.finfo(torch.float64).tiny)
+    return int((probabilities / exponential).argmax())
 
 
 def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:

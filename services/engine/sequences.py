@@ -11,7 +11,7 @@ import torch
 
 from services.engine.domain.generation import Generation
 from services.engine.domain.planning import SequenceView
-from services.engine.domain.randomness import uniform
+from services.engine.randomness import Draw
 from services.engine.requests import Choice, GenerationRequest
 from services.engine.sampling import History, Sampled, sample
 from services.engine.tokenization import Tokenization
@@ -85,7 +85,7 @@ def choose(sequences: Many[Sequence], logits: torch.Tensor) -> list[Sampled]:
     if all(p.greedy and p.untouched and p.top_logprobs is None for p in params):
         return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
     return [
-        sample(row, p, s.history, 0.0 if p.greedy else uniform(p.seed, s.choice.index, s.generation.count))
+        sample(row, p, s.history, Draw(p.seed, s.choice.index, s.generation.count))
         for s, p, row in zip(sequences, params, logits, strict=True)
     ]
 

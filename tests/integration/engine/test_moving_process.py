@@ -24,12 +24,11 @@ from shared.contracts.migration import (
     YieldInfer,
 )
 from shared.errors import Conflict, InsufficientMemory, InvalidRequest, NotFound
-from tests.integration.engine.test_process import SLOW, client, exited, forked, loader, until_streaming
+from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.segments import FakeLoader, card_of
 
-__all__ = ["client", "loader"]
-BODY: dict[str, Any] = {**SLOW, "temperature": 1.0, "n": 2, "seed": 5}
+BODY: dict[str, Any] = {**SLOW, "temperature": 1.0, "n": 2}
 
 
 @pytest.fixture

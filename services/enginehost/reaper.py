@@ -4,6 +4,7 @@ The kernel ends an engine's first process with its host (spawn.py); what that ha
 its end, however it comes, is read here as the end of the file. Killed then is whatever carries the host's own token in its environment, as the
 variable NAME (a host that a nodeagent starts for the same instance meanwhile has another), and whatever is in the engine's session, of which the
 host has told through the pipe, "PID START": a process that gives itself another title, as vLLM's do, can lose its environment by that. This
+Python's shared memory that those had mapped is removed after them: nobody else does it for processes that were killed. This
 process leaves its parent at once: it belongs to no engine, is frozen with none, and in good order finds nothing to do.
 
 Run by file name in a bare interpreter, as spawn.py.
@@ -17,6 +18,8 @@ import time
 VARIABLE = "THAW_INSTANCE_HOST"
 _WITHIN_S = 10.0
 _POLL_S = 0.05
+_SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
+"""What Python's multiprocessing calls its shared memory and its semaphores."""
 
 
 def carrying(entry: str) -> list[int]:
@@ -60,6 +63,34 @@ def in_session(leader: int, start: int) -> list[int]:
     return found
 
 
+def shared(pid: int) -> dict[str, int]:
+    """Python's shared memory that a process has mapped: inode by path."""
+    found = {}
+    try:
+        with open(f"/proc/{pid}/maps") as file:  # noqa: PTH123
+            for line in file:
+                fields = line.split(maxsplit=5)
+                if len(fields) > 5 and fields[5].startswith(_SHARED) and not fields[5].endswith(" (deleted)\n"):
+                    found[fields[5].rstrip("\n")] = int(fields[4])
+    except OSError:
+        pass
+    return found
+
+
+def remove(left: dict[str, int]) -> None:
+    """Unlink those of these files that are the same still and that no process has mapped any more."""
+    used: set[str] = set()
+    for name in os.listdir("/proc") if left else ():  # noqa: PTH208
+        if name.isdigit():
+            used.update(shared(int(name)))
+    for path, inode in left.items():
+        try:
+            if path not in used and os.stat(path).st_ino == inode:  # noqa: PTH116
+                os.unlink(path)  # noqa: PTH108
+        except OSError:
+            continue
+
+
 def thaw(files: str) -> None:
     """cgroup v1 keeps a signal from what is frozen."""
     for path in filter(None, files.split(":")):
@@ -71,7 +102,10 @@ def thaw(files: str) -> None:
 
 def end(entry: str, files: str, session: tuple[int, int] | None) -> None:
     deadline = time.monotonic() + _WITHIN_S
+    left: dict[str, int] = {}
     while (found := carrying(entry) + (in_session(*session) if session else [])) and time.monotonic() < deadline:
+        for pid in found:
+            left.update(shared(pid))
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -82,6 +116,7 @@ def end(entry: str, files: str, session: tuple[int, int] | None) -> None:
         except OSError as e:
             sys.stderr.write(f"an engine's control group cannot be thawed: {e.strerror}\n")
         time.sleep(_POLL_S)
+    remove(left)
 
 
 def main() -> int:

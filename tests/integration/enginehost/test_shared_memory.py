@@ -1,0 +1,59 @@
+"""What a killed engine leaves in /dev/shm is removed by the reaper of its host: its own, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from services.enginehost import reaper
+from tests.support.launcher import until
+
+ENGINE = """
+import json, sys, time
+from multiprocessing.shared_memory import SharedMemory
+own, foreign = SharedMemory(create=True, size=4096), SharedMemory(name=sys.argv[1])
+print(json.dumps(own.name), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def of_another() -> Iterator[SharedMemory]:
+    """A segment of a process that goes on."""
+    memory = SharedMemory(create=True, size=4096)
+    yield memory
+    memory.close()
+    memory.unlink()
+
+
+def test_it_goes_with_the_killed_engine_and_what_others_use_stays(of_another: SharedMemory) -> None:
+    token = secrets.token_hex(8)
+    reading, writing = os.pipe()
+    argv = [sys.executable, "-I", reaper.__file__, f"{reaper.VARIABLE}={token}", ""]
+    subprocess.run(argv, stdin=reading, start_new_session=True, check=True, timeout=30)
+    os.close(reading)
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, of_another.name],
+        env={**os.environ, reaper.VARIABLE: token},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    with engine:
+        assert engine.stdout is not None
+        own = Path("/dev/shm") / json.loads(engine.stdout.readline())
+        assert own.exists()
+        os.write(writing, f"{engine.pid} {reaper.started(engine.pid)}".encode())
+        os.close(writing)  # the host's end
+        assert engine.wait(30) == -9
+    assert reaper.shared(os.getpid()), "this test has a segment of its own mapped"
+    until(lambda: not own.exists(), what="the reaper has removed it")
+    assert (Path("/dev/shm") / of_another.name).exists()

@@ -1,10 +1,13 @@
 """Suspended engines against cold ones: time to the first token of vLLM, llama.cpp and the built-in engine, in the same run.
 
-    python -m bench.hot_swap [--device cuda:0] [--rounds N] [--colds N] [--engines builtin,vllm,llamacpp] [--gguf FILE] [--json PATH]
+    python -m bench.hot_swap [--device cuda:0] [--rounds N] [--colds N] [--engines builtin,vllm,llamacpp] [--gguf FILE]
+                             [--parts swap,cold,turns,size,large] [--json PATH]
 
-For each engine, on one mesh: its first request from cold; then, per round, suspended (how long, how much freed) and asked again; decoding
-speed before and after. On a second mesh, where suspending is off: cold starts after an eviction. On a third, whose device holds one
-instance only: two models asked in turn. TTFT is what a client measures: request sent → first text received.
+`swap`: for each engine, on one mesh: its first request from cold; then, per round, suspended (how long, how much freed) and asked again; decoding
+speed before and after. `cold`: on a second mesh, where suspending is off: cold starts after an eviction. `turns`: on a third, whose device holds
+one instance only: two models asked in turn. TTFT is what a client measures: request sent → first text received. On cpu also `size`: page-out of
+0.5 to 3 GiB beside what the disk writes (suspend_size.py), and `large`: as `swap`, vLLM with some 3 GB. With `--json` the figures of parts that
+are not asked for stay.
 vLLM and llama.cpp run from the environments that THAW_VLLM_PYTHON and THAW_LLAMACPP_PYTHON name; without one of them the engine is left out.
 Needs swap and the right to use it, or on a GPU CUDA's checkpoint (`thaw doctor`). There what is restored per second is set against copies from
 page-locked memory, measured in the same run. Without the GPU that is asked for: one line, status 2.
@@ -31,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import median, spread, write
+from bench.suspend_size import beside_the_disk, sizes
 from shared.errors import DeviceMissing
 from thaw.demo.models import make_demo_model
 from thaw.launcher.plan import free_port
@@ -39,13 +43,16 @@ MIB = 1 << 20
 DEVICE, PINNED = "device", "pinned_copy_gb_per_s"
 PROMPT = "Say something about winter."
 SOME_TOKENS, MANY_TOKENS = 64, 256
-TOKENS = {"builtin": 48}
+TOKENS = {"builtin": 48, "vllm_large": 16}
 """Whose model is larger than the others'."""
 TURNS = 6
 MEMORY = {"cpu": {"vllm": 3500 * MIB, "llamacpp": 600 * MIB}, "cuda": {"vllm": 16_000 * MIB, "llamacpp": 2000 * MIB}}
 """What a first reservation is for the demo model; the built-in engine's is reckoned."""
 BUDGET = {"cpu": 6000 * MIB, "cuda": 24_000 * MIB}
 NO_DEVICE = 2
+PARTS = ("swap", "cold", "turns", "size", "large")
+SIZE, LARGE = "size", "vllm_large"
+LARGE_MEMORY = 5500 * MIB
 
 
 @dataclass
@@ -178,6 +185,17 @@ def models(engines: list[str], home: Path, gguf: Path | None, kind: str) -> dict
     return found
 
 
+def large(figures: Figures, home: Path, rounds: int) -> None:
+    """vLLM with a model of 250 million parameters in float32, of which it keeps more than one copy on cpu."""
+    if not os.environ.get("THAW_VLLM_PYTHON"):
+        print("vLLM with 3 GB is left out: THAW_VLLM_PYTHON is not given", file=sys.stderr)
+        return
+    source = str(make_demo_model(home / "large-250m", "250m"))
+    entry = {"name": LARGE, "source": source, "max_model_len": 1024, "engine": "vllm", "dtype": "float32", "memory": LARGE_MEMORY}
+    with contextlib.closing(SwapMesh(home / "large", [entry], "cpu:0", LARGE_MEMORY, suspend=True)) as mesh:
+        swap(figures, mesh, LARGE, rounds)
+
+
 def summary(figures: Figures) -> dict[str, float]:
     found = {f"{engine}.{what}": median(values) for (engine, what), values in figures.values.items()}
     for engine in {e for e, _ in figures.values}:
@@ -192,7 +210,8 @@ def summary(figures: Figures) -> dict[str, float]:
         if figures.of(DEVICE, PINNED) and took:
             found[f"{engine}.restored_gb_per_s"] = median(figures.of(engine, "freed_mib")) * MIB / median(took) / 1e6
             found[f"{engine}.restored_over_pinned_copy"] = found[f"{engine}.restored_gb_per_s"] / median(figures.of(DEVICE, PINNED))
-    return found
+    beside = beside_the_disk(lambda what: figures.of(SIZE, what), median)
+    return found | {f"{SIZE}.{what}": value for what, value in beside.items()}
 
 
 def pinned_copies(index: int) -> float:
@@ -223,6 +242,7 @@ def main() -> int:
     parser.add_argument("--engines", default="builtin,vllm,llamacpp")
     parser.add_argument("--gguf", type=Path, default=None)
     parser.add_argument("--device", default="cpu:0", help="cpu:0 or cuda:N")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which of them")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     figures = Figures()
@@ -233,27 +253,39 @@ def main() -> int:
         except DeviceMissing as e:
             print(f"nothing measured: {e.message}", file=sys.stderr)
             return NO_DEVICE
+    parts = options.parts.split(",")
+    if kind == "cpu" and SIZE in parts:
+        sizes(lambda what, value: figures.add(SIZE, what, value), options.rounds)
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory:
         home = Path(directory)
-        entries = models(options.engines.split(","), home, options.gguf, kind)
-        where = (list(entries.values()), options.device, BUDGET[kind])
+        if kind == "cpu" and "large" in parts:
+            large(figures, home, options.rounds)
+        if {"swap", "cold", "turns"} & set(parts):
+            swapping(figures, home, options, kind, parts)
+    found = summary(figures)
+    show(figures, found)
+    if options.json is not None:
+        write(options.json, found, add=set(parts) != set(PARTS))
+    return 0
+
+
+def swapping(figures: Figures, home: Path, options: argparse.Namespace, kind: str, parts: list[str]) -> None:
+    """The parts that every engine takes part in."""
+    entries = models(options.engines.split(","), home, options.gguf, kind)
+    where = (list(entries.values()), options.device, BUDGET[kind])
+    if "swap" in parts:
         with contextlib.closing(SwapMesh(home / "swap", *where, suspend=True)) as mesh:
             for engine in entries:
                 swap(figures, mesh, engine, options.rounds)
                 mesh.thaw("sleep", engine)
-        if options.colds:
-            with contextlib.closing(SwapMesh(home / "cold", *where, suspend=False)) as mesh:
-                for engine in entries:
-                    mesh.ask(engine)
-                    colds(figures, mesh, engine, options.colds)
-                    mesh.thaw("sleep", engine)
-        for engine, entry in entries.items():
-            ping_pong(figures, home / f"pong-{engine}", engine, entry, options.device)
-    found = summary(figures)
-    show(figures, found)
-    if options.json is not None:
-        write(options.json, found)
-    return 0
+    if "cold" in parts and options.colds:
+        with contextlib.closing(SwapMesh(home / "cold", *where, suspend=False)) as mesh:
+            for engine in entries:
+                mesh.ask(engine)
+                colds(figures, mesh, engine, options.colds)
+                mesh.thaw("sleep", engine)
+    for engine, entry in entries.items() if "turns" in parts else ():
+        ping_pong(figures, home / f"pong-{engine}", engine, entry, options.device)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ class PoolMemory:
         self._view = memoryview(self._map)
         self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
         self._address = ctypes.addressof(self._anchor)
-        if huge_pages_allowed():
+        self._huge = huge_pages_allowed()
+        if self._huge:
             _libc.madvise(self._address, self.nbytes, _MADV_HUGEPAGE)
 
     @property
@@ -91,9 +92,12 @@ class PoolMemory:
         chunk, end = offset // CHUNK_BYTES, offset % CHUNK_BYTES + length
         if self._ready.get(chunk, 0) >= end:
             return
-        self.allocate(offset, length)
         # ctypes lets other threads run meanwhile, mmap.madvise would not. A kernel without it faults page by page instead.
-        _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
+        if self._huge:  # what is merely allocated gets small pages where the mount says "advise": a fault asks for huge ones
+            _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
+        self.allocate(offset, length)  # raises where that failed for want of memory
+        if not self._huge:
+            _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
         if offset % CHUNK_BYTES <= self._ready.get(chunk, 0):
             self._ready[chunk] = end
         if end == CHUNK_BYTES and self._on_populated is not None:

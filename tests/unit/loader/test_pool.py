@@ -42,15 +42,19 @@ def pool() -> Iterator[PoolMemory]:
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
-def resident(pool: PoolMemory) -> int:
+def resident(pool: PoolMemory, what: str = "Rss") -> int:
     """Bytes of the pool in this process's own page tables."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
             inside = pool.path.name in line
-        elif inside and line.startswith("Rss:"):
+        elif inside and line.startswith(f"{what}:"):
             found += int(line.split()[1]) * 1024
     return found
+
+
+def mapped_huge(pool: PoolMemory) -> int:
+    return resident(pool, "ShmemPmdMapped")
 
 
 def test_a_sparse_pool_costs_nothing_and_chunks_come_and_go(pool: PoolMemory) -> None:
@@ -229,6 +233,7 @@ def test_huge_pages_where_shared_memory_is_mounted_with_them(tmp_path: Path, mon
         pool = PoolMemory("pool", 2 * CHUNK_BYTES)
         pool.prepare(1)
         assert pool.allocated() == CHUNK_BYTES
+        assert mapped_huge(pool) == (CHUNK_BYTES if option == "advise" else 0)
         assert pool.punch([1]) == CHUNK_BYTES
         pool.close()
     finally:

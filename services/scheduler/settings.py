@@ -40,6 +40,11 @@ class SchedulerSettings(CommonSettings):
     scale_up_after: float = Field(
         default=1.0, ge=0, description="Seconds demand must exceed the capacity of the replicas there for one more."
     )
+    grant_wait: float = Field(
+        default=10.0,
+        ge=0,
+        description="Seconds a start may wait on its node for bytes of instances that are leaving there; 0: it is sent when they have left.",
+    )
     park_at_once: int = Field(
         default=2, ge=0, description="Models started on a node at once to be parked ahead of their first request; 0: none are."
     )
@@ -80,6 +85,7 @@ class SchedulerSettings(CommonSettings):
             no_node_timeout=self.no_node_timeout,
             drain_timeout=self.drain_timeout,
             scale_up_after=self.scale_up_after,
+            grant_wait=self.grant_wait,
             park_at_once=self.park_at_once,
             prefetch=self.prefetch,
             rebalance_every=self.rebalance_every,

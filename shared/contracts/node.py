@@ -69,7 +69,10 @@ class StartInstance(Request):
     phases: tuple[PhaseSpan, ...] = Field(default=(), description="What went before (schedule), relative to the sending.")
     priority: int = Field(default=0, description="Of its reservation, where several wait for bytes.")
     wait_ms: int = Field(
-        default=0, ge=0, description="How long its reservation may wait for bytes; 0: refused if there is no room now."
+        default=0,
+        ge=0,
+        description="How long its reservation may wait for bytes; 0: refused if there is no room now. One that waited in vain shows as failed with "
+        "`insufficient_memory` and `should_retry`; a resumption as suspended, with that error and this command's token.",
     )
     park: bool = Field(default=False, description="Suspend it as soon as it is ready.")
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import nats
 import openai
 import pytest
 import yaml
+from nats.aio.msg import Msg
 
+from shared.contracts import subjects
+from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
+from shared.contracts.phases import Phase
 from tests.support.launcher import ROOT, Thaw, until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -38,6 +44,8 @@ def mesh() -> Iterator[Thaw]:
                     {"name": "one", "aliases": ["gpt-one"], "routes": ["/v1/rerank"], **one},
                     {"name": "two", **one},
                     {"name": "mute", **one, "command": [*COMMAND, "--mute"]},
+                    {"name": "stubborn", **one, "command": [*COMMAND, "--ignore-term"]},
+                    {"name": "patient", **one},
                 ],
             }
         )
@@ -100,6 +108,40 @@ def test_two_take_turns_on_a_device_that_holds_one(mesh: Thaw, client: openai.Op
     for name in ("two", "one", "two"):
         assert client.chat.completions.create(model=name, messages=HELLO, max_tokens=1).choices[0].message.content == "t0 "
         assert len(mesh.instances(name)) == 1
+
+
+async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> None:
+    """It is there, with nothing of it in memory, before the victim is gone; it is granted the bytes then, and not refused before. Both are new:
+    what has been measured needs less, and there would be room for two."""
+    heard: asyncio.Queue[dict[str, InstanceStatus]] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        instances = NodeStatus.model_validate_json(message.data).instances
+        heard.put_nowait({i.model: i for i in instances if i.state not in (InstanceState.STOPPED, InstanceState.FAILED)})
+
+    nc = await nats.connect(mesh.endpoints["nats_url"])
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+
+            async def text(model: str) -> str | None:
+                answer = await client.chat.completions.create(model=model, messages=HELLO, max_tokens=1)
+                return answer.choices[0].message.content
+
+            await text("stubborn")
+            await nc.subscribe(subjects.ALL_NODE_STATUS, cb=hear)
+            asked = asyncio.create_task(text("patient"))
+            async with asyncio.timeout(60):
+                while not ("patient" in (seen := await heard.get()) and "stubborn" in seen):
+                    assert not asked.done()
+                assert seen["stubborn"].state is InstanceState.DRAINING
+                waits = seen["patient"]
+                assert (waits.state, waits.phase) == (InstanceState.PREPARING, Phase.RESERVE)
+                assert waits.memory.reserved == 0
+                assert await asked == "t0 "
+                assert [i["instance_id"] for i in mesh.instances("patient")] == [waits.instance_id]
+        assert "a start was refused" not in "".join(p.read_text() for p in mesh.home.rglob("scheduler*.log"))
+    finally:
+        await nc.close()
 
 
 def test_one_that_never_generates_is_told_to_who_asked(client: openai.OpenAI) -> None:

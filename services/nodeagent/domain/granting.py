@@ -32,8 +32,13 @@ def settle(turn: Turn) -> None:
 
 
 def _give_up(turn: Turn, r: Reservation) -> None:
+    """A start has failed; what is suspended stays so, and says why."""
     instance = turn.find(r.instance_id)
-    if instance is not None and instance.process is Process.QUEUED:
-        waited = turn.now - r.since
-        error = InsufficientMemory(f"no room was free within {waited:.1f} s on {', '.join(r.device_ids)}", should_retry=True)
-        ending.process_gone(turn, instance, error.body())
+    if instance is None:
+        return
+    waited = turn.now - r.since
+    error = InsufficientMemory(f"no room was free within {waited:.1f} s on {', '.join(r.device_ids)}", should_retry=True).body()
+    if instance.process is Process.QUEUED:
+        ending.process_gone(turn, instance, error)
+    elif instance.state.parked:
+        turn.park(instance, no_room=error)

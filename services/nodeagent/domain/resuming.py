@@ -34,7 +34,10 @@ def on_resume(turn: Turn, event: ResumeCommand) -> None:
     # What this node was sent belongs to the newest plan; the start's own numbers stay.
     changed = {"plan_id": command.plan_id, "traceparent": command.traceparent}
     instance = turn.change(
-        instance, token=command.token, command=instance.command.model_copy(update=changed if instance.state.parked else {})
+        instance,
+        token=command.token,
+        command=instance.command.model_copy(update=changed if instance.state.parked else {}),
+        parking=instance.parking.model_copy(update={"no_room": None}),
     )
     if instance.state is InstanceState.READY or instance.state.starting:  # 3
         turn.reply(event.reply)

@@ -60,6 +60,7 @@ class Parking(Frozen):
     leak is told by.
 
     `holding`: it takes no new request, and is to be frozen once idle. `freezing`: it is being frozen, or was; recorded before it is.
+    `no_room`: its last resumption waited for bytes in vain.
     """
 
     outlook: Outlook = Outlook()
@@ -81,6 +82,7 @@ class Parking(Frozen):
     resumed: Lap | None = None
     resume_s: float | None = None
     fell_back: ErrorBody | None = None
+    no_room: ErrorBody | None = None
 
 
 class Instance(Frozen):

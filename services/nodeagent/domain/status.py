@@ -40,7 +40,7 @@ def instance_status(
         load=instance.load,
         phases=phases,
         traceparent=command.traceparent,
-        error=instance.error,
+        error=instance.error or instance.parking.no_room,
         engine=card.spec.engine,
         suspension=suspension(state, instance),
         started=_timing(instance.parking.started, wall),

@@ -14,13 +14,15 @@ from services.scheduler.domain.suspending import frees, left_bytes, share
 from shared.contracts.node import InstanceState
 
 if TYPE_CHECKING:
+    from services.scheduler.domain.heard import Seen
     from services.scheduler.domain.state import ClusterState
 
 _READY = InstanceState.READY
 
 
 class Booking(NamedTuple):
-    """Bytes of one device. `held` is never let over `budget`; `held - leaving + claimed` neither."""
+    """Bytes of one device. `held - leaving + claimed` is never let over `budget`; `held` only by starts that wait on their node for bytes of
+    what is leaving."""
 
     key: str
     """node/device"""
@@ -48,6 +50,8 @@ class Booking(NamedTuple):
     """What the node's loader measured, to two digits: finer differences tell nothing, and would tell every device from every other."""
     from_afar: float | None = None
     """… of its link to remote sources; None: nothing."""
+    going: int = 0
+    """Of `leaving`, what nothing keeps there any more."""
 
 
 def device_key(node: str, device_id: str) -> str:
@@ -65,7 +69,7 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     Bytes count as held from the moment a start is sent until the nodeagent reports the instance gone; and what a nodeagent holds
     beyond the instances known here (a process not proved gone yet) counts too.
     """
-    held = claimed = leaving = known = idle = movable = 0
+    held = claimed = leaving = going = known = idle = movable = 0
     idle_since = float("inf")
     key, instances, reports = device_key(node, device_id), state.instances, state.seen
     for instance_id in state.by_device.get(key, ()):
@@ -78,10 +82,11 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
         held += holds
         if seen is not None and (parked or seen.status.state.holds_memory):
             known += holds
-        if i.leaving in ("suspend", "suspend_if_idle"):
-            leaving += frees(state, i) if i.state is _READY else _drained(state, i)
-        elif i.leaving != "no":
-            leaving += holds
+        if i.leaving != "no":
+            suspends = i.leaving in ("suspend", "suspend_if_idle")
+            freed = (frees(state, i) if i.state is _READY else _drained(state, i)) if suspends else holds
+            leaving += freed
+            going += freed if drained(seen) else 0
         elif parked:
             if holds and not _pinned(state, i):
                 movable += holds
@@ -135,7 +140,15 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
         reachable=reachable,
         bytes_per_second=speed,
         from_afar=rounded_speed(afar(loader.status)) if loader else None,
+        going=going,
     )
+
+
+def drained(seen: Seen | None) -> bool:
+    """Whether an instance that is to leave has nothing more to do."""
+    if seen is None or seen.status.state is not InstanceState.DRAINING:
+        return False
+    return not (seen.status.load.active or seen.status.load.waiting)
 
 
 def _drained(state: ClusterState, i: Instance) -> int:

@@ -7,7 +7,6 @@ from dataclasses import field
 from services.scheduler.domain.demand import answer_demand, forget_old_demand, hear_demand
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import Effect, StepDown
-from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.events import (
     AddModelsAsked,
     ChangeNodeAsked,
@@ -28,9 +27,9 @@ from services.scheduler.domain.events import (
     WaiterGone,
     WakeAsked,
 )
-from services.scheduler.domain.failures import refused, start_failed
+from services.scheduler.domain.failures import refused, resume_refused, start_failed
 from services.scheduler.domain.heard import LoaderPresence, Pause, Presence, Waiter
-from services.scheduler.domain.lifecycle import conclude, release, stays_suspended
+from services.scheduler.domain.lifecycle import release
 from services.scheduler.domain.migrating import ask, drain_node, forget_waiter, hear
 from services.scheduler.domain.objectives import adapt
 from services.scheduler.domain.observe import end_stalled_starts, hear_node, lose_silent_nodes
@@ -118,22 +117,12 @@ def _start_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
     if error.code == StaleToken.code:
         d.emit(StepDown(d.state.epoch + EPOCHS_SKIPPED))
     elif instance.state is InstanceState.RESUMING:
-        _resume_refused(d, instance, error)
+        resume_refused(d, instance, error)
     elif error.code == InsufficientMemory.code:
         refused(d, instance)
     elif instance_id not in d.state.seen:
         release(d, instance)
         start_failed(d, instance, error)
-
-
-def _resume_refused(d: Draft, i: Instance, error: ErrorBody) -> None:
-    """No room after all: promised anew once the node tells what it has. Not there any more: another one is started."""
-    if error.code == InsufficientMemory.code:
-        stays_suspended(d, i, error.message)
-        for device in i.device_ids:
-            d.put(Pause(f"{i.node}/{device}", d.now + d.policy.shun_pause))
-    else:
-        conclude(d, i, "cancelled", error.message, error)
 
 
 def _stop_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:

@@ -7,11 +7,11 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.heard import ModelDemand, Pause, Pressure, Trouble, Unmet, Waiter
-from services.scheduler.domain.lifecycle import conclude, finish_plan, leave, release
+from services.scheduler.domain.lifecycle import conclude, finish_plan, leave, release, stays_suspended
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import LoadFailed
-from shared.errors import InvalidModel, from_body
+from shared.errors import InsufficientMemory, InvalidModel, from_body
 
 MAX_ATTEMPTS = 2
 """Starts tried before those who wait are told."""
@@ -85,6 +85,18 @@ def refused(d: Draft, i: Instance) -> None:
     """The nodeagent had no room after all: the bytes are promised anew once its status tells what it has."""
     conclude(d, i, "cancelled", "the nodeagent refused the reservation")
     release(d, i)
+    _shun(d, i)
+
+
+def resume_refused(d: Draft, i: Instance, error: ErrorBody) -> None:
+    """No room after all: promised anew once the node tells what it has. Not there any more: another one is started."""
+    if error.code == InsufficientMemory.code:
+        stays_suspended(d, i, error.message)
+        _shun(d, i)
+    else:
+        conclude(d, i, "cancelled", error.message, error)
+
+
+def _shun(d: Draft, i: Instance) -> None:
     for device in i.device_ids:
-        subject = f"{i.node}/{device}"
-        d.put(Pause(subject, d.now + d.policy.shun_pause))
+        d.put(Pause(f"{i.node}/{device}", d.now + d.policy.shun_pause))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from services.scheduler.domain.booking import book, device_key, rounded_speed
+from services.scheduler.domain.booking import book, device_key, drained, rounded_speed
 from services.scheduler.domain.cost.links import afar, busy_until
 from services.scheduler.domain.entities import Entity, Instance, Model, Node
 from services.scheduler.domain.heard import ANYWHERE, Estimate, LoaderPresence, Presence, Seen
@@ -55,7 +55,7 @@ def _counts(seen: Seen | None) -> tuple[object, ...]:
     status = seen.status
     kept = status.memory.reserved if status.state.parked else None
     possible = (status.suspension.possible, status.suspension.assessed)
-    return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes)
+    return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes, drained(seen))
 
 
 def remind(state: ClusterState, i: Instance) -> None:

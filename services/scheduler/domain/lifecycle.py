@@ -126,12 +126,21 @@ def _clear(d: Draft, victims: list[Instance], short: int, reason: str) -> None:
 
 def send_start(d: Draft, instance: Instance) -> None:
     """The bytes are there: have the nodeagent start it and the loader fetch its weights (unless the engine does) at the same time. One that
-    is suspended has all it needs."""
+    is suspended has all it needs. While something else leaves its devices it may wait there for what is not free yet after all."""
     model = d.state.models[instance.model]
     sent = replace(instance, sent_at=d.now, token=d.token())
     d.put(sent)
+    beside = (i for device in sent.device_ids for i in d.state.on_device(sent.node, device))
+    wait_ms = int(d.policy.grant_wait * 1e3) if any(i.leaving != "no" for i in beside) else 0
     if sent.state is InstanceState.RESUMING:
-        resume = ResumeInstance(token=sent.token, plan_id=sent.plan_id, instance_id=sent.instance_id, traceparent=sent.traceparent)
+        resume = ResumeInstance(
+            token=sent.token,
+            plan_id=sent.plan_id,
+            instance_id=sent.instance_id,
+            traceparent=sent.traceparent,
+            priority=model.card.spec.priority,
+            wait_ms=wait_ms,
+        )
         d.emit(SendResume(sent.node, resume, sent.requested_at, sent.planned_at, d.now > sent.planned_at))
         return
     if not model.card.spec.loads_itself:
@@ -154,6 +163,8 @@ def send_start(d: Draft, instance: Instance) -> None:
         reserve_bytes=sent.reserve_bytes,
         kv_bytes=sent.kv_bytes,
         traceparent=sent.traceparent,
+        priority=model.card.spec.priority,
+        wait_ms=wait_ms,
     )
     d.emit(SendStart(sent.node, command, sent.requested_at, sent.planned_at, d.now > sent.planned_at))
 

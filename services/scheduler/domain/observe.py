@@ -13,7 +13,7 @@ from services.scheduler.domain.ahead import being_parked, failed
 from services.scheduler.domain.draft import TOKENS_PER_EPOCH, Draft
 from services.scheduler.domain.effects import StepDown
 from services.scheduler.domain.entities import Device, Instance, Leaving, Node
-from services.scheduler.domain.failures import crashed, stalled, start_failed
+from services.scheduler.domain.failures import crashed, refused, resume_refused, stalled, start_failed
 from services.scheduler.domain.heard import LoaderPresence, Presence, Seen
 from services.scheduler.domain.lifecycle import became_ready, became_suspended, conclude, send_stop, stays_suspended
 from services.scheduler.domain.needs import learn_need
@@ -21,7 +21,7 @@ from services.scheduler.domain.objectives import count_completed
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
-from shared.errors import EngineFailed, ThawError
+from shared.errors import EngineFailed, InsufficientMemory, ThawError
 
 
 def hear_node(d: Draft, status: NodeStatus) -> None:
@@ -62,6 +62,8 @@ def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
         case InstanceState.FAILED if i.state.parked:
             conclude(d, i, "failed", "its process ended while it was suspended", s.error)
             failed(d, i.model, "its process ended while it was suspended")
+        case InstanceState.FAILED if i.ready_at is None and _no_room(s):
+            refused(d, i)
         case InstanceState.FAILED if i.ready_at is None:
             start_failed(d, i, s.error or EngineFailed(f"the start of {i.label} failed on {i.node}").body())
         case InstanceState.FAILED:
@@ -86,15 +88,24 @@ def _known(d: Draft, i: Instance, s: InstanceStatus) -> None:
 
 
 def _suspended(d: Draft, i: Instance, s: InstanceStatus) -> None:
-    """1. Its resumption is on its way there. 2. Suspended just now. 3. It was, and is to go for good."""
-    if i.state is InstanceState.RESUMING and i.sent_at is not None and d.now - i.sent_at <= d.policy.absence_grace:  # 1
+    """1. Its resumption has waited there for room in vain. 2. It is on its way there, or waits. 3. Suspended just now. 4. It was, and is to go
+    for good."""
+    resuming = i.state is InstanceState.RESUMING
+    if resuming and s.token >= i.token and s.error is not None and _no_room(s):  # 1
+        resume_refused(d, i, s.error)
+    elif resuming and i.sent_at is not None and d.now - i.sent_at <= d.policy.absence_grace + d.policy.grant_wait:  # 2
         return
-    if i.state is InstanceState.RESUMING:
+    elif resuming:
         stays_suspended(d, i, "its node did not resume it")
-    elif not i.state.parked:  # 2
+    elif not i.state.parked:  # 3
         became_suspended(d, i, s)
-    elif i.leaving != "no" and i.stop_at is not None and d.now - i.stop_at > d.policy.stop_repeat:  # 3
+    elif i.leaving != "no" and i.stop_at is not None and d.now - i.stop_at > d.policy.stop_repeat:  # 4
         send_stop(d, i)
+
+
+def _no_room(s: InstanceStatus) -> bool:
+    """Whether its node has kept it waiting for bytes until its time was over."""
+    return s.error is not None and s.error.code == InsufficientMemory.code and bool(s.error.should_retry)
 
 
 def _waits_to_resume(d: Draft, i: Instance, s: InstanceStatus) -> None:

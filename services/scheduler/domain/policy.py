@@ -47,6 +47,9 @@ class Policy:
     """Demand older than a failure is ignored this long: those waiters are just being told."""
     busy_pause: float = 1.0
     """An instance that refused to leave because it is serving is not asked again before this."""
+    grant_wait: float = 10.0
+    """A start or a resumption may go to its node before what leaves there has left, and waits there so long for its bytes; 0: it is sent when
+    they are reported free, and refused if they are not."""
     shun_pause: float = 1.0
     """A device whose nodeagent refused a reservation is left alone this long."""
     stop_repeat: float = 5.0

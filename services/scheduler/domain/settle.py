@@ -2,7 +2,7 @@
 
 1. Operators are answered whose wish has come true.
 2. Instances leave: of removed or changed models, on drained nodes, past their keep-alive, and starts that nobody wants any more.
-3. Claims whose bytes the nodeagent has reported free are sent, in the order they were made.
+3. Claims whose bytes the nodeagent has reported free are sent, in the order they were made; some before that, to wait for them there.
 4. Models that want more instances than they have are placed: higher priority first, then the one that has waited longest.
 5. With nobody waiting, models that are to be parked ahead of their first request are started for that (ahead.py).
 6. With nobody waiting still, weights of models that are likely to be asked for are brought to nodes (prefetching.py).
@@ -14,9 +14,10 @@ the mere passing of time is looked at with each Tick.
 from __future__ import annotations
 
 from services.scheduler.domain.ahead import park_some, taken_up
-from services.scheduler.domain.booking import booking, claims
+from services.scheduler.domain.booking import Booking, booking, claims
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
+from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.heard import Waiter
 from services.scheduler.domain.lifecycle import answer_awake, leave, send_start
 from services.scheduler.domain.migrating import advance
@@ -82,9 +83,17 @@ def send_claims(d: Draft, devices: list[tuple[str, str]]) -> None:
         for i in claims(d.state, node, device):
             more = share(i, i.reserve_bytes) - left_bytes(d.state, i)
             booked = [booking(d.state, node, each) for each in i.device_ids]
-            if any(b.held + more > b.budget for b in booked):
+            if any(b.held + more > b.budget for b in booked) and not _waits_there(d, i, more, booked):
                 break
             send_start(d, i)
+
+
+def _waits_there(d: Draft, i: Instance, more: int, booked: list[Booking]) -> bool:
+    """Whether it may be sent before its bytes are free: its node will grant them when those that have nothing more to do are gone, and until
+    then nothing of it takes memory. (The loader would fetch weights at once.)"""
+    if d.policy.grant_wait <= 0 or not (i.resumes or d.state.models[i.model].card.spec.loads_itself):
+        return False
+    return all(b.held - b.going + more <= b.budget for b in booked)
 
 
 def _give_up_hopeless_claims(d: Draft, node: str, device: str) -> None:

@@ -11,8 +11,9 @@ from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import PASSES, Reservation, grant
 from services.nodeagent.domain.state import Process
+from services.nodeagent.domain.status import instance_status
 from shared.contracts.node import InstanceState
-from tests.unit.nodeagent.world import ERROR, World, start, stop
+from tests.unit.nodeagent.world import ERROR, World, resume, start, stop
 
 
 def r(name: str, nbytes: int, *devices: str, priority: int = 0, since: float = 0.0) -> Reservation:
@@ -166,3 +167,18 @@ def test_a_suspended_instance_grows_into_its_reservation() -> None:
     queue = (replace(r("a", 60, "cpu:0")),)
     chosen, _ = grant(queue, w.state.ledger.rebook("b", ("cpu:0",), 40))
     assert chosen is not None, "what it has left is part of what it needs"
+
+
+def test_a_resumption_that_waited_in_vain_is_suspended_still_and_says_why() -> None:
+    w = World()
+    w.suspended("a", pid=1, left=8, reserve=60)
+    w.ready("b", pid=2, reserve=60)
+    w.hear(e.ResumeCommand(resume("a", wait_ms=1000), 70))
+    w.hear(e.Tick(), 1.0)
+    told = instance_status(w.state, w["a"], 0, 0, (), 0.0)
+    assert told.state is InstanceState.SUSPENDED
+    assert told.error is not None
+    assert told.error.should_retry
+    assert told.token == w["a"].token, "of the command that it answers"
+    w.hear(e.ResumeCommand(resume("a", wait_ms=1000), 71))
+    assert instance_status(w.state, w["a"], 0, 0, (), 0.0).error is None

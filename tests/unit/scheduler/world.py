@@ -58,12 +58,18 @@ class Running:
     left: int = 0
     private: int = 0
     suspension: Suspension = Suspension()
+    token: int = 0
+    """Of the last command, if that was a resumption."""
+    queued_until: float | None = None
+    """Its start, or its resumption, waits for bytes."""
 
     @property
     def reserved(self) -> int:
         """What is booked for it."""
         if self.state.parked:
             return self.left
+        if self.queued_until is not None:
+            return 0
         return self.command.reserve_bytes if self.state.holds_memory else 0
 
 
@@ -91,13 +97,28 @@ class Agent:
         each = more // len(command.device_ids)
         return all(self.reserved(d) + each <= self.budget for d in command.device_ids)
 
-    def start(self, command: StartInstance) -> ErrorBody | None:
+    def start(self, command: StartInstance, now: float) -> ErrorBody | None:
         if command.token < self.highest:
             return StaleToken().body()
         self.highest = command.token
-        assert self.fits(command, command.reserve_bytes), "the scheduler booked more than there is"
-        self.instances.setdefault(command.instance_id, Running(command))
+        fits = self.fits(command, command.reserve_bytes)
+        assert fits or command.wait_ms, "the scheduler booked more than there is"
+        state = InstanceState.LOADING if fits else InstanceState.PREPARING
+        until = None if fits else now + command.wait_ms / 1e3
+        self.instances.setdefault(command.instance_id, Running(command, state=state, queued_until=until))
         return None
+
+    def settle(self, now: float) -> None:
+        """Whoever waits is granted its bytes, or gives up."""
+        for r in self.instances.values():
+            if r.queued_until is None:
+                continue
+            parked = r.state.parked
+            if now >= r.queued_until:
+                r.queued_until, r.error = None, no_room()
+                r.state = r.state if parked else InstanceState.FAILED
+            elif self.fits(r.command, r.suspension.need_bytes - r.left if parked else r.command.reserve_bytes):
+                r.queued_until, r.state = None, InstanceState.RESUMING if parked else InstanceState.LOADING
 
     def stop(self, effect: SendStop) -> ErrorBody | None:
         command = effect.command
@@ -105,6 +126,9 @@ class Agent:
             return StaleToken().body()
         self.highest = command.token
         r = self.instances.get(command.instance_id)
+        if r is not None and r.queued_until is not None:
+            r.queued_until = None
+            r.state = r.state if r.state.parked else InstanceState.STOPPED
         if r is not None and r.state.parked:
             r.stopped = True
         if r is None or not r.state.holds_memory:
@@ -123,13 +147,17 @@ class Agent:
         r.state, r.suspending = InstanceState.DRAINING, True
         return None
 
-    def resume(self, effect: SendResume) -> ErrorBody | None:
+    def resume(self, effect: SendResume, now: float) -> ErrorBody | None:
         self.highest = max(self.highest, effect.command.token)
         r = self.instances.get(effect.command.instance_id)
         if r is None or not r.state.parked:
             return NotFound(f"{effect.command.instance_id} is not here").body()
+        r.token, r.error = effect.command.token, None
         more = r.suspension.need_bytes - r.left
         if not self.fits(r.command, more):
+            if effect.command.wait_ms:
+                r.queued_until = now + effect.command.wait_ms / 1e3
+                return None
             return InsufficientMemory("no room", should_retry=True).body()
         r.state = InstanceState.RESUMING
         return None
@@ -142,6 +170,7 @@ class Agent:
                 r.state = InstanceState.STOPPED
 
     def status(self, now: float) -> NodeStatus:
+        self.settle(now)
         self.seq += 1
         return NodeStatus(
             node=self.node,
@@ -165,7 +194,7 @@ def _status(r: Running, now: float) -> InstanceStatus:
     return InstanceStatus(
         instance_id=c.instance_id,
         plan_id=c.plan_id,
-        token=c.token,
+        token=r.token or c.token,
         model=c.card.name,
         generation=c.card.generation,
         revision=c.card.info.revision,
@@ -227,7 +256,7 @@ class World:
                 self.send(StopRefused(self.now, effect.command.instance_id, refused))
             return
         if isinstance(effect, SendStart | SendResume):
-            error = agent.start(effect.command) if isinstance(effect, SendStart) else agent.resume(effect)
+            error = agent.start(effect.command, self.now) if isinstance(effect, SendStart) else agent.resume(effect, self.now)
             again: Event = (
                 StartRefused(self.now, effect.command.instance_id, error)
                 if error

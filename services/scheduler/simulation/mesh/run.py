@@ -102,6 +102,8 @@ class Simulation:
             # Nodes and the gateway are heard of as long as there is something to say; only one that has failed falls silent.
             node_lost_after=NODE_LOST_AFTER_S if fails else inf,
             demand_lost_after=inf,
+            # Its nodes keep no queue of reservations: what a status message takes is all that one would save.
+            grant_wait=0.0,
             recovery_window=0.0,
             demand_settle=0.0,
         )

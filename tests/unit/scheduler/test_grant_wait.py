@@ -1,0 +1,142 @@
+"""Starts and resumptions that go to their node while their victims still leave, and wait there for the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.scheduler.domain.booking import booking
+from services.scheduler.domain.effects import SendPrepare, SendResume, SendStop
+from services.scheduler.domain.policy import Policy
+from shared.contracts.node import InstanceState
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.world import Running, World
+
+READY, DRAINING, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.FAILED
+PREPARING, RESUMING, SUSPENDED = InstanceState.PREPARING, InstanceState.RESUMING, InstanceState.SUSPENDED
+HOSTED: dict[str, Any] = {"engine": "vllm", "memory": 324 * MIB}
+"""Its engine reads its weights itself: nothing of it takes memory before its node forks it."""
+ONE = 400 * MIB
+
+
+def two(w: World, **second: Any) -> Running:
+    """A device that holds one, an idle instance of "a" on it, and "b", which has been asked for."""
+    w.node(budget=ONE)
+    w.model("a")
+    w.model("b", **second)
+    victim = w.up("a")
+    w.demand("b")
+    return victim
+
+
+def test_it_is_sent_when_its_victim_has_nothing_more_to_do(w: World) -> None:
+    victim = two(w, **HOSTED, priority=3)
+    assert not w.starts("b"), "its node has not said yet that the victim drains"
+    w.hear()
+    assert victim.state is DRAINING
+    (start,) = w.starts("b")
+    assert (start.command.wait_ms, start.command.priority) == (10_000, 3)
+    booked = booking(w.state, "n1", "cpu:0")
+    assert booked.going == 324 * MIB
+    assert booked.held > booked.budget >= booked.held - booked.leaving
+    assert w.of("b")[0].state is PREPARING, "it waits"
+    w.finish_stops()
+    w.get_ready("b")
+    assert w.of("b", READY)
+    assert len(w.starts("b")) == 1, "sent once"
+
+
+def test_not_while_the_victim_serves(w: World) -> None:
+    victim = two(w, **HOSTED)
+    victim.active = 1
+    w.hear()
+    assert not w.starts("b")
+    victim.active = 0
+    w.hear()
+    assert len(w.starts("b")) == 1
+
+
+def test_weights_are_not_fetched_into_bytes_that_are_still_the_victims(w: World) -> None:
+    two(w)
+    w.hear()
+    assert not w.starts("b")
+    assert [e.command.card.name for e in w.sent(SendPrepare)] == ["a"]
+    w.finish_stops()
+    (start,) = w.starts("b")
+    assert start.command.wait_ms == 0, "nothing leaves there any more"
+
+
+def test_nothing_waits_on_a_node_if_that_is_off() -> None:
+    w = World(policy=Policy(grant_wait=0.0))
+    two(w, **HOSTED)
+    w.hear()
+    assert not w.starts("b")
+    w.finish_stops()
+    assert [s.command.wait_ms for s in w.starts("b")] == [0]
+
+
+def test_the_next_in_line_does_not_count_on_the_same_bytes(w: World) -> None:
+    two(w, **HOSTED)
+    w.model("c", **HOSTED)
+    w.demand("c")
+    w.hear()
+    assert (len(w.starts("b")), len(w.starts("c"))) == (1, 0)
+
+
+def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> None:
+    """Its node says so in its status; it is placed anew, as after a refusal."""
+    two(w, **HOSTED)
+    w.hear()
+    w.now += 10.0
+    w.hear()
+    assert w.agents["n1"].instances[w.starts("b")[0].command.instance_id].state is FAILED
+    assert not w.state.trouble
+    assert w.state.models["b"].error is None
+    w.finish_stops()
+    w.tick(1.5)
+    w.demand("b")
+    assert len(w.starts("b")) == 2
+
+
+@pytest.fixture
+def resuming(w: World) -> Running:
+    """A suspended instance of "b" whose resumption has been sent while the one of "a" leaves."""
+    w.node(budget=ONE)
+    w.model("b")
+    running = w.up("b")
+    w.suspendable(running, left=8 * MIB)
+    w.sleep("b")
+    w.finish_stops()
+    w.model("a")
+    w.up("a")
+    w.demand("b")
+    assert w.sent(SendStop)
+    assert not w.sent(SendResume)
+    w.hear()
+    assert [e.command.wait_ms for e in w.sent(SendResume)] == [10_000]
+    assert running.state is SUSPENDED
+    return running
+
+
+def test_a_resumption_waits_too(w: World, resuming: Running) -> None:
+    for _ in range(4):
+        w.tick(1.0)
+    assert len(w.sent(SendResume)) == 1, "though it is suspended still for longer than a command may take"
+    w.finish_stops()
+    assert resuming.state is RESUMING
+    w.get_ready("b")
+    assert [i.state for i in w.state.of_model("b")] == [READY]
+
+
+def test_a_resumption_that_waited_in_vain_is_asked_for_again(w: World, resuming: Running) -> None:
+    w.tick(10.0)
+    assert resuming.error is not None
+    assert [i.state for i in w.state.of_model("b")] == [SUSPENDED]
+    w.finish_stops()
+    w.tick(1.5)
+    w.demand("b")
+    assert len(w.sent(SendResume)) == 2
+    assert resuming.state is RESUMING
+    w.get_ready("b")
+    assert w.of("b", READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from pydantic import SecretStr
 
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
-from tests.support.engines import Engines, ZygoteProcess
+from tests.integration.engine.processes import exited, forked
+from tests.support.engines import Engines, ZygoteClient, ZygoteProcess
+from tests.support.segments import FakeLoader, card_of
 from tests.support.servers import NatsServer
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -51,3 +54,35 @@ async def engines(mesh: Mesh, nats_server: NatsServer, tmp_path: Path, request: 
     await engines.start()
     yield engines
     engines.close()
+
+
+@pytest.fixture
+async def loader(mesh: Mesh, engines: Engines) -> AsyncIterator[FakeLoader]:
+    loader = FakeLoader(mesh, engines.node)
+    await loader.start()
+    yield loader
+    loader.close()
+
+
+@pytest.fixture
+async def client(zygote: ZygoteProcess) -> AsyncIterator[ZygoteClient]:
+    client = await zygote.connect()
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def instance(
+    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path
+) -> AsyncIterator[tuple[str, int]]:
+    """A ready engine of the demo model, and its pid."""
+    start = engines.spec(card_of(demo_directory))
+    pid = await forked(client, start)
+    report = await engines.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    yield start.instance_id, pid
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    await exited(client, pid)

@@ -25,14 +25,6 @@ ASKED: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 12, "temperature":
 
 
 @pytest.fixture
-async def loader(mesh: Mesh, engines: Engines) -> AsyncIterator[FakeLoader]:
-    loader = FakeLoader(mesh, engines.node)
-    await loader.start()
-    yield loader
-    loader.close()
-
-
-@pytest.fixture
 async def instance(engines: Engines, loader: FakeLoader, zygote: ZygoteProcess, demo_directory: Path) -> AsyncIterator[str]:
     """A ready engine of the demo model with room for 60 KB of adapters: two of theirs."""
     client = await zygote.connect()

@@ -1,86 +1,23 @@
-"""Engine processes over real NATS: start, answer, drain, fail, and leave."""
+"""Engine processes over real NATS: start, answer, drain, and leave."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 import signal
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.engine import DrainEngine, EngineExited, EngineForked, EngineReport, EngineStart, PingEngine
-from shared.contracts.inference import (
-    CancelInfer,
-    EmbeddingsFinished,
-    InferChunk,
-    InferFailed,
-    InferFinished,
-    InferStarted,
-)
-from shared.contracts.loader import AttachWeights, WeightsAttached
+from shared.contracts.engine import DrainEngine, EngineReport, PingEngine
+from shared.contracts.inference import CancelInfer, EmbeddingsFinished, InferChunk, InferFailed, InferFinished, InferStarted
 from shared.contracts.phases import Phase
-from shared.errors import CheckpointInvalid, InstanceBusy, Unreachable
-from shared.messaging import Mesh
-from tests.support.engines import Engines, Stream, ZygoteClient, ZygoteProcess
+from shared.errors import InstanceBusy, Unreachable
+from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
+from tests.support.engines import Engines, ZygoteClient
 from tests.support.segments import FakeLoader, card_of
-
-SLOW: dict[str, Any] = {"prompt": "abc", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
-"""Takes about a second: long enough to be found running."""
-
-
-@pytest.fixture
-async def loader(mesh: Mesh, engines: Engines) -> AsyncIterator[FakeLoader]:
-    loader = FakeLoader(mesh, engines.node)
-    await loader.start()
-    yield loader
-    loader.close()
-
-
-@pytest.fixture
-async def client(zygote: ZygoteProcess) -> AsyncIterator[ZygoteClient]:
-    client = await zygote.connect()
-    yield client
-    await client.close()
-
-
-async def forked(client: ZygoteClient, start: EngineStart) -> int:
-    client.send(start.model_dump_json().encode())
-    told = await client.hear()
-    assert isinstance(told, EngineForked), told
-    assert told.instance_id == start.instance_id
-    return told.pid
-
-
-async def exited(client: ZygoteClient, pid: int) -> int:
-    while True:
-        told = await client.hear()
-        if isinstance(told, EngineExited) and told.pid == pid:
-            return told.returncode
-
-
-@pytest.fixture
-async def instance(
-    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path
-) -> AsyncIterator[tuple[str, int]]:
-    """A ready engine of the demo model, and its pid."""
-    start = engines.spec(card_of(demo_directory))
-    pid = await forked(client, start)
-    report = await engines.settled(start.instance_id)
-    assert report.state == "ready", report.error
-    yield start.instance_id, pid
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    await exited(client, pid)
 
 
 async def test_a_start_is_told_with_its_phases(engines: Engines, instance: tuple[str, int], loader: FakeLoader) -> None:
@@ -153,10 +90,6 @@ async def test_embeddings_of_a_generating_model(engines: Engines, instance: tupl
     assert isinstance(done, EmbeddingsFinished)
     assert done.dimensions == 64
     assert done.vectors[0] == done.vectors[2] != done.vectors[1]
-
-
-async def until_streaming(stream: Stream) -> None:
-    await stream.until(lambda r: any(isinstance(m, InferChunk) for m in r))
 
 
 async def test_a_cancelled_request_ends_without_a_last_message(engines: Engines, instance: tuple[str, int]) -> None:
@@ -248,167 +181,3 @@ async def test_the_kv_cache_is_shared_by_waiting(
     assert never.replies[-1].error.code == "context_length_exceeded"
     os.kill(pid, signal.SIGTERM)
     assert await exited(client, pid) == 0
-
-
-# Starts that fail
-
-
-def without_a_tensor(directory: Path) -> None:
-    weights = load_file(directory / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
-
-
-def with_a_wrong_shape(directory: Path) -> None:
-    weights = load_file(directory / "model.safetensors")
-    weights["model.norm.weight"] = weights["model.norm.weight"][:32]
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
-
-
-def without_a_tokenizer(directory: Path) -> None:
-    (directory / "tokenizer.json").unlink()
-
-
-def with_a_damaged_tokenizer(directory: Path) -> None:
-    (directory / "tokenizer.json").write_text((directory / "tokenizer.json").read_text()[:5000])
-
-
-def with_config(directory: Path, **changes: object) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changes))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "code", "named"),
-    [
-        (without_a_tensor, "checkpoint_invalid", "layers.1.mlp.up_proj"),
-        (with_a_wrong_shape, "checkpoint_invalid", "model.norm.weight is [32] and must be [64]"),
-        (without_a_tokenizer, "checkpoint_invalid", "tokenizer"),
-        (with_a_damaged_tokenizer, "checkpoint_invalid", "tokenizer"),
-        (lambda d: with_config(d, model_type="nonesuch"), "unsupported_architecture", "nonesuch"),
-        (lambda d: with_config(d, model_type="vit"), "unsupported_architecture", "vit"),
-        (lambda d: with_config(d, quantization_config={"quant_method": "gptq"}), "unsupported_architecture", "quantised"),
-    ],
-)
-async def test_what_cannot_be_served_is_told_and_the_process_ends(
-    engines: Engines,
-    loader: FakeLoader,
-    client: ZygoteClient,
-    demo_directory: Path,
-    tmp_path: Path,
-    spoil: Callable[[Path], None],
-    code: str,
-    named: str,
-) -> None:
-    directory = tmp_path / "spoilt"
-    shutil.copytree(demo_directory, directory)
-    spoil(directory)
-    start = engines.spec(card_of(directory))
-    pid = await forked(client, start)
-    report = await engines.settled(start.instance_id)
-    assert report.error is not None
-    assert (report.state, report.error.code) == ("failed", code)
-    assert named in report.error.message
-    assert await exited(client, pid) == 1
-
-
-async def test_a_load_that_fails_keeps_its_class(engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path) -> None:
-    loader = FakeLoader(mesh, engines.node, error=CheckpointInvalid("model.safetensors is truncated"))
-    await loader.start()
-    start = engines.spec(card_of(demo_directory))
-    pid = await forked(client, start)
-    report = await engines.settled(start.instance_id)
-    assert report.error is not None
-    assert (report.error.code, report.error.message) == ("checkpoint_invalid", "model.safetensors is truncated")
-    assert await exited(client, pid) == 1
-    loader.close()
-
-
-async def test_kv_bytes_that_hold_nothing(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path) -> None:
-    start = engines.spec(card_of(demo_directory), kv_bytes=1000)
-    pid = await forked(client, start)
-    report = await engines.settled(start.instance_id)
-    assert report.error is not None
-    assert report.error.code == "insufficient_memory"
-    assert await exited(client, pid) == 1
-
-
-async def test_binding_goes_on_while_bytes_arrive(engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path) -> None:
-    loader = FakeLoader(mesh, engines.node, hold=True)
-    await loader.start()
-    start = engines.spec(card_of(demo_directory))
-    pid = await forked(client, start)
-    bound = await engines.reported(start.instance_id, lambda r: r.phase is Phase.LOAD)
-    assert Phase.INIT in {s.phase for s in bound.phases}
-    assert bound.state == "loading"
-    loader.release_data()
-    assert (await engines.settled(start.instance_id)).state == "ready"
-    with_data = await engines.answer(start.instance_id, "completion", prompt="abc", max_tokens=8, temperature=0)
-    assert len(set(with_data.tokens())) > 1
-    os.kill(pid, signal.SIGTERM)
-    assert await exited(client, pid) == 0
-    loader.close()
-
-
-async def test_a_loader_that_was_restarted_is_followed(
-    engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
-) -> None:
-    """The engine starts before there is a loader, and has mapped a segment that is replaced before it is complete."""
-    start = engines.spec(card_of(demo_directory))
-    pid = await forked(client, start)
-    await engines.reported(start.instance_id, lambda r: r.state == "loading")
-    loader = FakeLoader(mesh, engines.node, hold=True)
-    await loader.start()
-    await engines.reported(start.instance_id, lambda r: r.phase is Phase.LOAD)
-    loader.replace()
-    loader.release_data()
-    assert (await engines.settled(start.instance_id)).state == "ready"
-    stream = await engines.answer(start.instance_id, "completion", prompt="abc", max_tokens=8, temperature=0)
-    assert len(set(stream.tokens())) > 1
-    os.kill(pid, signal.SIGTERM)
-    assert await exited(client, pid) == 0
-    loader.close()
-
-
-async def test_a_question_that_the_loader_lost_is_asked_again(
-    engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
-) -> None:
-    """As when the loader, or NATS, is killed between the question and the answer: nothing tells the engine of that."""
-
-    class Forgetful(FakeLoader):
-        async def _attach(self, command: AttachWeights) -> WeightsAttached:
-            if command.until not in self.asked:
-                self.asked.append(command.until)
-                await asyncio.Event().wait()
-            return await super()._attach(command)
-
-    loader = Forgetful(mesh, engines.node)
-    await loader.start()
-    start = engines.spec(card_of(demo_directory))
-    pid = await forked(client, start)
-    assert (await engines.settled(start.instance_id)).state == "ready"
-    assert loader.asked == ["index", "index", "complete", "complete"]
-    os.kill(pid, signal.SIGTERM)
-    assert await exited(client, pid) == 0
-    loader.close()
-
-
-async def test_it_starts_without_a_zygote_too(engines: Engines, loader: FakeLoader, demo_directory: Path) -> None:
-    start = engines.spec(card_of(demo_directory))
-    process = engines.spawn(start)
-    report = await engines.settled(start.instance_id)
-    assert (report.state, report.pid) == ("ready", process.pid)
-    assert (await engines.answer(start.instance_id, "completion", prompt="a", max_tokens=3)).finish() == "length"
-    await engines.mesh.request(subjects.engine_control(start.instance_id), DrainEngine(), Done)
-    assert await asyncio.to_thread(process.wait, 30) == 0
-
-
-async def test_a_signal_while_loading_ends_it(engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path) -> None:
-    loader = FakeLoader(mesh, engines.node, hold=True)
-    await loader.start()
-    start = engines.spec(card_of(demo_directory))
-    pid = await forked(client, start)
-    await engines.reported(start.instance_id, lambda r: r.phase is Phase.LOAD)
-    os.kill(pid, signal.SIGTERM)
-    assert await exited(client, pid) == 0
-    loader.close()

@@ -1,0 +1,31 @@
+"""Engines that a zygote forks, and a request that takes its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.contracts.engine import EngineExited, EngineForked, EngineStart
+from shared.contracts.inference import InferChunk
+from tests.support.engines import Stream, ZygoteClient
+
+SLOW: dict[str, Any] = {"prompt": "abc", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+"""Takes about a second: long enough to be found running."""
+
+
+async def forked(client: ZygoteClient, start: EngineStart) -> int:
+    client.send(start.model_dump_json().encode())
+    told = await client.hear()
+    assert isinstance(told, EngineForked), told
+    assert told.instance_id == start.instance_id
+    return told.pid
+
+
+async def exited(client: ZygoteClient, pid: int) -> int:
+    while True:
+        told = await client.hear()
+        if isinstance(told, EngineExited) and told.pid == pid:
+            return told.returncode
+
+
+async def until_streaming(stream: Stream) -> None:
+    await stream.until(lambda r: any(isinstance(m, InferChunk) for m in r))

@@ -7,6 +7,7 @@ Prints bytes and milliseconds, several sizes, so that latency can be set against
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -90,12 +91,22 @@ def spawn(mib: int) -> Process:
     return Process(child)
 
 
-@pytest.mark.parametrize("mib", [256, 1024, 4096])
-async def test_a_process_gives_the_device_up_and_gets_it_back(device: CudaDevice, way: CudaWay, groups: Groups, mib: int) -> None:
+@contextlib.contextmanager
+def computing(groups: Groups, mib: int) -> Iterator[tuple[Process, Target]]:
+    """A process that holds so many MiB, as what a nodeagent suspends; thawed and gone in the end."""
     process = spawn(mib)
     try:
+        yield process, Target("i", "vllm", ("cuda:0",), groups.gather("i", process.child.pid, include_host=True))
+    finally:
+        groups.thaw("i")
+        process.child.kill()
+        process.child.wait()
+
+
+@pytest.mark.parametrize("mib", [256, 1024, 4096])
+async def test_a_process_gives_the_device_up_and_gets_it_back(device: CudaDevice, way: CudaWay, groups: Groups, mib: int) -> None:
+    with computing(groups, mib) as (process, target):
         before = process.ask()
-        target = Target("i", "vllm", ("cuda:0",), groups.gather("i", process.child.pid, include_host=True))
         used = device.used_bytes(0, 0)
         started = time.perf_counter()
         taken = await way.suspend(target)
@@ -111,29 +122,19 @@ async def test_a_process_gives_the_device_up_and_gets_it_back(device: CudaDevice
             f"{moved / MIB:.0f} MiB: suspended in {suspended_ms:.0f} ms, restored in {restored_ms:.0f} ms "
             f"({moved / restored_ms / 1e6:.1f} GB/s)\n"
         )
-    finally:
-        groups.thaw("i")
-        process.child.kill()
-        process.child.wait()
 
 
 async def test_a_snapshot_goes_on_to_swap_and_comes_back(way: CudaWay, groups: Groups) -> None:
     """Whether the driver keeps it in memory that can be paged out at all is what this shows."""
     if why := way.cannot_spill():
         pytest.skip(why)
-    process = spawn(512)
-    try:
+    with computing(groups, 512) as (process, target):
         before = process.ask()
-        target = Target("i", "vllm", ("cuda:0",), groups.gather("i", process.child.pid, include_host=True))
         await way.suspend(target)
         freed = await way.spill(target)
         sys.stdout.write(f"{freed / MIB:.0f} MiB of host memory went to swap\n")
         await way.resume(target)
         assert process.ask() == before
-    finally:
-        groups.thaw("i")
-        process.child.kill()
-        process.child.wait()
 
 
 async def test_an_engine_of_several_processes_is_locked_whole_and_comes_back_whole(way: CudaWay, groups: Groups) -> None:
@@ -179,10 +180,8 @@ async def test_what_the_papers_order_does(way: CudaWay, groups: Groups) -> None:
     """The paper freezes first. CRIU's maintainers found that to hang: printed is what this driver does. If it answers, the process goes on."""
     if not groups.available:
         pytest.skip(groups.reason)
-    process = spawn(64)
-    try:
+    with computing(groups, 64) as (process, target):
         before = process.ask()
-        target = Target("i", "vllm", ("cuda:0",), groups.gather("i", process.child.pid, include_host=True))
         await asyncio.to_thread(groups.freeze, "i")
         asking = [sys.executable, "-c", FIRST_FROZEN, str(process.child.pid)]
         try:
@@ -194,10 +193,6 @@ async def test_what_the_papers_order_does(way: CudaWay, groups: Groups) -> None:
         sys.stdout.write(f"frozen before it was locked: {found}\n")
         await way.resume(target)
         assert process.ask() == before
-    finally:
-        groups.thaw("i")
-        process.child.kill()
-        process.child.wait()
 
 
 async def test_the_states_follow_the_published_order(way: CudaWay, groups: Groups) -> None:

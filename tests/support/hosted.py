@@ -126,6 +126,32 @@ class Hosts(Engines):
         await self.eventually(left, lambda pids: not pids)
 
 
+async def goes_on_from_anywhere(
+    hosts: Hosts, instance: str, endpoint: Any, undisturbed: HostedAnswer, body: dict[str, Any]
+) -> None:
+    """The answer to `body`, cut after each message and gone on with, is what it is undisturbed."""
+    replies = undisturbed.stream.replies
+    text, events = told(undisturbed.body)
+    whole = resume_of(replies)
+    for cut in range(2, len(replies) - 1):
+        resume = resume_of(replies[:cut])
+        if resume.choices[0].finish_reason is not None:
+            break
+        rest = await hosts.ask(instance, endpoint, resume=resume, **body)
+        await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
+        again = HostedAnswer(rest)
+        joined, joined_events = told(bytes_of(replies[:cut]) + again.body)
+        assert joined == text, cut
+        assert again.usage == undisturbed.usage, cut
+        assert {(e["id"], e["created"], e["object"]) for e in joined_events} == {
+            (e["id"], e["created"], e["object"]) for e in events
+        }
+        both = resume_of(rest.replies).choices[0]
+        assert resume.choices[0].token_ids + both.token_ids == whole.choices[0].token_ids, cut
+        assert both.finish_reason == whole.choices[0].finish_reason
+        assert [e.get("usage") for e in joined_events if e.get("usage")] == [e["usage"] for e in events if e.get("usage")]
+
+
 def hosted_card(source: Path | str, engine: str = "openai", *, context: int = 256, **options: Any) -> ModelCard:
     """A card as the scheduler makes it, without asking a loader."""
     spec = ModelSpec.model_validate(

@@ -31,7 +31,7 @@ from shared.contracts.migration import (
 )
 from shared.errors import Conflict, NotFound
 from tests.support.fake_tokens import prompt_of
-from tests.support.hosted import MIB, HostedAnswer, Hosts, bytes_of, fake_program, hosted_card, resume_of, told
+from tests.support.hosted import MIB, Hosts, fake_program, goes_on_from_anywhere, hosted_card, resume_of, told
 
 SAYS = "Gr\u00fc\u00dfe an \U0001f30d\U0001f30d! 1 < 2, STO und \u6771\u4eac. "
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -59,31 +59,13 @@ async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, tmp_path: Path, endpo
     instance = await ready(hosts, tmp_path)
     body = asked(endpoint, **more)
     undisturbed = await hosts.whole(instance, endpoint, **body)
-    replies = undisturbed.stream.replies
-    text, events = told(undisturbed.body)
+    text, _ = told(undisturbed.body)
     assert text in SAYS or text.rstrip("\ufffd") in SAYS
-    head = replies[0]
+    head = undisturbed.stream.replies[0]
     assert isinstance(head, InferResponse)
     assert (head.fixed, head.prompt_tokens) == ("", 6)
     assert "token_ids" not in undisturbed.body.decode()
-    whole = resume_of(replies)
-    for cut in range(2, len(replies) - 1):
-        resume = resume_of(replies[:cut])
-        if resume.choices[0].finish_reason is not None:
-            break
-        rest = await hosts.ask(instance, endpoint, resume=resume, **body)
-        await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
-        again = HostedAnswer(rest)
-        joined, joined_events = told(bytes_of(replies[:cut]) + again.body)
-        assert joined == text, cut
-        assert again.usage == undisturbed.usage, cut
-        assert {(e["id"], e["created"], e["object"]) for e in joined_events} == {
-            (e["id"], e["created"], e["object"]) for e in events
-        }
-        both = resume_of(rest.replies).choices[0]
-        assert resume.choices[0].token_ids + both.token_ids == whole.choices[0].token_ids, cut
-        assert both.finish_reason == whole.choices[0].finish_reason
-        assert [e.get("usage") for e in joined_events if e.get("usage")] == [e["usage"] for e in events if e.get("usage")]
+    await goes_on_from_anywhere(hosts, instance, endpoint, undisturbed, body)
 
 
 async def test_tokens_of_another_engine_are_not_counted_as_ones_own(hosts: Hosts, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.inference import RESUME, InferData, InferEnd, InferFailed, InferResponse
+from shared.contracts.inference import RESUME, InferData, InferFailed, InferResponse
 from shared.contracts.migration import ListRequests, PrepareResume, ReadTokens, RequestsListed, ResumePrepared, TokensRead
 from shared.errors import Conflict, NotFound
 from tests.support.fake_tokens import prompt_of
-from tests.support.hosted import MIB, HostedAnswer, Hosts, bytes_of, fake_program, hosted_card, resume_of, told
+from tests.support.hosted import MIB, Hosts, fake_program, goes_on_from_anywhere, hosted_card, resume_of
 
 PLAIN = "Where does the ice go? 1 < 2, STO and on. "
 TORN = "Where does \u6771\u4eac go? 1 < 2, STO. "
@@ -41,29 +41,11 @@ def asked(says: str, **more: Any) -> dict[str, Any]:
 async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, instance: str, says: str, more: dict[str, Any]) -> None:
     body = asked(says, **more)
     undisturbed = await hosts.whole(instance, "completion", **body)
-    replies = undisturbed.stream.replies
-    text, events = told(undisturbed.body)
-    head = replies[0]
+    head = undisturbed.stream.replies[0]
     assert isinstance(head, InferResponse)
     assert (head.fixed, head.prompt_tokens) == ("", 6)
     assert "__verbose" not in undisturbed.body.decode()
-    whole = resume_of(replies)
-    for cut in range(2, len(replies) - 1):
-        resume = resume_of(replies[:cut])
-        if resume.choices[0].finish_reason is not None:
-            break
-        rest = await hosts.ask(instance, "completion", resume=resume, **body)
-        await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
-        again = HostedAnswer(rest)
-        joined, joined_events = told(bytes_of(replies[:cut]) + again.body)
-        assert joined == text, cut
-        assert again.usage == undisturbed.usage, cut
-        assert {(e["id"], e["created"], e["object"]) for e in joined_events} == {
-            (e["id"], e["created"], e["object"]) for e in events
-        }
-        both = resume_of(rest.replies).choices[0]
-        assert resume.choices[0].token_ids + both.token_ids == whole.choices[0].token_ids, cut
-        assert both.finish_reason == whole.choices[0].finish_reason
+    await goes_on_from_anywhere(hosts, instance, "completion", undisturbed, body)
 
 
 async def test_read_and_prepared_as_any(hosts: Hosts, instance: str) -> None:

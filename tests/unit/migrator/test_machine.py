@@ -22,10 +22,7 @@ def until(world: World, kind: type) -> Letter:
 def test_a_request_moves_in_shrinking_rounds() -> None:
     world = World()
     request, other = world.request(), world.request()
-    world.migrator()
-    order = world.order(request)
-    world.settle()
-    record = world.record(order)
+    record = world.migrate(request)
     assert record.state == "done"
     (moved,) = record.requests
     assert (moved.outcome, moved.pause_ms) == ("moved", 12.0)
@@ -55,10 +52,7 @@ def test_an_instance_moves_with_all_it_serves_and_what_comes_meanwhile() -> None
 def test_what_cannot_move_is_told_and_stays() -> None:
     world = World()
     fixed, free = world.request(fixed="an embedding"), world.request()
-    world.migrator()
-    order = world.order()
-    world.settle()
-    record = world.record(order)
+    record = world.migrate()
     assert (fixed.at, free.at) == ("a", "b")
     assert record.state == "failed"
     assert record.error is not None
@@ -69,10 +63,7 @@ def test_what_would_not_converge_is_given_up_unharmed() -> None:
     world = World(options=Options(pause_ms=20.0))
     world.engines["b"].ms_per_token = 40.0
     request = world.request(tokens=200.0)
-    world.migrator()
-    order = world.order(request)
-    world.settle()
-    record = world.record(order)
+    record = world.migrate(request)
     assert record.state == "given_up"
     assert record.requests[0].reason.startswith("given up")
     assert request.at == "a"
@@ -84,10 +75,7 @@ def test_a_long_context_is_computed_in_slices_and_its_speed_learned() -> None:
     world = World()
     world.engines["b"].ms_per_token = 4.0
     request = world.request(tokens=4000.0)
-    world.migrator()
-    order = world.order(request)
-    world.settle()
-    record = world.record(order)
+    record = world.migrate(request)
     assert record.state == "done"
     assert request.at == "b"
     assert len([r for r in record.rounds if r.tokens == 500]) >= 8
@@ -118,10 +106,7 @@ def test_a_destination_that_refuses_ends_it(refusal: str) -> None:
     else:
         world.engines["b"].room = False
     requests = [world.request(), world.request(), world.request()]
-    world.migrator()
-    order = world.order()
-    world.settle()
-    assert world.record(order).state == "failed"
+    assert world.migrate().state == "failed"
     assert {r.at for r in requests} == {"a"}
 
 
@@ -143,11 +128,9 @@ def test_a_request_that_was_over_before_it_began() -> None:
     world = World()
     request = world.request()
     request.at = None
-    world.migrator()
-    order = world.order(request)
-    world.settle()
-    assert world.record(order).state == "given_up"
-    assert "over before" in world.record(order).requests[0].reason
+    record = world.migrate(request)
+    assert record.state == "given_up"
+    assert "over before" in record.requests[0].reason
 
 
 @pytest.mark.parametrize("step", [ReadTokens, PrepareResume, MoveRequest])

@@ -205,6 +205,13 @@ class World:
     def record(self, order: MigrationRecord) -> MigrationRecord:
         return self.bucket[order.migration_id][0]
 
+    def migrate(self, request: Request | None = None) -> MigrationRecord:
+        """What becomes of an order that one migrator carries out."""
+        self.migrator()
+        order = self.order(request)
+        self.settle()
+        return self.record(order)
+
     def cancel(self, order: MigrationRecord) -> None:
         self.put(self.record(order).model_copy(update={"state": "cancelled"}))
 

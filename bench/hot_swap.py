@@ -52,7 +52,7 @@ BUDGET = {"cpu": 6000 * MIB, "cuda": 24_000 * MIB}
 NO_DEVICE = 2
 PARTS = ("swap", "cold", "turns", "size", "large")
 SIZE, LARGE = "size", "vllm_large"
-LARGE_MEMORY = 5500 * MIB
+LARGE_MEMORY, LARGE_KV = 5500 * MIB, 256 * MIB
 
 
 @dataclass
@@ -99,6 +99,8 @@ class SwapMesh:
                 if line.startswith("data: {") and (choices := json.loads(line[6:]).get("choices")):
                     first = first or (time.perf_counter() - started) * 1e3
                     text += choices[0].get("text") or ""
+        if not first:
+            raise RuntimeError(f"{model} answers nothing: see `thaw logs`")
         return first, (time.perf_counter() - started) * 1e3, text
 
     def decoding(self, model: str) -> float:
@@ -191,7 +193,8 @@ def large(figures: Figures, home: Path, rounds: int) -> None:
         print("vLLM with 3 GB is left out: THAW_VLLM_PYTHON is not given", file=sys.stderr)
         return
     source = str(make_demo_model(home / "large-250m", "250m"))
-    entry = {"name": LARGE, "source": source, "max_model_len": 1024, "engine": "vllm", "dtype": "float32", "memory": LARGE_MEMORY}
+    of_engine = {"engine": "vllm", "dtype": "float32", "engine_args": {"kv_cache_bytes": LARGE_KV}}
+    entry = {"name": LARGE, "source": source, "max_model_len": 1024, "memory": LARGE_MEMORY, **of_engine}
     with contextlib.closing(SwapMesh(home / "large", [entry], "cpu:0", LARGE_MEMORY, suspend=True)) as mesh:
         swap(figures, mesh, LARGE, rounds)
 

@@ -29,9 +29,6 @@ class Shared:
     peer_token: str | None = None
 
 
-NOTHING_SHARED = Shared()
-
-
 class Sharing:
     """`sources` opens models; `peers.hear` takes the statuses of all loaders; `status` is for this one's."""
 

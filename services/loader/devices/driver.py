@@ -6,12 +6,10 @@ Every call that works on a device works on the one last given to `use`, in the c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from typing import NewType, Protocol
 
 Stream = NewType("Stream", object)
 Event = NewType("Event", object)
-Handle = Any
-"""cuda-bindings has no types."""
 IPC_HANDLE_BYTES = 64
 """CUDA_IPC_HANDLE_SIZE."""
 

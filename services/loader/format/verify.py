@@ -74,12 +74,6 @@ def once(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
     return list(found.values())
 
 
-def verify_tensor(tensor: TensorEntry, data: memoryview | bytes, where: str) -> None:
-    """Raises `CheckpointInvalid` if `data`, read from `where`, is not what was converted. Tensors without a hash pass."""
-    if tensor.sha256 and hashlib.sha256(data).hexdigest() != tensor.sha256:
-        raise damaged(tensor, where)
-
-
 def _check(file: WeightFile, tensor: TensorEntry, told: Callable[[int], None]) -> None:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, max(1, tensor.nbytes))))
     try:

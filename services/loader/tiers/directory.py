@@ -15,7 +15,6 @@ from services.loader.tiers.port import Cancelled, TierFile
 from shared.errors import CheckpointInvalid, InvalidModel
 
 _PIECE_BYTES = 4 * 1024 * 1024
-_DEPTH = 2
 
 
 class DirectoryTier:

@@ -1,4 +1,4 @@
-"""The elbow of a size/throughput curve; measuring and remembering it; which devices share a bus."""
+"""The elbow of a size/throughput curve; measuring and remembering it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from services.loader.devices.curve import FALLBACK_BYTES, Point, elbow
 from services.loader.devices.port import DeviceFailed
 from services.loader.devices.probe import group_bytes, measure
-from services.loader.devices.topology import device_path, neighbours, upstream
 from tests.unit.loader.devices.fake_driver import FakeDriver
 
 KIB, MIB = 1024, 1024 * 1024
@@ -72,30 +71,3 @@ def test_a_probe_that_fails_falls_back_and_is_not_remembered(tmp_path: Path) -> 
     assert group_bytes(driver, driver.facts(0), tmp_path / "curves.json") == FALLBACK_BYTES
     assert not (tmp_path / "curves.json").exists()
     assert (driver.memory, driver.pinned, driver.streams) == ({}, {}, [])
-
-
-ROOT = Path("/sys/devices/pci0000:16/0000:16:01.0")
-
-
-def test_devices_behind_one_root_port_are_neighbours() -> None:
-    paths = {
-        "cuda:0": ROOT / "0000:17:00.0/0000:18:00.0/0000:19:00.0",
-        "cuda:1": ROOT / "0000:17:00.0/0000:18:01.0/0000:1a:00.0",
-        "cuda:2": Path("/sys/devices/pci0000:64/0000:64:01.0/0000:65:00.0"),
-        "cuda:3": Path("/sys/devices/pci0000:64/0000:64:02.0/0000:66:00.0"),
-        "cuda:4": Path("/sys/devices/pci0001:00/0001:00:00.0"),
-        "cuda:5": Path("/sys/devices/pci0001:00/0001:00:01.0"),
-    }
-    assert upstream(paths["cuda:0"]) == ("0000:16:01.0", "0000:17:00.0", "0000:18:00.0")
-    assert neighbours(paths) == {
-        "cuda:0": {"cuda:1"},
-        "cuda:1": {"cuda:0"},
-        "cuda:2": frozenset(),
-        "cuda:3": frozenset(),
-        "cuda:4": frozenset(),  # on the root complex itself
-        "cuda:5": frozenset(),
-    }
-
-
-def test_a_bus_that_the_kernel_does_not_show() -> None:
-    assert device_path("ffff:ff:1f.7") is None

@@ -170,7 +170,7 @@ def load_private(
             reader: PieceReader = FilesReader(layout.places, pieces, region, options)
             if tier is not None:
                 reader = TierReader(tier, layout.places, region)
-            filling = Filling(layout, region, pieces, zap=False, on_loaded=on_loaded)
+            filling = Filling(layout, region, pieces, on_loaded=on_loaded)
             stats = _read(filling, reader, options.threads)
             if tier is not None:
                 tier.finish()
@@ -191,8 +191,11 @@ def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory
         total = lay_out(checkpoint, "").total_bytes
     pool = _own_pool(None, total)
     try:
-        for at in range(0, total, CHUNK_BYTES):
-            pool.populate(at, min(CHUNK_BYTES, total - at))
+        whole, rest = divmod(total, CHUNK_BYTES)
+        for chunk in range(whole):
+            pool.prepare(chunk)
+        if rest:
+            pool.populate(whole * CHUNK_BYTES, rest)
     except BaseException:
         pool.close()
         raise

@@ -92,7 +92,6 @@ class Run:
             tier.finish(self.cancelled)
             if self.means.verify:
                 verify_region(layout, self.region, cancelled=self.cancelled)
-                self.region.zap_all()
             seconds = time.monotonic() - reading
         finally:
             self.means.progress.over(order.run)
@@ -179,7 +178,6 @@ class Run:
             cancelled=self.cancelled,
             on_loaded=self._on_loaded,
             on_arrived=on_arrived,
-            zap=tier.directory is not None,  # what is remote may still be read for its copy, and CPU time is what it comes at
         )
         self.filling.write_head()
         means.emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))

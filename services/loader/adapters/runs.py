@@ -154,11 +154,9 @@ class Runs:
         self._settle(run)
 
     def _settle(self, run: Run) -> None:
-        """Close the tier when its copy to the disk is done, and unmap what is mapped here still."""
+        """When the tier's copy to the disk is done, close it, and unmap what has come: only readers are to map it. Nobody waits for that."""
         run.filling, tier = None, run.tier
-        if tier is None or tier.directory is not None:
-            run.close()
-            return
+        assert tier is not None
 
         def wait() -> None:
             tier.settled().wait()

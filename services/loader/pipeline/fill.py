@@ -35,11 +35,9 @@ class Filling:
         cancelled: threading.Event | None = None,
         on_loaded: Callable[[int], None] | None = None,
         on_arrived: Callable[[int, int], None] | None = None,
-        zap: bool = True,
     ) -> None:
         """`on_arrived`: told the offset and the length of each range of the segment that has come, each byte once: padding goes with what lies
-        before it. `zap`: complete chunks are unmapped here; their readers map them."""
-        self._zap = zap
+        before it."""
         self._layout, self._region, self._pieces = layout, region, pieces
         self._on_loaded, self._on_arrived = on_loaded, on_arrived
         self._starts = (*(p.target for p in pieces), layout.total_bytes)
@@ -81,8 +79,6 @@ class Filling:
         self._reader.read(piece)
         if self._on_arrived is not None:
             self._on_arrived(piece.target, self._starts[piece.index + 1] - piece.target)
-        complete = self._watermark.arrived(piece)
-        if complete is not None and self._zap:
-            self._region.zap(complete)
+        self._watermark.arrived(piece)
         if self._on_loaded is not None:
             self._on_loaded(self._watermark.loaded)

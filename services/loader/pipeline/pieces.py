@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.segment import Layout
 
+TAIL_BYTES = 4 * CHUNK_BYTES
+TAIL_PIECE_BYTES = 4 * 1024 * 1024
+"""What comes last is cut smaller: the threads of a link end together, and none reads a whole chunk while the others have nothing left."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -24,11 +28,13 @@ class Piece:
 def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES) -> tuple[Piece, ...]:
     """All of the weight files, in the segment's order. No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages)."""
     found: list[Piece] = []
+    tail = layout.total_bytes - TAIL_BYTES
     for number, place in enumerate(layout.places):
         at = 0
         while at < place.file.size:
             target = place.offset + at
-            length = min(place.file.size - at, CHUNK_BYTES - target % CHUNK_BYTES, piece_bytes)
+            most = piece_bytes if target < tail else min(piece_bytes, TAIL_PIECE_BYTES)
+            length = min(place.file.size - at, CHUNK_BYTES - target % CHUNK_BYTES, most)
             found.append(Piece(len(found), number, at, length, target))
             at += length
     return tuple(found)
@@ -42,10 +48,6 @@ class Watermark:
         self._pieces, self._total, self._head = pieces, total, head
         self._arrived = bytearray(len(pieces))
         self._next = 0
-        self._missing: dict[int, int] = {}
-        for piece in pieces:
-            chunk = piece.target // CHUNK_BYTES
-            self._missing[chunk] = self._missing.get(chunk, 0) + 1
         self._lock = threading.Lock()
 
     @property
@@ -59,12 +61,9 @@ class Watermark:
             return self._total
         return max(self._head, self._pieces[self._next].target) if self._next else self._head
 
-    def arrived(self, piece: Piece) -> int | None:
-        """Take note of a piece; the number of the segment's chunk that is complete with it, if one is."""
+    def arrived(self, piece: Piece) -> None:
+        """Take note of a piece."""
         with self._lock:
             self._arrived[piece.index] = 1
             while self._next < len(self._pieces) and self._arrived[self._next]:
                 self._next += 1
-            chunk = piece.target // CHUNK_BYTES
-            self._missing[chunk] -= 1
-            return None if self._missing[chunk] else chunk

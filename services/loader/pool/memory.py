@@ -17,11 +17,16 @@ from shared.contracts.segment import PAGE
 
 log = logging.getLogger(__name__)
 _MADV_DONTNEED = 4
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_COLLAPSE = 25  # Linux 6.1
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_HUGE = 2 * 1024 * 1024
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 Hook = Callable[[int, int], None]
@@ -56,16 +61,13 @@ class PoolMemory:
             if os.fstat(self._fd).st_size < nbytes:
                 os.ftruncate(self._fd, nbytes)
             self.nbytes = max(nbytes, os.fstat(self._fd).st_size)
-            self._map = mmap.mmap(self._fd, self.nbytes)
+            self._map = _mapped(self._fd, self.nbytes)
         except OSError:
             os.close(self._fd)
             raise
         self._view = memoryview(self._map)
         self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
         self._address = ctypes.addressof(self._anchor)
-        self._huge = huge_pages_allowed()
-        if self._huge:
-            _libc.madvise(self._address, self.nbytes, _MADV_HUGEPAGE)
 
     @property
     def count(self) -> int:
@@ -92,12 +94,9 @@ class PoolMemory:
         chunk, end = offset // CHUNK_BYTES, offset % CHUNK_BYTES + length
         if self._ready.get(chunk, 0) >= end:
             return
+        self.allocate(offset, length)
         # ctypes lets other threads run meanwhile, mmap.madvise would not. A kernel without it faults page by page instead.
-        if self._huge:  # what is merely allocated gets small pages where the mount says "advise": a fault asks for huge ones
-            _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
-        self.allocate(offset, length)  # raises where that failed for want of memory
-        if not self._huge:
-            _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
+        _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
         if offset % CHUNK_BYTES <= self._ready.get(chunk, 0):
             self._ready[chunk] = end
         if end == CHUNK_BYTES and self._on_populated is not None:
@@ -108,8 +107,17 @@ class PoolMemory:
         return self._ready.get(offset // CHUNK_BYTES, 0) >= offset % CHUNK_BYTES + length
 
     def prepare(self, chunk: int) -> None:
-        """Have the whole chunk ready for the next load: allocated, and mapped here."""
+        """Have the whole chunk ready for the next load: allocated, of huge pages where the kernel has them, and mapped here."""
+        if not self.is_ready(chunk * CHUNK_BYTES, CHUNK_BYTES):
+            self._collapse(self._address + chunk * CHUNK_BYTES)
         self.populate(chunk * CHUNK_BYTES, CHUNK_BYTES)
+
+    def _collapse(self, address: int) -> None:
+        """Ask for the chunk's memory in huge pages. A direct read needs one descriptor for each run of memory, and a disk's queue has few; and
+        there are fewer pages to look up, map and unmap. Without success the pages stay small, or none."""
+        for at in range(address, address + CHUNK_BYTES, _HUGE):
+            _libc.madvise(at, PAGE, _MADV_POPULATE_WRITE)  # where nothing is there is nothing to collapse
+        _libc.madvise(address, CHUNK_BYTES, _MADV_COLLAPSE)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write through the descriptor: new pages are neither zeroed nor mapped first. Raises `OSError` (ENOSPC)."""
@@ -213,16 +221,19 @@ def _open(name: str | None, *, keep: bool) -> int:
     return os.open(shm.SHM / name, flags, 0o600)
 
 
-def huge_pages_allowed() -> bool:
-    """Whether /dev/shm is mounted with huge=advise, within_size or always: the kernel's setting for shared memory without a mount of its own
-    does not hold for it."""
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    """The file, shared, where a huge page may begin: kernels from 6.7 on place private areas of whole huge pages so."""
     try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return False
-    fields = [line.split() for line in mounts]
-    options = [f[-1].split(",") for f in fields if len(f) > 4 and f[4] == str(shm.SHM)]
-    return bool(options) and any(o.startswith("huge=") and o != "huge=never" for o in options[-1])
+        area = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError:  # a kernel that promises no more memory than it has (vm.overcommit_memory=2)
+        return mmap.mmap(fd, nbytes)
+    anchor = ctypes.c_char.from_buffer(area)
+    address = ctypes.addressof(anchor)
+    del anchor
+    if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return area
 
 
 def _runs(chunks: list[int]) -> list[tuple[int, int]]:

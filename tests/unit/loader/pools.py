@@ -34,6 +34,7 @@ def fill(pool: PoolMemory, directory: Path, chunks: Sequence[int], weights_id: s
         filling.run(FilesReader(layout.places, pieces, region), link)
     finally:
         link.close()
+    region.zap_all()
     return region
 
 

@@ -7,7 +7,8 @@
 files out of the page cache (posix_fadvise) or, for the cases called so, in it. Before each cold load, when its process has imported and prepared
 what it needs, all files are read once past the cache: a disk that lends bursts then has none left for whoever comes next. `limit`: fio with
 O_DIRECT, at the setting with the best median so far, and "thaw" one right after the other, either first by turns, so that they see the same
-disk; the ratio is the geometric mean of both orders' medians. `service`: bench/loader_service.py measures a loader process: the DRAM tier, and
+disk; the ratio is the geometric mean of both orders' medians. fio's buffers are of huge pages (bench/disk.py), as the pool is that was made ready,
+but for "small pages". `service`: bench/loader_service.py measures a loader process: the DRAM tier, and
 the same checkpoint from an HTTP server. GB are 10^9 bytes.
 fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment that has them and torch) can import them.
 
@@ -61,6 +62,7 @@ PEERS = ("safetensors", "torch_load", "torch_load_mmap", "fastsafetensors", "run
 REMOTE_WAYS = ("download", "thaw", "thaw_kept_on_disk", "download_then_load")
 READY = ("ready", 1)
 THAW = Case("thaw", "thaw_pool", (READY,))
+SMALL = Case("thaw, small pages", "thaw_pool", (READY, ("small_pages", 1)))
 ABLATION = (
     Case("step 1: tensor by tensor", "whole_files"),
     Case("step 2: bulk", "thaw_pool", (("threads", 1), ("direct", 0))),
@@ -76,6 +78,7 @@ def cases(peers_python: str) -> list[Case]:
     found = [
         THAW,
         Case("thaw, fresh memory", "thaw_pool"),
+        SMALL,
         Case("thaw load_tensors", "thaw_tensors"),
         *ABLATION,
     ]
@@ -169,7 +172,8 @@ class Bench:
 
 
 def figures_of(samples: Samples, total: int) -> dict[str, float]:
-    """Medians, and ratios of medians of one state of the cache. `total`: bytes of the checkpoint."""
+    """Medians, and ratios of medians of one state of the cache; "fio_over_" a peer bounds what any loader can be over it. `total`: bytes of
+    the checkpoint."""
     found = {name: samples.median(name) for name in samples.names() if not name.startswith(("dram_tier", "remote"))}
     fios = [fio_name(*s) for s in FIO_SETTINGS if f"{fio_name(*s)}.gb_per_s" in found]
     if fios:
@@ -180,6 +184,8 @@ def figures_of(samples: Samples, total: int) -> dict[str, float]:
             theirs, ours = found.get(f"{peer}{suffix}.gb_per_s"), found.get(f"thaw{suffix}.gb_per_s")
             if theirs and ours:
                 found[f"thaw_over_{peer}.{key}"] = ours / theirs
+            if theirs and peer != "fio" and not suffix and "fio.gb_per_s" in found:
+                found[f"fio_over_{peer}.{key}"] = found["fio.gb_per_s"] / theirs
     orders = [samples.of(f"pairs, {first} first.ratio") for first in ("thaw", "fio")]
     if all(orders):  # whoever goes first may find the disk rested: what that is worth cancels out in the mean of both orders
         found["thaw_over_fio.by_turns"] = math.sqrt(median(orders[0]) * median(orders[1]))
@@ -204,14 +210,18 @@ def service_figures(samples: Samples, total: int) -> dict[str, float]:
 
 
 def show(samples: Samples) -> None:
-    table = Table("loader", "GB/s", "CPU s", "peak GB", title="Loads: median (least to most), CPU seconds and peak memory")
+    title = "Loads: median (least to most), share of fio at its best (cold), CPU seconds and peak memory"
+    table = Table("loader", "GB/s", "of fio", "CPU s", "peak GB", title=title)
+    limit = max(samples.median(f"{fio_name(*s)}.gb_per_s", 0.0) for s in FIO_SETTINGS)
     names = [name.removesuffix(".gb_per_s") for name in samples.names() if name.endswith(".gb_per_s")]
     for name in sorted(names, key=lambda n: ("page cache" in n, -samples.median(f"{n}.gb_per_s"))):
         speeds = samples.of(f"{name}.gb_per_s")
         peak = samples.of(f"{name}.peak_gb")
+        beside = median(samples.of("pairs, fio.gb_per_s")) if name.startswith("pairs") else limit
         table.add_row(
             name,
             f"{median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})",
+            f"{median(speeds) / beside:.2f}" if beside and "page cache" not in name else "",
             f"{samples.median(f'{name}.cpu_seconds'):.2f}",
             f"{median(peak):.2f}" if peak else "",
         )
@@ -251,7 +261,7 @@ def main() -> None:
     show(samples)
     figures = figures_of(samples, total)
     for name, value in figures.items():
-        if name.startswith(("dram_tier.", "remote.", "thaw_over_", "thaw.cores")):
+        if name.startswith(("dram_tier.", "remote.", "thaw_over_", "fio_over_", "thaw.cores")):
             print(f"{name}: {value:.3f}")
     write(options.json, figures)
 

@@ -1,6 +1,6 @@
 """LoRA adapters: what a batch of several costs beside the base alone, and how fast a large one is loaded.
 
-    python -m bench.lora [--size 60m] [--rows 8] [--rounds N] [--bytes 1GB] [--directory DIR] [--json PATH]
+    python -m bench.lora [--size 60m] [--rows 8] [--rounds N] [--bytes 1GB] [--part PART …] [--directory DIR] [--json PATH]
 
 Batch: decode steps of ROWS sequences on a demo model, through the engine's own runner. The peer, where it can be imported, is PEFT on the same
 weights: its mixed batches (`adapter_names`), and one pass for each adapter after `set_adapter`. Each round takes every case once, in an
@@ -9,7 +9,8 @@ Adapters are float32, as PEFT saves them, of rank 16 on all linear layers of the
 
 Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors (bench/loader_case.py), from the disk and from the page cache, and
 from the node's memory, where another instance holds it (mapped and seen as tensors). From the disk fio, at the best of its settings, is the
-limit. GB are 10^9 bytes. Everything written is removed.
+limit: what it is over safetensors bounds what any loader can be. `--part load` leaves the batches out, `--part batch` the loads. GB are 10^9
+bytes. Everything written is removed.
 """
 
 from __future__ import annotations
@@ -282,6 +283,19 @@ def _held(file: Path, rounds: int, checksums: set[float]) -> list[float]:
     return times
 
 
+def load_figures(loaded: dict[str, list[float]]) -> dict[str, float]:
+    """Medians in ms; "times_safetensors." by its time over ours; "fio", where it is: the bound of that from the disk, and our share of it."""
+    ms = {name: median(times) for name, times in loaded.items()}
+    figures = {f"load_ms.{name}": value for name, value in ms.items()}
+    figures["times_safetensors.cold"] = ms["safetensors"] / ms["thaw_pool"]
+    if "fio" in ms:
+        figures["times_safetensors.bound, cold"] = ms["safetensors"] / ms["fio"]
+        figures["share_of_fio"] = ms["fio"] / ms["thaw_pool"]
+    figures["times_safetensors.page cache"] = ms["safetensors, page cache"] / ms["thaw_pool, page cache"]
+    figures["times_safetensors.held on the node"] = ms["safetensors, page cache"] / ms["thaw, held on the node"]
+    return figures
+
+
 def show(title: str, samples: dict[str, list[float]]) -> None:
     table = Table("case", "ms", title=title)
     for name, times in sorted(samples.items(), key=lambda item: median(item[1])):
@@ -294,34 +308,28 @@ def main() -> None:
     parser.add_argument("--size", default="60m")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bytes", type=parse_size, default=parse_size("1GB"), help="of the adapter to load; 0: none")
+    parser.add_argument("--bytes", type=parse_size, default=parse_size("1GB"), help="of the adapter to load")
+    parser.add_argument("--part", choices=("batch", "load"), action="append", default=None, help="both by default")
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; the temporary directory by default")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(json.dumps(machine()), file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="thaw-bench-", dir=options.directory) as directory:
-        steps = batch(options.size, options.rows, options.rounds, Path(directory))
-        loaded = loads(options.bytes, options.rounds, Path(directory)) if options.bytes else {}
-    show(f"Decode step of {options.rows} sequences, {options.size}, CPU ms: median (least to most)", steps)
-    figures = {f"step_cpu_ms.{name}": median(times) for name, times in steps.items()}
-    base = median(steps["thaw, base alone"])
-    figures |= {f"over_base.{name}": median(times) / base for name, times in steps.items() if name.startswith("thaw")}
+        parts = options.part or ("batch", "load")
+        steps = batch(options.size, options.rows, options.rounds, Path(directory)) if "batch" in parts else {}
+        loaded = loads(options.bytes, options.rounds, Path(directory)) if "load" in parts else {}
+    figures: dict[str, float] = {}
+    if steps:
+        show(f"Decode step of {options.rows} sequences, {options.size}, CPU ms: median (least to most)", steps)
+        figures |= {f"step_cpu_ms.{name}": median(times) for name, times in steps.items()}
+        base = median(steps["thaw, base alone"])
+        figures |= {f"over_base.{name}": median(times) / base for name, times in steps.items() if name.startswith("thaw")}
     if loaded:
         show("Load of an adapter: median (least to most)", loaded)
-        figures |= {f"load_ms.{name}": median(times) for name, times in loaded.items()}
-        if "fio" in loaded:
-            figures["fio_over_thaw"] = median(loaded["fio"]) / median(loaded["thaw_pool"])
-            figures["safetensors_over_fio"] = median(loaded["safetensors"]) / median(loaded["fio"])
-        for suffix in ("", ", page cache"):
-            figures[f"safetensors_over_thaw{suffix}"] = median(loaded[f"safetensors{suffix}"]) / median(
-                loaded[f"thaw_pool{suffix}"]
-            )
-        figures["safetensors_over_thaw, held on the node"] = median(loaded["safetensors, page cache"]) / median(
-            loaded["thaw, held on the node"]
-        )
+        figures |= load_figures(loaded)
     for name, value in figures.items():
-        if "over" in name:
+        if name.startswith(("over_base", "times_", "share_")):
             print(f"{name}: {value:.2f}")
     write(options.json, {name.replace(", ", ".").replace(" ", "_"): value for name, value in figures.items()})
 

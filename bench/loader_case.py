@@ -47,7 +47,7 @@ def thaw_pool(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Call
     count = len(parts(lay_out(open_checkpoint(files[0].parent), "").total_bytes))
     pool = PoolMemory(name, count * CHUNK_BYTES)
     for chunk in range(count) if ready else ():
-        pool.populate(chunk * CHUNK_BYTES, CHUNK_BYTES) if small else pool.prepare(chunk)
+        pool.populate(chunk * CHUNK_BYTES, CHUNK_BYTES) if small else pool.prepare_huge(chunk)
     chosen = ReadOptions(**options)
     regions: list[Region] = []
 

@@ -193,7 +193,7 @@ def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory
     try:
         whole, rest = divmod(total, CHUNK_BYTES)
         for chunk in range(whole):
-            pool.prepare(chunk)
+            pool.prepare_huge(chunk)
         if rest:
             pool.populate(whole * CHUNK_BYTES, rest)
     except BaseException:

@@ -84,7 +84,7 @@ class GivingBack:
         made = 0
         try:
             while made < order.keep and not self._closing.is_set():
-                self._pool.prepare(order.chunks[made])
+                self._pool.prepare_huge(order.chunks[made])
                 made += 1
         except OSError as e:
             log.warning("memory for loads to come could not be had", extra={"chunks": order.keep - made, "error": str(e)})

@@ -107,17 +107,20 @@ class PoolMemory:
         return self._ready.get(offset // CHUNK_BYTES, 0) >= offset % CHUNK_BYTES + length
 
     def prepare(self, chunk: int) -> None:
-        """Have the whole chunk ready for the next load: allocated, of huge pages where the kernel has them, and mapped here."""
-        if not self.is_ready(chunk * CHUNK_BYTES, CHUNK_BYTES):
-            self._collapse(self._address + chunk * CHUNK_BYTES)
+        """Have the whole chunk ready for the next load: allocated, and mapped here."""
         self.populate(chunk * CHUNK_BYTES, CHUNK_BYTES)
 
-    def _collapse(self, address: int) -> None:
-        """Ask for the chunk's memory in huge pages. A direct read needs one descriptor for each run of memory, and a disk's queue has few; and
-        there are fewer pages to look up, map and unmap. Without success the pages stay small, or none."""
+    def prepare_huge(self, chunk: int) -> None:
+        """`prepare`, of huge pages where the kernel has them. They may take it some ten times as long to find: nobody should wait for it.
+
+        A direct read needs a descriptor for each run of memory, and a disk's queue has few of them; and there are fewer pages to look up, map
+        and unmap. Where it is refused the pages are small.
+        """
+        address = self._address + chunk * CHUNK_BYTES
         for at in range(address, address + CHUNK_BYTES, _HUGE):
             _libc.madvise(at, PAGE, _MADV_POPULATE_WRITE)  # where nothing is there is nothing to collapse
         _libc.madvise(address, CHUNK_BYTES, _MADV_COLLAPSE)
+        self.prepare(chunk)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write through the descriptor: new pages are neither zeroed nor mapped first. Raises `OSError` (ENOSPC)."""

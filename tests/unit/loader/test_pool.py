@@ -218,7 +218,7 @@ def test_a_region_s_views_stay_within_their_chunk(pool: PoolMemory) -> None:
 
 def test_chunks_made_ready_are_of_huge_pages(pool: PoolMemory) -> None:
     """Whatever /dev/shm was mounted with; but for kernels before 6.7, and those told to deny it."""
-    pool.prepare(1)
+    pool.prepare_huge(1)
     if not mapped_huge(pool):
         pytest.skip("this kernel gives shared memory no huge pages")
     assert mapped_huge(pool) == pool.allocated() == CHUNK_BYTES
@@ -229,7 +229,7 @@ def test_chunks_made_ready_are_of_huge_pages(pool: PoolMemory) -> None:
     pool.zap(1)
     pool.populate(2 * CHUNK_BYTES, CHUNK_BYTES)  # in small pages first
     pool.zap(2)
-    pool.prepare(2)
+    pool.prepare_huge(2)
     assert mapped_huge(pool) == CHUNK_BYTES
     with pool.view(CHUNK_BYTES, 5) as view:
         assert bytes(view) == b"there"

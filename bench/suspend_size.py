@@ -113,7 +113,7 @@ async def _there_and_back(way: CpuWay, groups: Groups, size: float, add: Add) ->
             await way.prefetched()
     finally:
         groups.kill("i")
-        ballast.process.wait()
+        ballast.process.communicate()
         way.forget("i")
         groups.remove("i")
 

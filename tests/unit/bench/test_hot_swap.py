@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bench import hot_swap
-from bench.hot_swap import DEVICE, MIB, NO_DEVICE, PINNED, Figures, summary
+from bench.hot_swap import DEVICE, MIB, NO_DEVICE, PINNED, SIZE, Figures, summary
 from shared.errors import DeviceMissing
 
 
@@ -25,6 +25,16 @@ def test_ratios_are_of_medians() -> None:
     assert found["vllm.resume_speedup_over_cold"] == 250
     assert found["vllm.decode_after_over_before"] == 1
     assert "vllm.restored_over_pinned_copy" not in found, "there was no GPU"
+
+
+def test_a_first_suspension_is_set_against_the_disks_best() -> None:
+    figures = Figures()
+    figures.add(SIZE, "2_gib_suspend_first_ms", 2000.0)
+    for jobs, speed in ((1, 1024.0), (2, 2048.0), (4, 1500.0)):
+        figures.add(SIZE, f"disk_{jobs}_writers_mib_per_s", speed)
+    found = summary(figures)
+    assert found["size.2_gib_first_over_disk"] == pytest.approx(0.5)
+    assert "size.3_gib_first_over_disk" not in found
 
 
 def test_on_a_gpu_what_is_restored_is_set_against_pinned_copies() -> None:

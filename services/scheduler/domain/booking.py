@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.domain.cost.links import afar
 from services.scheduler.domain.entities import Instance
-from services.scheduler.domain.suspending import frees, left_bytes, share
+from services.scheduler.domain.holding import frees, left_bytes, share
 from shared.contracts.node import InstanceState
 
 if TYPE_CHECKING:

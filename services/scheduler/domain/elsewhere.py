@@ -9,11 +9,11 @@ from services.scheduler.domain.booking import Booking, booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import Forecast
+from services.scheduler.domain.holding import held_bytes
 from services.scheduler.domain.learning_moves import resume_seconds
 from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.policies.port import Move
 from services.scheduler.domain.shortlist import shortlists
-from services.scheduler.domain.suspending import held_bytes
 from shared.contracts.node import InstanceState
 
 MOST = 4

@@ -17,11 +17,12 @@ from services.scheduler.domain.effects import (
 from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.estimates import NODES_KEPT, learnt, sooner_back
 from services.scheduler.domain.heard import ANYWHERE, Estimate, Pause, Seen, Waiter, estimate_key
+from services.scheduler.domain.holding import need_bytes
 from services.scheduler.domain.moves import Move
 from services.scheduler.domain.needs import need_to_start
 from services.scheduler.domain.objectives import count_late
 from services.scheduler.domain.placement import Placement
-from services.scheduler.domain.suspending import gently, make_way, need_bytes, park
+from services.scheduler.domain.suspending import gently, make_way, park
 from services.scheduler.domain.values import replace, unchecked
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody

@@ -6,7 +6,7 @@
    that nothing new comes to it.
 4. Heard of its end: whoever asked is told, the times of its rounds are learned, and a source that is empty is stopped.
 
-A destination is protected until then (`destination_of`). What was ordered is in the bucket: a new leader hears it from there. What was not is
+A destination is protected until then (`ClusterState.move_to`). What was ordered is in the bucket: a new leader hears it from there. What was not is
 forgotten with its leader; a drained node's moves are then asked for anew.
 """
 

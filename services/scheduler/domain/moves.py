@@ -3,14 +3,9 @@ it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.values import value
 from shared.contracts.migration import MigrationRecord
-
-if TYPE_CHECKING:
-    from services.scheduler.domain.state import ClusterState
 
 DEFAULT_TOKEN_S = 0.0005
 """a, before any round was measured: recomputing two thousand tokens takes a second."""
@@ -66,8 +61,3 @@ class MoveTimes:
     @property
     def known(self) -> bool:
         return self.per_token.count > 0
-
-
-def destination_of(state: ClusterState, instance_id: str) -> Move | None:
-    """The move that needs this instance."""
-    return next((m for m in state.moves.values() if m.destination == instance_id), None) if state.moves else None

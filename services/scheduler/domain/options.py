@@ -15,8 +15,8 @@ from services.scheduler.domain.cost.cost import Cost, Way
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.estimates import Forecast, Prediction
+from services.scheduler.domain.holding import left_bytes, need_bytes, share
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Clearance, DeviceView, Option, Profile
-from services.scheduler.domain.suspending import left_bytes, need_bytes, share
 from services.scheduler.domain.values import replace, value
 from services.scheduler.domain.victims import Asking, cleared, view_of
 from services.scheduler.domain.words import gib

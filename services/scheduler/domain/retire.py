@@ -9,7 +9,6 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Leaving, Model
 from services.scheduler.domain.estimates import sooner_back
 from services.scheduler.domain.lifecycle import leave
-from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.suspending import gently
 from shared.contracts.node import InstanceState
 
@@ -38,7 +37,7 @@ def must_leave(d: Draft, i: Instance) -> tuple[Leaving, str] | None:
         if not ready or d.now - node.drain_since > d.policy.drain_timeout:
             return "drain", f"{node.name} is drained"
         return ("if_idle", f"{node.name} is drained") if may_ask else None
-    if destination_of(d.state, i.instance_id) is not None:
+    if d.state.move_to(i.instance_id) is not None:
         return None
     if i.state.parked or (i.state is InstanceState.RESUMING and not i.claim):
         return None  # it costs next to nothing there, and comes back sooner than it could be called off

@@ -19,12 +19,12 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.entities import Instance
 from services.scheduler.domain.heard import Waiter
+from services.scheduler.domain.holding import left_bytes, share
 from services.scheduler.domain.lifecycle import answer_awake, leave, send_start
 from services.scheduler.domain.migrating import advance
 from services.scheduler.domain.prefetching import prefetch_some
 from services.scheduler.domain.retire import retire
 from services.scheduler.domain.scope import Everything, Touched
-from services.scheduler.domain.suspending import left_bytes, share
 from services.scheduler.domain.wishes import Wish, grant, wish_of, wishes
 from shared.contracts.admin import ModelAsleep
 from shared.contracts.node import InstanceState

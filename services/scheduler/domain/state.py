@@ -210,6 +210,10 @@ class ClusterState:
     def last_plan_of(self, model: str) -> PlanRecord | None:
         return self.plans.get(self.last_plan.get(model, ""))
 
+    def move_to(self, instance_id: str) -> Move | None:
+        """The move that needs this instance."""
+        return next((m for m in self.moves.values() if m.destination == instance_id), None) if self.moves else None
+
     def loader_alive(self, node: str, now: float, within: float) -> bool:
         loader = self.loaders.get(node)
         return loader is not None and now - loader.heard_at <= within

@@ -1,57 +1,16 @@
-"""Suspended instances: their process is on a node, their memory is not on its device. What they hold, and when one leaves so."""
+"""Suspended instances: their process is on a node, their memory is not on its device. When one leaves so, and for whom."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Leaving
 from services.scheduler.domain.heard import Pause
+from services.scheduler.domain.holding import frees, held_bytes, suspendable
+from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
-
-if TYPE_CHECKING:
-    from services.scheduler.domain.draft import Draft
-    from services.scheduler.domain.state import ClusterState
-
-
-def share(i: Instance, total: int) -> int:
-    """The part of an instance's bytes that lies on each of its devices: nodes book them evenly."""
-    count = len(i.device_ids)
-    return total if count == 1 else -(-total // max(1, count))
-
-
-def left_bytes(state: ClusterState, i: Instance) -> int:
-    """What a suspended instance still holds of each of its devices, as its node has measured it; 0 of any other."""
-    seen = state.seen.get(i.instance_id)
-    return share(i, seen.status.memory.reserved) if seen is not None and seen.status.state.parked else 0
-
-
-def held_bytes(state: ClusterState, i: Instance) -> int:
-    """What an instance that is no claim holds of each of its devices."""
-    return left_bytes(state, i) if i.state.parked else share(i, i.reserve_bytes)
-
-
-def frees(state: ClusterState, i: Instance) -> int:
-    """What comes free of each of its devices if the instance is suspended, as its node expects; all that it holds if it cannot be."""
-    seen = state.seen.get(i.instance_id)
-    if not suspendable(state, i) or seen is None:
-        return held_bytes(state, i)
-    return max(0, share(i, i.reserve_bytes) - share(i, seen.status.suspension.left_bytes))
-
-
-def need_bytes(state: ClusterState, i: Instance) -> int:
-    """What a suspended instance needs of all its devices to come back, what it still holds included: measured where that is known."""
-    seen = state.seen.get(i.instance_id)
-    return (seen.status.suspension.need_bytes if seen else 0) or i.reserve_bytes
-
-
-def suspendable(state: ClusterState, i: Instance) -> bool:
-    """Whether its node says that it would be suspended rather than stopped, or has not found out yet: asked to, it does."""
-    seen = state.seen.get(i.instance_id)
-    if i.state is not InstanceState.READY or seen is None:
-        return False
-    return seen.status.suspension.possible or not seen.status.suspension.assessed
 
 
 def gently(d: Draft, i: Instance, how: Leaving) -> Leaving:

@@ -14,10 +14,9 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.elsewhere import ways_out
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import again_s
+from services.scheduler.domain.holding import held_bytes, left_bytes, suspendable
 from services.scheduler.domain.learning_moves import resume_seconds
-from services.scheduler.domain.moves import destination_of
 from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
-from services.scheduler.domain.suspending import held_bytes, left_bytes, suspendable
 from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
@@ -115,7 +114,7 @@ def _reload_s(d: Draft, i: Instance, owner: Model, b: Booking) -> float:
 def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking, *, wanted: bool, moves: bool) -> str | None:
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
-    if destination_of(d.state, i.instance_id) is not None:
+    if d.state.move_to(i.instance_id) is not None:
         return "has requests moving to it"
     if i.state.parked:
         return None if left_bytes(d.state, i) else "is suspended and holds nothing"

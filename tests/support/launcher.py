@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
+from services.enginehost import reaper
 from shared.contracts.segment import segment_prefix
 from tests.support.servers import free_port
 from thaw.cli.app import main
@@ -187,7 +188,10 @@ class Thaw:
             self.assert_nothing_left()
         finally:
             for process in self.processes():
-                process.kill()
+                with contextlib.suppress(psutil.Error):
+                    # It ends what does not show whose it is, as vLLM's processes.
+                    if reaper.__file__ not in process.cmdline():
+                        process.kill()
             shutil.rmtree(self.home, ignore_errors=True)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 from pydantic import SecretStr
 
+from services.enginehost import reaper
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.inference import InferRequest
@@ -226,12 +227,14 @@ class Node:
         return self.process.wait(within)
 
     def close(self) -> None:
-        """End whatever is left of this node's processes."""
+        """End whatever is left of this node's processes; the reapers of its engines' hosts end what does not show whose it is, as vLLM's."""
         if self.process is not None and self.process.poll() is None:
             self.kill_agent()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
+                if reaper.__file__ in process.cmdline():
+                    continue
                 # Engines know nothing of Thaw but their mark.
                 if self.name in (environment.get("THAW_NODE"), environment.get("THAW_INSTANCE", "").partition("-")[0]):
                     process.kill()

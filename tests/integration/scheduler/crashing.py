@@ -115,7 +115,7 @@ class Site:
         """What comes back of it."""
         match effect:
             case SendStart(node=node, command=command):
-                error = self.agents[node].start(command)
+                error = self.agents[node].start(command, self.now)
                 if error is not None:
                     self.refused.append(error.code)
                     return [StartRefused(self.now, command.instance_id, error)]

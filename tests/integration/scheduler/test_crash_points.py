@@ -95,6 +95,6 @@ async def test_what_a_dead_leader_sent_comes_too_late(
         late = next(iter(sent.values())).command
         await run_through(site)
         assert first.loop.state.epoch < site.epochs[-1]
-        assert [e.code for e in [site.agents["n1"].start(late)] if e is not None] == [StaleToken.code]
+        assert [e.code for e in [site.agents["n1"].start(late, site.now)] if e is not None] == [StaleToken.code]
     finally:
         await engine.dispose()

@@ -166,7 +166,8 @@ def load_private(
             layout = lay_out(checkpoint, "")
             pool = pool or _own_pool(None, layout.total_bytes)
             reading = time.monotonic()
-            region, pieces = _whole(pool, layout.total_bytes), cut(layout, options.chunk_bytes)
+            region = _whole(pool, layout.total_bytes)
+            pieces = cut(layout, options.chunk_bytes, remote=tier is not None)
             reader: PieceReader = FilesReader(layout.places, pieces, region, options)
             if tier is not None:
                 reader = TierReader(tier, layout.places, region)

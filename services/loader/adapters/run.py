@@ -165,7 +165,7 @@ class Run:
 
     def _fill(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats) -> None:
         order, means = self.order, self.means
-        pieces = cut(layout)
+        pieces = cut(layout, remote=tier.directory is None)
         on_arrived: Callable[[int, int], None] | None = None
         if means.copies is not None:
             means.copies.begin(order.run, region)

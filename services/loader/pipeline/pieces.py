@@ -11,7 +11,7 @@ from services.loader.format.segment import Layout
 
 TAIL_BYTES = 4 * CHUNK_BYTES
 TAIL_PIECE_BYTES = 4 * 1024 * 1024
-"""What comes last is cut smaller: the threads of a link end together, and none reads a whole chunk while the others have nothing left."""
+"""What comes last from a disk is cut smaller: its threads end together, and none reads a whole chunk while the others have nothing left."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,16 @@ class Piece:
     target: int
 
 
-def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES) -> tuple[Piece, ...]:
-    """All of the weight files, in the segment's order. No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages)."""
+def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False) -> tuple[Piece, ...]:
+    """All of the weight files, in the segment's order. No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages).
+    `remote`: each piece costs a request, so the last ones are not smaller."""
     found: list[Piece] = []
     tail = layout.total_bytes - TAIL_BYTES
     for number, place in enumerate(layout.places):
         at = 0
         while at < place.file.size:
             target = place.offset + at
-            most = piece_bytes if target < tail else min(piece_bytes, TAIL_PIECE_BYTES)
+            most = piece_bytes if remote or target < tail else min(piece_bytes, TAIL_PIECE_BYTES)
             length = min(place.file.size - at, CHUNK_BYTES - target % CHUNK_BYTES, most)
             found.append(Piece(len(found), number, at, length, target))
             at += length

@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[node,local,dev]'
 	@touch $(STAMP)
 
-engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into the cache directory (ten minutes on two cores)
+engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into the cache directory (some six minutes on two cores)
 	@$(BIN)/python -m tests.support.real_engines
 
 clean: ## Remove .venv and caches (the mesh's state under ~/.thaw stays)

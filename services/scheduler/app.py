@@ -30,6 +30,7 @@ from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Deposed, Repository
 from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.events import Recovered, Tick
+from services.scheduler.domain.indexes import keeping
 from services.scheduler.handlers import Handlers
 from services.scheduler.loop import SchedulerLoop, SteppedDown
 from services.scheduler.metrics import Metrics
@@ -101,7 +102,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     repository = Repository(engine)
     policy = settings.rules()
     loads = Loads(metrics.plan)
-    loop = SchedulerLoop((await repository.load(term.epoch, clock.now())).keeping(policy.profile.keep), repository, loads, policy)
+    loop = SchedulerLoop(keeping(await repository.load(term.epoch, clock.now()), policy.profile.keep), repository, loads, policy)
     js = mesh.nc.jetstream()
     catalog = Catalog(js)
     await ensure_streams(js)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
+from services.scheduler.domain.changes import Change
 from services.scheduler.domain.demand import answer_demand, forget_old_demand, hear_demand
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import Effect, StepDown
@@ -37,7 +38,7 @@ from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.rebalance import rebalance
 from services.scheduler.domain.registry import administer
 from services.scheduler.domain.settle import settle
-from services.scheduler.domain.state import Change, ClusterState
+from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.values import replace, value
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from services.scheduler.domain.booking import booking
+from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.entities import Instance

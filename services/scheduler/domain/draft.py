@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.changes import Change, Drop, Put, apply, put, table
 from services.scheduler.domain.effects import Effect
 from services.scheduler.domain.entities import Entity, Instance, key_of
 from services.scheduler.domain.estimates import Forecast
@@ -14,7 +15,7 @@ from services.scheduler.domain.heard import Counter, Seen
 from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.ranks import Bookings, Dues, View
-from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply, put, table
+from services.scheduler.domain.state import ClusterState
 from shared.contracts.models import ModelCard
 from shared.contracts.plans import PlanRecord
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from services.scheduler.domain.booking import Booking, booking
+from services.scheduler.domain.accounting import booking
+from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Instance, Model
 from services.scheduler.domain.estimates import Forecast

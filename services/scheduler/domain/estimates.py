@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
-from services.scheduler.domain.booking import Booking, booking
+from services.scheduler.domain.accounting import booking
+from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.cost.cost import Cost
 from services.scheduler.domain.cost.formulas import AFTER, BEFORE, BRINGING, ENGINE, critical_path, load_s, waited_for
 from services.scheduler.domain.cost.learned import Parameter, observe

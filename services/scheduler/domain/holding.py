@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from services.scheduler.domain.entities import Instance
+from services.scheduler.domain.state import ClusterState
 from shared.contracts.node import InstanceState
-
-if TYPE_CHECKING:
-    from services.scheduler.domain.state import ClusterState
 
 
 def share(i: Instance, total: int) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from services.scheduler.domain.booking import book, device_key, drained, rounded_speed
+from services.scheduler.domain.accounting import book, drained, rounded_speed
+from services.scheduler.domain.booking import device_key
 from services.scheduler.domain.cost.links import afar, busy_until
 from services.scheduler.domain.entities import Entity, Instance, Model, Node
 from services.scheduler.domain.heard import ANYWHERE, Estimate, LoaderPresence, Presence, Seen
+from services.scheduler.domain.policies.port import Keep
+from services.scheduler.domain.state import ClusterState
 from shared.contracts.node import InstanceState
-
-if TYPE_CHECKING:
-    from services.scheduler.domain.state import ClusterState
 
 _AT_ONCE = float("-inf")
 Groups = MutableMapping[str, tuple[str, ...]]
@@ -56,6 +56,14 @@ def _counts(seen: Seen | None) -> tuple[object, ...]:
     kept = status.memory.reserved if status.state.parked else None
     possible = (status.suspension.possible, status.suspension.assessed)
     return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes, drained(seen))
+
+
+def keeping(state: ClusterState, keep: Keep) -> ClusterState:
+    """`state`, with idle instances to stay as that function says."""
+    state.keep = keep
+    for i in state.instances.values():
+        remind(state, i)
+    return state
 
 
 def remind(state: ClusterState, i: Instance) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from services.scheduler.domain.booking import Booking, booking, device_key
+from services.scheduler.domain.accounting import booking
+from services.scheduler.domain.booking import Booking, device_key
 from services.scheduler.domain.constraints import Excludes
 from services.scheduler.domain.cost.cost import Cost, Way
 from services.scheduler.domain.draft import Draft

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.scheduler.domain.changes import Put
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Entity, Instance, Model, Node, key_of
 from services.scheduler.domain.heard import ModelDemand, Presence, Pressure, Seen, Trouble, Unmet, Waiter
-from services.scheduler.domain.state import Put
 
 _BY_MODEL: frozenset[type[Any]] = frozenset((Model, ModelDemand, Unmet, Pressure, Trouble))
 

@@ -13,8 +13,9 @@ the mere passing of time is looked at with each Tick.
 
 from __future__ import annotations
 
+from services.scheduler.domain.accounting import booking, claims
 from services.scheduler.domain.ahead import park_some, taken_up
-from services.scheduler.domain.booking import Booking, booking, claims
+from services.scheduler.domain.booking import Booking
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.entities import Instance

@@ -1,13 +1,13 @@
-"""The cluster as the leader knows it, and how changes are applied to it. Owned and mutated by the scheduler's loop only."""
+"""The cluster as the leader knows it. Owned and mutated by the scheduler's loop only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from services.scheduler.domain.booking import Booking, device_key
-from services.scheduler.domain.entities import Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.entities import Instance, Model, Node
 from services.scheduler.domain.habits import Habit, Prefetch
 from services.scheduler.domain.heard import (
     Counter,
@@ -26,49 +26,20 @@ from services.scheduler.domain.heard import (
     Unmet,
     Waiter,
 )
-from services.scheduler.domain.indexes import index, remind
 from services.scheduler.domain.moves import Move, MoveTimes
 from services.scheduler.domain.overlay import Overlay
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Keep
 from services.scheduler.domain.ranks import Bookings, Dues
-from services.scheduler.domain.values import replace, value
 from shared.contracts.plans import PlanRecord
 
 V = TypeVar("V")
 Table = MutableMapping[str, V]
 
 
-@value(frozen=True, slots=True)
-class Put:
-    """Insert or replace an entity."""
-
-    entity: Entity
-
-
-@value(frozen=True, slots=True)
-class Drop:
-    """Forget the entity of that kind and key."""
-
-    kind: type[Entity]
-    key: str
-
-
-@value(frozen=True, slots=True)
-class Traced:
-    """The plan's load has this root span."""
-
-    plan_id: str
-    instance_id: str
-    traceparent: str
-
-
-Change = Put | Drop | Traced
-
-
 @dataclass
 class ClusterState:
-    """Tables of frozen entities by key, and indexes that `apply` keeps (indexes.py)."""
+    """Tables of frozen entities by key, and indexes that `apply` (changes.py) keeps (indexes.py)."""
 
     epoch: int
     recovered_at: float = 0.0
@@ -155,13 +126,6 @@ class ClusterState:
             written: Overlay[Any] = above.__dict__[name]
             written.pour(self.own(name))
 
-    def keeping(self, keep: Keep) -> ClusterState:
-        """This state, with idle instances to stay as that function says."""
-        self.keep = keep
-        for i in self.instances.values():
-            remind(self, i)
-        return self
-
     def kept_for(self, i: Instance, model: Model) -> float:
         """Seconds that an instance stays when it is idle; -1: until evicted."""
         took = i.ready_at - i.planned_at if i.ready_at is not None else 0.0
@@ -221,80 +185,3 @@ class ClusterState:
 
 _MAPPINGS = tuple(f.name for f in fields(ClusterState) if f.name not in ("epoch", "recovered_at", "keep", "borrowed"))
 _ALL = frozenset(_MAPPINGS)
-
-_TABLES: dict[type[Any], str] = {
-    Model: "models",
-    Node: "nodes",
-    Instance: "instances",
-    PlanRecord: "plans",
-    Presence: "presence",
-    LoaderPresence: "loaders",
-    Seen: "seen",
-    ModelDemand: "demand",
-    Waiter: "waiters",
-    Unmet: "unmet",
-    Pressure: "pressure",
-    Trouble: "trouble",
-    ParkTrouble: "park_trouble",
-    MeasuredNeed: "measured",
-    Pause: "pauses",
-    Estimate: "estimates",
-    Counter: "counter",
-    Habit: "habits",
-    Prefetch: "prefetches",
-    Objective: "objectives",
-    Queueing: "queueing",
-    Move: "moves",
-    MoveTimes: "move_times",
-}
-KINDS: tuple[type[Any], ...] = tuple(_TABLES)
-
-
-def table(state: ClusterState, kind: type[Entity]) -> Table[Any]:
-    """To be read; `apply` and `put` write."""
-    found: Table[Any] = getattr(state, _TABLES[kind])
-    return found
-
-
-def apply(state: ClusterState, changes: Iterable[Change]) -> None:
-    """Carry out `changes` on `state`, in order."""
-    for change in changes:
-        match change:
-            case Put(entity):
-                put(state, entity)
-            case Drop(kind, key):
-                if table(state, kind).get(key) is not None:
-                    index(state, state.own(_TABLES[kind]).pop(key), None)
-            case Traced(plan_id, instance_id, traceparent):
-                if (plan := state.plans.get(plan_id)) is not None:
-                    state.own("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
-                if (instance := state.instances.get(instance_id)) is not None:
-                    state.own("instances")[instance_id] = replace(instance, traceparent=traceparent)
-
-
-def put(state: ClusterState, entity: Entity) -> bool:
-    """Insert or replace an entity; False if it is there already as it is."""
-    kind, key = type(entity), key_of(entity)
-    old = state.__dict__[_TABLES[kind]].get(key)
-    if old is not None and old == entity:
-        return False
-    if isinstance(entity, PlanRecord):
-        _put_plan(state, entity)
-    else:
-        state.own(_TABLES[kind])[key] = entity
-        index(state, old, entity)
-    return True
-
-
-def _put_plan(state: ClusterState, plan: PlanRecord) -> None:
-    """Of each model the last plan is kept, and those still pending; the database has the others."""
-    key = plan.plan_id
-    last = state.last_plan.get(plan.model)
-    if key not in state.plans and last != key:
-        if last is not None and (old := state.plans.get(last)) is not None and old.outcome != "pending":
-            del state.own("plans")[last]
-        state.own("last_plan")[plan.model] = last = key
-    if plan.outcome == "pending" or last == key:
-        state.own("plans")[key] = plan
-    else:
-        state.own("plans").pop(key, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from services.scheduler.domain.changes import Change, Drop, Put, apply
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Device, Instance, Model, Node
@@ -15,7 +16,7 @@ from services.scheduler.domain.events import Tick
 from services.scheduler.domain.heard import GatewayDemand, LoaderPresence, ModelDemand, Presence, Unmet
 from services.scheduler.domain.placement import place
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state import Change, ClusterState, Drop, Put, apply
+from services.scheduler.domain.state import ClusterState
 from services.scheduler.domain.values import replace, value
 from services.scheduler.domain.words import gib
 from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption, QueuePlace

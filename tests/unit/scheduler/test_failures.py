@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.booking import booking
+from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import LoadEnded, PublishLoadFailed, SendRelease, StepDown
 from services.scheduler.domain.events import StartRefused
 from shared.errors import CheckpointInvalid, EngineFailed, Unreachable

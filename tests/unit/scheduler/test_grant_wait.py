@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.booking import booking
+from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import SendPrepare, SendResume, SendStop
 from services.scheduler.domain.policy import Policy
 from shared.contracts.node import InstanceState

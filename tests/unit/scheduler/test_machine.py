@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.domain.booking import booking
+from services.scheduler.domain.accounting import booking
+from services.scheduler.domain.changes import Put, apply
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
 from services.scheduler.domain.entities import Entity
@@ -16,7 +17,7 @@ from services.scheduler.domain.events import Recovered
 from services.scheduler.domain.policies.profiles import PROFILES
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.retire import must_leave
-from services.scheduler.domain.state import ClusterState, Put, apply
+from services.scheduler.domain.state import ClusterState
 from shared.contracts.node import Capability, InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed
 from tests.support.fake_node import MIB

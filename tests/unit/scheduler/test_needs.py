@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.scheduler.domain.booking import booking
+from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import SendResume
 from services.scheduler.domain.needs import need_to_start
 from shared.contracts.node import InstanceState

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.booking import Booking
+from services.scheduler.domain.changes import Put, apply
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.entities import Device, Node
@@ -18,7 +19,7 @@ from services.scheduler.domain.heard import Estimate, Pause
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.ranks import Bookings
 from services.scheduler.domain.shortlist import CLEARED, FITTING, SHORTLIST, shortlists
-from services.scheduler.domain.state import ClusterState, Put, apply
+from services.scheduler.domain.state import ClusterState
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 
 INFO = ModelInfo(

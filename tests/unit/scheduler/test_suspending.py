@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.scheduler.domain.booking import booking
+from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
 from shared.contracts.admin import ModelAsleep, ModelAwake
 from shared.contracts.node import InstanceState, Suspension

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.events import DemandHeard, DemandsHeard, LoaderStatusHeard, Tick
+from services.scheduler.domain.indexes import keeping
 from services.scheduler.domain.policies.profiles import PROFILES
 from services.scheduler.domain.policy import Policy
 from services.scheduler.loop import together
@@ -62,7 +63,7 @@ def waits_for(profile: str, asks: Callable[[int], Iterable[str]], places: int, o
     """Seconds until a model of low priority is served where `others`, of a higher one, ask in each half second as `asks` says and never pause."""
     policy = Policy(profile=PROFILES[profile], preempt_after=5.0, starve_after=20.0, drain_timeout=1.0)
     w = World(policy=policy)
-    w.state.keeping(policy.profile.keep)
+    keeping(w.state, policy.profile.keep)
     for n in range(places):
         w.node(f"n{n}", ONE)
     w.model("low", priority=-10)

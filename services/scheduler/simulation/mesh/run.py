@@ -13,6 +13,7 @@ from functools import partial
 from itertools import groupby
 from math import inf
 
+from services.scheduler.domain.changes import Put, apply
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import (
     CallOffMigration,
@@ -32,7 +33,7 @@ from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, R
 from services.scheduler.domain.policies.port import Profile
 from services.scheduler.domain.policy import LIVE, Policy
 from services.scheduler.domain.ranks import Dues
-from services.scheduler.domain.state import ClusterState, Put, apply
+from services.scheduler.domain.state import ClusterState
 from services.scheduler.simulation.config import GB, ClusterFile, ModelGroup
 from services.scheduler.simulation.failures import drawn
 from services.scheduler.simulation.hardware import SimNode

@@ -101,8 +101,8 @@ def level(files: list[Path]) -> None:
 def run_fio(files: list[Path], block: int, depth: int) -> tuple[float, float]:
     """(bytes per second, CPU seconds for as much as `files` hold), of fio in its stride: what it takes to begin is left out.
 
-    Its buffers are of huge pages where the kernel grants them (`madvise`), and touched before the clock runs. A virtual disk takes no more than
-    256 runs of memory at once: with small pages fio's speed is that of the fragments that memory happened to be in, down to a third.
+    Its buffers are of huge pages where the kernel grants them (`madvise`), and touched before the clock runs. A virtual disk's request takes
+    some 250 runs of memory: with small pages fio's speed is that of the fragments that memory happened to be in, down to a third.
     """
     command = ["fio", "--name=limit", f"--filename={':'.join(map(str, files))}", "--file_service_type=sequential"]
     command += ["--rw=read", "--readonly", "--direct=1", "--ioengine=libaio", f"--bs={block}m", f"--iodepth={depth}"]

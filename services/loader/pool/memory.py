@@ -111,9 +111,9 @@ class PoolMemory:
         self.populate(chunk * CHUNK_BYTES, CHUNK_BYTES)
 
     def prepare_huge(self, chunk: int) -> None:
-        """`prepare`, of huge pages where the kernel has them. They may take it some ten times as long to find: nobody should wait for it.
+        """`prepare`, of huge pages where the kernel has them. It may take three times as long to find them: nobody should wait for it.
 
-        A direct read needs a descriptor for each run of memory, and a disk's queue has few of them; and there are fewer pages to look up, map
+        A direct read needs a descriptor for each run of memory, and a disk's request has few of them; and there are fewer pages to look up, map
         and unmap. Where it is refused the pages are small.
         """
         address = self._address + chunk * CHUNK_BYTES

@@ -1,4 +1,5 @@
-"""Real engines that die, or never generate: noticed, explained, cleaned up after, started again. Runs after the tests that share an engine."""
+"""Real engines that die, or never generate: noticed, explained, cleaned up after, started again. Named so as to run last: it kills the engine
+that the other files share."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ client has, whole, and makes the others again: so that a stop string that spans 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
 from services.enginehost.drivers.port import Driver, json_request
 from services.enginehost.drivers.tokens import TokenApi
@@ -54,7 +53,7 @@ async def resumed(request: InferRequest, driver: Driver, client: Client) -> tupl
         raise Conflict(f"the prompt has {len(prompt)} tokens here, and {resume.prompt_tokens} where it began", param=RESUME)
     choice = resume.choices[0]
     most = _most(request, card.context_length - len(prompt))
-    kept, chars = await _kept(prompt, choice, most, partial(api.text, driver=driver, client=client))
+    kept, chars = await _kept(prompt, choice, most, _text_of(request, api, driver, client))
     if kept == len(choice.token_ids) and choice.text_chars > chars and request.body.get("temperature") != 0:
         raise Conflict(f"{card.name} cannot go on with this answer: not all of its tokens are known", param=RESUME)
     given = (*prompt, *choice.token_ids[:kept])
@@ -65,6 +64,16 @@ async def resumed(request: InferRequest, driver: Driver, client: Client) -> tupl
     body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
     begun = Begun(resume.head, len(prompt), len(choice.token_ids), kept, choice.text_chars - chars, chat)
     return api, json_request("/v1/completions", body), begun, given
+
+
+def _text_of(request: InferRequest, api: TokenApi, driver: Driver, client: Client) -> TextOf:
+    """What the client is told of tokens: without those that the engine leaves out, as /detokenize does not."""
+    hidden = frozenset(driver.card.info.special_token_ids if request.body.get("skip_special_tokens", True) else ())
+
+    async def text_of(tokens: Sequence[int]) -> str:
+        return await api.text([t for t in tokens if t not in hidden], driver, client)
+
+    return text_of
 
 
 def _most(request: InferRequest, room: int) -> int:

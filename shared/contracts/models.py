@@ -290,6 +290,9 @@ class ModelInfo(Frozen):
     has_chat_template: bool = False
     files: int = Field(default=1, ge=1)
     vocab_size: int = Field(default=0, ge=0, description="Token ids there are, as config.json says; 0: unknown.")
+    special_token_ids: tuple[int, ...] = Field(
+        default=(), description="Token ids that `skip_special_tokens` leaves out of a text, as the tokenizer's files say."
+    )
     modules: tuple[LinearShape, ...] = Field(default=(), description="The weight matrices that an adapter may add to.")
     adapter: AdapterInfo | None = Field(default=None, description="Of a LoRA adapter; its other values are then its base's.")
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import psutil
 
 from services.enginehost import reaper
+from services.loader.format.tokenizer import special_token_ids
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferData, InferEnd, InferFailed, InferReply, InferResponse, Resume, ResumedChoice
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
@@ -169,6 +170,7 @@ def hosted_card(source: Path | str, engine: str = "openai", *, context: int = 25
         context_length=max(context, 1024),
         kv_bytes_per_token=64,
         has_chat_template=True,
+        special_token_ids=special_token_ids(Path(source), [f.name for f in Path(source).glob("tokenizer*.json")]),
     )
     return ModelCard(spec=spec, info=info, created=0)
 

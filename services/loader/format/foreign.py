@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from services.loader.format.checkpoint import parse_json, read_small
 from services.loader.format.gguf import Gguf, read_gguf
+from services.loader.format.tokenizer import special_token_ids
 from shared.contracts.models import ENGINE_SOURCE, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
 
@@ -124,6 +125,7 @@ def _from_config(path: Path) -> ModelInfo:
         kv_bytes_per_token=0 if embeds else layers * (number("num_key_value_heads") or heads) * head * 2 * _KV_ITEM_BYTES,
         has_chat_template=(path / "chat_template.jinja").exists() or "chat_template" in _tokenizer_settings(path),
         files=len(files),
+        special_token_ids=special_token_ids(path, {f.name for f in path.iterdir()}),
     )
 
 

@@ -13,6 +13,7 @@ from services.loader.format.architectures import Architecture, read_architecture
 from services.loader.format.checkpoint import TOKENIZERS, Checkpoint, parse_json, read_small
 from services.loader.format.root import check_inside
 from services.loader.format.segment import lay_out
+from services.loader.format.tokenizer import special_token_ids
 from shared.contracts.models import ModelInfo
 from shared.dtypes import DTYPE_BITS
 from shared.errors import CheckpointInvalid, InvalidModel
@@ -84,6 +85,7 @@ def describe(
         files=len(checkpoint.files),
         modules=linear_shapes(checkpoint),
         vocab_size=architecture.vocab_size,
+        special_token_ids=special_token_ids(directory, present),
     )
 
 

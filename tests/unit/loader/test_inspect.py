@@ -42,6 +42,17 @@ def test_all_there_is_to_know(tmp_path: Path) -> None:
     assert found.weights_bytes > sum(w.nbytes for w in weights.values())
 
 
+def test_special_tokens(tmp_path: Path) -> None:
+    """By tokenizer_config.json, as the hub's are written, else by tokenizer.json; ordinary tokens that were added are text."""
+    write_checkpoint(tmp_path / "m")
+    listed = [{"id": 9, "special": True}, {"id": 4, "special": True}, {"id": 5, "special": False}, {"id": "6", "special": True}, 7]
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps({"added_tokens": listed}))
+    assert inspect(tmp_path / "m").special_token_ids == (4, 9)
+    named = {"7": {"special": True}, "8": {"special": False}, "x": {"special": True}}
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
+    assert inspect(tmp_path / "m").special_token_ids == (7,)
+
+
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 GPT2 = {"n_layer": 3, "n_head": 4, "n_embd": 32}
 GEMMA = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1, "hidden_size": 2048, "head_dim": 256}

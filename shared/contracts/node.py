@@ -53,6 +53,10 @@ _STARTING = frozenset((InstanceState.PREPARING, InstanceState.LOADING, InstanceS
 _WITHOUT_MEMORY = frozenset((*_PARKED, InstanceState.STOPPED, InstanceState.FAILED))
 
 
+RESERVATION = "reserve_bytes"
+"""The `param` of an `insufficient_memory` that says: a reservation waited for bytes in vain. (Without it the engine or its loader ran out.)"""
+
+
 class StartInstance(Request):
     """Reserve, start an engine, have it load. Answered at once with `Done` or `Failure`; progress is in `NodeStatus`.
     Repeating it with the same token is harmless."""
@@ -72,7 +76,7 @@ class StartInstance(Request):
         default=0,
         ge=0,
         description="How long its reservation may wait for bytes; 0: refused if there is no room now. One that waited in vain shows as failed with "
-        "`insufficient_memory` and `should_retry`; a resumption as suspended, with that error and this command's token.",
+        "`insufficient_memory` of `RESERVATION`; a resumption as suspended, with that error and this command's token.",
     )
     park: bool = Field(default=False, description="Suspend it as soon as it is ready.")
 

@@ -9,6 +9,7 @@ from services.nodeagent.domain.events import Fork
 from services.nodeagent.domain.reservations import Reservation, grant
 from services.nodeagent.domain.state import Process
 from services.nodeagent.domain.turn import Turn
+from shared.contracts.node import RESERVATION
 from shared.errors import InsufficientMemory
 
 
@@ -37,7 +38,8 @@ def _give_up(turn: Turn, r: Reservation) -> None:
     if instance is None:
         return
     waited = turn.now - r.since
-    error = InsufficientMemory(f"no room was free within {waited:.1f} s on {', '.join(r.device_ids)}", should_retry=True).body()
+    message = f"no room was free within {waited:.1f} s on {', '.join(r.device_ids)}"
+    error = InsufficientMemory(message, param=RESERVATION, should_retry=True).body()
     if instance.process is Process.QUEUED:
         ending.process_gone(turn, instance, error)
     elif instance.state.parked:

@@ -20,7 +20,7 @@ from services.scheduler.domain.needs import learn_need
 from services.scheduler.domain.objectives import count_completed
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
-from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
+from shared.contracts.node import RESERVATION, InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, InsufficientMemory, ThawError
 
 
@@ -105,7 +105,7 @@ def _suspended(d: Draft, i: Instance, s: InstanceStatus) -> None:
 
 def _no_room(s: InstanceStatus) -> bool:
     """Whether its node has kept it waiting for bytes until its time was over."""
-    return s.error is not None and s.error.code == InsufficientMemory.code and bool(s.error.should_retry)
+    return s.error is not None and (s.error.code, s.error.param) == (InsufficientMemory.code, RESERVATION)
 
 
 def _waits_to_resume(d: Draft, i: Instance, s: InstanceStatus) -> None:

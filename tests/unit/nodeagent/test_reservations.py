@@ -12,7 +12,7 @@ from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import PASSES, Reservation, grant
 from services.nodeagent.domain.state import Process
 from services.nodeagent.domain.status import instance_status
-from shared.contracts.node import InstanceState
+from shared.contracts.node import RESERVATION, InstanceState
 from tests.unit.nodeagent.world import ERROR, World, resume, start, stop
 
 
@@ -131,8 +131,7 @@ def test_a_reservation_is_given_up_when_its_time_is_over() -> None:
     w.hear(e.Tick(), 1.0)
     error = w["b"].error
     assert error is not None
-    assert error.code == "insufficient_memory"
-    assert error.should_retry
+    assert (error.code, error.param, error.should_retry) == ("insufficient_memory", RESERVATION, True)
     assert w.state.queue == ()
     w.hear(e.WeightsReleased("b", 0))
     w.hear(e.MemoryProved("b", 0))
@@ -178,7 +177,7 @@ def test_a_resumption_that_waited_in_vain_is_suspended_still_and_says_why() -> N
     told = instance_status(w.state, w["a"], 0, 0, (), 0.0)
     assert told.state is InstanceState.SUSPENDED
     assert told.error is not None
-    assert told.error.should_retry
+    assert (told.error.param, told.error.should_retry) == (RESERVATION, True)
     assert told.token == w["a"].token, "of the command that it answers"
     w.hear(e.ResumeCommand(resume("a", wait_ms=1000), 71))
     assert instance_status(w.state, w["a"], 0, 0, (), 0.0).error is None

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from services.scheduler.domain.accounting import booking
-from services.scheduler.domain.effects import SendPrepare, SendResume, SendStop
+from services.scheduler.domain.effects import PublishLoadFailed, SendPrepare, SendResume, SendStop
 from services.scheduler.domain.policy import Policy
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.world import Running, World, no_room
 
 READY, DRAINING, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.FAILED
 PREPARING, RESUMING, SUSPENDED = InstanceState.PREPARING, InstanceState.RESUMING, InstanceState.SUSPENDED
@@ -97,6 +97,18 @@ def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> Non
     w.tick(1.5)
     w.demand("b")
     assert len(w.starts("b")) == 2
+
+
+def test_memory_that_its_loader_ran_out_of_is_a_failure_of_the_start(w: World) -> None:
+    """Tried once more, then those who wait are told: it would not help to ask the same node again and again."""
+    two(w, **HOSTED)
+    w.hear()
+    w.finish_stops()
+    w.fail("b", no_room(None))
+    assert w.state.trouble["b"].attempts == 1
+    w.tick(1.5)
+    w.fail("b", no_room(None))
+    assert [e.event.model for e in w.sent(PublishLoadFailed)] == ["b"]
 
 
 @pytest.fixture

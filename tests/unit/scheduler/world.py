@@ -30,6 +30,7 @@ from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import (
+    RESERVATION,
     Capability,
     DeviceStatus,
     InstanceMemory,
@@ -159,7 +160,7 @@ class Agent:
             if effect.command.wait_ms:
                 r.queued_until = now + effect.command.wait_ms / 1e3
                 return None
-            return InsufficientMemory("no room", should_retry=True).body()
+            return no_room(None)
         r.state = InstanceState.RESUMING
         return None
 
@@ -375,5 +376,6 @@ class World:
         return [e for e in self.sent(SendStop) if e.command.instance_id in ids]
 
 
-def no_room() -> ErrorBody:
-    return InsufficientMemory("no room", should_retry=True).body()
+def no_room(param: str | None = RESERVATION) -> ErrorBody:
+    """Without `RESERVATION`: its loader or its engine ran out, not the node."""
+    return InsufficientMemory("no room", param=param, should_retry=True).body()

@@ -15,9 +15,9 @@ from tests.support.moving_steps import Staged, Step
 TOKENS = 2_000
 """Enough to be under way still when everybody stands where the test wants it."""
 BODIES: list[dict[str, Any]] = [
-    body("one", max_tokens=TOKENS),
-    body("one", seed=3, max_tokens=TOKENS),
-    body("one", seed=4, max_tokens=TOKENS),
+    body("one", max_tokens=TOKENS, ignore_eos=True),
+    body("one", seed=3, max_tokens=TOKENS, ignore_eos=True),
+    body("one", seed=4, max_tokens=TOKENS, ignore_eos=True),
 ]
 NODES = ("node-0", "node-1")
 

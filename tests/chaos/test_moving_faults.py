@@ -19,8 +19,8 @@ from tests.support.moving_steps import Order, Staged, stopped
 NODES = ("node-0", "node-1", "node-2")
 TOKENS = 2_000
 """Enough to be under way still when everybody stands where the test wants it."""
-LONG = body("one", seed=3, max_tokens=TOKENS)
-GREEDY = body("one", max_tokens=TOKENS)
+LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
+GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import nats
+from nats.js.errors import NoKeysError
 
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard, ModelSpec
@@ -178,8 +179,10 @@ async def _records(url: str) -> dict[str, MigrationRecord]:
     nc = await nats.connect(url)
     try:
         bucket = await migrations_bucket(nc.jetstream(timeout=5))
-        keys = await bucket.keys() if (await bucket.status()).values else []
-        found = [await bucket.get(key) for key in keys]
+        try:
+            found = [await bucket.get(key) for key in await bucket.keys()]
+        except NoKeysError:
+            return {}
         return {e.key: MigrationRecord.model_validate_json(e.value or b"") for e in found}
     finally:
         await nc.close()

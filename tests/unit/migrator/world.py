@@ -83,6 +83,12 @@ class Letter:
     migrator: Migrator
     ask: Ask
     arrives: float
+    turn: int
+
+    def answered(self, event: Event) -> None:
+        """Whoever still works on that migration hears of it."""
+        if self.turn == self.migrator.turn:
+            self.migrator.hear(event)
 
 
 @dataclass
@@ -96,6 +102,8 @@ class Migrator:
     revision: int = 0
     unsaved: MigrationRecord | None = None
     ended: list[Ended] = field(default_factory=list)
+    turn: int = 0
+    """Migrations taken up so far: what was asked for an earlier one is answered to nobody, as its tasks are over."""
 
     def look(self) -> None:
         """See the bucket, write what is to be written, and take up what nobody works on."""
@@ -112,7 +120,7 @@ class Migrator:
                 self.hear(Lost())
         if self.work is None and (free := claimable(self.leases, world.now)) is not None:
             claimed = free.model_copy(update={"owner": self.name, "beats": free.beats + 1})
-            self.migration_id = free.migration_id
+            self.migration_id, self.turn = free.migration_id, self.turn + 1
             self.revision = world.put(claimed)
             self.work, effects = begin(claimed, self.name, Speed(0.2, 10.0), world.options, world.now)
             self.carry_out(effects)
@@ -128,7 +136,7 @@ class Migrator:
                 case Save(record):
                     self.unsaved = record
                 case Ask():
-                    self.world.letters.append(Letter(self, effect, self.world.now + self.world.takes(effect)))
+                    self.world.letters.append(Letter(self, effect, self.world.now + self.world.takes(effect), self.turn))
                 case Forget(instance_id, message):
                     self.world.engines[instance_id].prepared.pop(message.prepared, None)
                 case Ended():
@@ -252,7 +260,7 @@ class World:
             event = Answered(letter.ask.key, self._do(letter.ask))
         except ThawError as e:
             event = Refused(letter.ask.key, e.body())
-        letter.migrator.hear(event)
+        letter.answered(event)
 
     def lose(self, letter: Letter, *, done: bool) -> None:
         """The question (or, with `done`, only its answer) is swallowed by a restart."""
@@ -260,7 +268,7 @@ class World:
         if done:
             with contextlib.suppress(ThawError):
                 self._do(letter.ask)
-        letter.migrator.hear(Refused(letter.ask.key, DeadlineExceeded("no answer").body()))
+        letter.answered(Refused(letter.ask.key, DeadlineExceeded("no answer").body()))
 
     def step(self) -> None:
         """The next thing that happens by itself."""

@@ -24,7 +24,6 @@ _TESTS = Path(__file__).parent
 _ALONE = dict.fromkeys(
     (
         "integration/suspend",
-        "integration/engines_real",
         "unit/suspend",
         "e2e/test_suspend.py",
         "e2e/test_engines.py",

@@ -11,13 +11,16 @@ from shared.contracts.migration import PrepareResume, RequestsListed, ResumePrep
 from shared.errors import Conflict, NotFound, UnsupportedParameter
 
 _REMEMBERED = 64
+_PIECE_TOKENS = 512
+"""That one step of the engine computes ahead: the streams beside it wait for no more than that."""
 LOST = "its engine did not tell all of its tokens: one character was made of several"
 
 
 class Moving:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._prepared: dict[str, int] = {}
+        self._prepared: dict[str, tuple[int, ...]] = {}
+        """Tokens of each sequence, by the name that they were prepared under."""
 
     def list(self) -> RequestsListed:
         return RequestsListed(requests=tuple(self._told(r) for r in self._serving.running()))
@@ -42,8 +45,8 @@ class Moving:
         self._serving.yield_(request_id)
 
     async def prepare(self, order: PrepareResume, driver: Driver, client: Client) -> ResumePrepared:
-        """Have the engine's prefix cache know the sequences: one more token is generated after each, and thrown away. What is not used again
-        leaves that cache by itself.
+        """Have the engine's prefix cache know the sequences: one more token is generated after each, and thrown away. They are computed in
+        pieces, after whatever else the engine serves. What is not used again leaves that cache by itself.
 
         Raises `Conflict` for other weights, `UnsupportedParameter` where there is no such cache.
         """
@@ -52,15 +55,17 @@ class Moving:
         if driver.tokens is None or not driver.caches_prefixes or order.adapter is not None:
             raise UnsupportedParameter("this engine has no prefix cache to prepare", param="sequences")
         began = time.monotonic()
-        for sequence in order.sequences:
-            asked = {"model": driver.served_name, "prompt": list(sequence), "max_tokens": 1, "temperature": 0}
-            await call(client, json_request("/v1/completions", asked), "preparing to go on with an answer")
+        before = self._prepared.pop(order.prepared, ())
+        for i, sequence in enumerate(order.sequences):
+            known = before[i] if i < len(before) else 0
+            for end in (*range(known + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
+                asked = {"model": driver.served_name, "prompt": list(sequence[:end]), "max_tokens": 1, "temperature": 0}
+                await call(client, json_request("/v1/completions", {**asked, **driver.last}), "preparing to go on with an answer")
         total = sum(map(len, order.sequences))
-        before = self._prepared.pop(order.prepared, 0)
-        self._prepared[order.prepared] = total
+        self._prepared[order.prepared] = tuple(map(len, order.sequences))
         while len(self._prepared) > _REMEMBERED:
             del self._prepared[next(iter(self._prepared))]
-        return ResumePrepared(tokens=max(0, total - before), took_ms=(time.monotonic() - began) * 1e3)
+        return ResumePrepared(tokens=max(0, total - sum(before)), took_ms=(time.monotonic() - began) * 1e3)
 
     def forget(self, name: str) -> None:
         self._prepared.pop(name, None)

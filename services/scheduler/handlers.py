@@ -182,7 +182,7 @@ class Handlers:
 
     async def _inspect(self, spec: ModelSpec, deadline_ms: int) -> ModelInfo:
         missing: Exception | None = None
-        command = InspectModel(spec=spec, deadline_ms=min(InspectModel.DEADLINE_MS, deadline_ms))
+        command = InspectModel(spec=spec, deadline_ms=min(InspectModel.usual_ms(), deadline_ms))
         for node in await self._loaders():
             try:
                 return (await self._mesh.request(subjects.loader_command(node), command, Inspected)).info

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.contracts.base import Frozen, Message, Request
+from shared.contracts.base import Deadline, Frozen, Message, Request
 from shared.contracts.migration import MigrationRecord, RequestFound
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceStatus
@@ -17,7 +17,7 @@ from shared.contracts.traces import RequestTrace
 class AddModels(Request):
     """Register or change models, all or none. With `prune`, models not named are removed (their instances drain)."""
 
-    DEADLINE_MS: ClassVar[int] = 300_000
+    deadline_ms: Deadline = 300_000
     kind: Literal["add_models"] = "add_models"
     specs: tuple[ModelSpec, ...]
     prune: bool = False
@@ -42,7 +42,7 @@ class RemoveModel(Request):
 class WakeModel(Request):
     """Make the model ready; answers when it is (`ModelAwake`), or why not."""
 
-    DEADLINE_MS: ClassVar[int] = 600_000
+    deadline_ms: Deadline = 600_000
     kind: Literal["wake"] = "wake"
     name: str
 
@@ -57,7 +57,7 @@ class ModelAwake(Message):
 class SleepModel(Request):
     """Have every instance of the model leave its device; running requests finish first. Answers when they are gone."""
 
-    DEADLINE_MS: ClassVar[int] = 120_000
+    deadline_ms: Deadline = 120_000
     kind: Literal["sleep"] = "sleep"
     name: str
 
@@ -187,7 +187,7 @@ class Migrate(Request):
     there if there is none; without `node` the scheduler chooses. Answered with `MigrationsViewed`: at the end with `wait`, else once it is
     ordered."""
 
-    DEADLINE_MS: ClassVar[int] = 600_000
+    deadline_ms: Deadline = 600_000
     kind: Literal["migrate"] = "migrate"
     request_id: str | None = None
     instance_id: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,11 +24,21 @@ class Message(Frozen):
     v: str = CONTRACT_VERSION
 
 
+Deadline = Annotated[int, Field(gt=0)]
+"""Milliseconds from the sending."""
+
+
 class Request(Message):
     """A message that wants a reply within `deadline_ms` (a duration: clocks are never compared across hosts)."""
 
-    DEADLINE_MS: ClassVar[int] = 5_000
-    deadline_ms: int = Field(default=5_000, gt=0)
+    deadline_ms: Deadline = 5_000
+    """A kind of message that takes longer has another default."""
+
+    @classmethod
+    def usual_ms(cls) -> int:
+        """The deadline of this kind of message unless its sender sets another, in milliseconds."""
+        usual: int = cls.model_fields["deadline_ms"].default
+        return usual
 
 
 class ErrorBody(Frozen):

@@ -6,11 +6,11 @@ more. A new leader therefore knows all demand within a second.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from shared.contracts.base import ErrorBody, Message, Request
+from shared.contracts.base import Deadline, ErrorBody, Message, Request
 
 DEMAND_INTERVAL_S = 1.0
 DEMAND_LOST_AFTER_S = 5.0
@@ -19,7 +19,7 @@ ARRIVALS_WINDOW_S = 1.0
 
 
 class Demand(Request):
-    DEADLINE_MS: ClassVar[int] = 3_000
+    deadline_ms: Deadline = 3_000
     kind: Literal["demand"] = "demand"
     gateway: str
     model: str

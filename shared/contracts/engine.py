@@ -8,11 +8,11 @@ second, and answers on its control subject. An engine whose nodeagent is gone go
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.contracts.base import ErrorBody, Frozen, Message, Request
+from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.inference import CancelInfer
 from shared.contracts.migration import ForgetResume, ListRequests, PrepareResume, ReadTokens, YieldInfer
 from shared.contracts.models import ModelCard
@@ -125,7 +125,7 @@ class SleepEngine(Request):
     device's, level 2 give up both. Fails with `instance_busy` while requests are served (drain first), and with `unsupported_parameter` for a
     level that it has not. Answered with `EngineAsleep`."""
 
-    DEADLINE_MS: ClassVar[int] = 60_000
+    deadline_ms: Deadline = 60_000
     kind: Literal["sleep"] = "sleep"
     level: int = Field(default=0, ge=0, le=2)
 
@@ -140,14 +140,14 @@ class WakeEngine(Request):
     """Undo `SleepEngine` (harmless if there was none), prove by tokens that the engine is as before, and serve. Answered with
     `EngineProbed`; if the engine does not come back or answers otherwise, with `engine_failed`, and it stays asleep."""
 
-    DEADLINE_MS: ClassVar[int] = 120_000
+    deadline_ms: Deadline = 120_000
     kind: Literal["wake"] = "wake"
 
 
 class ProbeEngine(Request):
     """Generate a few tokens greedily (or embed a word), whatever the state. Answered with `EngineProbed`, or `engine_failed`."""
 
-    DEADLINE_MS: ClassVar[int] = 30_000
+    deadline_ms: Deadline = 30_000
     kind: Literal["probe"] = "probe"
 
 

@@ -17,11 +17,11 @@ engine's control subject; a cancelled request ends without a last message.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.contracts.base import ErrorBody, Frozen, Message, Request
+from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import PhaseSpan
 
@@ -61,7 +61,7 @@ class Resume(Frozen):
 
 
 class InferRequest(Request):
-    DEADLINE_MS: ClassVar[int] = 600_000
+    deadline_ms: Deadline = 600_000
     kind: Literal["infer"] = "infer"
     request_id: str
     instance_id: str

@@ -7,11 +7,11 @@ shared/contracts/segment.py's.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.contracts.base import ErrorBody, Frozen, Message, Request
+from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.phases import PhaseSpan
 from shared.contracts.segment import ArenaHandle, Extent
@@ -31,7 +31,7 @@ def instance_of(holder: str) -> str:
 class InspectModel(Request):
     """Read what there is to know of a model without its weights; checks that every shard, the tokenizer and the index are there."""
 
-    DEADLINE_MS: ClassVar[int] = 120_000
+    deadline_ms: Deadline = 120_000
     kind: Literal["inspect"] = "inspect"
     spec: ModelSpec
 
@@ -56,7 +56,7 @@ class PrepareWeights(Request):
 class AttachWeights(Request):
     """Answer when the segment's index (`until="index"`) or every byte (`until="complete"`) is there. Starts the load if nobody has."""
 
-    DEADLINE_MS: ClassVar[int] = 600_000
+    deadline_ms: Deadline = 600_000
     kind: Literal["attach"] = "attach"
     instance_id: str
     card: ModelCard

@@ -8,11 +8,11 @@ the last message of the request's stream). *Gateways*: `MoveRequest` has the one
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.contracts.base import ErrorBody, Frozen, Message, Request
+from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.inference import FinishReason
 from shared.contracts.models import ModelCard
 
@@ -67,7 +67,7 @@ class PrepareResume(Request):
     resumed, forgotten or `keep_ms` have passed. Repeated with longer sequences only the rest is computed. Answered with `ResumePrepared`
     when all is computed, with `insufficient_memory` if they have no room, `unsupported_parameter` if this engine resumes by its own cache."""
 
-    DEADLINE_MS: ClassVar[int] = 60_000
+    deadline_ms: Deadline = 60_000
     kind: Literal["prepare_resume"] = "prepare_resume"
     prepared: str = Field(description="A name that is the caller's own: the migration's id and the request's.")
     revision: str = Field(description="Of the weights; another one's are refused (`conflict`).")
@@ -107,7 +107,7 @@ class MoveRequest(Request):
     `not_found` when the request is over, `conflict` when it cannot be moved, or not now (another move, nothing heard yet), with the
     instance's error if it could not be resumed there (it then runs where it did, or anywhere else: nothing is lost)."""
 
-    DEADLINE_MS: ClassVar[int] = 30_000
+    deadline_ms: Deadline = 30_000
     kind: Literal["move_request"] = "move_request"
     request_id: str
     migration_id: str
@@ -132,7 +132,7 @@ GATEWAY_CONTROL: TypeAdapter[MoveRequest] = TypeAdapter(MoveRequest)
 class FindRequest(Request):
     """Which request is meant by `x-request-id`. Answered with `RequestFound` by the gateway that holds it; by nobody else."""
 
-    DEADLINE_MS: ClassVar[int] = 1_000
+    deadline_ms: Deadline = 1_000
     kind: Literal["find_request"] = "find_request"
     request_id: str
 

@@ -7,7 +7,7 @@ second, and heard by the scheduler and by every gateway: the route table is a ca
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -85,7 +85,6 @@ class StopInstance(Request):
     """Drain, then stop and prove the memory free. `only_if_idle`: fail with `instance_busy` if it is serving.
     `Done` is answered when draining has begun; the end shows in `NodeStatus`. An unknown instance is `Done` too."""
 
-    DEADLINE_MS: ClassVar[int] = 5_000
     kind: Literal["stop"] = "stop"
     token: int
     instance_id: str
@@ -102,7 +101,6 @@ class SuspendInstance(Request):
     stopped instead. One that is suspended already, and an unknown one, are `Done`.
     """
 
-    DEADLINE_MS: ClassVar[int] = 5_000
     kind: Literal["suspend"] = "suspend"
     token: int
     instance_id: str
@@ -118,7 +116,6 @@ class ResumeInstance(Request):
     progress is in `NodeStatus`: resuming, then ready. One that is ready or resuming is `Done`; one that is being suspended comes back as
     soon as it can. A restore that fails is followed by one cold start under the same instance id."""
 
-    DEADLINE_MS: ClassVar[int] = 5_000
     kind: Literal["resume"] = "resume"
     token: int
     plan_id: str

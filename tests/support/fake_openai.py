@@ -48,6 +48,7 @@ _OPTIONS: dict[str, list[str]] = {
         "--dtype",
         "--revision",
         "--kv-cache-memory-bytes",
+        "--scheduling-policy",
         "--load-format",
         "--tool-call-parser",
     ],
@@ -169,7 +170,7 @@ class Fake:
         return PlainTextResponse("ok")
 
     async def stats(self, request: Request) -> Response:
-        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OLLAMA_", "HF_", "CUDA_", "THAW_", "GIVEN"))}
+        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OMP_", "OLLAMA_", "HF_", "CUDA_", "THAW_", "GIVEN"))}
         return JSONResponse({"argv": sys.argv[1:], "env": env, "calls": self.calls, "cancelled": self.cancelled})
 
     async def echo(self, request: Request) -> Response:
@@ -194,6 +195,8 @@ class Fake:
             return JSONResponse({"error": {"message": "no", "type": "odd", "param": "fake", "code": "own_code"}}, status)
         if body.get("model") != self.name and self.like != "ollama" and self.name != "m":
             return JSONResponse({"error": {"message": f"no model {body.get('model')}", "code": 404}}, 404)
+        if body.get("priority") and getattr(self.options, "scheduling_policy", None) != "priority":
+            return JSONResponse({"error": {"message": "Got priority but Priority scheduling is not enabled.", "code": 400}}, 400)
         chat = request.url.path.endswith("chat/completions")
         if "says" in fake:
             events = saying_llama(body) if self.like == "llamacpp" and not chat else saying(body, chat=chat)

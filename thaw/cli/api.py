@@ -159,8 +159,8 @@ class Api:
         return self._get(ClusterView, "GET", "/admin/v1/cluster")
 
     def add_models(self, specs: tuple[ModelSpec, ...], *, prune: bool = False) -> ModelsAdded:
-        limit = AddModels.DEADLINE_MS / 1e3
-        request = AddModels(specs=specs, prune=prune, deadline_ms=AddModels.DEADLINE_MS)
+        limit = AddModels.usual_ms() / 1e3
+        request = AddModels(specs=specs, prune=prune)
         return self._get(ModelsAdded, "POST", "/admin/v1/models", request, timeout=limit)
 
     def remove_model(self, name: str, *, with_adapters: bool = False) -> None:
@@ -168,12 +168,10 @@ class Api:
         self.request("DELETE", f"/admin/v1/models/{quote(name, safe='')}", timeout=120.0, body=None, **params)
 
     def wake(self, name: str) -> ModelAwake:
-        return self._get(ModelAwake, "POST", f"/admin/v1/models/{quote(name, safe='')}/wake", timeout=WakeModel.DEADLINE_MS / 1e3)
+        return self._get(ModelAwake, "POST", f"/admin/v1/models/{quote(name, safe='')}/wake", timeout=WakeModel.usual_ms() / 1e3)
 
     def sleep(self, name: str) -> ModelAsleep:
-        return self._get(
-            ModelAsleep, "POST", f"/admin/v1/models/{quote(name, safe='')}/sleep", timeout=SleepModel.DEADLINE_MS / 1e3
-        )
+        return self._get(ModelAsleep, "POST", f"/admin/v1/models/{quote(name, safe='')}/sleep", timeout=SleepModel.usual_ms() / 1e3)
 
     def explain(self, asked: ExplainPlan) -> PlanExplained:
         return self._get(PlanExplained, "POST", "/admin/v1/explain", asked)
@@ -185,8 +183,8 @@ class Api:
         self, what: str, *, is_instance: bool, node: str | None, device: str | None, wait: bool
     ) -> tuple[MigrationRecord, ...]:
         named = {"instance_id": what} if is_instance else {"request_id": what}
-        order = Migrate(node=node, device=device, wait=wait, deadline_ms=Migrate.DEADLINE_MS, **named)
-        return self._get(MigrationsViewed, "POST", "/admin/v1/migrations", order, timeout=Migrate.DEADLINE_MS / 1e3).migrations
+        order = Migrate(node=node, device=device, wait=wait, **named)
+        return self._get(MigrationsViewed, "POST", "/admin/v1/migrations", order, timeout=Migrate.usual_ms() / 1e3).migrations
 
     def migrations(self, limit: int = 50, migration_id: str | None = None) -> list[MigrationRecord]:
         """Those under way and those of the last hour, the latest first; or one."""

@@ -97,6 +97,11 @@ class Driver:
         """Whether what it has computed of a sequence is found again by a request that begins with it."""
         return False
 
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """Fields of a request that all others go before; none where the engine takes them as they come."""
+        return {}
+
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
 

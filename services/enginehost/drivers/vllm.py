@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from services.enginehost.drivers.overlay import plugin_path
 from services.enginehost.drivers.port import Command, Driver, call, flags, json_request
 from services.enginehost.drivers.tokens import VllmTokens
 from services.enginehost.http1 import Client, HttpRequest
 from shared.contracts.loader_socket import loader_socket
-from shared.errors import EngineFailed, InvalidModel
+from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter
 
 _SLEEP_PATH = "/sleep"
 _OURS = frozenset({"kv_cache_bytes"})
@@ -21,6 +23,26 @@ class Vllm(Driver):
     @property
     def caches_prefixes(self) -> bool:
         return bool(self.card.spec.engine_args.get("enable_prefix_caching", True))
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return {"priority": 1} if self._policy == "priority" else {}
+
+    @property
+    def _policy(self) -> str | None:
+        """In which order it takes requests; None: whoever wrote its command line knows."""
+        spec = self.card.spec
+        if spec.command or (spec.container is not None and spec.container.args is not None):
+            return None
+        return str(spec.engine_args.get("scheduling_policy", "priority"))
+
+    def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises `UnsupportedParameter` for a rank among others' requests, which clients have only where the operator gives it to them."""
+        if body.get("priority") and self.last and "scheduling_policy" not in self.card.spec.engine_args:
+            raise UnsupportedParameter(
+                "requests have no priority here (engine_args: scheduling_policy: priority)", param="priority"
+            )
+        return super().body(body)
 
     def command(self) -> Command:
         # Not the `vllm` command: builds under another distribution name lack the metadata that it looks for.
@@ -52,6 +74,8 @@ class Vllm(Driver):
             found.append("--enforce-eager")
         if launch.on_cuda and "enable_sleep_mode" not in given:
             found.append("--enable-sleep-mode")
+        if "scheduling_policy" not in given:
+            found += ["--scheduling-policy", "priority"]  # what is computed ahead for a migration comes last
         if self._from_loader:
             extra = {"socket": str(loader_socket(launch.settings.node_state)), "source": self.card.info.source}
             given["model_loader_extra_config"] = {**extra, **dict(given.get("model_loader_extra_config") or {})}
@@ -71,6 +95,9 @@ class Vllm(Driver):
         }
         if not self.launch.remote:
             found["HF_HUB_OFFLINE"] = "1"
+        if not self.launch.on_cuda and 0 < self.launch.threads < (os.cpu_count() or 1):
+            # By itself it binds a thread to each core but one; those of a node would all bind to the same ones.
+            found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.launch.threads)}
         if self._from_loader:
             found["PYTHONPATH"] = self._plugin()
         return found

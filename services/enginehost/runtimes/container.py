@@ -36,7 +36,7 @@ Told = Callable[[Phase, float], None]
 
 
 class EngineContainer:
-    """A container that has been started."""
+    """A container that has been started. `pid` is 0 if it has ended meanwhile."""
 
     def __init__(self, docker: Docker, container: str, pid: int, address: Address, log_path: Path) -> None:
         self._docker = docker
@@ -52,7 +52,7 @@ class EngineContainer:
 
     def pids(self) -> tuple[int, ...]:
         """As this machine numbers them; none where the engine runs elsewhere (a virtual machine's)."""
-        if self._ended.done() or not psutil.pid_exists(self._pid):
+        if self._ended.done() or not self._pid or not psutil.pid_exists(self._pid):
             return ()
         return tuple(sorted(descendants(self._pid)))
 
@@ -103,7 +103,8 @@ class EngineContainer:
         except ThawError as e:
             log.warning("the container engine does not tell of a container", extra={"error": e.message})
             returncode = None
-            await process_end(self._pid)
+            if self._pid:
+                await process_end(self._pid)
         with contextlib.suppress(TimeoutError):
             # Its last words come over a connection of their own.
             await asyncio.wait_for(asyncio.shield(self._following), _LOG_WITHIN_S)
@@ -148,12 +149,20 @@ async def start_container(
     try:
         await docker.start(container)
         found = await docker.inspect(container)
-        (published, *_) = found["NetworkSettings"]["Ports"][f"{options.port}/tcp"]
-        address = Address("127.0.0.1", int(published["HostPort"]))
-        return EngineContainer(docker, container, int(found["State"]["Pid"]), address, Path(start.log_path))
+        return EngineContainer(
+            docker, container, int(found["State"]["Pid"]), _address(found, f"{options.port}/tcp"), Path(start.log_path)
+        )
     except (EngineFailed, KeyError, TypeError, ValueError) as e:
         await docker.remove(container)
         raise EngineFailed(f"the container did not start: {e}") from e
+
+
+def _address(found: Mapping[str, Any], port: str) -> Address:
+    """Where the container's port is to be reached. One that has ended has none any more; its end is told like any other's."""
+    published = (found["NetworkSettings"]["Ports"] or {}).get(port)
+    if not published and found["State"]["Running"]:
+        raise EngineFailed(f"its port {port} is not published on this machine")
+    return Address("127.0.0.1", int(published[0]["HostPort"]) if published else 0)
 
 
 def _body(

@@ -119,7 +119,7 @@ class Engines:
         message = {
             "v": CONTRACT_VERSION,
             "kind": "load_adapter",
-            "deadline_ms": LoadAdapter.DEADLINE_MS,
+            "deadline_ms": LoadAdapter.usual_ms(),
             "card": sent_card(adapter),
         }
         self._outbox.put_nowait((None, subjects.engine_control(instance_id), json.dumps(message).encode(), "", None))

@@ -33,7 +33,6 @@ class Queue:
         oldest = next(iter(self.waiting.values()), None)
         parents = [t.traceparent for t in self.waiting.values() if t.traceparent]
         return Demand(
-            deadline_ms=Demand.DEADLINE_MS,
             gateway=gateway,
             model=model,
             waiting=len(self.waiting),

@@ -83,19 +83,19 @@ class Admin:
         return json_response(answer.model_dump(mode="json"))
 
     async def cluster(self, request: Request) -> Response:
-        return await self._ask(ViewCluster(deadline_ms=ViewCluster.DEADLINE_MS), ClusterView)
+        return await self._ask(ViewCluster(), ClusterView)
 
     async def add_models(self, request: Request) -> Response:
         limit = min(_MAX_BODY, self._gateway.mesh.max_body)
         asked = validated(AddModels, await read_body(request.scope, request.receive, limit))
         if not self._gateway.keys.guards_admin:
             _refuse_commands(asked.specs)
-        return await self._ask(AddModels(deadline_ms=AddModels.DEADLINE_MS, specs=asked.specs, prune=asked.prune), ModelsAdded)
+        return await self._ask(AddModels(specs=asked.specs, prune=asked.prune), ModelsAdded)
 
     async def remove_model(self, request: Request) -> Response:
         """`?adapters=true`: and its adapters."""
         name, too = request.path_params["name"], request.query_params.get("adapters") == "true"
-        return await self._ask(RemoveModel(deadline_ms=RemoveModel.DEADLINE_MS, name=name, with_adapters=too), Done)
+        return await self._ask(RemoveModel(name=name, with_adapters=too), Done)
 
     async def wake(self, request: Request) -> Response:
         return await self._ask(WakeModel(deadline_ms=_deadline(request, WakeModel), name=request.path_params["name"]), ModelAwake)
@@ -125,7 +125,6 @@ class Admin:
         if not any(given.values()):
             raise InvalidRequest("explain needs a model, a plan or a request: ?model=NAME, ?plan=ID or ?request=ID", param="model")
         asked = ExplainPlan(
-            deadline_ms=ExplainPlan.DEADLINE_MS,
             model=given["model"],
             plan_id=given["plan"],
             request_id=given["request"],
@@ -136,7 +135,7 @@ class Admin:
     async def what_if(self, request: Request) -> Response:
         """The same with a body, which may assume another cluster."""
         asked = validated(ExplainPlan, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
-        return await self._ask(asked.model_copy(update={"deadline_ms": ExplainPlan.DEADLINE_MS}), PlanExplained)
+        return await self._ask(asked.model_copy(update={"deadline_ms": ExplainPlan.usual_ms()}), PlanExplained)
 
     async def migrate(self, request: Request) -> Response:
         """Answers when it is over; with `wait` false once it is ordered."""
@@ -161,7 +160,7 @@ class Admin:
         return await self._change_node(request, "drain")
 
     async def _change_node(self, request: Request, action: str) -> Response:
-        fields = {"deadline_ms": ChangeNode.DEADLINE_MS, "node": request.path_params["node"], "action": action}
+        fields = {"node": request.path_params["node"], "action": action}
         return await self._ask(_ACTION.validate_python(fields), Done)
 
     async def request_trace(self, request: Request) -> Response:
@@ -226,7 +225,7 @@ def _deadline(request: Request, kind: type[MeshRequest]) -> int:
     """`?timeout=SECONDS`, or the message's own deadline, in milliseconds."""
     given = request.query_params.get("timeout")
     if given is None:
-        return kind.DEADLINE_MS
+        return kind.usual_ms()
     try:
         seconds = float(given)
     except ValueError as e:

@@ -43,8 +43,7 @@ def open_keeper(settings: NodeagentSettings, devices: Mapping[str, Device], mesh
         kinds = {d.info.kind for d in devices.values()}
 
         async def sleep(instance_id: str, level: int) -> EngineAsleep:
-            request = SleepEngine(level=level, deadline_ms=SleepEngine.DEADLINE_MS)
-            return await mesh.request(subjects.engine_control(instance_id), request, EngineAsleep)
+            return await mesh.request(subjects.engine_control(instance_id), SleepEngine(level=level), EngineAsleep)
 
         if settings.suspend == "auto" and "cpu" in kinds:
             ways["cpu"] = CpuWay(groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ async def test_vllms_command_line(hosts: Hosts, tmp_path: Path) -> None:
         "--trust-remote-code",
         f"--kv-cache-memory-bytes {64 * MIB}",
         "--enforce-eager",
+        "--scheduling-policy priority",
         "--tool-call-parser hermes --no-enable-prefix-caching",
     ):
         assert expected in argv
@@ -115,6 +117,8 @@ async def test_vllms_command_line(hosts: Hosts, tmp_path: Path) -> None:
     assert env["VLLM_SERVER_DEV_MODE"] == "1"
     assert env["HF_HUB_OFFLINE"] == "1"
     assert env["VLLM_API_KEY"] not in argv
+    if (os.cpu_count() or 1) > 1:
+        assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == ("nobind", "1"), "THAW_ENGINE_THREADS of one"
 
 
 async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_path: Path) -> None:

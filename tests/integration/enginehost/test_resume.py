@@ -109,9 +109,34 @@ async def test_keys_and_values_are_made_ahead_in_the_engines_own_cache(hosts: Ho
     assert (await hosts.mesh.request(control, first, ResumePrepared)).tokens == len(tokens)
     longer = first.model_copy(update={"sequences": ((*tokens, 65, 66),)})
     assert (await hosts.mesh.request(control, longer, ResumePrepared)).tokens == 2
+    calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
+    asked = [body for _, path, body in calls if path == "/v1/completions" and body.get("priority") == 1]
+    assert [bytes(body["prompt"]) for body in asked] == [bytes(tokens), bytes((*tokens, 65, 66))], "after all others"
     await hosts.mesh.request(control, ForgetResume(prepared="m"), Done)
     with pytest.raises(Conflict, match="r2"):
         await hosts.mesh.request(control, first.model_copy(update={"revision": "r2"}), ResumePrepared)
+
+
+async def test_they_are_made_in_pieces_and_only_those_that_are_not_there_yet(hosts: Hosts, tmp_path: Path) -> None:
+    instance = await ready(hosts, tmp_path, engine_args={"scheduling_policy": "fcfs"})
+    control = subjects.engine_control(instance)
+    for length in (1200, 1300, 2000):
+        order = PrepareResume(prepared="m", revision="r1", sequences=(tuple(range(65, 70)) * (length // 5),))
+        await hosts.mesh.request(control, order, ResumePrepared)
+    calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
+    asked = [body for _, path, body in calls if path == "/v1/completions" and isinstance(body["prompt"], list)]
+    assert [len(body["prompt"]) for body in asked] == [512, 1024, 1200, 1300, 1812, 2000]
+    assert not any("priority" in body for body in asked), "its operator has it take requests as they come"
+
+
+async def test_a_client_sets_no_priority_in_vllm_unless_its_operator_lets_it(hosts: Hosts, tmp_path: Path) -> None:
+    instance = await ready(hosts, tmp_path)
+    error = (await hosts.whole(instance, "chat", messages=HELLO, priority=-1)).error
+    assert error is not None
+    assert (error.code, error.param) == ("unsupported_parameter", "priority")
+    assert "scheduling_policy" in error.message
+    granted = await ready(hosts, tmp_path / "granted", engine_args={"scheduling_policy": "priority"})
+    assert (await hosts.whole(granted, "chat", messages=HELLO, priority=-1)).status == 200
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,15 @@ def gguf_file(model_directory: Path) -> Path:
     return out
 
 
-def environment() -> dict[str, str]:
-    """Where hosts find the engines."""
-    return {f"THAW_{e.upper()}_PYTHON": python_of(e) for e in ("vllm", "llamacpp")}
+def environment(*engines: str) -> dict[str, str]:
+    """Where hosts find these engines; skips the test, with the reason, where one is not installed."""
+    return {f"THAW_{e.upper()}_PYTHON": python_of(e) for e in engines}
 
 
-def spawned(engine: str, source: Path, url: str, directory: Path, **environment: str) -> Iterator[RealEngine]:
+def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) -> Iterator[RealEngine]:
     card = hosted_card(source, engine, context=1024)
     hosts = Hosts(None, f"real-{directory.name}", url, directory)  # type: ignore[arg-type]  # only spawns
-    start = hosts.host(card, **(environment or {f"THAW_{engine.upper()}_PYTHON": python_of(engine)}))
+    start = hosts.host(card, **(given or environment(engine)))
     process = hosts.processes[-1]
     yield RealEngine(engine, start.node, start.instance_id, process, Path(start.log_path))
     process.terminate()

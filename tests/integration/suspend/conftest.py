@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.cpu import CpuWay
 from services.nodeagent.suspend.groups import Groups, open_groups
 from tests.integration.nodeagent.harness import Node, running_node
+from tests.integration.suspend.hosted import skip_unless_able
 from tests.support.servers import NatsServer
 
 
 @pytest.fixture
 def able() -> None:
-    """Skips, with the reason, where engines cannot be paged out."""
-    if why := CpuWay(open_groups("trial")).unavailable():
-        pytest.skip(f"cannot suspend by page-out here: {why}")
+    skip_unless_able()
 
 
 @pytest.fixture

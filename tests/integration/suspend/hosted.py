@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import uuid
-from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
+from services.nodeagent.suspend.cpu import CpuWay
+from services.nodeagent.suspend.groups import open_groups
 from services.nodeagent.suspend.memory import footprint
 from shared.contracts import subjects
 from shared.contracts.base import Done
@@ -21,6 +22,12 @@ from shared.contracts.node import InstanceState, InstanceStatus, StartInstance
 from tests.integration.nodeagent.harness import MIB, Node
 
 READY_WITHIN_S = 300.0
+
+
+def skip_unless_able() -> None:
+    """Skips, with the reason, where engines cannot be paged out."""
+    if why := CpuWay(open_groups("trial")).unavailable():
+        pytest.skip(f"cannot suspend by page-out here: {why}")
 
 
 async def start_hosted(
@@ -90,15 +97,3 @@ def pss(node: Node, instance_id: str) -> int:
 
 def descriptors(pids: tuple[int, ...]) -> int:
     return sum(psutil.Process(pid).num_fds() for pid in pids)
-
-
-def environment(*engines: str) -> dict[str, str]:
-    from tests.support.real_engines import python_of
-
-    return {f"THAW_{e.upper()}_PYTHON": python_of(e) for e in engines} | {"PATH": os.environ["PATH"]}
-
-
-def demo_model(directory: Path) -> Path:
-    from thaw.demo.models import make_demo_model
-
-    return make_demo_model(directory / "5m", "5m")

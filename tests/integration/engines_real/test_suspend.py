@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import pytest
 from services.nodeagent.suspend import memory
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
-from tests.integration.engines_real.conftest import MAKE_GGUF
+from tests.integration.engines_real.conftest import environment
 from tests.integration.nodeagent.harness import MIB, Node, running_node
-from tests.integration.suspend.hosted import demo_model, descriptors, engine_pids, environment, generate, pss, start_hosted
+from tests.integration.suspend.hosted import descriptors, engine_pids, generate, pss, skip_unless_able, start_hosted
 from tests.support.hosted import hosted_card
-from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
 
 SUSPENDED, READY = InstanceState.SUSPENDED, InstanceState.READY
@@ -30,14 +28,14 @@ ROOM_FOR_A_CONNECTION = 2
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_model(tmp_path_factory.mktemp("suspended"))
+@pytest.fixture
+def able() -> None:
+    skip_unless_able()
 
 
 @pytest.fixture
-def vllm_card(model: Path) -> ModelCard:
-    return hosted_card(model, "vllm", context=1024)
+def vllm_card(model_directory: Path) -> ModelCard:
+    return hosted_card(model_directory, "vllm", context=1024)
 
 
 @pytest.fixture
@@ -47,13 +45,6 @@ async def vllm_node(able: None, nats_server: NatsServer, tmp_path: Path) -> Asyn
     settings = {**environment("vllm"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB"}
     async with running_node(nats_server.url, tmp_path, **settings) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def gguf(model: Path) -> Path:
-    out = model.parent / "5m.gguf"
-    subprocess.run([python_of("llamacpp"), str(MAKE_GGUF), str(model), str(out)], check=True)
-    return out
 
 
 async def test_vllm_is_suspended_and_resumed_as_it_was(vllm_node: Node, vllm_card: ModelCard) -> None:
@@ -84,8 +75,8 @@ async def llamacpp_node(able: None, nats_server: NatsServer, tmp_path: Path) -> 
         yield found
 
 
-async def test_llamacpp_many_times(llamacpp_node: Node, gguf: Path) -> None:
-    name = (await start_hosted(llamacpp_node, hosted_card(gguf, "llamacpp", context=1024), mib=600)).instance_id
+async def test_llamacpp_many_times(llamacpp_node: Node, gguf_file: Path) -> None:
+    name = (await start_hosted(llamacpp_node, hosted_card(gguf_file, "llamacpp", context=1024), mib=600)).instance_id
     await swapped_without_growth(llamacpp_node, name, SWAPS)
 
 
@@ -126,14 +117,14 @@ async def swapped_without_growth(node: Node, name: str, swaps: int, already: int
 
 
 async def test_vllm_and_llamacpp_take_turns_on_a_device_that_holds_one(
-    able: None, nats_server: NatsServer, tmp_path: Path, vllm_card: ModelCard, gguf: Path
+    able: None, nats_server: NatsServer, tmp_path: Path, vllm_card: ModelCard, gguf_file: Path
 ) -> None:
     if memory.swap_space().free < SWAP_MIB * MIB:
         pytest.skip(f"real vLLM needs {SWAP_MIB} MiB of free swap to be suspended")
     settings = {**environment("vllm", "llamacpp"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB"}
     async with running_node(nats_server.url, tmp_path, **settings) as node:
         names: list[str] = []
-        for card in (vllm_card, hosted_card(gguf, "llamacpp", context=1024)):
+        for card in (vllm_card, hosted_card(gguf_file, "llamacpp", context=1024)):
             # Each needs the whole device at first: it is parked before the other one starts.
             names.append((await start_hosted(node, card, mib=VLLM_MIB - 400 * len(names) - 200, park=True)).instance_id)
         texts: dict[str, str] = {}

@@ -122,6 +122,7 @@ class Engine:
                 address,
                 Path(start.log_path),
                 start.cgroup_procs,
+                0 if launch.on_cuda else self._settings.engine_niceness,
             )
         self.client = Client(self._running.address, self.driver.headers())
 

@@ -23,6 +23,12 @@ class HostSettings(NodeSettings):
         default=Path("/var/run/docker.sock"),
         description="Unix socket of the Docker (or Podman) API that runs engines as containers.",
     )
+    engine_niceness: int = Field(
+        default=5,
+        ge=0,
+        le=19,
+        description="Niceness of engines that compute on cpu: where cores are scarce, the mesh's own processes go before them.",
+    )
     kill_grace: float = Field(default=5.0, gt=0, description="Seconds from SIGTERM to SIGKILL.")
     probe_interval: float = Field(
         default=30.0, ge=0, description="Seconds without a request after which an engine's health is asked about again; 0: never."

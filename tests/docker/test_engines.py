@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from services.enginehost.drivers.port import Launch
+from services.enginehost.runtimes import container
+from services.enginehost.runtimes.docker import Docker
+from services.enginehost.settings import HostSettings
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from shared.messaging import Mesh
@@ -66,8 +70,8 @@ async def hosts(boxes: Boxes, nats_server: NatsServer, tmp_path: Path, request: 
     yield hosts
     hosts.close()
     for instance in hosts.reports:
-        for container in boxes.containers(instance):
-            boxes("rm", "-f", container)
+        for left in boxes.containers(instance):
+            boxes("rm", "-f", left)
     await mesh.stop()
 
 
@@ -112,6 +116,29 @@ async def test_its_end_is_explained(hosts: Hosts, boxes: Boxes, image: str, argu
     assert report.state == "failed"
     assert report.error is not None
     assert words in report.error.message
+    assert boxes.containers(start.instance_id) == []
+
+
+async def test_one_that_has_ended_before_it_is_looked_at_is_explained_too(
+    hosts: Hosts, boxes: Boxes, image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no address any more, nor a process."""
+
+    class Slow(Docker):
+        async def start(self, container: str) -> None:
+            await super().start(container)
+            await self.wait(container)
+
+    monkeypatch.setattr(container, "Docker", Slow)
+    start = hosts.spec(card(image, "--exit", "7"))
+    settings = HostSettings(node=hosts.node)
+    launch = Launch(start.card, "cpu:0", 0, "0.0.0.0", 9000, "key", settings)
+    options = start.card.spec.container
+    assert options is not None
+    running = await container.start_container(launch, options, options.args or (), {}, start, settings, lambda *_: None)
+    assert str(await running.wait()) == "ended with exit status 7"
+    assert running.pids() == ()
+    await running.stop("SIGTERM", 1.0)
     assert boxes.containers(start.instance_id) == []
 
 

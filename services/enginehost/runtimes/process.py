@@ -62,9 +62,11 @@ class EngineProcess:
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
     @classmethod
-    def start(cls, command: Command, mark: str, address: Address, log_path: Path, cgroup_procs: str | None) -> EngineProcess:
+    def start(
+        cls, command: Command, mark: str, address: Address, log_path: Path, cgroup_procs: str | None, niceness: int = 0
+    ) -> EngineProcess:
         """Raises `EngineFailed`. The program itself is looked for by the child: a missing one ends with status 127 and a line in the log."""
-        argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", "--", *command.argv]
+        argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", str(niceness), "--", *command.argv]
         token = secrets.token_hex(8)
         env = {**clean_environment(mark, command.env), reaper.VARIABLE: token}
         try:

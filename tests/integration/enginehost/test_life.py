@@ -64,6 +64,16 @@ async def test_a_program_that_is_not_there_is_named(hosts: Hosts) -> None:
     assert "/nowhere/engine cannot be started: No such file" in report.error.message
 
 
+async def test_on_cpu_the_meshs_own_processes_go_before_it(hosts: Hosts) -> None:
+    own = psutil.Process().nice()
+    for device, expected in (("cpu:0", min(19, own + 3)), ("cuda:0", own)):
+        start = hosts.host(fake_card(), device=device, THAW_ENGINE_NICENESS="3")
+        report = await hosts.settled(start.instance_id)
+        assert report.hosted is not None
+        assert {psutil.Process(pid).nice() for pid in report.hosted.pids} == {expected}
+        assert psutil.Process(report.pid).nice() == own
+
+
 async def test_whatever_it_forked_ends_with_it(hosts: Hosts) -> None:
     start = hosts.host(fake_card("--fork", "--ignore-term"), THAW_KILL_GRACE="1")
     report = await hosts.settled(start.instance_id)

@@ -82,7 +82,7 @@ def test_fifty_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
             if record is None:
                 continue
             assert record["state"] == "done", record
-            assert all(r["tokens"] > 0 for r in record["rounds"]), "vLLM's prefix cache was prepared"
+            assert sum(r["tokens"] for r in record["rounds"]) > 0, ("vLLM's prefix cache was not prepared", record)
             pauses += [m["pause_ms"] for m in record["requests"]]
             done += 1
         ties += as_undisturbed(mesh, stream.result(), undisturbed[prompt])

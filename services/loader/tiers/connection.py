@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection whose every wait ends when it is called off, and whose bodies go straight into memory that is given.
 
-`http.client` parses the answers; the socket beneath is read in large pieces: the kernel fills the memory (`MSG_WAITALL`) and is woken once for
-each megabyte (`SO_RCVLOWAT`), which costs less CPU time than `http.client`'s own reading (measured in docs/adr/0020-remote-tiers.md).
+`http.client` parses the answers; the socket beneath is read in large pieces: the reader is woken once there are 256 KiB (`SO_RCVLOWAT`) and
+takes all that there are by then, which is faster than `http.client`'s own reading and costs less CPU time (docs/adr/0020-remote-tiers.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 CONNECT_S = 10.0
 STALL_S = 20.0
 _SLICE_MS = 100
-_LOW_WATER_BYTES = 1024 * 1024
+_LOW_WATER_BYTES = 256 * 1024
+"""More wakes the reader less often, and leaves the sender waiting for room meanwhile."""
 _SMALL_BYTES = 64 * 1024
 _SLICE = struct.pack("ll", 0, _SLICE_MS * 1000)
 """A `struct timeval`."""
@@ -131,12 +132,11 @@ class _Stream(io.RawIOBase):
                 raise TimeoutError(f"no bytes for {self._stall_s:g} s")
 
     def _filled(self, into: WriteableBuffer) -> int | None:
-        """As many bytes as come within a slice; None: none. Few are taken as soon as there are any."""
+        """What there is; None: nothing within a slice. Where many are wanted, many come at once or what a slice brings."""
         wanted = memoryview(into).nbytes
-        large = wanted > _SMALL_BYTES
-        self._low_water(min(wanted, _LOW_WATER_BYTES) if large else 1)
+        self._low_water(min(wanted, _LOW_WATER_BYTES) if wanted > _SMALL_BYTES else 1)
         try:
-            return self._sock.recv_into(into, 0, socket.MSG_WAITALL if large else 0)
+            return self._sock.recv_into(into)
         except BlockingIOError:
             return None
 

@@ -114,7 +114,7 @@ def on_resume_failed(turn: Turn, event: ResumeFailed) -> None:
         return
     if instance.state is not InstanceState.RESUMING:
         return
-    instance = turn.park(instance, restarting=True, fell_back=event.error)
+    instance = turn.park(instance, fell_back=event.error)
     stopping.kill(turn, instance)
 
 

@@ -67,7 +67,6 @@ class Parking(Frozen):
     holding: bool = False
     freezing: bool = False
     wake_asked: bool = False
-    restarting: bool = False
     frees_bytes: int = 0
     left_bytes: int = 0
     snapshot_bytes: int = 0

@@ -149,14 +149,17 @@ def load_private(
     ranks: int = 1,
     check: Callable[[Checkpoint], None] | None = None,
     pool: PoolMemory | None = None,
+    cancelled: threading.Event | None = None,
+    on_begun: Callable[[Layout, mmap.mmap], None] | None = None,
     on_loaded: Callable[[int], None] | None = None,
     verify: bool = False,
 ) -> PrivateLoad:
     """Load a model directory, a safetensors file or a model's URL into memory without a name; of a model divided by `thaw convert`, the part of
-    `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one. `verify`: compare
+    `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one. `on_begun`
+    is told what will be where before the first byte is read, and `on_loaded`, from the reading threads, how much of it is there. `verify`: compare
     what has arrived with the hashes that a converted checkpoint carries.
 
-    Raises `CheckpointInvalid`, `InsufficientMemory` or `Unavailable`, and then keeps no memory.
+    Raises `CheckpointInvalid`, `InsufficientMemory`, `Unavailable` or `Cancelled`, and then keeps no memory.
     """
     started = time.monotonic()
     try:
@@ -171,7 +174,9 @@ def load_private(
             reader: PieceReader = FilesReader(layout.places, pieces, region, options)
             if tier is not None:
                 reader = TierReader(tier, layout.places, region)
-            filling = Filling(layout, region, pieces, on_loaded=on_loaded)
+            filling = Filling(layout, region, pieces, cancelled=cancelled, on_loaded=on_loaded)
+            if on_begun is not None:
+                on_begun(layout, pool.mapping)
             stats = _read(filling, reader, options.threads)
             if tier is not None:
                 tier.finish()

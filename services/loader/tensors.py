@@ -7,13 +7,17 @@ weights = load_tensors("/models/llama")
 from __future__ import annotations
 
 import mmap
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.loader.adapters.reader import DEFAULTS, ReadOptions
 from services.loader.format.checkpoint import Checkpoint
 from services.loader.format.safetensors import TensorEntry
-from services.loader.load import load_private
+from services.loader.format.segment import Layout
+from services.loader.load import PrivateLoad, load_private
 from services.loader.pool.memory import PoolMemory
 from shared.dtypes import TORCH_NAMES, packed_shape
 from shared.errors import CheckpointInvalid
@@ -38,6 +42,76 @@ def load_tensors(
         for place in loaded.layout.places
         for entry in place.file.header.tensors
     }
+
+
+def stream_tensors(
+    path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """As `load_tensors`, each tensor as soon as it is whole and in the order of the files, while the others are being read. Whoever leaves early
+    ends the reading."""
+    coming, left = _Coming(), threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="stream-tensors") as executor:
+        load = executor.submit(
+            load_private,
+            path,
+            options,
+            rank=rank,
+            ranks=ranks,
+            check=_check_dtypes,
+            cancelled=left,
+            on_begun=coming.begin,
+            on_loaded=coming.advance,
+        )
+        load.add_done_callback(lambda _: coming.end())
+        try:
+            yield from coming.tensors(load)
+        finally:
+            left.set()
+
+
+class _Coming:
+    """A load in another thread, as the one sees it that takes its tensors."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._begun: tuple[Layout, mmap.mmap] | None = None
+        self._loaded = 0
+        self._ended = False
+
+    def begin(self, layout: Layout, memory: mmap.mmap) -> None:
+        with self._changed:
+            self._begun = layout, memory
+            self._changed.notify()
+
+    def advance(self, loaded: int) -> None:
+        with self._changed:
+            self._loaded = max(self._loaded, loaded)
+            self._changed.notify()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def tensors(self, load: Future[PrivateLoad]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Raises what the load raised."""
+        self._wait(lambda: self._begun is not None)
+        if self._begun is None:
+            load.result()
+        assert self._begun is not None
+        layout, memory = self._begun
+        for place in layout.places:
+            for entry in sorted(place.file.header.tensors, key=lambda e: e.offset):
+                end = place.offset + entry.offset + entry.nbytes
+                self._wait(lambda: self._loaded >= end)  # noqa: B023  # called at once
+                if self._ended:
+                    load.result()
+                yield entry.name, _tensor(entry, memory, place.offset)
+        load.result()
+
+    def _wait(self, come: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or come())
 
 
 def _check_dtypes(checkpoint: Checkpoint) -> None:

@@ -14,7 +14,6 @@ import copy
 import math
 import time
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.loader.client import attach
@@ -78,9 +77,9 @@ def weights(source: str, socket: str | None) -> Iterator[tuple[str, torch.Tensor
     A tensor is a view of memory that other processes have as well: it is valid until the next one is asked for.
     """
     if socket is None:
-        from services.loader.tensors import load_tensors
+        from services.loader.tensors import stream_tensors
 
-        yield from load_tensors(Path(source)).items()
+        yield from stream_tensors(source)
         return
     with attach(socket, source=source, timeout=_SILENT_S) as held:
         for entry, data in held.tensors():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -81,6 +82,11 @@ class PoolMemory:
     @property
     def fd(self) -> int:
         return self._fd
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """All of it. What refers to it keeps the memory, also after `close`."""
+        return self._map
 
     # -- memory comes --------------------------------------------------------------------------------------------------------------
 
@@ -208,7 +214,8 @@ class PoolMemory:
             self.path.unlink(missing_ok=True)
         kept = self._map
         self._release()
-        kept.close()
+        with contextlib.suppress(BufferError):  # unmapped with the last that refers to it
+            kept.close()
 
     def _release(self) -> None:
         os.close(self._fd)

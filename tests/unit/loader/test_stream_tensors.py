@@ -1,0 +1,106 @@
+"""`stream_tensors`: what `load_tensors` gives, while the rest is being read; called off and failed loads end, and keep no memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.loader import load
+from services.loader.adapters.reader import FilesReader, ReadOptions
+from services.loader.pipeline.fill import Filling
+from services.loader.pipeline.pieces import Piece
+from services.loader.tensors import stream_tensors
+from shared.errors import CheckpointInvalid
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.test_tensors import mappings
+
+WITHIN_S = 20.0
+
+
+class Held:
+    """Reads the first `open_pieces` pieces, and the others when it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, open_pieces: int = 1) -> None:
+        self.go = threading.Event()
+        self.read: list[int] = []
+        plain = FilesReader.read
+
+        def read(reader: FilesReader, piece: Piece) -> None:
+            if piece.index >= open_pieces:
+                assert self.go.wait(WITHIN_S)
+            self.read.append(piece.index)
+            plain(reader, piece)
+
+        monkeypatch.setattr(FilesReader, "read", read)
+
+
+def test_the_same_as_all_at_once_in_the_order_of_the_files(tmp_path: Path) -> None:
+    weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=3)
+    found = dict(stream_tensors(tmp_path))
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(found[name].numpy(), value)
+
+
+def test_the_first_come_while_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=2)
+    held = Held(monkeypatch)
+    coming = stream_tensors(tmp_path)
+    name, first = next(coming)
+    np.testing.assert_array_equal(first.numpy(), weights[name])
+    assert held.read == [0]
+    held.go.set()
+    rest = dict(coming)
+    assert {name, *rest} == {*weights}
+    for name, value in rest.items():
+        np.testing.assert_array_equal(value.numpy(), weights[name])
+
+
+def test_leaving_early_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=80), shards=2)
+    gc.collect()
+    before, threads = mappings(), threading.active_count()
+    held = Held(monkeypatch)
+
+    def filling(*given: Any, cancelled: threading.Event, **more: Any) -> Filling:
+        held.go = cancelled
+        return Filling(*given, cancelled=cancelled, **more)
+
+    monkeypatch.setattr(load, "Filling", filling)
+    coming = stream_tensors(tmp_path, ReadOptions(threads=1))
+    next(coming)
+    coming.close()
+    assert held.read == [0, 1], "what is being read is read to its end, and nothing else is begun"
+    gc.collect()
+    assert mappings() == before
+    assert threading.active_count() == threads
+
+
+def test_what_fails_midway_is_told_and_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, tensors(megabytes=40), shards=2)
+    gc.collect()
+    before = mappings()
+    plain, calls = os.preadv, iter(range(10**6))
+
+    def fail(*given: Any) -> int:
+        if next(calls) >= 1:
+            raise OSError(5, "Input/output error")
+        return plain(*given)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointInvalid, match="Input/output error"):
+        for _ in stream_tensors(tmp_path, ReadOptions(threads=1)):
+            pass
+    gc.collect()
+    assert mappings() == before
+
+
+def test_what_is_not_there_is_told_at_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="does not exist"):
+        next(stream_tensors(tmp_path / "nothing"))

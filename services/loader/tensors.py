@@ -6,18 +6,20 @@ weights = load_tensors("/models/llama")
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 import threading
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from services.loader.adapters.reader import DEFAULTS, ReadOptions
 from services.loader.format.checkpoint import Checkpoint
 from services.loader.format.safetensors import TensorEntry
 from services.loader.format.segment import Layout
-from services.loader.load import PrivateLoad, load_private
+from services.loader.load import load_private
 from services.loader.pool.memory import PoolMemory
 from shared.dtypes import TORCH_NAMES, packed_shape
 from shared.errors import CheckpointInvalid
@@ -44,74 +46,87 @@ def load_tensors(
     }
 
 
-def stream_tensors(
-    path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1
-) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """As `load_tensors`, each tensor as soon as it is whole and in the order of the files, while the others are being read. Whoever leaves early
-    ends the reading."""
-    coming, left = _Coming(), threading.Event()
-    with ThreadPoolExecutor(1, thread_name_prefix="stream-tensors") as executor:
-        load = executor.submit(
+class TensorStream:
+    """As `load_tensors`, but each tensor comes as soon as it is whole, in the order of the files, while the others are being read.
+
+    Reading begins at once, in threads of its own, and ends with `close`, at the latest when the tensors have been taken: iterate once, and in a
+    `with` if you may leave early. Iterating raises what `load_tensors` raises.
+    """
+
+    def __init__(self, path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1) -> None:
+        self._changed = threading.Condition()
+        self._begun: tuple[Layout, mmap.mmap] | None = None
+        self._loaded = 0
+        self._left = threading.Event()
+        self._executor = ThreadPoolExecutor(1, "tensor-stream", initializer=_unbind)
+        self._load = self._executor.submit(
             load_private,
             path,
             options,
             rank=rank,
             ranks=ranks,
             check=_check_dtypes,
-            cancelled=left,
-            on_begun=coming.begin,
-            on_loaded=coming.advance,
+            cancelled=self._left,
+            on_begun=self._begin,
+            on_loaded=self._advance,
         )
-        load.add_done_callback(lambda _: coming.end())
+        self._load.add_done_callback(lambda _: self._tell())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            yield from coming.tensors(load)
+            layout, memory = self._wait(lambda: self._begun is not None)
+            for place in layout.places:
+                for entry in sorted(place.file.header.tensors, key=lambda e: e.offset):
+                    end = place.offset + entry.offset + entry.nbytes
+                    self._wait(lambda: self._loaded >= end)  # noqa: B023  # called at once
+                    yield entry.name, _tensor(entry, memory, place.offset)
+            self._load.result()
         finally:
-            left.set()
+            self.close()
 
+    def close(self) -> None:
+        """Call off what has not been read; returns when no thread reads any more. Tensors that were taken stay as they are."""
+        self._left.set()
+        self._executor.shutdown()
 
-class _Coming:
-    """A load in another thread, as the one sees it that takes its tensors."""
+    def __enter__(self) -> Self:
+        return self
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._begun: tuple[Layout, mmap.mmap] | None = None
-        self._loaded = 0
-        self._ended = False
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def begin(self, layout: Layout, memory: mmap.mmap) -> None:
-        with self._changed:
-            self._begun = layout, memory
-            self._changed.notify()
+    def _begin(self, layout: Layout, memory: mmap.mmap) -> None:
+        self._begun = layout, memory
+        self._tell()
 
-    def advance(self, loaded: int) -> None:
+    def _advance(self, loaded: int) -> None:
         with self._changed:
             self._loaded = max(self._loaded, loaded)
             self._changed.notify()
 
-    def end(self) -> None:
+    def _tell(self) -> None:
         with self._changed:
-            self._ended = True
             self._changed.notify()
 
-    def tensors(self, load: Future[PrivateLoad]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Raises what the load raised."""
-        self._wait(lambda: self._begun is not None)
-        if self._begun is None:
-            load.result()
-        assert self._begun is not None
-        layout, memory = self._begun
-        for place in layout.places:
-            for entry in sorted(place.file.header.tensors, key=lambda e: e.offset):
-                end = place.offset + entry.offset + entry.nbytes
-                self._wait(lambda: self._loaded >= end)  # noqa: B023  # called at once
-                if self._ended:
-                    load.result()
-                yield entry.name, _tensor(entry, memory, place.offset)
-        load.result()
-
-    def _wait(self, come: Callable[[], bool]) -> None:
+    def _wait(self, come: Callable[[], bool]) -> tuple[Layout, mmap.mmap]:
+        """Until this much has come, or raise what the load ended with."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or come())
+            self._changed.wait_for(lambda: self._load.done() or come())
+        if self._load.done():
+            self._load.result()
+        assert self._begun is not None
+        return self._begun
+
+
+def _unbind() -> None:
+    """Run on every core that some thread of this process may run on. An OpenMP runtime binds the thread that calls it to one of them, and the
+    threads that this one starts inherit that: all would read on the core that is to copy meanwhile."""
+    allowed: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            allowed |= os.sched_getaffinity(int(thread.name))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, allowed)
 
 
 def _check_dtypes(checkpoint: Checkpoint) -> None:

@@ -14,6 +14,7 @@ import copy
 import math
 import time
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from services.loader.client import attach
@@ -58,10 +59,11 @@ def register() -> None:
 
         def get_all_weights(self, model_config: Any, model: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
             self.counter_before_loading_weights = began = time.perf_counter()
-            source, count, nbytes = self._source or model_config.model, 0, 0
-            for name, tensor in weights(source, self._socket):
-                count, nbytes = count + 1, nbytes + tensor.nbytes
-                yield name, tensor
+            count = nbytes = 0
+            with weights(self._source or model_config.model, self._socket) as coming:
+                for name, tensor in coming:
+                    count, nbytes = count + 1, nbytes + tensor.nbytes
+                    yield name, tensor
             for secondary in getattr(model, "secondary_weights", ()):
                 yield from self._get_weights_iterator(secondary)
             seconds = time.perf_counter() - began
@@ -71,19 +73,20 @@ def register() -> None:
     register_model_loader(LOAD_FORMAT)(ThawModelLoader)
 
 
-def weights(source: str, socket: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a model, as soon as it is whole. Raises `ThawError`.
+@contextmanager
+def weights(source: str, socket: str | None) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Each tensor of a model, as soon as it is whole; they are read from now on. Raises `ThawError`.
 
-    A tensor is a view of memory that other processes have as well: it is valid until the next one is asked for.
+    A tensor is a view of memory that other processes may have as well: it is valid until the next one is asked for.
     """
     if socket is None:
-        from services.loader.tensors import stream_tensors
+        from services.loader.tensors import TensorStream
 
-        yield from stream_tensors(source)
+        with TensorStream(source) as stream:
+            yield iter(stream)
         return
     with attach(socket, source=source, timeout=_SILENT_S) as held:
-        for entry, data in held.tensors():
-            yield entry.name, _tensor(entry, data)
+        yield ((entry.name, _tensor(entry, data)) for entry, data in held.tensors())
 
 
 def _tensor(entry: SegmentTensor, data: memoryview) -> torch.Tensor:

@@ -57,7 +57,8 @@ PROGRAM = """
 import json, sys
 from safetensors.torch import load_file
 from services.loader.vllm_plugin import weights
-found = dict(weights(sys.argv[1], None))
+with weights(sys.argv[1], None) as coming:
+    found = dict(coming)
 expected = load_file(sys.argv[1] + "/model.safetensors")
 print(json.dumps([len(found), all((found[name] == tensor).all().item() for name, tensor in expected.items())]))
 """

@@ -1,4 +1,4 @@
-"""`stream_tensors`: what `load_tensors` gives, while the rest is being read; called off and failed loads end, and keep no memory."""
+"""`TensorStream`: what `load_tensors` gives, while the rest is being read; called off and failed loads end, and keep no memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.loader import load
 from services.loader.adapters.reader import FilesReader, ReadOptions
 from services.loader.pipeline.fill import Filling
 from services.loader.pipeline.pieces import Piece
-from services.loader.tensors import stream_tensors
+from services.loader.tensors import TensorStream
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.test_tensors import mappings
@@ -27,7 +27,7 @@ class Held:
     """Reads the first `open_pieces` pieces, and the others when it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, open_pieces: int = 1) -> None:
-        self.go = threading.Event()
+        self.go, self.begun = threading.Event(), threading.Event()
         self.read: list[int] = []
         plain = FilesReader.read
 
@@ -35,6 +35,7 @@ class Held:
             if piece.index >= open_pieces:
                 assert self.go.wait(WITHIN_S)
             self.read.append(piece.index)
+            self.begun.set()
             plain(reader, piece)
 
         monkeypatch.setattr(FilesReader, "read", read)
@@ -42,7 +43,7 @@ class Held:
 
 def test_the_same_as_all_at_once_in_the_order_of_the_files(tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=3)
-    found = dict(stream_tensors(tmp_path))
+    found = dict(TensorStream(tmp_path))
     assert found.keys() == weights.keys()
     for name, value in weights.items():
         np.testing.assert_array_equal(found[name].numpy(), value)
@@ -51,7 +52,9 @@ def test_the_same_as_all_at_once_in_the_order_of_the_files(tmp_path: Path) -> No
 def test_the_first_come_while_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=2)
     held = Held(monkeypatch)
-    coming = stream_tensors(tmp_path)
+    stream = TensorStream(tmp_path)
+    assert held.begun.wait(WITHIN_S), "before anybody asks for one"
+    coming = iter(stream)
     name, first = next(coming)
     np.testing.assert_array_equal(first.numpy(), weights[name])
     assert held.read == [0]
@@ -73,9 +76,8 @@ def test_leaving_early_ends_the_reading(tmp_path: Path, monkeypatch: pytest.Monk
         return Filling(*given, cancelled=cancelled, **more)
 
     monkeypatch.setattr(load, "Filling", filling)
-    coming = stream_tensors(tmp_path, ReadOptions(threads=1))
-    next(coming)
-    coming.close()
+    with TensorStream(tmp_path, ReadOptions(threads=1)) as coming:
+        next(iter(coming))
     assert held.read == [0, 1], "what is being read is read to its end, and nothing else is begun"
     gc.collect()
     assert mappings() == before
@@ -95,7 +97,7 @@ def test_what_fails_midway_is_told_and_keeps_no_memory(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(CheckpointInvalid, match="Input/output error"):
-        for _ in stream_tensors(tmp_path, ReadOptions(threads=1)):
+        for _ in TensorStream(tmp_path, ReadOptions(threads=1)):
             pass
     gc.collect()
     assert mappings() == before
@@ -103,4 +105,4 @@ def test_what_fails_midway_is_told_and_keeps_no_memory(tmp_path: Path, monkeypat
 
 def test_what_is_not_there_is_told_at_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match="does not exist"):
-        next(stream_tensors(tmp_path / "nothing"))
+        next(iter(TensorStream(tmp_path / "nothing")))

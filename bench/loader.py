@@ -263,7 +263,7 @@ def main() -> None:
     for name, value in figures.items():
         if name.startswith(("dram_tier.", "remote.", "thaw_over_", "fio_over_", "thaw.cores")):
             print(f"{name}: {value:.3f}")
-    write(options.json, figures)
+    write(options.json, figures, add=options.part is not None)
 
 
 if __name__ == "__main__":

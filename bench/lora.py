@@ -331,7 +331,8 @@ def main() -> None:
     for name, value in figures.items():
         if name.startswith(("over_base", "times_", "share_")):
             print(f"{name}: {value:.2f}")
-    write(options.json, {name.replace(", ", ".").replace(" ", "_"): value for name, value in figures.items()})
+    names = {name: name.replace(", ", ".").replace(" ", "_") for name in figures}
+    write(options.json, {names[name]: value for name, value in figures.items()}, add=options.part is not None)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def load_segment(
         if on_index is not None:
             on_index(layout)
         reading = time.monotonic()
-        stats = _read(filling, FilesReader(layout.places, pieces, region, options), options.threads)
+        stats = read_all(filling, FilesReader(layout.places, pieces, region, options), options.threads)
         complete = True
     finally:
         pool.close(unlink=not complete)
@@ -106,7 +106,8 @@ def _whole(pool: PoolMemory, total_bytes: int) -> Region:
     return Region(pool, range(-(-total_bytes // CHUNK_BYTES)), total_bytes)
 
 
-def _read(filling: Filling, reader: PieceReader, threads: int) -> ReadStats:
+def read_all(filling: Filling, reader: PieceReader, threads: int) -> ReadStats:
+    """Over a link of its own. Raises what `Filling.run` raises."""
     link = Link("read", threads)
     try:
         filling.run(reader, link)
@@ -125,7 +126,7 @@ class PrivateLoad:
 
 
 @contextmanager
-def _opened(path: Path | str, rank: int, ranks: int) -> Iterator[tuple[Checkpoint, Tier | None]]:
+def opened(path: Path | str, rank: int, ranks: int) -> Iterator[tuple[Checkpoint, Tier | None]]:
     """The headers of what `path` names; with a tier where its files are not on this host."""
     if not is_remote(str(path)):
         yield open_path(Path(path).expanduser(), rank, ranks), None
@@ -149,21 +150,17 @@ def load_private(
     ranks: int = 1,
     check: Callable[[Checkpoint], None] | None = None,
     pool: PoolMemory | None = None,
-    cancelled: threading.Event | None = None,
-    on_begun: Callable[[Layout, mmap.mmap], None] | None = None,
-    on_loaded: Callable[[int], None] | None = None,
     verify: bool = False,
 ) -> PrivateLoad:
     """Load a model directory, a safetensors file or a model's URL into memory without a name; of a model divided by `thaw convert`, the part of
-    `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one. `on_begun`
-    is told what will be where before the first byte is read, and `on_loaded`, from the reading threads, how much of it is there. `verify`: compare
-    what has arrived with the hashes that a converted checkpoint carries.
+    `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one. `verify`:
+    compare what has arrived with the hashes that a converted checkpoint carries.
 
-    Raises `CheckpointInvalid`, `InsufficientMemory`, `Unavailable` or `Cancelled`, and then keeps no memory.
+    Raises `CheckpointInvalid`, `InsufficientMemory` or `Unavailable`, and then keeps no memory.
     """
     started = time.monotonic()
     try:
-        with _opened(path, rank, ranks) as (checkpoint, tier):
+        with opened(path, rank, ranks) as (checkpoint, tier):
             if check is not None:
                 check(checkpoint)
             layout = lay_out(checkpoint, "")
@@ -174,10 +171,7 @@ def load_private(
             reader: PieceReader = FilesReader(layout.places, pieces, region, options)
             if tier is not None:
                 reader = TierReader(tier, layout.places, region)
-            filling = Filling(layout, region, pieces, cancelled=cancelled, on_loaded=on_loaded)
-            if on_begun is not None:
-                on_begun(layout, pool.mapping)
-            stats = _read(filling, reader, options.threads)
+            stats = read_all(Filling(layout, region, pieces), reader, options.threads)
             if tier is not None:
                 tier.finish()
             read = time.monotonic()
@@ -193,7 +187,7 @@ def load_private(
 
 def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory:
     """Memory for one load of `path`, populated beforehand, as a loader's pool has it. Raises what `load_private` raises."""
-    with _opened(path, rank, ranks) as (checkpoint, _):
+    with opened(path, rank, ranks) as (checkpoint, _):
         total = lay_out(checkpoint, "").total_bytes
     pool = _own_pool(None, total)
     try:

@@ -11,16 +11,13 @@ the source is the model's directory by default.
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from services.loader.binding import bind
 from services.loader.client import attach
-from shared.contracts.segment import SegmentTensor
-from shared.dtypes import TORCH_NAMES, packed_shape
-from shared.errors import CheckpointInvalid
 
 if TYPE_CHECKING:
     import torch
@@ -80,24 +77,10 @@ def weights(source: str, socket: str | None) -> Iterator[Iterator[tuple[str, tor
     A tensor is a view of memory that other processes may have as well: it is valid until the next one is asked for.
     """
     if socket is None:
-        from services.loader.tensors import TensorStream
+        from services.loader.streaming import TensorStream
 
         with TensorStream(source) as stream:
             yield iter(stream)
         return
     with attach(socket, source=source, timeout=_SILENT_S) as held:
-        yield ((entry.name, _tensor(entry, data)) for entry, data in held.tensors())
-
-
-def _tensor(entry: SegmentTensor, data: memoryview) -> torch.Tensor:
-    import torch
-
-    shape = packed_shape(entry.dtype, entry.shape)
-    if entry.dtype not in TORCH_NAMES or shape is None:
-        raise CheckpointInvalid(f"torch has no type for tensor {entry.name!r} of dtype {entry.dtype}")
-    dtype: torch.dtype = getattr(torch, TORCH_NAMES[entry.dtype])
-    if not math.prod(shape):
-        return torch.empty(shape, dtype=dtype)
-    if entry.offset % dtype.itemsize:  # old files do not pad their headers, and torch's kernels want aligned elements
-        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
-    return torch.frombuffer(data, dtype=dtype).view(shape)
+        yield ((e.name, bind(e.name, e.dtype, e.shape, data, e.offset)) for e, data in held.tensors())

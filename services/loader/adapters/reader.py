@@ -21,7 +21,7 @@ from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.checkpoint import WeightFile
 from services.loader.format.segment import Place
 from services.loader.pipeline.pieces import Piece
-from services.loader.pool.region import Region
+from services.loader.pool.region import Space
 from shared.contracts.segment import PAGE
 from shared.errors import CheckpointInvalid
 
@@ -121,7 +121,7 @@ class _File:
 class FilesReader:
     """Reads the weight files of one load. `read` is called from several threads."""
 
-    def __init__(self, places: Sequence[Place], pieces: Sequence[Piece], region: Region, options: ReadOptions = DEFAULTS) -> None:
+    def __init__(self, places: Sequence[Place], pieces: Sequence[Piece], region: Space, options: ReadOptions = DEFAULTS) -> None:
         counts = [0] * len(places)
         for piece in pieces:
             counts[piece.file] += 1
@@ -148,7 +148,7 @@ class FilesReader:
             file.close()
 
 
-def _read_piece(file: _File, piece: Piece, region: Region, buffer: memoryview, options: ReadOptions) -> ReadStats:
+def _read_piece(file: _File, piece: Piece, region: Space, buffer: memoryview, options: ReadOptions) -> ReadStats:
     fd, direct = file.open()
     began = time.perf_counter()
     resident = _resident(fd, piece, region, buffer) if direct < 0 or _worth_copying(fd, piece) else 0
@@ -183,7 +183,7 @@ def _worth_copying(fd: int, piece: Piece) -> bool:
     return cached is None or 2 * cached >= piece.length
 
 
-def _resident(fd: int, piece: Piece, region: Region, buffer: memoryview) -> int:
+def _resident(fd: int, piece: Piece, region: Space, buffer: memoryview) -> int:
     """Copy what the page cache has from the piece's start on, without waiting for the disk; bytes copied. Straight into memory that is there
     already; into new memory by way of `buffer`."""
     if region.is_ready(piece.target, piece.length):

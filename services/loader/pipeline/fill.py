@@ -10,7 +10,7 @@ from services.loader.adapters.reader import ReadStats
 from services.loader.format.segment import Layout
 from services.loader.pipeline.link import Link, Transfer
 from services.loader.pipeline.pieces import Piece, Watermark
-from services.loader.pool.region import Region
+from services.loader.pool.region import Space
 
 
 class PieceReader(Protocol):
@@ -28,7 +28,7 @@ class Filling:
     def __init__(
         self,
         layout: Layout,
-        region: Region,
+        region: Space,
         pieces: tuple[Piece, ...],
         *,
         background: bool = False,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from services.loader.adapters.reader import ReadStats
 from services.loader.format.segment import Place, pages
 from services.loader.pipeline.pieces import Piece
-from services.loader.pool.region import Region
+from services.loader.pool.region import Space
 from services.loader.tiers.port import Tier
 from shared.errors import CheckpointInvalid
 
@@ -17,7 +17,7 @@ from shared.errors import CheckpointInvalid
 class TierReader:
     """Reads the weight files of one load through `tier`, which may go on reading the region until it is closed."""
 
-    def __init__(self, tier: Tier, places: Sequence[Place], region: Region, cancelled: threading.Event | None = None) -> None:
+    def __init__(self, tier: Tier, places: Sequence[Place], region: Space, cancelled: threading.Event | None = None) -> None:
         """Raises `CheckpointInvalid` if the tier does not list a weight file."""
         self._tier, self._region, self._cancelled = tier, region, cancelled
         listed = {file.name: file for file in tier.files()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import logging
@@ -82,11 +81,6 @@ class PoolMemory:
     @property
     def fd(self) -> int:
         return self._fd
-
-    @property
-    def mapping(self) -> mmap.mmap:
-        """All of it. What refers to it keeps the memory, also after `close`."""
-        return self._map
 
     # -- memory comes --------------------------------------------------------------------------------------------------------------
 
@@ -214,8 +208,7 @@ class PoolMemory:
             self.path.unlink(missing_ok=True)
         kept = self._map
         self._release()
-        with contextlib.suppress(BufferError):  # unmapped with the last that refers to it
-            kept.close()
+        kept.close()
 
     def _release(self) -> None:
         os.close(self._fd)

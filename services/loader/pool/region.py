@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from typing import Protocol
 
 from services.loader.adapters.shm import no_room
 from services.loader.domain.chunks import CHUNK_BYTES
@@ -11,6 +12,16 @@ from services.loader.pool.memory import PoolMemory
 from shared.contracts.segment import Extent
 from shared.errors import InsufficientMemory
 from shared.mapping import coalesced
+
+
+class Space(Protocol):
+    """Where pieces are read to. Offsets are the segment's; the range of all methods but `write` lies within one chunk."""
+
+    def write(self, offset: int, data: memoryview | bytes) -> None: ...
+    def copy(self, offset: int, data: memoryview) -> None: ...
+    def populate(self, offset: int, length: int) -> None: ...
+    def is_ready(self, offset: int, length: int) -> bool: ...
+    def view(self, offset: int, length: int) -> memoryview: ...
 
 
 class Region:

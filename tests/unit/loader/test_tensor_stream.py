@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.loader import load
+from services.loader import streaming
 from services.loader.adapters.reader import FilesReader, ReadOptions
 from services.loader.pipeline.fill import Filling
 from services.loader.pipeline.pieces import Piece
-from services.loader.tensors import TensorStream
+from services.loader.streaming import TensorStream
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.test_tensors import mappings
@@ -75,7 +75,7 @@ def test_leaving_early_ends_the_reading(tmp_path: Path, monkeypatch: pytest.Monk
         held.go = cancelled
         return Filling(*given, cancelled=cancelled, **more)
 
-    monkeypatch.setattr(load, "Filling", filling)
+    monkeypatch.setattr(streaming, "Filling", filling)
     with TensorStream(tmp_path, ReadOptions(threads=1)) as coming:
         next(iter(coming))
     assert held.read == [0, 1], "what is being read is read to its end, and nothing else is begun"

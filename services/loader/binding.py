@@ -1,0 +1,33 @@
+"""A checkpoint's bytes as a torch tensor, where they lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.dtypes import TORCH_NAMES, packed_shape
+from shared.errors import CheckpointInvalid
+
+if TYPE_CHECKING:
+    import torch
+
+
+def bindable(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether torch has a type for it."""
+    return dtype in TORCH_NAMES and packed_shape(dtype, shape) is not None
+
+
+def bind(name: str, dtype: str, shape: tuple[int, ...], data: memoryview, offset: int) -> torch.Tensor:
+    """A writable view of `data`, which it keeps alive, or a copy where its elements would not be aligned: `offset` is where `data` begins, in bytes
+    from an address that is aligned for every type. Raises `CheckpointInvalid` for what torch has no type for."""
+    # The loader's processes never hold tensors: importing torch with this module would cost each of them a second and 200 MB.
+    import torch
+
+    kept = packed_shape(dtype, shape)
+    if dtype not in TORCH_NAMES or kept is None:
+        raise CheckpointInvalid(f"torch has no type for tensor {name!r} of dtype {dtype} and shape {list(shape)}")
+    kind: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    if not len(data):
+        return torch.empty(kept, dtype=kind)
+    if offset % kind.itemsize:  # old files do not pad their headers, and torch's kernels want aligned elements
+        return torch.frombuffer(bytearray(data), dtype=kind).view(kept)
+    return torch.frombuffer(data, dtype=kind).view(kept)

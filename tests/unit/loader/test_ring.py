@@ -1,0 +1,183 @@
+"""`Ring`, and tensors streamed through it: memory is used again when nothing needs it, and only then."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from services.loader import streaming
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.pool import ring as module
+from services.loader.pool.ring import Ring
+from services.loader.streaming import AHEAD, TensorStream
+from services.loader.tiers.port import Cancelled
+from shared.errors import InsufficientMemory
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+
+WITHIN_S = 20.0
+
+
+class Rings:
+    """Those that streams make, with what they used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[Ring] = []
+
+        def make(nbytes: int, ahead: int | None = None) -> Ring:
+            self.made.append(Ring(nbytes, ahead))
+            return self.made[-1]
+
+        monkeypatch.setattr(streaming, "Ring", make)
+
+    @property
+    def fresh(self) -> int:
+        """Chunks that the kernel gave memory for."""
+        (ring,) = self.made
+        return ring.count - ring.moved
+
+
+def many(megabytes: int) -> dict[str, npt.NDArray[Any]]:
+    """Tensors of 3 MB."""
+    generator = np.random.default_rng(7)
+    return {f"t{i:03}": generator.standard_normal((750, 1000), dtype=np.float32) for i in range(megabytes // 3)}
+
+
+def entered(ring: Ring, chunk: int) -> threading.Thread:
+    thread = threading.Thread(target=lambda: ring.enter(chunk * CHUNK_BYTES), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_what_is_released_is_used_again_and_holds_what_is_written() -> None:
+    ring = Ring(4 * CHUNK_BYTES, 2)
+    for chunk in (0, 1):
+        ring.enter(chunk * CHUNK_BYTES)
+        ring.write(chunk * CHUNK_BYTES, bytes([chunk + 1]) * CHUNK_BYTES)
+    ring.release(0)
+    ring.want(CHUNK_BYTES, 2 * CHUNK_BYTES)
+    ring.enter(2 * CHUNK_BYTES)
+    assert ring.moved == 1
+    with ring.view(CHUNK_BYTES, 1) as kept, ring.view(2 * CHUNK_BYTES, 1) as moved, ring.view(0, 1) as gone:
+        assert (kept[0], moved[0], gone[0]) == (2, 1, 0), "the pages themselves went from one to the other"
+
+
+def test_reading_waits_for_its_turn() -> None:
+    ring = Ring(4 * CHUNK_BYTES, 1)
+    ring.enter(0)
+    reading = entered(ring, 2)
+    ring.want(CHUNK_BYTES, 2 * CHUNK_BYTES)
+    ring.enter(CHUNK_BYTES)
+    assert reading.is_alive()
+    ring.want(CHUNK_BYTES, 3 * CHUNK_BYTES)  # what is taken next ends there, however far beyond the window
+    reading.join(WITHIN_S)
+    assert not reading.is_alive()
+
+
+def test_closing_ends_who_waits() -> None:
+    ring = Ring(4 * CHUNK_BYTES, 1)
+    told: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            ring.enter(2 * CHUNK_BYTES)
+        except Cancelled as e:
+            told.append(e)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    ring.close()
+    thread.join(WITHIN_S)
+    assert told
+
+
+def test_a_kernel_that_does_not_move_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Refusing:
+        madvise = module._libc.madvise
+
+        @staticmethod
+        def mremap(*_: int) -> int:
+            return -1
+
+    monkeypatch.setattr(module, "_libc", Refusing)
+    rings = Rings(monkeypatch)
+    weights = write_checkpoint(tmp_path, tensors(megabytes=120), shards=1)
+    for name, tensor in TensorStream(tmp_path):
+        np.testing.assert_array_equal(tensor.numpy(), weights[name])
+    assert rings.made[0].moved == 0
+
+
+def test_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory", lambda: 3 * CHUNK_BYTES)
+    Ring(100 * CHUNK_BYTES, 2)
+    with pytest.raises(InsufficientMemory, match="put other models to sleep"):
+        Ring(100 * CHUNK_BYTES, 4)
+    with pytest.raises(InsufficientMemory):
+        Ring(100 * CHUNK_BYTES)
+
+
+def test_taken_one_by_one_a_model_needs_the_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rings = Rings(monkeypatch)
+    weights = write_checkpoint(tmp_path, many(megabytes=240), shards=2)
+    names = []
+    for name, tensor in TensorStream(tmp_path):
+        np.testing.assert_array_equal(tensor.numpy(), weights[name])
+        names.append(name)
+    assert sorted(names) == sorted(weights)
+    # Beyond the window: the chunk that is being taken, and one whose last tensor the loop's own variable held.
+    assert rings.fresh <= AHEAD + 2 < rings.made[0].count
+
+
+def test_what_is_kept_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rings = Rings(monkeypatch)
+    weights = write_checkpoint(tmp_path, many(megabytes=240), shards=2)
+    kept: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(TensorStream(tmp_path)):
+        if number % 20 == 0:
+            kept[name] = tensor.view(-1)[1:].view(torch.uint8)  # a view of a view keeps it as well
+    gc.collect()
+    assert rings.made[0].moved
+    for name, value in kept.items():
+        np.testing.assert_array_equal(value.numpy(), weights[name].reshape(-1)[1:].view(np.uint8))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_tensors_larger_than_the_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: int) -> None:
+    monkeypatch.setattr(streaming, "AHEAD", ahead)
+    generator = np.random.default_rng(5)
+    weights = {f"t{i}": generator.integers(0, 255, size, np.uint8) for i, size in enumerate((3 << 20, 60 << 20, 40 << 20, 7))}
+    write_checkpoint(tmp_path, weights, shards=1)
+    for name, tensor in TensorStream(tmp_path):
+        np.testing.assert_array_equal(tensor.numpy(), weights[name])
+
+
+def test_the_memory_goes_with_the_last_tensor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rings = Rings(monkeypatch)
+    write_checkpoint(tmp_path, tensors(megabytes=40), shards=1)
+    kept = dict(TensorStream(tmp_path))
+    mapping = weakref.ref(rings.made.pop()._map)
+    gc.collect()
+    assert mapping() is not None
+    kept.clear()
+    gc.collect()
+    assert mapping() is None
+
+
+def test_what_was_released_goes_back_when_all_is_read() -> None:
+    ring = Ring(2 * CHUNK_BYTES, 2)
+    ring.enter(0)
+    ring.write(0, b"\1" * CHUNK_BYTES)
+    ring.release(0)
+    ring.close()
+    mincore = ctypes.CDLL(None).mincore
+    pages = (ctypes.c_ubyte * (CHUNK_BYTES // 4096))()
+    assert mincore(ctypes.c_void_p(ring._address), ctypes.c_size_t(CHUNK_BYTES), pages) == 0
+    assert not any(pages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Self
 
 
 class FileLock:
@@ -14,12 +15,12 @@ class FileLock:
         self._fd = fd
 
     @classmethod
-    def take(cls, path: Path, *, shared: bool = False) -> FileLock | None:
-        """None if somebody else holds it. Raises `OSError`."""
+    def take(cls, path: Path, *, shared: bool = False, wait: bool = False) -> FileLock | None:
+        """None if somebody else holds it, unless told to `wait`. Raises `OSError`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             os.close(fd)
             return None
@@ -27,6 +28,12 @@ class FileLock:
             os.close(fd)
             raise
         return cls(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         if self._fd >= 0:

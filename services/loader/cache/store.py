@@ -2,7 +2,7 @@
 
 entries/REVISION/   a whole model: its files, and entry.json
 partial/REVISION/   one that is being fetched: its files so far, and the journal
-locks/REVISION.use  shared by those who read, .fill by the one who fetches
+locks/REVISION.use  shared by those who read, .fill by the one who fetches; locks/room by the one who makes room
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 ENTRY = "entry.json"
 _REVISION = re.compile(r"[0-9a-f]{8,64}")
 _PIN = "pinned"
+_WHOLE_BYTES = "whole-bytes"
+"""In a partial model: how many bytes it will have."""
 _KEPT_FREE = 0.02
 """Share of the disk that the cache leaves free, whatever its budget says."""
 _STATUS_FOR_S = 1.0
@@ -123,10 +125,11 @@ class SsdCache:
             for directory in _directories(parent):
                 mark = directory / (ENTRY if complete else "journal")
                 with contextlib.suppress(FileNotFoundError):
-                    nbytes = sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file())
+                    nbytes = _allocated(directory)
                     used = mark.stat().st_mtime if mark.exists() else 0.0
                     pinned = (directory / _PIN).exists()
-                    found.append(CacheEntry(directory.name, nbytes, used, pinned, complete=complete))
+                    due = 0 if complete else max(0, _promised(directory) - nbytes)
+                    found.append(CacheEntry(directory.name, nbytes, used, pinned, complete=complete, due=due))
         return found
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
@@ -139,17 +142,23 @@ class SsdCache:
         return self._partial / _checked(revision)
 
     def make_room(self, revision: str, nbytes: int) -> bool:
-        """Remove what is used least until `nbytes` more fit; whether they do. What `revision` has already counts for it."""
-        own = sum(p.stat().st_blocks * 512 for p in self.partial(revision).rglob("*") if p.is_file())
-        held: set[str] = {revision}
-        while True:
-            disk = shutil.disk_usage(self._existing())
-            free = disk.free + own - int(disk.total * _KEPT_FREE)
-            others = [replace(e, held=e.revision in held) for e in self.entries() if e.revision != revision]
-            plan = plan_eviction(others, nbytes, self.budget, free)
-            if not plan:
-                return plan is not None
-            held |= {gone for gone in plan if not self.remove(gone)}
+        """Remove what is used least until `nbytes` more fit; whether they do, and are this revision's from now on. What it has already counts
+        for it. The caller has its fill lock. Raises `OSError`."""
+        own, held = _allocated(self.partial(revision)), {revision}
+        lock = FileLock.take(self._locks / "room", wait=True)  # others that begin meanwhile must see what this one will have
+        assert lock is not None
+        with lock:
+            while True:
+                disk = shutil.disk_usage(self._existing())
+                free = disk.free + own - int(disk.total * _KEPT_FREE)
+                others = [replace(e, held=e.revision in held) for e in self.entries() if e.revision != revision]
+                plan = plan_eviction(others, nbytes, self.budget, free)
+                if plan == ():
+                    self.partial(revision).mkdir(parents=True, exist_ok=True)
+                    (self.partial(revision) / _WHOLE_BYTES).write_text(str(nbytes))
+                if not plan:
+                    return plan is not None
+                held |= {gone for gone in plan if not self.remove(gone)}
 
     def promote(self, record: EntryRecord) -> Path:
         """Make a fetched model, whole and verified, an entry. The caller has its fill lock. Raises `OSError`."""
@@ -164,7 +173,8 @@ class SsdCache:
         if entry.exists():
             shutil.rmtree(entry)
         partial.replace(entry)
-        (entry / "journal").unlink(missing_ok=True)
+        for name in ("journal", _WHOLE_BYTES):
+            (entry / name).unlink(missing_ok=True)
         _flush(self._entries)
         self._forget_status()
         return entry
@@ -244,6 +254,17 @@ def _directories(parent: Path) -> Sequence[Path]:
         return sorted(p for p in parent.iterdir() if _REVISION.fullmatch(p.name) and p.is_dir())
     except OSError:
         return ()
+
+
+def _allocated(directory: Path) -> int:
+    return sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file())
+
+
+def _promised(directory: Path) -> int:
+    try:
+        return int((directory / _WHOLE_BYTES).read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _size(path: Path) -> int:

@@ -178,6 +178,28 @@ def test_the_least_recently_used_makes_room(server: TierServer, tmp_path: Path) 
     hold.release()
 
 
+def test_two_that_begin_together_do_not_both_get_the_same_room(server: TierServer, tmp_path: Path) -> None:
+    size = sum(p.stat().st_size for p in (server.directory / "m").iterdir())
+    cache = SsdCache(tmp_path / "small", int(1.5 * size))
+    tiers = []
+    for version in ("1", "2"):
+        server.faults.version = version
+        tiers.append(opened(server, cache))
+    assert [t.caches for t in tiers] == [True, False], "the second is loaded without the cache"
+    for version, tier in zip(("1", "2"), tiers, strict=True):
+        server.faults.version = version
+        load(tier)
+        settle(tier)
+    assert cache.status().nbytes <= cache.budget
+    assert [cache.lookup(t.revision) is not None for t in tiers] == [True, False]
+    server.faults.version = "3"
+    third = opened(server, cache)
+    assert third.caches, "what was promised is not held against the next one when it is there, or was given up"
+    load(third)
+    settle(third)
+    assert [m[0] for m in cache.status().models] == [third.revision]
+
+
 def test_a_budget_of_nothing(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = SsdCache(tmp_path / "none", 0)
     with caplog.at_level(logging.WARNING):

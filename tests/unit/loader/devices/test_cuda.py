@@ -106,6 +106,32 @@ class TestCuda(DeviceBehaviour):
         self.check(other, host)
         assert arena.release() == SEGMENT
 
+    def test_an_error_that_nobody_foresaw_ends_no_thread(self, device: Device, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As of a binding that refuses an argument: without the thread every later load would wait for ever."""
+
+        def refuse(*_: object) -> None:
+            raise OverflowError("an argument is out of range")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(self.driver, "copy", refuse)
+            arena = device.allocate(Place("w", SEGMENT, "thaw-test"))
+            arena.fill(0, host.address, SEGMENT)
+            waited: list[BaseException] = []
+
+            def wait() -> None:
+                try:
+                    arena.wait(SEGMENT)
+                except DeviceFailed as e:
+                    waited.append(e)
+
+            waiter = threading.Thread(target=wait, daemon=True)
+            waiter.start()
+            waiter.join(10)
+        assert [str(e) for e in waited] == ["an argument is out of range"]
+        other = device.allocate(Place("v", SEGMENT, "thaw-test"))
+        other.fill(0, host.address, SEGMENT)
+        assert other.wait(SEGMENT)
+
     def test_memory_is_not_freed_under_a_copy(self, device: Device, host: Host) -> None:
         arena = device.allocate(Place("w", SEGMENT, "thaw-test"))
         self.driver.gate.clear()

@@ -28,7 +28,7 @@ def has_driver() -> bool:
 
 def load_driver() -> CudaDriver:
     """The real one. Raises `DeviceMissing` with the remedy. Devices are numbered as NVML numbers them: by their place on the bus."""
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     from services.loader.devices.cuda_runtime import load_cuda  # only where a GPU is wanted
 
     return load_cuda()

@@ -172,10 +172,10 @@ class Handlers:
         return await self._ask(lambda w: MigrateAsked(at, w, instance_id, name, *to, request.wait))
 
     async def _add(self, request: AddModels) -> Message:
-        """Read the files of new models first, on some node, then have the loop register all of them or none."""
+        """Read the files of new models first (`reread`: of all), on some node, then have the loop register all of them or none."""
         check(self._loop.state, request.specs, request.prune)
         infos = {}
-        for spec in to_inspect(self._loop.state, request.specs):
+        for spec in request.specs if request.reread else to_inspect(self._loop.state, request.specs):
             infos[spec.name] = await self._inspect(spec, request.deadline_ms)
         at = clock.now()
         return await self._ask(lambda w: AddModelsAsked(at, w, request.specs, infos, request.prune))

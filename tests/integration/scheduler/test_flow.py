@@ -193,6 +193,10 @@ async def test_registrations_are_all_or_nothing(site: Site) -> None:
     assert (again.changed, again.unchanged) == (("a",), ("b",))
     assert len(node.commands) == before, "files are not read again"
     assert (await catalogue(site))["a"].generation == 1
+    node.sizes["/models/b"] = 65 * MIB
+    reread: ModelsAdded = await site.ask(AddModels(specs=(spec("a", keep_alive=9), spec("b")), reread=True), ModelsAdded)
+    assert (reread.changed, reread.unchanged) == (("b",), ("a",)), "what changed at its source counts when it is registered again"
+    assert (await catalogue(site))["b"].info.weights_bytes == 65 * MIB
     changed: ModelsAdded = await site.ask(AddModels(specs=(spec("a", max_model_len=512),), prune=True), ModelsAdded)
     assert (changed.changed, changed.removed) == (("a",), ("b",))
     assert (await catalogue(site))["a"].generation == 2

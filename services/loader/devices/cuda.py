@@ -168,10 +168,11 @@ class CudaDevice:
             self._closing = True
             self._work.notify_all()
         self._thread.join()
-        self._driver.use(self.facts.index)
-        for stream in self._streams.values():
-            self._driver.destroy_stream(stream)
-        self._pins.close()
+        with contextlib.suppress(DeviceFailed):  # what a broken context keeps goes with the process
+            self._driver.use(self.facts.index)
+            for stream in self._streams.values():
+                self._driver.destroy_stream(stream)
+            self._pins.close()
 
     def export(self, address: int) -> bytes:
         self._driver.use(self.facts.index)

@@ -32,6 +32,16 @@ def opened(arena: Arena, driver: FakeDriver, nbytes: int) -> bytes:
     return ctypes.string_at(driver.open(base64.b64decode(handle.ipc_handle)), nbytes)
 
 
+def test_a_broken_context_does_not_keep_the_loader_from_ending(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(driver, driver.facts(0), GROUP)
+
+    def broken(_: object) -> None:
+        raise DeviceFailed("cudaStreamDestroy: an illegal memory access was encountered")
+
+    monkeypatch.setattr(driver, "destroy_stream", broken)
+    device.close()
+
+
 class TestCuda(DeviceBehaviour):
     @pytest.fixture(autouse=True)
     def _driver(self, driver: FakeDriver) -> Iterator[None]:

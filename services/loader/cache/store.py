@@ -34,6 +34,8 @@ _WHOLE_BYTES = "whole-bytes"
 _KEPT_FREE = 0.02
 """Share of the disk that the cache leaves free, whatever its budget says."""
 _STATUS_FOR_S = 1.0
+_ROOM_WITHIN_S = 20.0
+"""Another loader of this machine may be stopped while it makes room."""
 
 
 class EntryRecord(Frozen):
@@ -145,8 +147,11 @@ class SsdCache:
         """Remove what is used least until `nbytes` more fit; whether they do, and are this revision's from now on. What it has already counts
         for it. The caller has its fill lock. Raises `OSError`."""
         own, held = _allocated(self.partial(revision)), {revision}
-        lock = FileLock.take(self._locks / "room", wait=True)  # others that begin meanwhile must see what this one will have
-        assert lock is not None
+        lock = FileLock.take(
+            self._locks / "room", within_s=_ROOM_WITHIN_S
+        )  # others that begin meanwhile must see what this one will have
+        if lock is None:
+            raise TimeoutError(f"another loader has been making room in {self.root} for {_ROOM_WITHIN_S:g} s")
         with lock:
             while True:
                 disk = shutil.disk_usage(self._existing())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.loader.cache import store
 from services.loader.cache.caching import CachingTier
 from services.loader.cache.locks import FileLock
 from services.loader.cache.partial import PartialModel
@@ -198,6 +199,24 @@ def test_two_that_begin_together_do_not_both_get_the_same_room(server: TierServe
     load(third)
     settle(third)
     assert [m[0] for m in cache.status().models] == [third.revision]
+
+
+def test_a_loader_that_stands_still_while_it_makes_room_holds_up_nobody(
+    server: TierServer, cache: SsdCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store, "_ROOM_WITHIN_S", 0.05)
+    other = FileLock.take(cache.root / "locks" / "room")
+    assert other is not None
+    with other, caplog.at_level(logging.WARNING):
+        tier = opened(server, cache)
+    assert not tier.caches
+    assert "another loader has been making room" in str(caplog.records[-1].__dict__)
+    assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    settle(tier)
+    tier = opened(server, cache)
+    assert tier.caches
+    load(tier)
+    settle(tier)
 
 
 def test_a_budget_of_nothing(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -58,18 +59,18 @@ class HostMemory:
         self.map = mmap.mmap(-1, nbytes)
         self._anchor = ctypes.c_char.from_buffer(self.map)
         self.address = ctypes.addressof(self._anchor)
-        self._pins = Pins(driver)
+        self.pins = Pins(driver)
         block = os.urandom(CHUNK)
         for at in range(0, nbytes, CHUNK):
             self.map[at : at + CHUNK] = block[: nbytes - at]
             self.map[at : at + 8] = at.to_bytes(8, "little")
         began = time.monotonic()
         for at in range(0, nbytes, CHUNK):
-            self._pins.pin(self.address + at, min(CHUNK, nbytes - at))
+            self.pins.pin(self.address + at, min(CHUNK, nbytes - at))
         self.pin_seconds = time.monotonic() - began
 
     def close(self) -> None:
-        self._pins.close()
+        self.pins.close()
         del self._anchor
         self.map.close()
 
@@ -81,7 +82,8 @@ class Bench:
         self.driver, self.facts, self.nbytes = driver, facts, nbytes
         driver.use(facts[0].index)
         self.host = HostMemory(driver, nbytes)
-        self.devices = [CudaDevice(driver, f, group) for f in facts]
+        # Theirs too: a group of copies must not reach over two registrations.
+        self.devices = [CudaDevice(driver, f, group, pins=self.host.pins) for f in facts]
 
     def close(self) -> None:
         for device in self.devices:
@@ -175,6 +177,18 @@ class Bench:
                 raise DeviceFailed(f"{device.device_id} does not hold what was copied to it at {at}")
 
 
+def no_disk_because(directory: Path | None) -> str | None:
+    """Why nothing can be measured from a disk here; None if it can."""
+    if shutil.which("fio") is None:
+        return "there is no fio (apt install fio)"
+    with tempfile.NamedTemporaryFile(dir=directory) as probe:
+        try:
+            os.close(os.open(probe.name, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        except OSError:
+            return f"{Path(probe.name).parent} has no direct I/O (name a directory on the disk with --directory)"
+    return None
+
+
 def fio_limit(file: Path) -> float:
     """Bytes per second of fio at the best of its settings, each from the disk."""
     speeds = []
@@ -241,6 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     indices = options.devices if options.devices is not None else list(range(driver.count()))
     facts = [driver.facts(n) for n in indices]
     console = Console(stderr=True)
+    if not options.no_disk and (why := no_disk_because(options.directory)) is not None:
+        console.print(f"no figures from the disk: {why}", highlight=False)
+        options.no_disk = True
     points = measure(driver, facts[0])
     for point in points:
         console.print(f"copies of {point.nbytes // 1024:6d} KiB: {point.bytes_per_second / 1e9:6.2f} GB/s")

@@ -60,7 +60,10 @@ def _reckoned(card: ModelCard) -> Need:
     kv = 0
     if info.task == "generate":
         contexts = min(FULL_CONTEXTS, spec.max_concurrency)
-        kv = max(MIN_KV_BYTES, card.context_length * info.kv_bytes_per_token * contexts)
+        per_token = info.kv_bytes_per_token
+        if spec.dtype != "auto" and info.dtype in _ITEM_BYTES:  # keys and values are of the type that is computed in
+            per_token = per_token * _ITEM_BYTES[spec.dtype] // _ITEM_BYTES[info.dtype]
+        kv = max(MIN_KV_BYTES, card.context_length * per_token * contexts)
         kv = int(spec.engine_args.get("kv_cache_bytes", kv)) + int(spec.engine_args.get("adapter_cache_bytes", 0))
     need = Need(weights, converted, kv, card.capabilities.runtime_bytes)
     return need if spec.memory is None else _within(need, spec.memory)

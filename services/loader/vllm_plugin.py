@@ -5,7 +5,7 @@ plug-in entry point. With a node's loader, tensors are views of its shared memor
 one, the model's directory is read as `thaw load` does. vLLM copies each into its own parameters, as from any other source.
 
 `--model-loader-extra-config '{"socket": "/…/loader.sock", "source": "hf://org/name"}'` names the loader and the model's source as registered;
-the source is the model's directory by default.
+the source is what vLLM calls the model by default: its directory, or its name on the hub.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import copy
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.loader.binding import bind
@@ -57,7 +58,8 @@ def register() -> None:
         def get_all_weights(self, model_config: Any, model: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
             self.counter_before_loading_weights = began = time.perf_counter()
             count = nbytes = 0
-            with weights(self._source or model_config.model, self._socket) as coming:
+            source = self._source or source_of(model_config.model, model_config.revision)
+            with weights(source, self._socket) as coming:
                 for name, tensor in coming:
                     count, nbytes = count + 1, nbytes + tensor.nbytes
                     yield name, tensor
@@ -68,6 +70,16 @@ def register() -> None:
             logger.info("Thaw gave %d tensors, %.1f MiB, from %s in %.3f seconds", count, nbytes / 2**20, way, seconds)
 
     register_model_loader(LOAD_FORMAT)(ThawModelLoader)
+
+
+def source_of(model: str, revision: str | None) -> str:
+    """What vLLM calls a model, as a source of ours: a path of any kind, or a name on the hub."""
+    if "://" in model:
+        return model
+    path = Path(model).expanduser()
+    if path.exists() or path.is_absolute() or model.startswith("."):
+        return str(path.resolve())
+    return f"hf://{model}@{revision}" if revision else f"hf://{model}"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 
 from pydantic import TypeAdapter
@@ -53,6 +54,7 @@ from shared.contracts.node import InstanceState, NodeStatus
 from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
 
+log = logging.getLogger(__name__)
 DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
 _FIND_LOADER_S = 10.0
 
@@ -172,11 +174,18 @@ class Handlers:
         return await self._ask(lambda w: MigrateAsked(at, w, instance_id, name, *to, request.wait))
 
     async def _add(self, request: AddModels) -> Message:
-        """Read the files of new models first, on some node, then have the loop register all of them or none."""
+        """Read the files of new models first, on some node, then have the loop register all of them or none. `reread`: of all models, but one
+        that is known stays as it is while its source cannot be reached."""
         check(self._loop.state, request.specs, request.prune)
         infos = {}
-        for spec in to_inspect(self._loop.state, request.specs):
-            infos[spec.name] = await self._inspect(spec, request.deadline_ms)
+        needed = to_inspect(self._loop.state, request.specs)
+        for spec in request.specs if request.reread else needed:
+            try:
+                infos[spec.name] = await self._inspect(spec, request.deadline_ms)
+            except Unavailable as e:
+                if spec in needed:
+                    raise
+                log.warning("a model's files could not be read again", extra={"model": spec.name, "error": e.message})
         at = clock.now()
         return await self._ask(lambda w: AddModelsAsked(at, w, request.specs, infos, request.prune))
 

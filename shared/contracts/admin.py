@@ -15,12 +15,14 @@ from shared.contracts.traces import RequestTrace
 
 
 class AddModels(Request):
-    """Register or change models, all or none. With `prune`, models not named are removed (their instances drain)."""
+    """Register or change models, all or none. With `prune`, models not named are removed (their instances drain). `reread`: the files of those
+    that are registered as they are said here are read again too, and what has changed there counts from now on."""
 
     deadline_ms: Deadline = 300_000
     kind: Literal["add_models"] = "add_models"
     specs: tuple[ModelSpec, ...]
     prune: bool = False
+    reread: bool = False
 
 
 class ModelsAdded(Message):

@@ -44,7 +44,7 @@ from shared.contracts.node import (
     Suspension,
 )
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.errors import CheckpointInvalid, InstanceBusy, InsufficientMemory, InvalidRequest, NotFound, StaleToken
+from shared.errors import CheckpointInvalid, InstanceBusy, InsufficientMemory, InvalidRequest, NotFound, StaleToken, Unavailable
 from shared.messaging import Mesh, Responder
 
 MIB = 2**20
@@ -86,6 +86,7 @@ class FakeNode:
     start_s: float = 0.02
     status_s: float = 0.5
     sizes: dict[str, int] = field(default_factory=dict)
+    out_of_reach: set[str] = field(default_factory=set)
     fail_starts: list[ErrorBody] = field(default_factory=list)
     refuse_starts: list[ErrorBody] = field(default_factory=list)
     hold_starts: asyncio.Event | None = None
@@ -260,6 +261,8 @@ class FakeNode:
             case InspectModel(spec=spec):
                 if spec.source.endswith("broken"):
                     raise CheckpointInvalid(f"{spec.source}: a shard is missing")
+                if spec.source in self.out_of_reach:
+                    raise Unavailable(f"{spec.source} cannot be reached", should_retry=True)
                 return Inspected(info=model_info(spec.source, self.sizes.get(spec.source, 64 * MIB)))
             case PrepareWeights() | PrefetchWeights() | CancelPrefetch():
                 return Done()

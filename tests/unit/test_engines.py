@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from shared.contracts.engines import CAPABILITIES
 from shared.contracts.models import ModelSpec, routes_of
-from shared.sizing import need_of
+from shared.sizing import MIN_KV_BYTES, need_of
 from tests.support.hosted import MIB, hosted_card
 
 
@@ -44,6 +44,13 @@ def test_what_an_engine_needs_is_booked_by_its_kind() -> None:
     assert need.runtime == CAPABILITIES["vllm"].runtime_bytes
     assert need_of(hosted_card("/m", "vllm", engine_args={"load_format": "thaw"})).converted == 10 * MIB
     assert need_of(hosted_card("/m", "llamacpp", dtype="float16")).converted == 0
+
+
+def test_keys_and_values_are_booked_in_the_type_that_is_computed_in() -> None:
+    card = hosted_card("/m", "builtin", context=1024 * 1024)
+    wide = card.model_copy(update={"spec": card.spec.model_copy(update={"dtype": "float32"})})
+    assert card.info.dtype == "bfloat16"
+    assert need_of(wide).kv == 2 * need_of(card).kv > 2 * MIN_KV_BYTES
 
 
 @pytest.mark.parametrize("mib", [1, 20, 100, 5000])

@@ -158,9 +158,9 @@ class Api:
     def cluster(self) -> ClusterView:
         return self._get(ClusterView, "GET", "/admin/v1/cluster")
 
-    def add_models(self, specs: tuple[ModelSpec, ...], *, prune: bool = False) -> ModelsAdded:
+    def add_models(self, specs: tuple[ModelSpec, ...], *, prune: bool = False, reread: bool = False) -> ModelsAdded:
         limit = AddModels.usual_ms() / 1e3
-        request = AddModels(specs=specs, prune=prune)
+        request = AddModels(specs=specs, prune=prune, reread=reread)
         return self._get(ModelsAdded, "POST", "/admin/v1/models", request, timeout=limit)
 
     def remove_model(self, name: str, *, with_adapters: bool = False) -> None:

@@ -86,7 +86,7 @@ def add(
         }
         specs = (_spec(name, source, {k: v for k, v in options.items() if v is not None}),)
     with out.status("reading the model's files"):
-        result = Api.find().add_models(specs)
+        result = Api.find().add_models(specs, reread=True)
     show_difference(out, result)
     return result.model_dump(mode="json", include={"added", "changed", "unchanged", "removed"})
 

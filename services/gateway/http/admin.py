@@ -90,7 +90,7 @@ class Admin:
         asked = validated(AddModels, await read_body(request.scope, request.receive, limit))
         if not self._gateway.keys.guards_admin:
             _refuse_commands(asked.specs)
-        return await self._ask(AddModels(specs=asked.specs, prune=asked.prune), ModelsAdded)
+        return await self._ask(AddModels(specs=asked.specs, prune=asked.prune, reread=asked.reread), ModelsAdded)
 
     async def remove_model(self, request: Request) -> Response:
         """`?adapters=true`: and its adapters."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One model on the SSD. `used`: Unix seconds of its last use. `held`: loads read from it, or one is filling it."""
+    """One model on the SSD. `used`: Unix seconds of its last use. `held`: loads read from it, or one is filling it. `due`: bytes that one that is
+    being fetched will have besides."""
 
     revision: str
     nbytes: int
@@ -16,6 +17,11 @@ class CacheEntry:
     pinned: bool = False
     held: bool = False
     complete: bool = True
+    due: int = 0
+
+    @property
+    def claim(self) -> int:
+        return self.nbytes + self.due
 
 
 def plan_eviction(entries: Sequence[CacheEntry], needed: int, budget: int, free: int) -> tuple[str, ...] | None:
@@ -26,13 +32,14 @@ def plan_eviction(entries: Sequence[CacheEntry], needed: int, budget: int, free:
     """
     if needed > budget:
         return None
-    total, gone = sum(e.nbytes for e in entries), []
+    total, gone = sum(e.claim for e in entries), []
+    free -= sum(e.due for e in entries)
     for entry in sorted(entries, key=lambda e: (e.complete, e.used)):
         if total + needed <= budget and needed <= free:
             break
         if entry.pinned or entry.held:
             continue
         gone.append(entry.revision)
-        total -= entry.nbytes
-        free += entry.nbytes
+        total -= entry.claim
+        free += entry.claim
     return tuple(gone) if total + needed <= budget and needed <= free else None

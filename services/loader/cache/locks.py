@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
+from typing import Self
+
+_POLL_S = 0.02
+"""The kernel tells nobody that a lock is free, but to who waits for it without a bound."""
 
 
 class FileLock:
@@ -14,21 +19,37 @@ class FileLock:
         self._fd = fd
 
     @classmethod
-    def take(cls, path: Path, *, shared: bool = False) -> FileLock | None:
-        """None if somebody else holds it. Raises `OSError`."""
+    def take(cls, path: Path, *, shared: bool = False, within_s: float = 0.0) -> FileLock | None:
+        """None if somebody else holds it, for so long. Raises `OSError`."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + within_s
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
+            while not _locked(fd, shared=shared):
+                if time.monotonic() >= deadline:
+                    os.close(fd)
+                    return None
+                time.sleep(_POLL_S)
         except BaseException:
             os.close(fd)
             raise
         return cls(fd)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _locked(fd: int, *, shared: bool) -> bool:
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

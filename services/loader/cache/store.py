@@ -2,7 +2,7 @@
 
 entries/REVISION/   a whole model: its files, and entry.json
 partial/REVISION/   one that is being fetched: its files so far, and the journal
-locks/REVISION.use  shared by those who read, .fill by the one who fetches
+locks/REVISION.use  shared by those who read, .fill by the one who fetches; locks/room by the one who makes room
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import shutil
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from services.loader.cache.eviction import CacheEntry, plan_eviction
+from services.loader.cache.files import WHOLE_BYTES, allocated, checked, flush, model_directories, promised, size_of
 from services.loader.cache.journal import FileHead
 from services.loader.cache.locks import FileLock
 from shared.contracts.base import Frozen
 
 log = logging.getLogger(__name__)
 ENTRY = "entry.json"
-_REVISION = re.compile(r"[0-9a-f]{8,64}")
 _PIN = "pinned"
 _KEPT_FREE = 0.02
 """Share of the disk that the cache leaves free, whatever its budget says."""
 _STATUS_FOR_S = 1.0
+_ROOM_WITHIN_S = 20.0
+"""Another loader of this machine may be stopped while it makes room."""
 
 
 class EntryRecord(Frozen):
@@ -75,13 +75,13 @@ class SsdCache:
 
     def lookup(self, revision: str) -> Path | None:
         """Where the whole model lies; it may be removed at any time: `hold` it to read it."""
-        directory = self._entries / _checked(revision)
+        directory = self._entries / checked(revision)
         return directory if (directory / ENTRY).is_file() else None
 
     def hold(self, revision: str, *, pinned: bool | None = None) -> Hold | None:
         """The whole model, kept and marked as used; None if it is not here. `pinned` (not None) also says whether it may ever go."""
         try:
-            lock = FileLock.take(self._locks / f"{_checked(revision)}.use", shared=True)
+            lock = FileLock.take(self._locks / f"{checked(revision)}.use", shared=True)
         except OSError as e:
             log.warning("the SSD cache cannot be used", extra={"directory": str(self.root), "error": str(e)})
             return None
@@ -120,52 +120,63 @@ class SsdCache:
         """All models here, whole or not. Which are held is not asked: that would take their locks."""
         found = []
         for parent, complete in ((self._entries, True), (self._partial, False)):
-            for directory in _directories(parent):
+            for directory in model_directories(parent):
                 mark = directory / (ENTRY if complete else "journal")
                 with contextlib.suppress(FileNotFoundError):
-                    nbytes = sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file())
+                    nbytes = allocated(directory)
                     used = mark.stat().st_mtime if mark.exists() else 0.0
                     pinned = (directory / _PIN).exists()
-                    found.append(CacheEntry(directory.name, nbytes, used, pinned, complete=complete))
+                    due = 0 if complete else max(0, promised(directory) - nbytes)
+                    found.append(CacheEntry(directory.name, nbytes, used, pinned, complete=complete, due=due))
         return found
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
 
     def fill_lock(self, revision: str) -> FileLock | None:
         """The right to fetch a model; None if another load has it. Raises `OSError`."""
-        return FileLock.take(self._locks / f"{_checked(revision)}.fill")
+        return FileLock.take(self._locks / f"{checked(revision)}.fill")
 
     def partial(self, revision: str) -> Path:
-        return self._partial / _checked(revision)
+        return self._partial / checked(revision)
 
     def make_room(self, revision: str, nbytes: int) -> bool:
-        """Remove what is used least until `nbytes` more fit; whether they do. What `revision` has already counts for it."""
-        own = sum(p.stat().st_blocks * 512 for p in self.partial(revision).rglob("*") if p.is_file())
-        held: set[str] = {revision}
-        while True:
-            disk = shutil.disk_usage(self._existing())
-            free = disk.free + own - int(disk.total * _KEPT_FREE)
-            others = [replace(e, held=e.revision in held) for e in self.entries() if e.revision != revision]
-            plan = plan_eviction(others, nbytes, self.budget, free)
-            if not plan:
-                return plan is not None
-            held |= {gone for gone in plan if not self.remove(gone)}
+        """Remove what is used least until `nbytes` more fit; whether they do, and are this revision's from now on. What it has already counts
+        for it. The caller has its fill lock. Raises `OSError`."""
+        own, held = allocated(self.partial(revision)), {revision}
+        lock = FileLock.take(
+            self._locks / "room", within_s=_ROOM_WITHIN_S
+        )  # others that begin meanwhile must see what this one will have
+        if lock is None:
+            raise TimeoutError(f"another loader has been making room in {self.root} for {_ROOM_WITHIN_S:g} s")
+        with lock:
+            while True:
+                disk = shutil.disk_usage(self._existing())
+                free = disk.free + own - int(disk.total * _KEPT_FREE)
+                others = [replace(e, held=e.revision in held) for e in self.entries() if e.revision != revision]
+                plan = plan_eviction(others, nbytes, self.budget, free)
+                if plan == ():
+                    self.partial(revision).mkdir(parents=True, exist_ok=True)
+                    (self.partial(revision) / WHOLE_BYTES).write_text(str(nbytes))
+                if not plan:
+                    return plan is not None
+                held |= {gone for gone in plan if not self.remove(gone)}
 
     def promote(self, record: EntryRecord) -> Path:
         """Make a fetched model, whole and verified, an entry. The caller has its fill lock. Raises `OSError`."""
         partial, entry = self.partial(record.revision), self._entries / record.revision
         for file in record.files:
-            _flush(partial / file.name)
+            flush(partial / file.name)
         draft = partial / f".{ENTRY}"
         draft.write_text(record.model_dump_json())
-        _flush(draft)
+        flush(draft)
         draft.replace(partial / ENTRY)
         self._entries.mkdir(parents=True, exist_ok=True)
         if entry.exists():
             shutil.rmtree(entry)
         partial.replace(entry)
-        (entry / "journal").unlink(missing_ok=True)
-        _flush(self._entries)
+        for name in ("journal", WHOLE_BYTES):
+            (entry / name).unlink(missing_ok=True)
+        flush(self._entries)
         self._forget_status()
         return entry
 
@@ -174,7 +185,7 @@ class SsdCache:
         locks: list[FileLock] = []
         try:
             for kind in ("use", "fill"):
-                lock = FileLock.take(self._locks / f"{_checked(revision)}.{kind}")
+                lock = FileLock.take(self._locks / f"{checked(revision)}.{kind}")
                 if lock is None:
                     return False
                 locks.append(lock)
@@ -194,7 +205,7 @@ class SsdCache:
 
     def pin(self, revision: str, pinned: bool) -> None:
         """Whether an entry may ever make room for others. A fault of the disk is logged."""
-        mark = self._entries / _checked(revision) / _PIN
+        mark = self._entries / checked(revision) / _PIN
         try:
             mark.touch() if pinned else mark.unlink(missing_ok=True)
         except OSError as e:
@@ -213,7 +224,7 @@ class SsdCache:
 
     def _records(self) -> list[tuple[float, EntryRecord]]:
         found = []
-        for directory in _directories(self._entries):
+        for directory in model_directories(self._entries):
             record = self._record(directory)
             if record is not None:
                 with contextlib.suppress(FileNotFoundError):
@@ -225,37 +236,9 @@ class SsdCache:
             record = EntryRecord.model_validate_json((directory / ENTRY).read_bytes())
         except (OSError, ValidationError):
             return None
-        whole = all(_size(directory / f.name) == f.size for f in record.files)
+        whole = all(size_of(directory / f.name) == f.size for f in record.files)
         return record if whole and record.revision == directory.name else None
 
     def _forget_status(self) -> None:
         with self._lock:
             self._seen = None
-
-
-def _checked(revision: str) -> str:
-    if not _REVISION.fullmatch(revision):
-        raise ValueError(f"{revision!r} is no revision")
-    return revision
-
-
-def _directories(parent: Path) -> Sequence[Path]:
-    try:
-        return sorted(p for p in parent.iterdir() if _REVISION.fullmatch(p.name) and p.is_dir())
-    except OSError:
-        return ()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

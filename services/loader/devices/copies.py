@@ -220,8 +220,10 @@ class Copies:
         with copy.lock:
             with self._lock:
                 arena, copy.arena, copy.handle = copy.arena, None, None
-            if arena is not None:
-                copy.freed = arena.release()
+            try:
+                copy.freed = arena.release() if arena is not None else copy.freed
+            except Exception:  # whoever waits for the release must hear of it, and of no byte that is not free
+                log.exception("memory of a device could not be given back", extra={"device": copy.order.device})
             return copy.freed
 
 

@@ -168,10 +168,11 @@ class CudaDevice:
             self._closing = True
             self._work.notify_all()
         self._thread.join()
-        self._driver.use(self.facts.index)
-        for stream in self._streams.values():
-            self._driver.destroy_stream(stream)
-        self._pins.close()
+        with contextlib.suppress(DeviceFailed):  # what a broken context keeps goes with the process
+            self._driver.use(self.facts.index)
+            for stream in self._streams.values():
+                self._driver.destroy_stream(stream)
+            self._pins.close()
 
     def export(self, address: int) -> bytes:
         self._driver.use(self.facts.index)
@@ -226,8 +227,8 @@ class CudaDevice:
             for run in group.runs:
                 self._driver.copy(arena.address + run.offset, run.address, run.nbytes, stream)
             return self._driver.record(stream)
-        except ThawError as e:
-            with contextlib.suppress(ThawError):  # a part of the group may be on its way
+        except Exception as e:  # the thread's boundary: whoever waits must hear of it
+            with contextlib.suppress(Exception):  # a part of the group may be on its way
                 self._driver.wait(self._driver.record(stream))
             self._broken(group, arena, e)
             return None
@@ -236,7 +237,7 @@ class CudaDevice:
         """Wait for the group; the time. It shares the bus with no other but those before it: it began when they ended."""
         try:
             self._driver.wait(event)
-        except ThawError as e:
+        except Exception as e:
             self._broken(group, arena, e)
             return self._clock()
         now = self._clock()
@@ -247,9 +248,10 @@ class CudaDevice:
         arena.arrived(group)
         return now
 
-    def _broken(self, group: Group, arena: CudaArena, error: ThawError) -> None:
-        log.error("a copy to a device failed", extra={"device": self.device_id, "bytes": group.nbytes, "error": error.message})
+    def _broken(self, group: Group, arena: CudaArena, error: Exception) -> None:
+        told = error if isinstance(error, DeviceFailed) else DeviceFailed(str(error) or type(error).__name__)
+        log.error("a copy to a device failed", extra={"device": self.device_id, "bytes": group.nbytes, "error": told.message})
         with self._work:
             self._queue.done(group)
             self._queue.drop(group.arena)
-        arena.failed(error if isinstance(error, DeviceFailed) else DeviceFailed(error.message))
+        arena.failed(told)

@@ -3,6 +3,7 @@ a GPU imports nothing of CUDA."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -28,7 +29,7 @@ def has_driver() -> bool:
 
 def load_driver() -> CudaDriver:
     """The real one. Raises `DeviceMissing` with the remedy. Devices are numbered as NVML numbers them: by their place on the bus."""
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     from services.loader.devices.cuda_runtime import load_cuda  # only where a GPU is wanted
 
     return load_cuda()
@@ -86,8 +87,11 @@ class Devices:
         """Before the chunk's memory is punched out."""
         if (driver := self._driver) is None or (pins := self._pins) is None:
             return
-        driver.use(self._index)
-        pins.unpin(address)
+        try:
+            driver.use(self._index)
+            pins.unpin(address)
+        except ThawError as e:  # of a context that is broken; nothing is copied in it any more
+            log.warning("page-locked memory could not be let go of", extra={"bytes": nbytes, "error": e.message})
 
     def close(self) -> None:
         with self._lock:
@@ -96,5 +100,6 @@ class Devices:
                 device.close()
             self._open.clear()
             if self._pins is not None:
-                self._pins.close()
+                with contextlib.suppress(ThawError):
+                    self._pins.close()
             self._driver = self._pins = None

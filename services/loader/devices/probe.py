@@ -6,7 +6,7 @@ import json
 import logging
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_char
 from pathlib import Path
 
@@ -75,14 +75,21 @@ def group_bytes(driver: CudaDriver, facts: DeviceFacts, cache: Path) -> int:
         except ThawError as e:
             log.warning("could not measure a device's bus", extra={"device": facts.bus_id, "error": e.message})
             return elbow(())
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        text = {k: [[p.nbytes, p.bytes_per_second] for p in points] for k, points in curves.items()}
-        temporary = cache.with_suffix(".new")
-        temporary.write_text(json.dumps(text))
-        temporary.replace(cache)
+        _write(cache, curves)
     chosen = elbow(curves[key])
     log.info("copies are grouped", extra={"device": facts.bus_id, "group_bytes": chosen})
     return chosen
+
+
+def _write(cache: Path, curves: Mapping[str, Sequence[Point]]) -> None:
+    text = {k: [[p.nbytes, p.bytes_per_second] for p in points] for k, points in curves.items()}
+    temporary = cache.with_suffix(".new")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(text))
+        temporary.replace(cache)
+    except OSError as e:
+        log.warning("a device's curve cannot be remembered", extra={"path": str(cache), "error": str(e)})
 
 
 def _read(cache: Path) -> dict[str, list[Point]]:

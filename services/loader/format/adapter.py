@@ -154,6 +154,11 @@ def _pairs(tensors: Iterable[TensorEntry], source: str) -> dict[str, dict[str, T
     pairs: dict[str, dict[str, TensorEntry]] = {}
     for tensor in tensors:
         found = _TENSOR.fullmatch(tensor.name)
+        if found is None and tensor.name.endswith(".base_layer.weight"):  # PEFT adds the base's own head to an adapter of the head
+            raise InvalidModel(
+                f"{source}: tensor {tensor.name!r} is a layer of the base; save the adapter without it: "
+                "save_pretrained(DIRECTORY, save_embedding_layers=False)"
+            )
         if found is None:
             raise InvalidModel(
                 f"{source}: tensor {tensor.name!r} is not one of a linear layer's LoRA pair (….lora_A.weight, ….lora_B.weight); embeddings, "

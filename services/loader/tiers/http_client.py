@@ -75,10 +75,10 @@ class Answer:
 
 class HttpClient:
     """Connections to any hosts, kept between requests. `headers` go to the origin of each request only, never along a redirect to
-    another host. TLS trusts the system's authorities, or those of SSL_CERT_FILE / SSL_CERT_DIR."""
+    another host. TLS trusts the system's authorities, or those of SSL_CERT_FILE / SSL_CERT_DIR. `direct`: through no proxy."""
 
-    def __init__(self, headers: Mapping[str, str] | None = None, patience: Patience | None = None) -> None:
-        self._headers, self._patience = dict(headers or {}), patience or Patience()
+    def __init__(self, headers: Mapping[str, str] | None = None, patience: Patience | None = None, *, direct: bool = False) -> None:
+        self._headers, self._patience, self._direct = dict(headers or {}), patience or Patience(), direct
         self._idle: dict[Origin, list[Connection]] = {}
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
@@ -101,7 +101,7 @@ class HttpClient:
 
     def _once(self, url: str, headers: Mapping[str, str], cancelled: threading.Event | None) -> Answer:
         parts = urlsplit(url)
-        origin = _origin(url)
+        origin = _origin(url, direct=self._direct)
         target = urlunsplit(("", "", quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"), parts.query, ""))
         if origin.proxy is not None and origin.scheme == "http":
             target = f"http://{parts.netloc.rpartition('@')[2]}{target}"
@@ -165,14 +165,14 @@ def _place(url: str) -> tuple[str, str | None, int]:
     return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme, 0)
 
 
-def _origin(url: str) -> Origin:
+def _origin(url: str, *, direct: bool = False) -> Origin:
     """Where to connect for `url`: HTTP_PROXY (in lower case only where a CGI variable could be meant), HTTPS_PROXY, NO_PROXY."""
     scheme, host, port = _place(url)
     if scheme not in _PORTS or not host:
         raise http.client.InvalidURL(f"{shown(url)} is not an http(s) URL")
     proxies = getproxies_environment()
     proxy = proxies.get(scheme) or proxies.get("all")
-    if proxy is None or proxy_bypass(f"{host}:{port}"):
+    if direct or proxy is None or proxy_bypass(f"{host}:{port}"):
         return Origin(scheme, host, port)
     through = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     authorization = basic(through.username, through.password or "") if through.username is not None else None

@@ -42,6 +42,7 @@ _ENDPOINTS = {
 _SIGNED_FOR_S = 3600
 _AT_ONCE = 8
 _PIECE_BYTES = 1024 * 1024
+_NOT_FOUND = "status code: 404"
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
@@ -228,7 +229,8 @@ class _Typed:
         from obstore import exceptions as e
 
         where = self._where
-        if isinstance(error, e.NotFoundError):
+        # Listing a bucket that does not exist is obstore's GenericError: only its words tell.
+        if isinstance(error, e.NotFoundError) or (isinstance(error, e.BaseError) and _NOT_FOUND in str(error)):
             raise CheckpointInvalid(f"{where} is not there; correct bucket and prefix, or copy the model there") from error
         if isinstance(error, (e.PermissionDeniedError, e.UnauthenticatedError)):
             raise _refusal(where, 403) from error

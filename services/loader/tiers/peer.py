@@ -28,7 +28,8 @@ class PeerTier(RemoteTier):
 
     def __init__(self, node: str, url: str, token: str, source: str, revision: str) -> None:
         self.node, self._url, self._revision = node, url.rstrip("/"), revision
-        client = HttpClient({"Authorization": f"Bearer {token}"}, _PATIENCE)
+        # The mesh's own network is no proxy's business, and neither is the token.
+        client = HttpClient({"Authorization": f"Bearer {token}"}, _PATIENCE, direct=True)
         super().__init__(source, f"peer:{node}", client, RangeReader(client, _BACKOFF))
 
     @property

@@ -160,7 +160,7 @@ class Sources:
         return directory, checkpoint_of(tier, directory)
 
     def _far(self, source: str, revision: str) -> Tier:
-        peers = self._peer_tiers(source, revision)
+        peers = offered = self._peer_tiers(source, revision)
         try:
             tier: Tier | None = self.listed.take(revision) or self._listed(open_source(source), revision)
         except Unavailable:
@@ -180,6 +180,9 @@ class Sources:
             peers = [p for p in peers if same_files(p.files(), listed)]
             first = bool(peers) and peers_first([self._speed_of(p.link) for p in peers], self._speed_of(tier.link))
             places = [*peers, tier] if first else [tier, *peers]
+        for peer in offered:
+            if peer not in places:
+                peer.close()
         if len(places) == 1:
             return places[0]
         return FailoverTier(tier or places[0], places)

@@ -58,8 +58,17 @@ def fitted(spec: ModelSpec, info: ModelInfo, base: ModelCard | None) -> ModelInf
         )
     for shape in adapter.modules if base.info.modules else ():
         _check(spec, shape, base, adapter.made_for)
-    lent = ("architecture", "model_type", "task", "context_length", "kv_bytes_per_token", "has_chat_template")
-    return info.model_copy(update={name: getattr(base.info, name) for name in lent})
+    return _lent(info, base.info)
+
+
+def _lent(info: ModelInfo, base: ModelInfo) -> ModelInfo:
+    names = ("architecture", "model_type", "task", "context_length", "kv_bytes_per_token", "has_chat_template")
+    return info.model_copy(update={name: getattr(base, name) for name in names})
+
+
+def says_the_same(info: ModelInfo, known: ModelInfo) -> bool:
+    """Whether files that were read again say what is `known` of them; what a base lends its adapter aside."""
+    return info == known or (info.adapter is not None and _lent(info, known) == known)
 
 
 def _check(spec: ModelSpec, wanted: LinearShape, base: ModelCard, made_for: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from services.scheduler.domain.adapters import check_removal, refitted
+from services.scheduler.domain.adapters import check_removal, refitted, says_the_same
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
 from services.scheduler.domain.entities import Model
@@ -100,7 +100,8 @@ def _add(d: Draft, event: AddModelsAsked) -> None:
     planned = {n: m.card for n, m in d.state.models.items() if n in named or not event.prune}
     for spec in event.specs:
         old = d.state.models.get(spec.name)
-        if old is not None and old.card.spec == spec:
+        info = event.infos.get(spec.name)
+        if old is not None and old.card.spec == spec and (info is None or says_the_same(info, old.card.info)):
             unchanged.append(spec.name)
             continue
         planned[spec.name] = _card(d, old, spec, event.infos)
@@ -130,7 +131,7 @@ def _card(d: Draft, old: Model | None, spec: ModelSpec, infos: dict[str, ModelIn
         raise Unavailable(f"{spec.name} was changed by someone else meanwhile; try again", should_retry=True)
     if old is None:
         return ModelCard(spec=spec, info=info, created=int(d.now), routes=routes_of(spec))
-    restart = info != old.card.info or any(getattr(spec, f) != getattr(old.card.spec, f) for f in RUNNING_FIELDS)
+    restart = not says_the_same(info, old.card.info) or any(getattr(spec, f) != getattr(old.card.spec, f) for f in RUNNING_FIELDS)
     generation = old.card.generation + int(restart)
     return ModelCard(spec=spec, info=info, created=old.card.created, generation=generation, routes=routes_of(spec))
 

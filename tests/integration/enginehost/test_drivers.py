@@ -85,7 +85,8 @@ async def test_sleeps_and_wakes_by_its_own_means_where_it_has_them(hosts: Hosts,
         probed = await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)
         assert probed.same
         assert (await hosts.whole(driven.instance, "chat", messages=[])).status == 200
-    assert (await driven.stats())["env"]["CUDA_VISIBLE_DEVICES"] == "1"
+    env = (await driven.stats())["env"]
+    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
 
 
 async def test_vllms_second_sleep_level_reads_the_weights_again_before_the_cache_comes_back(hosts: Hosts, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.loader.cache import store
 from services.loader.cache.caching import CachingTier
 from services.loader.cache.locks import FileLock
 from services.loader.cache.partial import PartialModel
@@ -176,6 +177,46 @@ def test_the_least_recently_used_makes_room(server: TierServer, tmp_path: Path) 
     settle(tier)
     assert hold is not None
     hold.release()
+
+
+def test_two_that_begin_together_do_not_both_get_the_same_room(server: TierServer, tmp_path: Path) -> None:
+    size = sum(p.stat().st_size for p in (server.directory / "m").iterdir())
+    cache = SsdCache(tmp_path / "small", int(1.5 * size))
+    tiers = []
+    for version in ("1", "2"):
+        server.faults.version = version
+        tiers.append(opened(server, cache))
+    assert [t.caches for t in tiers] == [True, False], "the second is loaded without the cache"
+    for version, tier in zip(("1", "2"), tiers, strict=True):
+        server.faults.version = version
+        load(tier)
+        settle(tier)
+    assert cache.status().nbytes <= cache.budget
+    assert [cache.lookup(t.revision) is not None for t in tiers] == [True, False]
+    server.faults.version = "3"
+    third = opened(server, cache)
+    assert third.caches, "what was promised is not held against the next one when it is there, or was given up"
+    load(third)
+    settle(third)
+    assert [m[0] for m in cache.status().models] == [third.revision]
+
+
+def test_a_loader_that_stands_still_while_it_makes_room_holds_up_nobody(
+    server: TierServer, cache: SsdCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store, "_ROOM_WITHIN_S", 0.05)
+    other = FileLock.take(cache.root / "locks" / "room")
+    assert other is not None
+    with other, caplog.at_level(logging.WARNING):
+        tier = opened(server, cache)
+    assert not tier.caches
+    assert "another loader has been making room" in str(caplog.records[-1].__dict__)
+    assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    settle(tier)
+    tier = opened(server, cache)
+    assert tier.caches
+    load(tier)
+    settle(tier)
 
 
 def test_a_budget_of_nothing(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,6 +72,21 @@ async def test_a_peer_goes_before_the_source(server: TierServer, theirs: tuple[S
     assert ours.cache.lookup(revision) is not None
 
 
+async def test_peers_are_asked_past_the_proxy_of_the_environment(
+    server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, serving, revision = theirs
+    ours = sources_at(tmp_path / "ours", peers=await known(serving, revision))
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    server.requests.clear()
+    tier = ours.open(f"{server.url}/m", revision)
+    assert tier.link == "peer:there"
+    assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    settle(tier)
+    assert not [r for r in server.requests if "Authorization" in r.headers], "nor is the token told to it"
+
+
 async def test_a_source_that_is_down_and_a_peer_that_has_it(
     server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from bench import loader_gpu
 from bench.loader_gpu import CHUNK, NO_DEVICE, Bench, disk_file, figures_of, main
+from services.loader.devices.curve import Point
 from services.loader.devices.port import DeviceFailed
 from shared.errors import DeviceMissing
 from tests.unit.loader.devices.fake_driver import FakeDriver
@@ -34,6 +37,29 @@ def test_every_figure_and_nothing_left(tmp_path: Path, monkeypatch: pytest.Monke
     assert (driver.memory, driver.pinned, driver.streams, driver.events) == ({}, {}, [], 0)
     assert driver.unpinned_copies == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("group", [3 * 1024 * 1024, 2 * CHUNK])
+def test_no_copy_reaches_over_two_registrations(group: int) -> None:
+    """CUDA refuses it. The host's memory is registered chunk by chunk, and the elbow of a bus may be larger than one."""
+    driver = FakeDriver()
+    bench = Bench(driver, [driver.facts(0)], 3 * CHUNK, group)
+    driver.gate.clear()  # ranges gather behind the first copies, and are joined
+    threading.Timer(0.2, driver.gate.set).start()
+    assert bench.loaded(bench.devices, CHUNK // 4) > 0
+    bench.close()
+    assert (driver.memory, driver.pinned, driver.unpinned_copies) == ({}, {}, 0)
+
+
+def test_without_fio_or_direct_io_the_rest_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_gpu, "load_cuda", FakeDriver)
+    monkeypatch.setattr(loader_gpu, "measure", lambda driver, facts: [Point(1024 * 1024, 1e9)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report = tmp_path / "report.json"
+    assert main(["--bytes", "16MiB", "--rounds", "1", "--json", str(report)]) == 0
+    figures = json.loads(report.read_text())
+    assert "dram_ratio" in str(figures)
+    assert "ssd_ratio" not in str(figures)
 
 
 def test_bytes_that_did_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

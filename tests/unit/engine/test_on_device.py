@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 import transformers as tf
 
 from services.engine import device_segment, loading
+from services.engine.process import prepare_environment
 from services.engine.runner import Row
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
@@ -19,6 +21,14 @@ from tests.support.segments import WrittenSegment, card_of
 
 HANDLE = CudaIpcHandle(device="cuda:0", nbytes=1, bus_id="0000:00:00.0", ipc_handle=base64.b64encode(bytes(64)).decode())
 IDS = [5, 6, 7, 8]
+
+
+def test_gpus_are_numbered_as_the_node_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML goes by the bus; CUDA by itself puts the fastest GPU first, and an engine would compute on another than its booking says."""
+    environment = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    monkeypatch.setattr(os, "environ", environment)
+    prepare_environment()
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def logits(computable: loading.Computable) -> torch.Tensor:

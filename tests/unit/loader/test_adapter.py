@@ -111,6 +111,7 @@ A0 = f"base_model.model.{Q.format(0)}"
         (CheckpointInvalid, {f"{A0}.lora_B.weight": (48, 5)}, {}, r"lora_B \[48, 5\]"),
         (CheckpointInvalid, {f"base_model.model.{DOWN.format(0)}.lora_A.weight": (4, 8)}, {}, "only one of"),
         (InvalidModel, {"base_model.model.model.embed_tokens.lora_embedding_A": (4, 8)}, {}, "embeddings"),
+        (InvalidModel, {"base_model.model.lm_head.base_layer.weight": (100, 64)}, {}, "save_embedding_layers=False"),
         (InvalidModel, {f"{A0}.lora_magnitude_vector": (48,)}, {}, "DoRA"),
     ],
 )

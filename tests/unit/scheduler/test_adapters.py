@@ -57,6 +57,18 @@ def test_model_and_adapter_may_come_together_in_any_order(w: World) -> None:
     assert answer.added == ("sql", "b")
 
 
+def test_files_that_changed_are_another_generation_of_the_same_registration(w: World) -> None:
+    add(w, spec(), sql=adapter_info())
+    base, sql = ModelSpec(name="a", source="/m/a", aliases=("al",)), spec()
+    again = add(w, base, sql, a=base_info(), sql=adapter_info())
+    assert again.unchanged == ("a", "sql"), "read again, and the same"
+    newer = adapter_info().model_copy(update={"revision": "f" * 32})
+    assert add(w, base, sql, a=base_info(), sql=newer).changed == ("sql",)
+    card = w.state.models["sql"].card
+    assert (card.info.revision, card.generation, card.info.architecture) == ("f" * 32, 2, "LlamaForCausalLM")
+    assert w.state.models["a"].card.generation == 1
+
+
 def test_it_never_has_an_instance_of_its_own(w: World) -> None:
     add(w, spec(replicas={"min": 1, "max": 1}), sql=adapter_info())
     w.demand("sql")

@@ -32,6 +32,16 @@ def opened(arena: Arena, driver: FakeDriver, nbytes: int) -> bytes:
     return ctypes.string_at(driver.open(base64.b64decode(handle.ipc_handle)), nbytes)
 
 
+def test_a_broken_context_does_not_keep_the_loader_from_ending(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(driver, driver.facts(0), GROUP)
+
+    def broken(_: object) -> None:
+        raise DeviceFailed("cudaStreamDestroy: an illegal memory access was encountered")
+
+    monkeypatch.setattr(driver, "destroy_stream", broken)
+    device.close()
+
+
 class TestCuda(DeviceBehaviour):
     @pytest.fixture(autouse=True)
     def _driver(self, driver: FakeDriver) -> Iterator[None]:
@@ -105,6 +115,32 @@ class TestCuda(DeviceBehaviour):
         assert other.wait(SEGMENT)
         self.check(other, host)
         assert arena.release() == SEGMENT
+
+    def test_an_error_that_nobody_foresaw_ends_no_thread(self, device: Device, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As of a binding that refuses an argument: without the thread every later load would wait for ever."""
+
+        def refuse(*_: object) -> None:
+            raise OverflowError("an argument is out of range")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(self.driver, "copy", refuse)
+            arena = device.allocate(Place("w", SEGMENT, "thaw-test"))
+            arena.fill(0, host.address, SEGMENT)
+            waited: list[BaseException] = []
+
+            def wait() -> None:
+                try:
+                    arena.wait(SEGMENT)
+                except DeviceFailed as e:
+                    waited.append(e)
+
+            waiter = threading.Thread(target=wait, daemon=True)
+            waiter.start()
+            waiter.join(10)
+        assert [str(e) for e in waited] == ["an argument is out of range"]
+        other = device.allocate(Place("v", SEGMENT, "thaw-test"))
+        other.fill(0, host.address, SEGMENT)
+        assert other.wait(SEGMENT)
 
     def test_memory_is_not_freed_under_a_copy(self, device: Device, host: Host) -> None:
         arena = device.allocate(Place("w", SEGMENT, "thaw-test"))

@@ -60,6 +60,7 @@ def test_a_curve_is_measured_once_for_each_device_and_driver(tmp_path: Path, mon
     cache.write_text('{"broken": 3}')
     assert group_bytes(driver, driver.facts(0), cache) == 2 * MIB
     assert len(measured) == 3
+    assert group_bytes(driver, driver.facts(0), cache / "under a file") == 2 * MIB, "it is used all the same"
 
 
 def test_a_probe_that_fails_falls_back_and_is_not_remembered(tmp_path: Path) -> None:

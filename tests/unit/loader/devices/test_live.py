@@ -16,6 +16,7 @@ from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
 from services.loader.devices.copies import Copies
 from services.loader.devices.opening import Devices
+from services.loader.devices.port import DeviceFailed
 from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.domain.events import Event
 from services.loader.pool.giving_back import GivingBack
@@ -182,6 +183,28 @@ async def test_a_device_that_fails_keeps_nothing(bench: GpuBench, card: ModelCar
     assert found.handle is None
     assert bench.driver.memory == {}
     assert len(bench.in_host_memory(found)) == found.total_bytes
+
+
+@pytest.mark.parametrize("other_stays", [True, False])
+async def test_memory_that_a_broken_device_does_not_take_back_keeps_nobody_waiting(
+    bench: GpuBench, card: ModelCard, monkeypatch: pytest.MonkeyPatch, other_stays: bool
+) -> None:
+    await bench.on("cuda:0", "a", card)
+    if other_stays:
+        await bench.attach("host", card)
+
+    def broken(_: int) -> None:
+        raise DeviceFailed("cudaFree: an illegal memory access was encountered (cudaErrorIllegalAddress)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.driver, "free", broken)
+        patched.setattr(bench.driver, "unregister", lambda address: broken(bench.driver.pinned.pop(address)))
+        async with asyncio.timeout(10):
+            assert (await bench.release("a")).device_bytes == 0, "nothing is told to be free that is not"
+    bench.driver.memory.clear()
+    if other_stays:
+        await bench.release("host")
+    assert bench.status().segments == ()
 
 
 async def test_a_device_that_is_not_there(bench: GpuBench, card: ModelCard) -> None:

@@ -9,6 +9,7 @@ import threading
 from email.utils import formatdate
 from http.client import HTTPMessage
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -96,7 +97,7 @@ def test_urls_are_shown_without_secrets() -> None:
     assert shown("https://u:p@host:8/a%20b?sig=s#f") == "https://host:8/a b"
 
 
-def entry(revision: str, used: float, nbytes: int = 10, **flags: bool) -> CacheEntry:
+def entry(revision: str, used: float, nbytes: int = 10, **flags: Any) -> CacheEntry:
     return CacheEntry(revision, nbytes, used, **flags)
 
 
@@ -114,6 +115,15 @@ def test_what_makes_room() -> None:
     assert plan_eviction(entries, 81, 100, 1000) is None
     assert plan_eviction([], 101, 100, 1000) is None
     assert plan_eviction(entries, 20, 100, 10) == ("half",), "the disk is full, whatever the budget"
+
+
+def test_what_is_still_to_come_counts_too() -> None:
+    entries = [entry("old", 1), entry("half", 9, held=True, complete=False, due=40)]
+    assert plan_eviction(entries, 40, 100, 1000) == ()
+    assert plan_eviction(entries, 50, 100, 1000) == ("old",)
+    assert plan_eviction(entries, 51, 100, 1000) is None
+    assert plan_eviction(entries, 20, 1000, 60) == (), "of the disk's 60, 40 are spoken for"
+    assert plan_eviction(entries, 21, 1000, 60) == ("old",)
 
 
 @settings(deadline=None)

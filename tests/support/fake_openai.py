@@ -7,7 +7,8 @@ misbehaves as told. `--like NAME` has it take the options and serve the endpoint
     --retitle         has a child whose environment cannot be read from outside, as that of a process with another title
     --ignore-term     SIGTERM is ignored
     --die-after S     ends by itself with status 3
-    --ballast MIB     has so many MiB of weights, which its sleep gives back and its waking gets again
+    --ballast MIB     has so many MiB of weights, which its sleep gives back and its waking gets again; like Ollama it has them in a process of
+                      their own (its runner), which a sleep ends and a waking starts anew
     --hoard           sleeps with a 200 and keeps its memory
     --no-reload       after a sleep of level 2 its weights are never read again, and it talks nonsense
 
@@ -78,6 +79,7 @@ _SWITCHES: dict[str, list[str]] = {
     "ollama": [],
     "openai": [],
 }
+RUNNER = "import sys, time; held = b'w' * (int(sys.argv[1]) << 20); print('loaded', flush=True); time.sleep(600)"
 _KEYS = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}
 
 
@@ -109,7 +111,8 @@ class Fake:
         self.cancelled = 0
         self.asleep: list[str] = []
         self.stored: set[str] = set()
-        self.weights = b"w" * (options.ballast << 20)
+        self.weights = b"" if self.like == "ollama" else b"w" * (options.ballast << 20)
+        self.runner: subprocess.Popen[bytes] | None = None
         self.dropped = False
         """The weights were given up, and not read again."""
         self.key = os.environ.get(_KEYS.get(self.like, ""), "")
@@ -239,11 +242,21 @@ class Fake:
 
     def _forget(self, *, dropped: bool) -> None:
         self.dropped = dropped
-        if not self.options.hoard:
-            self.weights = b""
+        if self.options.hoard:
+            return
+        self.weights = b""
+        if self.runner is not None:
+            self.runner.kill()
+            self.runner.wait()
+            self.runner = None
 
     def _bring_back(self) -> None:
-        self.weights = self.weights or b"w" * (self.options.ballast << 20)
+        if self.like != "ollama":
+            self.weights = self.weights or b"w" * (self.options.ballast << 20)
+        elif self.runner is None:
+            self.runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(self.options.ballast)], stdout=subprocess.PIPE)
+            assert self.runner.stdout is not None
+            self.runner.stdout.readline()
 
     async def wake(self, request: Request) -> Response:
         told = await self._note(request)

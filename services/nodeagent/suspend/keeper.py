@@ -121,7 +121,8 @@ class Keeper:
             probed, used = await asyncio.gather(self._wake(instance), asyncio.to_thread(self._prove, instance, target))
         else:
             probed = await self._wake(instance)
-            used = await asyncio.to_thread(self._prove, instance, target)
+            # Looked for anew: waking may have made some, as Ollama does for each load of a model.
+            used = await asyncio.to_thread(lambda: self._prove(instance, self.target(instance)))
         if not probed.same:
             raise RestoreFailed("the engine answers otherwise than before it was suspended")
         if name is not None:

@@ -150,15 +150,17 @@ class Keeper:
             return answer
 
     def _prove(self, instance: Instance, target: Target) -> int:
-        """Blocking. What it used before it was suspended is there again: on its device, or on cpu in memory or swap."""
+        """Blocking. What it held before it was suspended is there again: on its device, or on cpu in memory or swap."""
         parking = instance.parking
         try:
             there = self._gauge.held(target)
         except PermissionDenied as e:
             raise RestoreFailed(e.message) from e
-        before = parking.frees_bytes + parking.left_bytes
+        # On cpu a second suspension frees no more than was touched since the first: the rest lay in swap all along.
+        moved = parking.snapshot_bytes if parking.outlook.way == "cpu" else parking.frees_bytes
+        before = parking.left_bytes + moved
         if parking.freezing and there < _KEPT * before:
-            raise RestoreFailed(f"{there >> 20} of the {before >> 20} MiB that the engine used are there again")
+            raise RestoreFailed(f"{there >> 20} of the {before >> 20} MiB that the engine held are there again")
         return there
 
     def group_for(self, instance: Instance) -> str | None:

@@ -49,6 +49,7 @@ _OPTIONS: dict[str, list[str]] = {
         "--dtype",
         "--revision",
         "--kv-cache-memory-bytes",
+        "--gpu-memory-utilization",
         "--scheduling-policy",
         "--load-format",
         "--tool-call-parser",
@@ -73,8 +74,8 @@ _OPTIONS: dict[str, list[str]] = {
 }
 _SWITCHES: dict[str, list[str]] = {
     "vllm": ["--enforce-eager", "--enable-sleep-mode", "--trust-remote-code", "--no-enable-prefix-caching"],
-    "sglang": ["--enable-memory-saver", "--trust-remote-code", "--is-embedding"],
-    "llamacpp": ["--jinja"],
+    "sglang": ["--enable-memory-saver", "--enable-weights-cpu-backup", "--trust-remote-code", "--is-embedding"],
+    "llamacpp": ["--jinja", "--embeddings"],
     "tensorrt-llm": ["--trust_remote_code"],
     "ollama": [],
     "openai": [],
@@ -149,6 +150,7 @@ class Fake:
                 ("/api/create", self.create),
                 ("/api/blobs/{digest}", self.blob),
                 ("/api/generate", self.load),
+                ("/api/embed", self.load),
             ],
         }
         return found + [
@@ -237,7 +239,8 @@ class Fake:
     async def sleep(self, request: Request) -> Response:
         told = await self._note(request)
         self.asleep = list(told["tags"]) if isinstance(told, dict) else ["all"]
-        self._forget(dropped=request.query_params.get("level") == "2")
+        uncopied = self.like == "sglang" and "weights" in self.asleep and not self.options.enable_weights_cpu_backup
+        self._forget(dropped=request.query_params.get("level") == "2" or uncopied)
         return JSONResponse({})
 
     def _forget(self, *, dropped: bool) -> None:
@@ -301,6 +304,10 @@ class Fake:
 
     async def load(self, request: Request) -> Response:
         body = await self._note(request)
+        if request.url.path == "/api/embed" and not body.get("input"):
+            return JSONResponse({"error": "invalid input type"}, 400)
+        if request.url.path == "/api/generate" and body["keep_alive"] and "embed" in body["model"]:
+            return JSONResponse({"error": f'"{body["model"]}" does not support generate'}, 400)
         self.asleep = ["all"] if body.get("keep_alive") == 0 else []
         if self.asleep:
             self._forget(dropped=self.options.no_reload)

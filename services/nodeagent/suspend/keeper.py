@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
@@ -27,6 +28,8 @@ _HOLD_DEADLINE_MS = 3_000
 _ASK_AGAIN_S = 0.02
 _KEPT = 0.7
 """At least this part of what an engine used must be there again: less means that pages were lost."""
+_TRIED_AGAIN_S = 600.0
+"""A way that a model could not be suspended by is left so long, where there is another one."""
 _ENDED_WITHIN_S = 5.0
 _POLL_S = 0.01
 
@@ -43,6 +46,7 @@ class Keeper:
         self._ask = ask
         self._wake_within_s = wake_within_s
         self._frozen: dict[str, Target] = {}
+        self._failed: dict[tuple[str, SuspendWay], float] = {}
 
     def capabilities(self) -> tuple[Capability, ...]:
         """Blocking."""
@@ -77,9 +81,17 @@ class Keeper:
         target = self.target(instance)
         try:
             used = self._gauge.held(target)
-            return choose(way.outlook(target) for way in self._ways.values()), used
+            return choose(self._outlooks(instance, target)), used
         except PermissionDenied as e:
             return Outlook(reason=e.message), 0
+
+    def _outlooks(self, instance: Instance, target: Target) -> list[Outlook]:
+        """Of all ways; those that failed lately with this model are left out if another one is possible."""
+        found = [way.outlook(target) for way in self._ways.values()]
+        since = time.monotonic() - _TRIED_AGAIN_S
+        model = instance.command.card.name
+        others = [o for o in found if o.way is not None and self._failed.get((model, o.way), since) <= since]
+        return others or found
 
     async def hold(self, instance_id: str) -> None:
         """Have the engine refuse new requests. Raises `InstanceBusy` if it serves any."""
@@ -91,7 +103,13 @@ class Keeper:
         target = await asyncio.to_thread(self.target, instance)
         if not target.pids:
             raise CannotSuspend("none of the engine's processes can be found")
-        taken = await self._ways[name].suspend(target)
+        tried = (instance.command.card.name, name)
+        try:
+            taken = await self._ways[name].suspend(target)
+        except CannotSuspend:
+            self._failed[tried] = time.monotonic()
+            raise
+        self._failed.pop(tried, None)
         self._frozen[instance.instance_id] = target
         return taken
 

@@ -38,9 +38,9 @@ class SleepWay:
     def outlook(self, target: Target) -> Outlook:
         if not target.sleep_levels:
             return Outlook(reason=f"{target.engine} has no sleep of its own here")
-        used = self._gauge.used(target)
-        left = int(used * self._rates.left)
-        moved = used - left
+        left = int(self._gauge.used(target) * self._rates.left)
+        # On cpu what lies in swap is given up and made again as well.
+        moved = self._gauge.held(target) - left
         kept = moved if self._level(target) == 1 and target.on_cuda else 0
         return Outlook(way="sleep", left_bytes=left, snapshot_bytes=kept, resume_s=self._rates.resume_s(moved))
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from services.nodeagent.domain.state import Instance, Outlook, Parking
+from services.nodeagent.suspend import keeper as keeper_module
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
 from services.nodeagent.suspend.keeper import Keeper
-from services.nodeagent.suspend.port import RestoreFailed, Taken, Target
+from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target
 from shared.contracts.engine import EngineProbed
 from shared.contracts.node import SuspendWay
 from tests.unit.nodeagent.world import start
@@ -39,6 +41,7 @@ class Way:
     def __init__(self, name: SuspendWay, resume_s: float = 0.1) -> None:
         self.name: SuspendWay = name
         self.resume_s = resume_s
+        self.fails = ""
 
     def unavailable(self) -> str:
         return ""
@@ -47,6 +50,8 @@ class Way:
         return Outlook(way=self.name, resume_s=self.resume_s)
 
     async def suspend(self, target: Target) -> Taken:
+        if self.fails:
+            raise CannotSuspend(self.fails)
         return Taken(100, 0, 100)
 
     async def resume(self, target: Target) -> None: ...
@@ -88,3 +93,30 @@ async def test_elsewhere_what_was_freed_has_to_be_there_again() -> None:
     assert await keeper(1000, Way("sleep")).resume(instance, "sleep") == 1000 * MIB
     with pytest.raises(RestoreFailed, match="500 of the 1000 MiB"):
         await keeper(500, Way("sleep")).resume(instance, "sleep")
+
+
+def alive() -> Instance:
+    """Of this test's own process, which nothing here does anything to."""
+    return Instance(command=start(), token=1, progress_at=0.0, pid=os.getpid(), process_start=1)
+
+
+async def test_a_way_that_failed_with_a_model_is_left_for_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's checkpoint fails with whatever shares memory between processes, each time anew."""
+    quick, slow = Way("cuda", 0.1), Way("sleep", 0.5)
+    found = keeper(100, quick, slow)
+    assert (await found.assess(alive()))[0].way == "cuda"
+    quick.fails = "cuCheckpointProcessCheckpoint of pid 1 failed: CUDA_ERROR_NOT_SUPPORTED"
+    with pytest.raises(CannotSuspend, match="NOT_SUPPORTED"):
+        await found.suspend(alive(), "cuda")
+    assert (await found.assess(alive()))[0].way == "sleep"
+    monkeypatch.setattr(keeper_module, "_TRIED_AGAIN_S", 0.0)
+    assert (await found.assess(alive()))[0].way == "cuda", "what failed may have been for want of memory"
+
+
+async def test_a_way_that_failed_is_tried_again_where_there_is_no_other() -> None:
+    only = Way("cpu")
+    found = keeper(100, only)
+    only.fails = "swap is full"
+    with pytest.raises(CannotSuspend):
+        await found.suspend(alive(), "cpu")
+    assert (await found.assess(alive()))[0].way == "cpu"

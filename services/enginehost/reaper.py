@@ -3,9 +3,10 @@
 The kernel ends an engine's first process with its host (spawn.py); what that has forked lives on. The host holds the other end of the pipe, so
 its end, however it comes, is read here as the end of the file. Killed then is whatever carries the host's own token in its environment, as the
 variable NAME (a host that a nodeagent starts for the same instance meanwhile has another), and whatever is in the engine's session, of which the
-host has told through the pipe, "PID START": a process that gives itself another title, as vLLM's do, can lose its environment by that. This
-Python's shared memory that those had mapped is removed after them: nobody else does it for processes that were killed. This
-process leaves its parent at once: it belongs to no engine, is frozen with none, and in good order finds nothing to do.
+host has told through the pipe, "PID START": a process that gives itself another title, as vLLM's do, can lose its environment by that.
+Python's shared memory that those had mapped is removed after them, and what the host has told of it ("INODE PATH", further lines): nobody else
+does it for processes that were killed, and Python's own tracker not always before it is ended. This process leaves its parent at once: it belongs
+to no engine, is frozen with none, and in good order finds nothing to end.
 
 Run by file name in a bare interpreter, as spawn.py.
 """
@@ -18,6 +19,7 @@ import time
 VARIABLE = "THAW_INSTANCE_HOST"
 _WITHIN_S = 10.0
 _POLL_S = 0.05
+_LOOK_AGAIN_S = 0.5
 _SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 """What Python's multiprocessing calls its shared memory and its semaphores."""
 
@@ -78,17 +80,28 @@ def shared(pid: int) -> dict[str, int]:
 
 
 def remove(left: dict[str, int]) -> None:
-    """Unlink those of these files that are the same still and that no process has mapped any more."""
-    used: set[str] = set()
-    for name in os.listdir("/proc") if left else ():  # noqa: PTH208
-        if name.isdigit():
-            used.update(shared(int(name)))
-    for path, inode in left.items():
-        try:
-            if path not in used and os.stat(path).st_ino == inode:  # noqa: PTH116
+    """Unlink those of these files that are the same still, once no process has them mapped; what somebody goes on using stays."""
+    deadline = time.monotonic() + _WITHIN_S
+    while left := {path: inode for path, inode in left.items() if _inode(path) == inode}:
+        used: set[str] = set()
+        for name in os.listdir("/proc"):  # noqa: PTH208
+            if name.isdigit():
+                used.update(shared(int(name)))
+        for path in left.keys() - used:
+            try:
                 os.unlink(path)  # noqa: PTH108
-        except OSError:
-            continue
+            except OSError:
+                continue
+        if not used & left.keys() or time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino  # noqa: PTH116
+    except OSError:
+        return None
 
 
 def thaw(files: str) -> None:
@@ -100,9 +113,9 @@ def thaw(files: str) -> None:
                 file.write("THAWED")
 
 
-def end(entry: str, files: str, session: tuple[int, int] | None) -> None:
+def end(entry: str, files: str, session: tuple[int, int] | None, left: dict[str, int]) -> None:
+    """`left`: shared memory of theirs that is known already."""
     deadline = time.monotonic() + _WITHIN_S
-    left: dict[str, int] = {}
     while (found := carrying(entry) + (in_session(*session) if session else [])) and time.monotonic() < deadline:
         for pid in found:
             left.update(shared(pid))
@@ -124,10 +137,12 @@ def main() -> int:
     if os.fork():
         return 0
     told = b""
-    while read := os.read(0, 64):
+    while read := os.read(0, 4096):
         told += read
-    leader, _, start = told.partition(b" ")
-    end(entry, files, (int(leader), int(start)) if start else None)
+    first, *more = told.decode().splitlines() or [""]
+    leader, _, start = first.partition(" ")
+    known = {path: int(inode) for inode, _, path in (line.partition(" ") for line in more)}
+    end(entry, files, (int(leader), int(start)) if start else None, known)
     return 0
 
 

@@ -5,6 +5,7 @@ misbehaves as told. `--like NAME` has it take the options and serve the endpoint
     --mute            listens and is healthy, and every generation fails
     --fork            has a child that leaves its session and ignores SIGTERM
     --retitle         has a child whose environment cannot be read from outside, as that of a process with another title
+    --share           has shared memory of Python's, which it tells the name of in its log and never removes
     --ignore-term     SIGTERM is ignored
     --die-after S     ends by itself with status 3
     --ballast MIB     has so many MiB of weights, which its sleep gives back and its waking gets again; like Ollama it has them in a process of
@@ -28,6 +29,8 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import uvicorn
@@ -90,7 +93,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("--ready-after", "--die-after"):
         parser.add_argument(name, type=float, default=0.0)
     parser.add_argument("--ballast", type=int, default=0)
-    for name in ("--mute", "--fork", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
+    for name in ("--mute", "--fork", "--share", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
         parser.add_argument(name, action="store_true")
     like = parser.parse_known_args(argv)[0].like
     for name in _OPTIONS[like]:
@@ -337,6 +340,10 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             time.sleep(60)
+    if options.share:
+        memory = SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+        sys.stderr.write(f"shared: {memory.name}\n")
     if options.retitle:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
     until = time.monotonic() + options.ready_after

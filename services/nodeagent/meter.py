@@ -102,9 +102,10 @@ class Meter:
             device = self._devices.get(device_id)
             if device is not None:
                 total += sum((await asyncio.to_thread(device.private_bytes, (instance.pid, *instance.engine_pids))).values())
-        if (
-            total or instance.state.parked
-        ):  # one that is parked may have given up all; of others nothing means that it cannot be seen
+        if instance.stop_asked:  # what its end frees is what it had, not what is left of it half way
+            total = max(total, self.private(instance.instance_id))
+        # One that is parked may have given up all; of others nothing means that it cannot be seen.
+        if total or instance.state.parked:
             self._private[instance.instance_id] = total
         if total:
             self._measured(instance.instance_id, total + self.weights(instance.instance_id))

@@ -118,6 +118,16 @@ async def test_one_that_gave_up_all_of_its_device_is_told_to_have_none(world: Wo
     assert meter.private("a") == 0
 
 
+async def test_what_an_end_frees_is_what_was_there_before_it_began(world: World, meter: Meter, gpu: Gpu) -> None:
+    instance = world["a"].model_copy(update={"pid": NOBODY, "process_start": 1, "engine_pids": (NOBODY + 1,)})
+    gpu.by_pid = {NOBODY: 10, NOBODY + 1: 60}
+    await meter.measure(instance)
+    gpu.by_pid = {NOBODY: 10}
+    await meter.measure(instance.model_copy(update={"stop_asked": True}))
+    gpu.by_pid = {}
+    assert await meter.prove_gone(instance) == 70
+
+
 @pytest.mark.parametrize("available", [True, False])
 def test_engines_that_cuda_may_checkpoint_have_their_weights_to_themselves(*, available: bool) -> None:
     [told] = weights_on_gpu({"cpu", "cuda"}, [Capability(name="suspend:cuda", available=available)])

@@ -18,7 +18,7 @@ from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target
+from services.nodeagent.suspend.port import UNPROVABLE, CannotSuspend, RestoreFailed, Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from shared.contracts.node import SuspendWay
 from shared.errors import EngineFailed, PermissionDenied
@@ -140,6 +140,8 @@ class CudaWay:
         if why:
             return Outlook(reason=why)
         used = self._gauge.used(target)
+        if used == 0:
+            return Outlook(reason=UNPROVABLE)
         left = int(used * self._rates.left)
         return Outlook(way="cuda", left_bytes=left, snapshot_bytes=used - left, resume_s=self._rates.resume_s(used - left))
 
@@ -155,9 +157,7 @@ class CudaWay:
             raise CannotSuspend("none of the engine's processes holds a CUDA context that can be seen from here")
         used = self._gauge.used(target)
         if used == 0:
-            raise CannotSuspend(
-                "the bytes of its processes cannot be read here (NVML knows them by other pids): nothing could be proved"
-            )
+            raise CannotSuspend(UNPROVABLE)
         room = available_bytes() + memory.swap_space().free
         if used > room:
             raise CannotSuspend(

@@ -10,7 +10,7 @@ from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.memory import footprint
-from services.nodeagent.suspend.port import CannotSuspend, Taken, Target
+from services.nodeagent.suspend.port import UNPROVABLE, CannotSuspend, Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from shared.contracts.engine import EngineAsleep
 from shared.contracts.node import SuspendWay
@@ -43,7 +43,10 @@ class SleepWay:
     def outlook(self, target: Target) -> Outlook:
         if not target.sleep_levels:
             return Outlook(reason=f"{target.engine} has no sleep of its own here")
-        left = int(self._gauge.used(target) * self._rates.left)
+        used = self._gauge.used(target)
+        if used == 0:
+            return Outlook(reason=UNPROVABLE)
+        left = int(used * self._rates.left)
         # On cpu what lies in swap is given up and made again as well.
         moved = self._gauge.held(target) - left
         keeps = target.on_cuda and self._level(target, moved) == 1
@@ -52,6 +55,8 @@ class SleepWay:
 
     async def suspend(self, target: Target) -> Taken:
         used = await asyncio.to_thread(self._gauge.used, target)
+        if used == 0:
+            raise CannotSuspend(UNPROVABLE)
         host = await asyncio.to_thread(footprint, target.pids)
         try:
             await self._sleep(target.instance_id, self._level(target, int(used * (1 - self._rates.left))))

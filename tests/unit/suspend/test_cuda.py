@@ -144,6 +144,7 @@ async def test_in_a_pid_namespace_of_its_own_nothing_is_proved_and_nothing_done(
     with pytest.raises(CannotSuspend, match="nothing could be proved"):
         await way(driver, sees_pids=False).suspend(target())
     assert driver.calls == []
+    assert "nothing could be proved" in way(driver, sees_pids=False).outlook(target()).reason
 
 
 def test_several_devices_need_nccl_without_shared_memory(driver: FakeDriver) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from services.nodeagent.suspend import sleep
 from services.nodeagent.suspend.gauge import Gauge
-from services.nodeagent.suspend.port import Target
+from services.nodeagent.suspend.port import CannotSuspend, Target
 from services.nodeagent.suspend.sleep import SleepWay
 from shared.contracts.engine import EngineAsleep
 
@@ -19,8 +19,11 @@ class Device(Gauge):
     def __init__(self) -> None:
         super().__init__({})
         self.level = 0
+        self.blind = False
 
     def used(self, target: Target) -> int:
+        if self.blind:
+            return 0
         return 40 * GIB if not self.level else GIB
 
     async def sleep(self, instance_id: str, level: int) -> EngineAsleep:
@@ -58,3 +61,14 @@ def test_reading_again_is_expected_to_take_longer(monkeypatch: pytest.MonkeyPatc
     device = Device()
     kept, dropped = (SleepWay(device, device.sleep, budget).outlook(target(1, 2)) for budget in (64 * GIB, 8 * GIB))
     assert dropped.resume_s > 2 * kept.resume_s
+
+
+async def test_where_its_bytes_cannot_be_seen_an_engines_word_is_not_taken() -> None:
+    """In a pid namespace of its own NVML's pids are others: nothing used before and nothing after would prove nothing."""
+    device = Device()
+    device.blind = True
+    way = SleepWay(device, device.sleep, 64 * GIB)
+    assert "nothing could be proved" in way.outlook(target(1, 2)).reason
+    with pytest.raises(CannotSuspend, match="nothing could be proved"):
+        await way.suspend(target(1, 2))
+    assert device.level == 0

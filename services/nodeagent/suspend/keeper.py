@@ -28,6 +28,8 @@ _HOLD_DEADLINE_MS = 3_000
 _ASK_AGAIN_S = 0.02
 _KEPT = 0.7
 """At least this part of what an engine used must be there again: less means that pages were lost."""
+_PATIENCE = 3.0
+"""Times the expected length of a resumption."""
 _TRIED_AGAIN_S = 600.0
 """A way that a model could not be suspended by is left so long, where there is another one."""
 _ENDED_WITHIN_S = 5.0
@@ -150,7 +152,9 @@ class Keeper:
     async def _wake(self, instance: Instance) -> EngineProbed:
         """Asked again while it cannot be reached: it may have lost NATS meanwhile, and connects anew."""
         subject = subjects.engine_control(instance.instance_id)
-        deadline = asyncio.get_running_loop().time() + self._wake_within_s
+        # Weights that are read again take as long as they are large.
+        within_s = max(self._wake_within_s, _PATIENCE * instance.parking.outlook.resume_s)
+        deadline = asyncio.get_running_loop().time() + within_s
         while True:
             left = deadline - asyncio.get_running_loop().time()
             try:
@@ -161,7 +165,7 @@ class Keeper:
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             except DeadlineExceeded as e:
-                raise RestoreFailed(f"the engine did not answer within {self._wake_within_s:g} s") from e
+                raise RestoreFailed(f"the engine did not answer within {within_s:g} s") from e
             except ThawError as e:
                 raise RestoreFailed(e.message) from e
             assert isinstance(answer, EngineProbed)

@@ -120,3 +120,19 @@ async def test_a_way_that_failed_is_tried_again_where_there_is_no_other() -> Non
     with pytest.raises(CannotSuspend):
         await found.suspend(alive(), "cpu")
     assert (await found.assess(alive()))[0].way == "cpu"
+
+
+@pytest.mark.parametrize(("expected_s", "asked_ms"), [(0.1, 1_000), (50.0, 150_000)])
+async def test_it_has_as_long_to_answer_as_its_size_takes(expected_s: float, asked_ms: int) -> None:
+    """Of weights of a hundred gibibytes that are read again nobody should expect an answer within seconds."""
+    asked: list[int] = []
+
+    async def waking(subject: str, request: Any, reply: Any) -> Any:
+        asked.append(request.deadline_ms)
+        return EngineProbed(same=True, took_ms=1.0)
+
+    found = Keeper({"sleep": Way("sleep")}, NO_GROUPS, Numbers(1000), waking, 1.0)
+    instance = suspended("sleep", frees=900, left=100, snapshot=0)
+    outlook = instance.parking.outlook.model_copy(update={"resume_s": expected_s})
+    await found.resume(instance.model_copy(update={"parking": instance.parking.model_copy(update={"outlook": outlook})}), "sleep")
+    assert 0.9 * asked_ms <= asked[0] <= asked_ms

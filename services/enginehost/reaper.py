@@ -20,8 +20,9 @@ VARIABLE = "THAW_INSTANCE_HOST"
 _WITHIN_S = 10.0
 _POLL_S = 0.05
 _LOOK_AGAIN_S = 0.5
-_SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
-"""What Python's multiprocessing calls its shared memory and its semaphores."""
+_SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
+"""What Python's multiprocessing calls its shared memory and its semaphores, and vLLM that of its workers on cpu."""
+_SEMAPHORES = "/dev/shm/sem."
 
 
 def carrying(entry: str) -> list[int]:
@@ -66,14 +67,22 @@ def in_session(leader: int, start: int) -> list[int]:
 
 
 def shared(pid: int) -> dict[str, int]:
-    """Python's shared memory that a process has mapped: inode by path."""
+    """Python's shared memory that a process has mapped: inode by path. Who made a semaphore has mapped it by another name, gone since
+    (`sem_open` links it to its own when it is whole)."""
     found = {}
+    made = set()
     try:
         with open(f"/proc/{pid}/maps") as file:  # noqa: PTH123
             for line in file:
                 fields = line.split(maxsplit=5)
                 if len(fields) > 5 and fields[5].startswith(_SHARED) and not fields[5].endswith(" (deleted)\n"):
                     found[fields[5].rstrip("\n")] = int(fields[4])
+                elif len(fields) > 5 and fields[5].startswith(_SEMAPHORES):
+                    made.add(int(fields[4]))
+        for name in os.listdir("/dev/shm") if made else ():  # noqa: PTH208
+            path = f"/dev/shm/{name}"
+            if path.startswith(_SHARED) and (inode := _inode(path)) in made and inode is not None:
+                found[path] = inode
     except OSError:
         pass
     return found

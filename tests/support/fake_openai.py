@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -343,7 +344,10 @@ def main() -> None:
     if options.share:
         memory = SharedMemory(create=True, size=4096)
         resource_tracker.unregister(f"/{memory.name}", "shared_memory")
-        sys.stderr.write(f"shared: {memory.name}\n")
+        lock = multiprocessing.get_context("spawn").Semaphore()
+        name: str = lock._semlock.name  # type: ignore[attr-defined]  # nobody else tells it
+        resource_tracker.unregister(name, "semaphore")
+        sys.stderr.write(f"shared: {memory.name} sem.{name.removeprefix('/')}\n")
     if options.retitle:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
     until = time.monotonic() + options.ready_after

@@ -63,18 +63,18 @@ def test_it_goes_with_the_killed_engine_and_what_others_use_stays(of_another: Sh
     assert (Path("/dev/shm") / of_another.name).exists()
 
 
-async def sharing(hosts: Hosts) -> tuple[EngineReport, Path]:
-    """A ready engine, and the shared memory that it has."""
+async def sharing(hosts: Hosts) -> tuple[EngineReport, list[Path]]:
+    """A ready engine, and the shared memory and the semaphore that it has."""
     start = hosts.host(fake_card("--share"))
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
-    own = Path("/dev/shm") / Path(start.log_path).read_text().partition("shared: ")[2].split()[0]
-    assert own.exists()
+    own = [Path("/dev/shm") / name for name in Path(start.log_path).read_text().partition("shared: ")[2].split()[:2]]
+    assert all(path.exists() for path in own)
     return report, own
 
 
-async def gone(hosts: Hosts, own: Path) -> None:
-    await hosts.eventually(lambda: asyncio.to_thread(own.exists), lambda there: not there)
+async def gone(hosts: Hosts, own: list[Path]) -> None:
+    await hosts.eventually(lambda: asyncio.to_thread(lambda: [p for p in own if p.exists()]), lambda there: not there)
 
 
 async def test_an_engine_that_ends_in_order_leaves_none(hosts: Hosts) -> None:

@@ -79,6 +79,8 @@ class Engine:
                 with self._timeline.phase(Phase.PROFILE):
                     await self._first_token()
                 await self._find_processes()  # what it has forked by now is told with `ready`
+                if self._running is not None:
+                    await asyncio.to_thread(self._running.note_shared)
         except TimeoutError as e:
             raise EngineFailed(f"the engine was not ready within ready_timeout ({limit:g} s){self._last_words()}") from e
 

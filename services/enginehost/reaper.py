@@ -3,9 +3,10 @@
 The kernel ends an engine's first process with its host (spawn.py); what that has forked lives on. The host holds the other end of the pipe, so
 its end, however it comes, is read here as the end of the file. Killed then is whatever carries the host's own token in its environment, as the
 variable NAME (a host that a nodeagent starts for the same instance meanwhile has another), and whatever is in the engine's session, of which the
-host has told through the pipe, "PID START": a process that gives itself another title, as vLLM's do, can lose its environment by that. This
-Python's shared memory that those had mapped is removed after them: nobody else does it for processes that were killed. This
-process leaves its parent at once: it belongs to no engine, is frozen with none, and in good order finds nothing to do.
+host has told through the pipe, "PID START": a process that gives itself another title, as vLLM's do, can lose its environment by that.
+Python's shared memory that those had mapped is removed after them, and what the host has told of it ("INODE PATH", further lines): nobody else
+does it for processes that were killed, and Python's own tracker not always before it is ended. This process leaves its parent at once: it belongs
+to no engine, is frozen with none, and in good order finds nothing to end.
 
 Run by file name in a bare interpreter, as spawn.py.
 """
@@ -18,8 +19,10 @@ import time
 VARIABLE = "THAW_INSTANCE_HOST"
 _WITHIN_S = 10.0
 _POLL_S = 0.05
-_SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
-"""What Python's multiprocessing calls its shared memory and its semaphores."""
+_LOOK_AGAIN_S = 0.5
+_SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
+"""What Python's multiprocessing calls its shared memory and its semaphores, and vLLM that of its workers on cpu."""
+_SEMAPHORES = "/dev/shm/sem."
 
 
 def carrying(entry: str) -> list[int]:
@@ -64,31 +67,50 @@ def in_session(leader: int, start: int) -> list[int]:
 
 
 def shared(pid: int) -> dict[str, int]:
-    """Python's shared memory that a process has mapped: inode by path."""
+    """Python's shared memory that a process has mapped: inode by path. Who made a semaphore has mapped it by another name, gone since
+    (`sem_open` links it to its own when it is whole)."""
     found = {}
+    made = set()
     try:
         with open(f"/proc/{pid}/maps") as file:  # noqa: PTH123
             for line in file:
                 fields = line.split(maxsplit=5)
                 if len(fields) > 5 and fields[5].startswith(_SHARED) and not fields[5].endswith(" (deleted)\n"):
                     found[fields[5].rstrip("\n")] = int(fields[4])
+                elif len(fields) > 5 and fields[5].startswith(_SEMAPHORES):
+                    made.add(int(fields[4]))
+        for name in os.listdir("/dev/shm") if made else ():  # noqa: PTH208
+            path = f"/dev/shm/{name}"
+            if path.startswith(_SHARED) and (inode := _inode(path)) in made and inode is not None:
+                found[path] = inode
     except OSError:
         pass
     return found
 
 
 def remove(left: dict[str, int]) -> None:
-    """Unlink those of these files that are the same still and that no process has mapped any more."""
-    used: set[str] = set()
-    for name in os.listdir("/proc") if left else ():  # noqa: PTH208
-        if name.isdigit():
-            used.update(shared(int(name)))
-    for path, inode in left.items():
-        try:
-            if path not in used and os.stat(path).st_ino == inode:  # noqa: PTH116
+    """Unlink those of these files that are the same still, once no process has them mapped; what somebody goes on using stays."""
+    deadline = time.monotonic() + _WITHIN_S
+    while left := {path: inode for path, inode in left.items() if _inode(path) == inode}:
+        used: set[str] = set()
+        for name in os.listdir("/proc"):  # noqa: PTH208
+            if name.isdigit():
+                used.update(shared(int(name)))
+        for path in left.keys() - used:
+            try:
                 os.unlink(path)  # noqa: PTH108
-        except OSError:
-            continue
+            except OSError:
+                continue
+        if not used & left.keys() or time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino  # noqa: PTH116
+    except OSError:
+        return None
 
 
 def thaw(files: str) -> None:
@@ -100,9 +122,9 @@ def thaw(files: str) -> None:
                 file.write("THAWED")
 
 
-def end(entry: str, files: str, session: tuple[int, int] | None) -> None:
+def end(entry: str, files: str, session: tuple[int, int] | None, left: dict[str, int]) -> None:
+    """`left`: shared memory of theirs that is known already."""
     deadline = time.monotonic() + _WITHIN_S
-    left: dict[str, int] = {}
     while (found := carrying(entry) + (in_session(*session) if session else [])) and time.monotonic() < deadline:
         for pid in found:
             left.update(shared(pid))
@@ -124,10 +146,12 @@ def main() -> int:
     if os.fork():
         return 0
     told = b""
-    while read := os.read(0, 64):
+    while read := os.read(0, 4096):
         told += read
-    leader, _, start = told.partition(b" ")
-    end(entry, files, (int(leader), int(start)) if start else None)
+    first, *more = told.decode().splitlines() or [""]
+    leader, _, start = first.partition(" ")
+    known = {path: int(inode) for inode, _, path in (line.partition(" ") for line in more)}
+    end(entry, files, (int(leader), int(start)) if start else None, known)
     return 0
 
 

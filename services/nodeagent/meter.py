@@ -102,8 +102,12 @@ class Meter:
             device = self._devices.get(device_id)
             if device is not None:
                 total += sum((await asyncio.to_thread(device.private_bytes, (instance.pid, *instance.engine_pids))).values())
-        if total:
+        if instance.stop_asked:  # what its end frees is what it had, not what is left of it half way
+            total = max(total, self.private(instance.instance_id))
+        # One that is parked may have given up all; of others nothing means that it cannot be seen.
+        if total or instance.state.parked:
             self._private[instance.instance_id] = total
+        if total:
             self._measured(instance.instance_id, total + self.weights(instance.instance_id))
 
     async def prove_gone(self, instance: Instance) -> int:
@@ -155,9 +159,10 @@ class Meter:
         return self._oom_kills[0], oom_kills()
 
     def _left(self, instance: Instance) -> int:
+        """Bytes that devices know of its processes still. Who has one of their numbers by now is someone else."""
         assert instance.pid is not None
-        # The keeper has ended a hosted engine's own processes by now: who has one of their pids is someone else.
-        if process_start(instance.pid) not in (None, instance.process_start):
-            return 0
+        ended = [p for p in instance.engine_pids if process_start(p) is None]
+        if process_start(instance.pid) in (None, instance.process_start):
+            ended.append(instance.pid)
         devices = (self._devices[d] for d in instance.command.device_ids if d in self._devices)
-        return sum(d.private_bytes((instance.pid,)).get(instance.pid, 0) for d in devices)
+        return sum(sum(d.private_bytes(ended).values()) for d in devices)

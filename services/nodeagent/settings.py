@@ -44,7 +44,10 @@ class NodeagentSettings(NodeSettings):
         "memory.",
     )
     resume_timeout: float = Field(
-        default=30.0, gt=0, description="Seconds a suspended engine has to answer again; then it is started cold."
+        default=30.0,
+        gt=0,
+        description="Seconds a suspended engine has to answer again (or three times as long as expected, if that is more); then it is "
+        "started cold.",
     )
 
     @field_validator("snapshot_bytes")

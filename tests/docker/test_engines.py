@@ -147,6 +147,10 @@ async def test_an_image_that_is_not_there(hosts: Hosts, image: str) -> None:
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
     assert "thaw-test-none:1 is not there" in report.error.message
+    start = hosts.host(card("localhost:1/thaw-test-none:1"))
+    report = await hosts.settled(start.instance_id)
+    assert report.error is not None
+    assert "image localhost:1/thaw-test-none:1 cannot be pulled" in report.error.message
 
 
 async def test_no_container_engine(hosts: Hosts) -> None:

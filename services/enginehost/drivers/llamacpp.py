@@ -45,6 +45,8 @@ class LlamaCpp(Driver):
         slots = spec.max_concurrency
         found = ["--model", self._file(), "--alias", self.served_name, "--host", launch.host, "--port", str(launch.port)]
         found += ["--ctx-size", str(self.card.context_length * slots), "--parallel", str(slots), "--jinja"]
+        if self.card.info.task == "embed" and not {"embedding", "embeddings"} & spec.engine_args.keys():
+            found.append("--embeddings")
         if launch.on_cuda and "n_gpu_layers" not in spec.engine_args:
             found += ["--n-gpu-layers", "999"]
         if launch.threads and "threads" not in spec.engine_args:
@@ -57,6 +59,8 @@ class LlamaCpp(Driver):
         found += ["--n_ctx", str(self.card.context_length)]
         if launch.on_cuda and "n_gpu_layers" not in given:
             found += ["--n_gpu_layers", "-1"]
+        if self.card.info.task == "embed" and "embedding" not in given:
+            found += ["--embedding", "true"]
         if launch.threads and "n_threads" not in given:
             found += ["--n_threads", str(launch.threads)]
         # A client's second request must wait its turn: by default it cuts the first one off.

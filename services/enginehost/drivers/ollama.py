@@ -11,7 +11,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from services.enginehost.drivers.port import Command, Driver, Told, call, json_request
+from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, Told, call, json_request
 from services.enginehost.http1 import Client, HttpError, HttpRequest
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InvalidModel
@@ -57,7 +57,7 @@ class Ollama(Driver):
             await self._create(client, Path(self.launch.model), told)
         elif not await self._has(client):
             await self._pull(client, told)
-        await self._load(client, _FOREVER)
+        await self._load(client)
 
     async def _has(self, client: Client) -> bool:
         try:
@@ -94,9 +94,18 @@ class Ollama(Driver):
         await call(client, created, "making an Ollama model of the file")
         told(Phase.FETCH, 1.0)
 
-    async def _load(self, client: Client, keep_alive: int) -> None:
-        asked = {"model": self.served_name, "keep_alive": keep_alive, "stream": False}
-        await call(client, json_request("/api/generate", asked), "having Ollama load the model" if keep_alive else "unloading")
+    async def _load(self, client: Client) -> None:
+        """A model that embeds has no text to generate, and its endpoint no empty request: it is given a word."""
+        asked = {"model": self.served_name, "keep_alive": _FOREVER}
+        if self.card.info.task == "embed":
+            request = json_request("/api/embed", {**asked, "input": PROBE_PROMPT})
+        else:
+            request = json_request("/api/generate", {**asked, "stream": False})
+        await call(client, request, "having Ollama load the model")
+
+    async def _unload(self, client: Client) -> None:
+        asked = {"model": self.served_name, "keep_alive": 0, "stream": False}
+        await call(client, json_request("/api/generate", asked), "having Ollama unload the model")
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:
@@ -105,10 +114,10 @@ class Ollama(Driver):
     async def sleep(self, client: Client, level: int) -> None:
         if level != 2:
             await super().sleep(client, level)
-        await self._load(client, 0)
+        await self._unload(client)
 
     async def wake(self, client: Client, level: int) -> None:
-        await self._load(client, _FOREVER)
+        await self._load(client)
 
 
 def _pulled(message: dict[str, object], name: str, told: Told) -> None:

@@ -33,6 +33,8 @@ class Sglang(Driver):
         if launch.on_cuda:
             if "enable_memory_saver" not in given:
                 found.append("--enable-memory-saver")
+            if self.sleep_levels and "enable_weights_cpu_backup" not in given:
+                found.append("--enable-weights-cpu-backup")
         elif "device" not in given:
             found += ["--device", "cpu"]
         return (*found, *flags(given, no_prefix=False))
@@ -46,17 +48,20 @@ class Sglang(Driver):
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:
-        enabled = self.card.spec.engine_args.get("enable_memory_saver", True)
-        return (1, 2) if self.launch.on_cuda and enabled else ()
+        """Without a copy of the weights in host memory there is no level 1: what it gives up of them is lost."""
+        args = self.card.spec.engine_args
+        if not self.launch.on_cuda or not args.get("enable_memory_saver", True):
+            return ()
+        return (1, 2) if args.get("enable_weights_cpu_backup", True) else (2,)
 
     async def sleep(self, client: Client, level: int) -> None:
-        """Level 1 gives up the KV cache and keeps the weights on the device's host copy; level 2 gives up both."""
-        tags = [_KV, _WEIGHTS] if level == 2 else [_KV]
-        await call(client, json_request("/release_memory_occupation", {"tags": tags}), f"putting SGLang to sleep at level {level}")
+        """Both levels give up the KV cache and the weights; after level 1 its own copy of them comes back, after level 2 they are read again."""
+        tags = {"tags": [_KV, _WEIGHTS]}
+        await call(client, json_request("/release_memory_occupation", tags), f"putting SGLang to sleep at level {level}")
 
     async def wake(self, client: Client, level: int) -> None:
+        await call(client, json_request("/resume_memory_occupation", {"tags": [_WEIGHTS]}), "waking SGLang")
         if level == 2:
-            await call(client, json_request("/resume_memory_occupation", {"tags": [_WEIGHTS]}), "waking SGLang")
             reload = {"model_path": self.launch.model}
             await call(client, json_request("/update_weights_from_disk", reload), "having SGLang read its weights again")
         await call(client, json_request("/resume_memory_occupation", {"tags": [_KV]}), "waking SGLang")

@@ -15,6 +15,7 @@ from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter
 
 _SLEEP_PATH = "/sleep"
 _OURS = frozenset({"kv_cache_bytes"})
+_ANY_SHARE = "0.01"
 
 
 class Vllm(Driver):
@@ -68,7 +69,11 @@ class Vllm(Driver):
             found.append("--trust-remote-code")
         given = {k: v for k, v in spec.engine_args.items() if k not in _OURS}
         if launch.kv_bytes and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
-            found += ["--kv-cache-memory-bytes", str(launch.kv_bytes)]
+            # Its option is for each GPU; ours is for all of them.
+            found += ["--kv-cache-memory-bytes", str(launch.kv_bytes // max(1, len(launch.gpus)))]
+            if launch.on_cuda:
+                # It has no say in the size then, but a start is refused while less than this share of the GPU is free: others may have it.
+                found += ["--gpu-memory-utilization", _ANY_SHARE]
         if not launch.on_cuda and "enforce_eager" not in given:
             # Compiling takes a minute on cpu and gains little there.
             found.append("--enforce-eager")

@@ -70,6 +70,9 @@ class EngineContainer:
         """The engine published it: nobody else can have it."""
         return True
 
+    def note_shared(self) -> None:
+        """A container has shared memory of its own, which goes with it."""
+
     async def wait(self) -> Ended:
         return await asyncio.shield(self._ended)
 

@@ -44,7 +44,7 @@ class Docker:
             response = await self._client.send(HttpRequest("POST", f"{_VERSION}/images/create?{query}"))
             try:
                 if response.status != 200:
-                    raise EngineFailed(_message(await response.whole()))
+                    raise EngineFailed(f"image {image} cannot be pulled: {_message(await response.whole())}")
                 rest = b""
                 while piece := await response.read():
                     *lines, rest = (rest + piece).split(b"\n")

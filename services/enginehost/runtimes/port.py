@@ -62,6 +62,10 @@ class Running(Protocol):
         """Whether it is this engine that listens at `address`; None if that cannot be told."""
         ...
 
+    def note_shared(self) -> None:
+        """Have the shared memory that its processes have now removed after them, however they end. Blocking."""
+        ...
+
     async def wait(self) -> Ended: ...
 
     async def stop(self, signal_name: str, grace_s: float) -> Ended:

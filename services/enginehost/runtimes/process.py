@@ -72,7 +72,7 @@ class EngineProcess:
         try:
             held = _tie(token, cgroup_procs or "")
             child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
-            os.write(held, f"{child.pid} {reaper.started(child.pid)}".encode())
+            os.write(held, f"{child.pid} {reaper.started(child.pid)}\n".encode())
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
         groups = tuple(map(Path, filter(None, (cgroup_procs or "").split(":"))))
@@ -112,11 +112,18 @@ class EngineProcess:
             return None
         return False
 
+    def note_shared(self) -> None:
+        pids = self.pids() or marked(self._mark) | _same_session(self._child.pid)
+        found = {path: inode for pid in pids for path, inode in reaper.shared(pid).items()}
+        with contextlib.suppress(OSError):  # the reaper is gone: nobody removes it
+            os.write(self._held, "".join(f"{inode} {path}\n" for path, inode in found.items()).encode())
+
     async def wait(self) -> Ended:
         return await asyncio.shield(self._ended)
 
     async def stop(self, signal_name: str, grace_s: float) -> Ended:
         pids = self.pids()
+        await asyncio.to_thread(self.note_shared)
         if not self._ended.done():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.Signals[signal_name])

@@ -32,6 +32,7 @@ def process_gone(turn: Turn, instance: Instance, error: ErrorBody | None) -> Non
     if resuming.restarts(instance):
         no_room = resuming.restart(turn, instance, error)
         if no_room is None:
+            parking.ask_again(turn, instance.instance_id)
             return
         error = no_room
     died = not instance.stop_asked and error is not None

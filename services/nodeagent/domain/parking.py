@@ -71,8 +71,8 @@ def leaks(parking: Parking) -> bool:
 
 def on_suspend(turn: Turn, event: SuspendCommand) -> None:
     """1. Stale → refused. 2. Unknown, gone, failed or suspended already → done. 3. Being suspended → its drain can only become shorter.
-    4. Just ready, and not looked at yet → once it was: what nobody knows is not impossible. 5. Not ready, or not to be suspended → a stop.
-    6. Only if idle → the engine is asked, its answer is the reply. 7. It drains."""
+    4. Coming back, or just ready and not looked at yet → once it was: what nobody knows is not impossible. 5. Not ready, or not to be
+    suspended → a stop. 6. Only if idle → the engine is asked, its answer is the reply. 7. It drains."""
     command, instance = event.command, turn.find(event.command.instance_id)
     refused = stale(turn, command.token, instance)
     if refused is not None:  # 1
@@ -92,7 +92,8 @@ def on_suspend(turn: Turn, event: SuspendCommand) -> None:
             turn.put(turn.state.instances[instance.instance_id].model_copy(update={"drain_until": until}))
         turn.reply(event.reply)
         return
-    if instance.state is InstanceState.READY and not instance.stop_asked and not instance.parking.outlook.looked:  # 4
+    coming = instance.state is InstanceState.RESUMING
+    if not instance.stop_asked and (coming or (instance.state is InstanceState.READY and not instance.parking.outlook.looked)):  # 4
         asks = (*turn.state.early_asks.get(instance.instance_id, ()), EarlyAsk(command, event.reply))
         turn.state = replace(turn.state, early_asks={**turn.state.early_asks, instance.instance_id: asks})
         return
@@ -118,7 +119,7 @@ def on_suspend(turn: Turn, event: SuspendCommand) -> None:
 
 
 def ask_again(turn: Turn, instance_id: str) -> None:
-    """Suspensions that came before anybody had looked: somebody has, or it is gone."""
+    """Suspensions that came before anybody had looked: somebody has, or it is gone, or starts anew."""
     asks = turn.state.early_asks.get(instance_id, ())
     turn.state = replace(turn.state, early_asks={k: a for k, a in turn.state.early_asks.items() if k != instance_id})
     for ask in asks:

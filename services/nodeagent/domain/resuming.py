@@ -103,7 +103,7 @@ def on_resumed(turn: Turn, event: Resumed) -> None:
     instance = instance.model_copy(update={"state": InstanceState.READY, "phase": None, "progress": 1.0, "adopt_until": None})
     turn.park(instance, freezing=False, wake_asked=False, snapshot_bytes=0, **more)
     # Reading its memory now would take processors, and its memory maps' locks, from the request that it came back for.
-    after_s = SETTLED_S if frozen else 0.0
+    after_s = SETTLED_S if frozen and instance.instance_id not in turn.state.early_asks else 0.0
     turn.emit(Assess(instance.instance_id, after_s), Measure(instance.instance_id, after_s))
 
 

@@ -13,11 +13,12 @@ from enum import IntEnum
 from importlib import import_module
 from typing import Any, Protocol
 
+from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target
+from services.nodeagent.suspend.port import UNPROVABLE, CannotSuspend, RestoreFailed, Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from shared.contracts.node import SuspendWay
 from shared.errors import EngineFailed, PermissionDenied
@@ -29,6 +30,9 @@ _LEAST_FREED = 0.5
 _FOR_SPILLING = {memory.CAP_SYS_NICE: "CAP_SYS_NICE", memory.CAP_SYS_PTRACE: "CAP_SYS_PTRACE"}
 _SINGLE_PROCESS_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 """What cannot be checkpointed of NCCL must be off where an engine has several devices."""
+
+_OWN_LINKS = ("vllm", "sglang")
+"""Engines that have links of their own beside NCCL's, over memory that processes share (CUDA IPC)."""
 
 
 class State(IntEnum):
@@ -136,6 +140,8 @@ class CudaWay:
         if why:
             return Outlook(reason=why)
         used = self._gauge.used(target)
+        if used == 0:
+            return Outlook(reason=UNPROVABLE)
         left = int(used * self._rates.left)
         return Outlook(way="cuda", left_bytes=left, snapshot_bytes=used - left, resume_s=self._rates.resume_s(used - left))
 
@@ -151,31 +157,35 @@ class CudaWay:
             raise CannotSuspend("none of the engine's processes holds a CUDA context that can be seen from here")
         used = self._gauge.used(target)
         if used == 0:
+            raise CannotSuspend(UNPROVABLE)
+        room = available_bytes() + memory.swap_space().free
+        if used > room:
             raise CannotSuspend(
-                "the bytes of its processes cannot be read here (NVML knows them by other pids): nothing could be proved"
+                f"{used >> 20} MiB of its device do not fit the {room >> 20} MiB of host memory and swap that are free"
             )
-        host = memory.footprint(target.pids).pss
         try:
+            host = memory.footprint(target.pids).pss
             for pid in pids:
                 driver.lock(pid, _LOCK_TIMEOUT_MS)
             for pid in pids:
                 driver.checkpoint(pid)
             if self._groups.available:
                 self._groups.freeze(target.instance_id)
-        except EngineFailed as e:
+            left = self._gauge.used(target)
+            if used - left < _LEAST_FREED * used:
+                raise EngineFailed(f"checkpointed, and {left >> 20} of {used >> 20} MiB are still in use on the device")
+            return Taken(used, left, max(used - left, memory.footprint(target.pids).pss - host))
+        except (EngineFailed, PermissionDenied, OSError) as e:
             self._undo(driver, target, pids)
-            raise CannotSuspend(e.message) from e
-        left = self._gauge.used(target)
-        if used - left < _LEAST_FREED * used:
-            self._undo(driver, target, pids)
-            raise CannotSuspend(f"checkpointed, and {left >> 20} of {used >> 20} MiB are still in use on the device")
-        return Taken(used, left, max(used - left, memory.footprint(target.pids).pss - host))
+            raise CannotSuspend(e.message if isinstance(e, EngineFailed | PermissionDenied) else str(e)) from e
 
     async def resume(self, target: Target) -> None:
         try:
             await asyncio.to_thread(self._resume, target)
         except EngineFailed as e:
             raise RestoreFailed(e.message) from e
+        except OSError as e:
+            raise RestoreFailed(f"the engine's control group cannot be thawed: {e}") from e
 
     def cannot_spill(self) -> str:
         """Why snapshots cannot be written to swap here; empty if they can."""
@@ -233,7 +243,8 @@ class CudaWay:
         return seen or [pid for pid in target.pids if driver.state(pid) is not None]
 
     def _undo(self, driver: CheckpointDriver, target: Target, pids: list[int]) -> None:
-        self._groups.thaw(target.instance_id)
+        with contextlib.suppress(OSError):
+            self._groups.thaw(target.instance_id)
         for pid in pids:
             with contextlib.suppress(EngineFailed):
                 if driver.state(pid) is State.CHECKPOINTED:
@@ -260,4 +271,6 @@ def _several_devices(target: Target) -> str:
     if len(target.device_ids) < 2 or all(target.environment.get(k) == v for k, v in _SINGLE_PROCESS_NCCL.items()):
         return ""
     needed = ", ".join(f"{k}={v}" for k, v in _SINGLE_PROCESS_NCCL.items())
-    return f"it has {len(target.device_ids)} devices, and NCCL's links between them cannot be checkpointed: set {needed} in its env"
+    said = f"it has {len(target.device_ids)} devices, and NCCL's links between them cannot be checkpointed: set {needed} in its env"
+    own = ", and disable_custom_all_reduce: true in its engine_args" if target.engine in _OWN_LINKS else ""
+    return said + own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
@@ -27,6 +28,10 @@ _HOLD_DEADLINE_MS = 3_000
 _ASK_AGAIN_S = 0.02
 _KEPT = 0.7
 """At least this part of what an engine used must be there again: less means that pages were lost."""
+_PATIENCE = 3.0
+"""Times the expected length of a resumption."""
+_TRIED_AGAIN_S = 600.0
+"""A way that a model could not be suspended by is left so long, where there is another one."""
 _ENDED_WITHIN_S = 5.0
 _POLL_S = 0.01
 
@@ -43,6 +48,7 @@ class Keeper:
         self._ask = ask
         self._wake_within_s = wake_within_s
         self._frozen: dict[str, Target] = {}
+        self._failed: dict[tuple[str, SuspendWay], float] = {}
 
     def capabilities(self) -> tuple[Capability, ...]:
         """Blocking."""
@@ -77,9 +83,17 @@ class Keeper:
         target = self.target(instance)
         try:
             used = self._gauge.held(target)
-            return choose(way.outlook(target) for way in self._ways.values()), used
+            return choose(self._outlooks(instance, target)), used
         except PermissionDenied as e:
             return Outlook(reason=e.message), 0
+
+    def _outlooks(self, instance: Instance, target: Target) -> list[Outlook]:
+        """Of all ways; those that failed lately with this model are left out if another one is possible."""
+        found = [way.outlook(target) for way in self._ways.values()]
+        since = time.monotonic() - _TRIED_AGAIN_S
+        model = instance.command.card.name
+        others = [o for o in found if o.way is not None and self._failed.get((model, o.way), since) <= since]
+        return others or found
 
     async def hold(self, instance_id: str) -> None:
         """Have the engine refuse new requests. Raises `InstanceBusy` if it serves any."""
@@ -91,7 +105,13 @@ class Keeper:
         target = await asyncio.to_thread(self.target, instance)
         if not target.pids:
             raise CannotSuspend("none of the engine's processes can be found")
-        taken = await self._ways[name].suspend(target)
+        tried = (instance.command.card.name, name)
+        try:
+            taken = await self._ways[name].suspend(target)
+        except CannotSuspend:
+            self._failed[tried] = time.monotonic()
+            raise
+        self._failed.pop(tried, None)
         self._frozen[instance.instance_id] = target
         return taken
 
@@ -121,7 +141,8 @@ class Keeper:
             probed, used = await asyncio.gather(self._wake(instance), asyncio.to_thread(self._prove, instance, target))
         else:
             probed = await self._wake(instance)
-            used = await asyncio.to_thread(self._prove, instance, target)
+            # Looked for anew: waking may have made some, as Ollama does for each load of a model.
+            used = await asyncio.to_thread(lambda: self._prove(instance, self.target(instance)))
         if not probed.same:
             raise RestoreFailed("the engine answers otherwise than before it was suspended")
         if name is not None:
@@ -131,7 +152,9 @@ class Keeper:
     async def _wake(self, instance: Instance) -> EngineProbed:
         """Asked again while it cannot be reached: it may have lost NATS meanwhile, and connects anew."""
         subject = subjects.engine_control(instance.instance_id)
-        deadline = asyncio.get_running_loop().time() + self._wake_within_s
+        # Weights that are read again take as long as they are large.
+        within_s = max(self._wake_within_s, _PATIENCE * instance.parking.outlook.resume_s)
+        deadline = asyncio.get_running_loop().time() + within_s
         while True:
             left = deadline - asyncio.get_running_loop().time()
             try:
@@ -142,22 +165,24 @@ class Keeper:
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             except DeadlineExceeded as e:
-                raise RestoreFailed(f"the engine did not answer within {self._wake_within_s:g} s") from e
+                raise RestoreFailed(f"the engine did not answer within {within_s:g} s") from e
             except ThawError as e:
                 raise RestoreFailed(e.message) from e
             assert isinstance(answer, EngineProbed)
             return answer
 
     def _prove(self, instance: Instance, target: Target) -> int:
-        """Blocking. What it used before it was suspended is there again: on its device, or on cpu in memory or swap."""
+        """Blocking. What it held before it was suspended is there again: on its device, or on cpu in memory or swap."""
         parking = instance.parking
         try:
             there = self._gauge.held(target)
         except PermissionDenied as e:
             raise RestoreFailed(e.message) from e
-        before = parking.frees_bytes + parking.left_bytes
+        # On cpu a second suspension frees no more than was touched since the first: the rest lay in swap all along.
+        moved = parking.snapshot_bytes if parking.outlook.way == "cpu" else parking.frees_bytes
+        before = parking.left_bytes + moved
         if parking.freezing and there < _KEPT * before:
-            raise RestoreFailed(f"{there >> 20} of the {before >> 20} MiB that the engine used are there again")
+            raise RestoreFailed(f"{there >> 20} of the {before >> 20} MiB that the engine held are there again")
         return there
 
     def group_for(self, instance: Instance) -> str | None:

@@ -50,7 +50,7 @@ def open_keeper(settings: NodeagentSettings, devices: Mapping[str, Device], mesh
         if settings.suspend == "auto" and "cuda" in kinds:
             ways["cuda"] = cuda = CudaWay(*open_driver(load_nvml()), groups, gauge)
             ways["sleep_cuda"] = SleepCudaWay(cuda, sleep, gauge)
-        ways["sleep"] = SleepWay(gauge, sleep)
+        ways["sleep"] = SleepWay(gauge, sleep, snapshot_budget(settings))
     log.info(
         "suspending",
         extra={

@@ -10,6 +10,9 @@ from services.nodeagent.domain.state import Outlook
 from shared.contracts.node import SuspendWay
 from shared.errors import ThawError
 
+UNPROVABLE = "the bytes of its processes cannot be read here (NVML knows them by other pids): nothing could be proved"
+"""Of an engine that runs on a GPU and is seen to use none of it."""
+
 
 class CannotSuspend(ThawError):
     """The engine was not suspended; it runs as before."""

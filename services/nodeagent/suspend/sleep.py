@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.memory import footprint
-from services.nodeagent.suspend.port import CannotSuspend, Taken, Target
+from services.nodeagent.suspend.port import UNPROVABLE, CannotSuspend, Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from shared.contracts.engine import EngineAsleep
 from shared.contracts.node import SuspendWay
@@ -19,17 +20,21 @@ log = logging.getLogger(__name__)
 _LEAST_FREED = 0.1
 _FREED_WITHIN_S = 5.0
 _POLL_S = 0.1
+_AGAIN = 3
+"""Reading weights again takes so many times as long as copying them from host memory, until a round has measured it."""
 Sleep = Callable[[str, int], Awaitable[EngineAsleep]]
 
 
 class SleepWay:
-    """`sleep(instance_id, level)` asks the engine's host. Level 1 (weights to host memory) where the engine has it, else 2."""
+    """`sleep(instance_id, level)` asks the engine's host. Level 1 (weights to host memory) where the engine has it and they are within
+    `budget` and in the memory that is free, else 2 (weights read again)."""
 
     name: SuspendWay = "sleep"
 
-    def __init__(self, gauge: Gauge, sleep: Sleep) -> None:
+    def __init__(self, gauge: Gauge, sleep: Sleep, budget: int) -> None:
         self._gauge = gauge
         self._sleep = sleep
+        self._budget = budget
         self._rates = Rates(left=0.2, resume_bytes_per_s=5e9, least_resume_s=0.3)
 
     def unavailable(self) -> str:
@@ -39,16 +44,22 @@ class SleepWay:
         if not target.sleep_levels:
             return Outlook(reason=f"{target.engine} has no sleep of its own here")
         used = self._gauge.used(target)
+        if used == 0:
+            return Outlook(reason=UNPROVABLE)
         left = int(used * self._rates.left)
-        moved = used - left
-        kept = moved if self._level(target) == 1 and target.on_cuda else 0
-        return Outlook(way="sleep", left_bytes=left, snapshot_bytes=kept, resume_s=self._rates.resume_s(moved))
+        # On cpu what lies in swap is given up and made again as well.
+        moved = self._gauge.held(target) - left
+        keeps = target.on_cuda and self._level(target, moved) == 1
+        took = self._rates.resume_s(moved if keeps else moved * _AGAIN)
+        return Outlook(way="sleep", left_bytes=left, snapshot_bytes=moved if keeps else 0, resume_s=took)
 
     async def suspend(self, target: Target) -> Taken:
         used = await asyncio.to_thread(self._gauge.used, target)
+        if used == 0:
+            raise CannotSuspend(UNPROVABLE)
         host = await asyncio.to_thread(footprint, target.pids)
         try:
-            await self._sleep(target.instance_id, self._level(target))
+            await self._sleep(target.instance_id, self._level(target, int(used * (1 - self._rates.left))))
         except ThawError as e:
             raise CannotSuspend(f"the engine would not sleep: {e.message}") from e
         left = await self._settled(target, used)
@@ -78,6 +89,7 @@ class SleepWay:
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         self._rates = self._rates.resumed(snapshot_bytes, took_s)
 
-    @staticmethod
-    def _level(target: Target) -> int:
+    def _level(self, target: Target, moved: int) -> int:
+        if 2 in target.sleep_levels and moved > min(self._budget, available_bytes()):
+            return 2
         return min(target.sleep_levels)

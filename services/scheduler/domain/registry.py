@@ -21,6 +21,7 @@ from services.scheduler.domain.values import replace
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.base import Done
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec, routes_of
+from shared.contracts.node import InstanceState
 from shared.errors import Conflict, InsufficientMemory, InvalidRequest, ModelNotFound, NotFound, ThawError, Unavailable
 from shared.sizing import need_of
 
@@ -188,7 +189,8 @@ def _sleep(d: Draft, event: SleepAsked) -> None:
     waited_for = tuple(i.instance_id for i in there if not i.claim)
     d.put(Waiter(event.waiter, "sleep", model.key, event.at, waited_for))
     for i in there:
-        leave(d, i, gently(d, i, "drain"), "told to sleep")
+        back = i.state is InstanceState.RESUMING and not i.claim  # what was suspended can be again, once it is back
+        leave(d, i, "suspend" if back else gently(d, i, "drain"), "told to sleep")
 
 
 def _change_node(d: Draft, event: ChangeNodeAsked) -> None:

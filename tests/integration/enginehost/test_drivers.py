@@ -97,6 +97,51 @@ async def test_vllms_second_sleep_level_reads_the_weights_again_before_the_cache
     assert found == ["/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"]
 
 
+async def test_sglangs_first_level_keeps_a_copy_of_its_weights_and_its_second_reads_them_again(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    driven = await drive(hosts, tmp_path, "sglang", device="cuda:0")
+    assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set((await driven.stats())["argv"])
+    for level in (1, 2):
+        await hosts.mesh.request(driven.control, SleepEngine(level=level), EngineAsleep)
+        await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)
+    calls = [
+        (path, told.get("tags")) for _, path, told in (await driven.stats())["calls"] if path.endswith(("_occupation", "_disk"))
+    ]
+    release, resume = "/release_memory_occupation", "/resume_memory_occupation"
+    assert calls == [
+        (release, ["kv_cache", "weights"]),
+        (resume, ["weights"]),
+        (resume, ["kv_cache"]),
+        (release, ["kv_cache", "weights"]),
+        (resume, ["weights"]),
+        ("/update_weights_from_disk", None),
+        (resume, ["kv_cache"]),
+    ]
+
+
+async def test_sglang_without_a_copy_of_its_weights_has_the_second_level_only(hosts: Hosts, tmp_path: Path) -> None:
+    driven = await drive(hosts, tmp_path, "sglang", device="cuda:0", engine_args={"enable_weights_cpu_backup": False})
+    hosted = hosts.reports[driven.instance][-1].hosted
+    assert hosted is not None
+    assert hosted.sleep_levels == (2,)
+    assert "--enable-weights-cpu-backup" not in (await driven.stats())["argv"]
+
+
+async def test_vllm_on_gpus_that_others_use_too(hosts: Hosts, tmp_path: Path) -> None:
+    """It refuses to start while less than a share of the GPU is free, though it is told its cache's size; and that is the size on each GPU."""
+    source = tmp_path / "model"
+    source.mkdir()
+    start = hosts.spec(hosted_card(source, "vllm"), kv_bytes=64 * MIB, THAW_VLLM_PYTHON=fake_program(tmp_path, "vllm"))
+    start = start.model_copy(update={"device": "cuda:0", "devices": ("cuda:0", "cuda:1")})
+    hosts.spawn(start, "services.enginehost")
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    stats = await Driven(hosts, start.instance_id).stats()
+    argv = " ".join(stats["argv"])
+    assert f"--kv-cache-memory-bytes {32 * MIB} --gpu-memory-utilization 0.01" in argv
+    assert stats["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
 async def test_vllms_command_line(hosts: Hosts, tmp_path: Path) -> None:
     args = {"tool_call_parser": "hermes", "enable_prefix_caching": False, "kv_cache_bytes": 99 * MIB}
     driven = await drive(hosts, tmp_path, "vllm", engine_args=args, dtype="bfloat16", trust_remote_code=True)
@@ -127,6 +172,22 @@ async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_
     assert (await driven.calls())[:3] == ["/api/show", "/api/pull", "/api/generate"]
     told = [(r.phase, r.progress) for r in hosts.reports[driven.instance] if r.phase is not None and r.phase.value == "fetch"]
     assert told
+
+
+@pytest.mark.parametrize("engine", ["ollama", "llamacpp"])
+async def test_a_model_that_embeds_is_loaded_as_one(hosts: Hosts, tmp_path: Path, engine: str) -> None:
+    """Ollama refuses to generate with it, an empty request too; llama.cpp's server embeds only where it is told to."""
+    card = hosted_card("engine://embed-small", engine, memory=MIB) if engine == "ollama" else card_of(tmp_path, engine)
+    card = card.model_copy(update={"info": card.info.model_copy(update={"task": "embed"})})
+    start = hosts.host(card, **{SETTINGS[engine]: fake_program(tmp_path, engine)})
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    driven = Driven(hosts, start.instance_id)
+    if engine == "llamacpp":
+        assert "--embeddings" in (await driven.stats())["argv"]
+        return
+    await hosts.mesh.request(driven.control, SleepEngine(level=2), EngineAsleep)
+    assert (await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)).same
 
 
 async def test_a_model_that_ollama_cannot_pull_is_named(hosts: Hosts, tmp_path: Path) -> None:

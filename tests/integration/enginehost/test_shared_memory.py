@@ -1,10 +1,12 @@
-"""What a killed engine leaves in /dev/shm is removed by the reaper of its host: its own, and nobody else's."""
+"""What an engine leaves in /dev/shm, killed or not, is removed by the reaper of its host: its own, and nobody else's."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from services.enginehost import reaper
+from shared.contracts.engine import EngineReport
+from tests.support.hosted import Hosts, fake_card
 from tests.support.launcher import until
 
 ENGINE = """
@@ -57,3 +61,32 @@ def test_it_goes_with_the_killed_engine_and_what_others_use_stays(of_another: Sh
     assert reaper.shared(os.getpid()), "this test has a segment of its own mapped"
     until(lambda: not own.exists(), what="the reaper has removed it")
     assert (Path("/dev/shm") / of_another.name).exists()
+
+
+async def sharing(hosts: Hosts) -> tuple[EngineReport, list[Path]]:
+    """A ready engine, and the shared memory and the semaphore that it has."""
+    start = hosts.host(fake_card("--share"))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    own = [Path("/dev/shm") / name for name in Path(start.log_path).read_text().partition("shared: ")[2].split()[:2]]
+    assert all(path.exists() for path in own)
+    return report, own
+
+
+async def gone(hosts: Hosts, own: list[Path]) -> None:
+    await hosts.eventually(lambda: asyncio.to_thread(lambda: [p for p in own if p.exists()]), lambda there: not there)
+
+
+async def test_an_engine_that_ends_in_order_leaves_none(hosts: Hosts) -> None:
+    report, own = await sharing(hosts)
+    os.kill(report.pid, signal.SIGTERM)
+    await gone(hosts, own)
+
+
+async def test_an_engine_that_is_killed_with_its_host_leaves_none(hosts: Hosts) -> None:
+    """As a nodeagent does with what is frozen: nobody is left who could be asked what it had."""
+    report, own = await sharing(hosts)
+    assert report.hosted is not None
+    for pid in (*report.hosted.pids, report.pid):
+        os.kill(pid, signal.SIGKILL)
+    await gone(hosts, own)

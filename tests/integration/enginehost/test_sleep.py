@@ -44,7 +44,7 @@ class Asleep:
         self.control = subjects.engine_control(instance_id)
         self.instance_id = instance_id
         self.target = Target(instance_id, "vllm", ("cuda:0",), pids, hosted=True, sleep_levels=levels)
-        self.way = SleepWay(GAUGE, self._sleep)
+        self.way = SleepWay(GAUGE, self._sleep, 1 << 40)
 
     async def _sleep(self, instance_id: str, level: int) -> EngineAsleep:
         return await self.hosts.mesh.request(subjects.engine_control(instance_id), SleepEngine(level=level), EngineAsleep)

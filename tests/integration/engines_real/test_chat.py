@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from services.enginehost.drivers.port import Launch, call
+from services.enginehost.drivers.vllm import Vllm
+from services.enginehost.http1 import Address, Client, HttpRequest
+from services.enginehost.settings import HostSettings
 from shared.contracts import subjects
 from shared.contracts.engine import EngineProbed, ProbeEngine
 from shared.contracts.inference import CancelInfer, InferData
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
-from tests.support.hosted import Hosts
+from tests.support.hosted import Hosts, hosted_card
 from tests.support.servers import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
@@ -39,6 +44,31 @@ async def test_the_probe_says_the_same_each_time(mesh: Mesh, nats_server: NatsSe
     await listening(mesh, nats_server.url, real)
     for _ in range(3):
         assert (await mesh.request(subjects.engine_control(real.instance), ProbeEngine(), EngineProbed)).same
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_vllms_sleep_endpoints_are_what_its_driver_takes_them_for(
+    mesh: Mesh, nats_server: NatsServer, vllm: RealEngine, tmp_path: Path, level: int
+) -> None:
+    """On cpu it gives nothing up, and weights are read again all the same: the calls, their order and their statuses are a GPU's."""
+    hosts = await listening(mesh, nats_server.url, vllm)
+    hosted = hosts.reports[vllm.instance][-1].hosted
+    assert hosted is not None
+    listeners = [
+        c.laddr.port for pid in hosted.pids for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    ]
+    client = Client(Address(port=listeners[0]))
+    driver = Vllm(Launch(hosted_card(tmp_path, "vllm"), "cuda:0", 0, "127.0.0.1", listeners[0], "", HostSettings()))
+
+    async def sleeps() -> bool:
+        asleep: bool = json.loads(await call(client, HttpRequest("GET", "/is_sleeping"), "asking"))["is_sleeping"]
+        return asleep
+
+    await driver.sleep(client, level)
+    assert await sleeps()
+    await driver.wake(client, level)
+    assert not await sleeps()
+    assert (await mesh.request(subjects.engine_control(vllm.instance), ProbeEngine(), EngineProbed)).same
 
 
 async def test_log_probabilities_and_text_completions(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:

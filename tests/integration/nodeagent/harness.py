@@ -256,13 +256,17 @@ async def start_command(node: Node, instance_id: str, card: ModelCard, *, token:
 
 
 async def begin_request(node: Node, instance_id: str, **body: object) -> None:
-    """Send a request; without a body (that would end the engine) wait until the engine serves it."""
+    """Send a request; without a body (that would end the engine) wait until the engine serves it, or has: what is over within a tenth of a
+    second may never be shown as active."""
+    before = node.instance(instance_id).load.completed
     request = InferRequest(
         request_id="r1", instance_id=instance_id, model="demo", endpoint="chat", body=dict(body), deadline_ms=60_000
     )
     await node.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=f"t.{instance_id}")
     if not body:
-        await node.until(lambda s: any(i.instance_id == instance_id and i.load.active for i in s.instances))
+        await node.until(
+            lambda s: any(i.instance_id == instance_id and i.load.active + i.load.completed > before for i in s.instances)
+        )
 
 
 async def gone(pid: int, within: float = WITHIN_S) -> bool:

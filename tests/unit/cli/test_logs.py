@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 
+from thaw.cli.api import error_of
 from thaw.cli.logs import _new_lines, _readable, log_files
 from thaw.errors import CommandError
 from thaw.launcher import logfiles
@@ -73,3 +75,9 @@ def test_json_lines_are_for_people() -> None:
     line = '{"time": "2026-11-20T10:30:22.036Z", "level": "info", "service": "s", "logger": "l", "message": "hello", "pid": 3}'
     assert _readable(line, "").plain == "10:30:22.036 info    hello pid=3"
     assert _readable("plain [x] text", "nats").plain == "nats plain [x] text"
+
+
+def test_a_failed_engines_remedy_is_its_own_log() -> None:
+    """The nodeagent's does not hold what an engine has said."""
+    body = {"error": {"code": "engine_failed", "message": "the engine ended with exit status 7"}}
+    assert "thaw logs INSTANCE" in error_of(httpx.Response(500, json=body)).remedy

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,3 +76,45 @@ def test_doctor_says_what_suspending_lacks(tmp_path: Path, monkeypatch: pytest.M
     assert "control group" in finding(tmp_path).text
     monkeypatch.setattr(swap, "freezer", lambda: "cgroup v2")
     assert finding(tmp_path).level == "ok"
+
+
+class Api:
+    """`cuda.bindings.driver`, as of 12.8."""
+
+    def cuCheckpointProcessLock(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("driver", "api", "level", "says"),
+    [
+        ("565.57.01", Api(), "warn", "driver 565.57.01 has no checkpoint calls"),
+        ("580.12", None, "warn", "no cuda-bindings"),
+        ("580.12", object(), "warn", "12.8 or later"),
+        ("580.12", Api(), "ok", "CUDA's checkpoint"),
+    ],
+)
+def test_doctor_says_what_suspending_on_a_gpu_lacks(
+    monkeypatch: pytest.MonkeyPatch, driver: str, api: object | None, level: str, says: str
+) -> None:
+    def found(name: str) -> object:
+        if api is None:
+            raise ImportError(name)
+        return api
+
+    nvml = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: driver,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetName=lambda _: "H200",
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(free=1, total=2),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(checks, "import_module", found)
+    device, suspending = checks._gpus()
+    assert "cuda:0 H200" in device.text
+    assert (suspending.subject, suspending.level) == ("suspend", level)
+    assert says in suspending.text
+    assert bool(suspending.remedy) is (level == "warn")

@@ -11,10 +11,11 @@ from services.nodeagent.devices.port import DeviceInfo
 from services.nodeagent.devices.weights import weights_on_gpu
 from services.nodeagent.meter import Meter
 from shared.contracts.loader import LoaderStatus, SegmentStatus
-from shared.contracts.node import WEIGHTS_ON_GPU, Capability
+from shared.contracts.node import WEIGHTS_ON_GPU, Capability, InstanceState
 from tests.unit.nodeagent.world import World
 
 LOADER = 7
+NOBODY = 7_000_001
 
 
 class Gpu:
@@ -41,11 +42,17 @@ def gpu() -> Gpu:
 
 
 @pytest.fixture
-def meter(gpu: Gpu) -> Meter:
-    """Of a node with two instances of one model on the GPU and one on the CPU, all of which hold its weights."""
-    world = World("cpu:0", "cuda:0")
+def world() -> World:
+    """A node with two instances of one model on the GPU and one on the CPU."""
+    found = World("cpu:0", "cuda:0")
     for name, device in (("a", "cuda:0"), ("b", "cuda:0"), ("c", "cpu:0")):
-        world.ready(name, reserve=20, devices=(device,))
+        found.ready(name, reserve=20, devices=(device,))
+    return found
+
+
+@pytest.fixture
+def meter(world: World, gpu: Gpu) -> Meter:
+    """All of its instances hold the model's weights."""
     found = Meter({"cuda:0": gpu}, lambda: world.state, lambda: None, lambda *_: None)
     heard(found, {"cuda:0": 40})
     return found
@@ -85,6 +92,40 @@ async def test_bytes_that_stay_in_use_are_not_taken_for_free(meter: Meter, gpu: 
     gpu.by_pid = {LOADER: 60}
     assert not await meter.prove_returned("a", 60, 40)
     assert gpu.readings > 1
+
+
+async def test_a_hosted_engines_bytes_are_gone_when_the_device_knows_none_of_its_processes(
+    world: World, meter: Meter, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host, which is the instance's own process, never had any."""
+    monkeypatch.setattr(meters, "_GONE_WITHIN_S", 0.05)
+    instance = world["a"].model_copy(update={"pid": NOBODY, "process_start": 1, "engine_pids": (NOBODY + 1, NOBODY + 2)})
+    gpu.by_pid = {NOBODY + 2: 60}
+    with pytest.raises(TimeoutError, match="60 bytes"):
+        await meter.prove_gone(instance)
+    gpu.by_pid = {LOADER: 60}
+    await meter.prove_gone(instance)
+
+
+async def test_one_that_gave_up_all_of_its_device_is_told_to_have_none(world: World, meter: Meter, gpu: Gpu) -> None:
+    instance = world["a"].model_copy(update={"pid": NOBODY})
+    gpu.by_pid = {NOBODY: 60}
+    await meter.measure(instance)
+    gpu.by_pid = {}
+    await meter.measure(instance)
+    assert meter.private("a") == 60, "of one that serves nothing can only mean that it cannot be seen"
+    await meter.measure(instance.model_copy(update={"state": InstanceState.SUSPENDED}))
+    assert meter.private("a") == 0
+
+
+async def test_what_an_end_frees_is_what_was_there_before_it_began(world: World, meter: Meter, gpu: Gpu) -> None:
+    instance = world["a"].model_copy(update={"pid": NOBODY, "process_start": 1, "engine_pids": (NOBODY + 1,)})
+    gpu.by_pid = {NOBODY: 10, NOBODY + 1: 60}
+    await meter.measure(instance)
+    gpu.by_pid = {NOBODY: 10}
+    await meter.measure(instance.model_copy(update={"stop_asked": True}))
+    gpu.by_pid = {}
+    assert await meter.prove_gone(instance) == 70
 
 
 @pytest.mark.parametrize("available", [True, False])

@@ -96,6 +96,31 @@ def test_4_who_wants_it_back_meanwhile_has_the_last_word(w: World) -> None:
     assert w["i"].state is READY
 
 
+@pytest.mark.parametrize("only_if_idle", [False, True])
+def test_4_one_that_is_coming_back_is_suspended_again_once_it_is(w: World, *, only_if_idle: bool) -> None:
+    """Ended instead, an engine that takes a minute to start would be lost for a fraction of a second."""
+    w.suspended()
+    w.hear(e.ResumeCommand(resume(), 3))
+    assert not w.hear(e.SuspendCommand(suspend(only_if_idle=only_if_idle), 4))
+    assert e.Assess("i", 0.0) in w.hear(e.Resumed("i", 60))
+    assert e.AskHold("i", only_if_idle=only_if_idle) in w.hear(e.Assessed("i", POSSIBLE, 60))
+    w.hear(e.HoldAnswered("i", only_if_idle))
+    w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    assert w["i"].state is SUSPENDED
+    assert not w["i"].stop_asked
+
+
+def test_4_one_that_does_not_come_back_is_not_started_anew_for_that(w: World) -> None:
+    w.suspended()
+    w.hear(e.ResumeCommand(resume(), 3))
+    w.hear(e.SuspendCommand(suspend(), 4))
+    w.hear(e.ResumeFailed("i", ERROR))
+    effects = w.hear(e.EngineExited("i", 7, -9, ERROR))
+    assert replies(effects) == [None]
+    assert w["i"].stop_asked
+    assert not w.state.early_asks
+
+
 @pytest.mark.parametrize(
     "outlook",
     [

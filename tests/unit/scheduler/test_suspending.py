@@ -42,6 +42,19 @@ def test_sleep_suspends_and_tells_what_came_free(w: World) -> None:
     assert answer.freed_bytes == 7
 
 
+def test_sleep_while_it_comes_back_is_no_stop(w: World) -> None:
+    w.node()
+    running = asleep(w)
+    w.demand("a", 1)
+    assert running.state is InstanceState.RESUMING
+    w.hear()
+    w.demand("a", 0)
+    before = len(w.sent(SendSuspend))
+    w.sleep("a")
+    assert len(w.sent(SendSuspend)) == before + 1
+    assert not w.sent(SendStop)
+
+
 def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> None:
     """Two models in turn on a device that holds one: the one just started makes room before its node knows whether it can be suspended."""
     w.node(budget=NEED + 100 * MIB)

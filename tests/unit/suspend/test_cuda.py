@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.nodeagent.suspend import cuda
+from services.nodeagent.suspend import cuda, memory
 from services.nodeagent.suspend.cuda import CudaBindings, CudaWay, State, open_driver
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
 from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Target
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, PermissionDenied
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 
 GIB = 1 << 30
@@ -27,7 +27,7 @@ class Frozen(Groups):
     def __init__(self, driver: FakeDriver) -> None:
         super().__init__("n", None, None)
         self._driver = driver
-        self.fails = False
+        self.fails: Exception | None = None
 
     @property
     def available(self) -> bool:
@@ -35,8 +35,8 @@ class Frozen(Groups):
 
     def freeze(self, instance_id: str) -> None:
         self._driver.calls.append(("freeze", 0))
-        if self.fails:
-            raise EngineFailed("the engine's processes could not be frozen")
+        if self.fails is not None:
+            raise self.fails
 
     def thaw(self, instance_id: str) -> None:
         self._driver.calls.append(("thaw", 0))
@@ -79,11 +79,41 @@ async def test_without_a_freezer_it_does_without(driver: FakeDriver) -> None:
 @pytest.mark.parametrize("fault", [("lock", B), ("checkpoint", B), ("freeze", 0)], ids=lambda f: f[0])
 async def test_what_fails_half_way_is_undone(driver: FakeDriver, fault: tuple[str, int]) -> None:
     groups = Frozen(driver)
-    groups.fails = fault[0] == "freeze"
+    groups.fails = EngineFailed("the engine's processes could not be frozen") if fault[0] == "freeze" else None
     driver.fails.add(fault)
     with pytest.raises(CannotSuspend, match=r"failed|could not be frozen"):
         await way(driver, groups).suspend(target())
     assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_a_control_group_that_is_not_there_is_undone_too(driver: FakeDriver) -> None:
+    groups = Frozen(driver)
+    groups.fails = FileNotFoundError(2, "No such file or directory")
+    with pytest.raises(CannotSuspend, match="No such file"):
+        await way(driver, groups).suspend(target())
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_memory_that_may_not_be_read_after_the_checkpoint_is_undone(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def footprint(pids: object) -> memory.Footprint:
+        if driver.calls:
+            raise PermissionDenied("reading an engine's memory (smaps_rollup) needs CAP_SYS_PTRACE")
+        return memory.Footprint()
+
+    monkeypatch.setattr(memory, "footprint", footprint)
+    with pytest.raises(CannotSuspend, match="CAP_SYS_PTRACE"):
+        await way(driver).suspend(target())
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_what_host_memory_has_no_room_for_is_not_copied_there(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "available_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(2 * GIB, GIB))
+    with pytest.raises(CannotSuspend, match="4096 MiB of its device do not fit the 3072 MiB"):
+        await way(driver).suspend(target())
+    assert driver.calls == []
 
 
 async def test_a_checkpoint_that_frees_nothing_is_undone(driver: FakeDriver) -> None:
@@ -114,12 +144,14 @@ async def test_in_a_pid_namespace_of_its_own_nothing_is_proved_and_nothing_done(
     with pytest.raises(CannotSuspend, match="nothing could be proved"):
         await way(driver, sees_pids=False).suspend(target())
     assert driver.calls == []
+    assert "nothing could be proved" in way(driver, sees_pids=False).outlook(target()).reason
 
 
 def test_several_devices_need_nccl_without_shared_memory(driver: FakeDriver) -> None:
     refused = way(driver).outlook(target("cuda:0", "cuda:1"))
     assert refused.way is None
     assert "NCCL_P2P_DISABLE=1" in refused.reason
+    assert "disable_custom_all_reduce" in refused.reason
     allowed = target("cuda:0", "cuda:1", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_NVLS_ENABLE="0")
     assert way(driver).outlook(allowed).way == "cuda"
 

@@ -1,0 +1,74 @@
+"""Which level of its own sleep an engine is put to: with its weights kept where they have room, without them where they have not."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.nodeagent.suspend import sleep
+from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.port import CannotSuspend, Target
+from services.nodeagent.suspend.sleep import SleepWay
+from shared.contracts.engine import EngineAsleep
+
+GIB = 1 << 30
+
+
+class Device(Gauge):
+    """`cuda:0`, of which the engine has forty gibibytes while it is awake."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.level = 0
+        self.blind = False
+
+    def used(self, target: Target) -> int:
+        if self.blind:
+            return 0
+        return 40 * GIB if not self.level else GIB
+
+    async def sleep(self, instance_id: str, level: int) -> EngineAsleep:
+        self.level = level
+        return EngineAsleep(level=level, took_ms=1.0)
+
+
+def target(*levels: int) -> Target:
+    return Target("i", "vllm", ("cuda:0",), (), hosted=True, sleep_levels=levels)
+
+
+@pytest.mark.parametrize(
+    ("levels", "budget", "free", "level"),
+    [
+        ((1, 2), 64 * GIB, 64 * GIB, 1),
+        ((1, 2), 8 * GIB, 64 * GIB, 2),
+        ((1, 2), 64 * GIB, 8 * GIB, 2),
+        ((1,), 8 * GIB, 64 * GIB, 1),
+        ((2,), 64 * GIB, 64 * GIB, 2),
+    ],
+)
+async def test_the_level(monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...], budget: int, free: int, level: int) -> None:
+    monkeypatch.setattr(sleep, "available_bytes", lambda: free)
+    device = Device()
+    way = SleepWay(device, device.sleep, budget)
+    outlook = way.outlook(target(*levels))
+    assert (outlook.snapshot_bytes > 0) is (level == 1)
+    taken = await way.suspend(target(*levels))
+    assert device.level == level
+    assert taken.left_bytes == GIB
+
+
+def test_reading_again_is_expected_to_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sleep, "available_bytes", lambda: 64 * GIB)
+    device = Device()
+    kept, dropped = (SleepWay(device, device.sleep, budget).outlook(target(1, 2)) for budget in (64 * GIB, 8 * GIB))
+    assert dropped.resume_s > 2 * kept.resume_s
+
+
+async def test_where_its_bytes_cannot_be_seen_an_engines_word_is_not_taken() -> None:
+    """In a pid namespace of its own NVML's pids are others: nothing used before and nothing after would prove nothing."""
+    device = Device()
+    device.blind = True
+    way = SleepWay(device, device.sleep, 64 * GIB)
+    assert "nothing could be proved" in way.outlook(target(1, 2)).reason
+    with pytest.raises(CannotSuspend, match="nothing could be proved"):
+        await way.suspend(target(1, 2))
+    assert device.level == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from enum import StrEnum
@@ -64,6 +65,11 @@ def _load(path: str, threads: int, ready: bool, verify: bool) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(done.stdout)
     except ValueError as e:
+        if done.returncode == -signal.SIGKILL:
+            raise CommandError(
+                "The load was killed, most likely by the kernel for want of memory.",
+                "See `dmesg`; free memory or use a smaller model.",
+            ) from e
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise CommandError(f"The load failed: {last}", "Try fewer --threads, and see `thaw doctor`.") from e
     if "error" in document:

@@ -26,6 +26,7 @@ from services.loader.adapters.reader import DEFAULTS, FilesReader, ReadOptions, 
 from services.loader.adapters.shm import free_bytes, no_room
 from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.checkpoint import Checkpoint, open_checkpoint, open_path
+from services.loader.format.root import expanded
 from services.loader.format.segment import Layout, lay_out
 from services.loader.pipeline.fill import Filling, PieceReader
 from services.loader.pipeline.link import Link
@@ -128,7 +129,7 @@ class PrivateLoad:
 def _opened(path: Path | str, rank: int, ranks: int) -> Iterator[tuple[Checkpoint, Tier | None]]:
     """The headers of what `path` names; with a tier where its files are not on this host."""
     if not is_remote(str(path)):
-        yield open_path(Path(path).expanduser(), rank, ranks), None
+        yield open_path(expanded(path), rank, ranks), None
         return
     with ExitStack() as leaving:
         tier = open_source(str(path))

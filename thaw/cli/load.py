@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.paths import local_path
 from thaw.config.units import format_duration, format_size
 from thaw.errors import CommandError
 
@@ -47,7 +47,7 @@ def load(
     """
     out = screen(as_json)
     with out.status(escape(f"loading {path}")):
-        document = _load(path if "://" in path else str(Path(path).expanduser().absolute()), threads, ready, verify)
+        document = _load(path if "://" in path else str(local_path(path)), threads, ready, verify)
     out.print(
         f"[green]✓[/] {format_size(document['bytes'])} in {format_duration(document['seconds'])}: "
         f"[bold]{_rate(document['gb_per_s'])}[/], {document['cpu_seconds']:.2f} CPU seconds"

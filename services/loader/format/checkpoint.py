@@ -8,11 +8,11 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from services.loader.format import converted
-from services.loader.format.root import check_inside
+from services.loader.format.root import check_inside, mode_of
 from services.loader.format.safetensors import FileHeader, read_header
 from shared.errors import CheckpointInvalid
 
@@ -125,7 +125,7 @@ def read_small(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     except FileNotFoundError as e:
         raise CheckpointInvalid(f"{path} is missing; copy the whole model directory") from e
     except OSError as e:
-        raise CheckpointInvalid(f"{path} cannot be read: {e.strerror}") from e
+        raise CheckpointInvalid(f"{path} cannot be read: {e.strerror}; check its permissions and the disk") from e
     if size > limit:
         raise CheckpointInvalid(f"{path} is over {limit} bytes; that is no configuration file")
     return data
@@ -174,9 +174,10 @@ def open_checkpoint(directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoin
 
 def open_path(path: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
     """The checkpoint that `path` names: a model directory, or one safetensors file. Raises `CheckpointInvalid`."""
-    if not path.exists():
+    mode = mode_of(path)
+    if mode is None:
         raise CheckpointInvalid(f"{path} does not exist; name a model directory or a .safetensors file")
-    if path.is_dir():
+    if S_ISDIR(mode):
         return open_checkpoint(path, rank, ranks)
     if path.name.endswith(TORCH_SUFFIXES):
         raise CheckpointInvalid(f"{path} is a PyTorch file (pickles are never loaded as they are): thaw convert {path} DST")
@@ -211,7 +212,7 @@ def _entries(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
     except OSError as e:
-        raise CheckpointInvalid(f"{directory} cannot be listed: {e.strerror}") from e
+        raise CheckpointInvalid(f"{directory} cannot be listed: {e.strerror}; check its permissions") from e
 
 
 def _open_file(path: Path) -> WeightFile:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.loader.format.checkpoint import Checkpoint, WeightFile, open_checkpoint, read_small
 from services.loader.format.converted import INDEX_NAME, MAX_INDEX_BYTES, parse_index
+from services.loader.format.root import mode_of
 from services.loader.format.safetensors import TensorEntry
 from shared.errors import CheckpointInvalid
 
@@ -34,7 +35,7 @@ def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None]
     not a converted checkpoint (other layouts carry no hashes).
     """
     path = directory / INDEX_NAME
-    if not path.exists():
+    if mode_of(path) is None:
         raise CheckpointInvalid(
             f"{directory} is not converted: only converted checkpoints carry hashes; thaw convert {directory} DST"
         )

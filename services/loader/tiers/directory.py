@@ -6,10 +6,12 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from stat import S_ISDIR
 
+from services.loader.format.adapter import CONFIG as ADAPTER_CONFIG
 from services.loader.format.checkpoint import directory_revision, open_checkpoint, read_small
 from services.loader.format.inspect import CONFIG
-from services.loader.format.root import check_inside
+from services.loader.format.root import check_inside, expanded, mode_of
 from services.loader.tiers.names import select
 from services.loader.tiers.port import Cancelled, TierFile
 from shared.errors import CheckpointInvalid, InvalidModel
@@ -31,15 +33,16 @@ class DirectoryTier:
     @classmethod
     def of(cls, source: str) -> DirectoryTier:
         """Raises `InvalidModel` if `source` is no absolute path, `CheckpointInvalid` if there is no directory."""
-        directory = Path(source).expanduser()
+        directory = expanded(source)
         if not directory.is_absolute():
             raise InvalidModel(
                 f"{source} is neither an absolute directory nor hf://org/name[@revision], https://…, s3://…, gs://… or az://…",
                 param="source",
             )
-        if not directory.exists():
+        mode = mode_of(directory)
+        if mode is None:
             raise CheckpointInvalid(f"{directory} does not exist on this node; copy the model there or correct its source")
-        if not directory.is_dir():
+        if not S_ISDIR(mode):
             raise CheckpointInvalid(f"{directory} is not a directory; source is the directory that holds config.json")
         return cls(directory.resolve())
 
@@ -55,7 +58,8 @@ class DirectoryTier:
     def revision(self) -> str:
         if self._revision is None:
             checkpoint = open_checkpoint(self._path)
-            name = CONFIG if (self._path / CONFIG).exists() else "adapter_config.json"
+            adapter = mode_of(self._path / CONFIG) is None and mode_of(self._path / ADAPTER_CONFIG) is not None
+            name = ADAPTER_CONFIG if adapter else CONFIG
             self._revision = directory_revision(checkpoint, read_small(self._path / name))
         return self._revision
 

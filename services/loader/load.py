@@ -28,6 +28,7 @@ from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.checkpoint import Checkpoint, open_checkpoint, open_path
 from services.loader.format.root import expanded
 from services.loader.format.segment import Layout, lay_out
+from services.loader.format.verify import check_hashed
 from services.loader.pipeline.fill import Filling, PieceReader
 from services.loader.pipeline.link import Link
 from services.loader.pipeline.pieces import cut
@@ -158,7 +159,7 @@ def load_private(
     """Load a model directory, a safetensors file or a model's URL into memory without a name; of a model divided by `thaw convert`, the part of
     `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one. `on_begun`
     is told what will be where before the first byte is read, and `on_loaded`, from the reading threads, how much of it is there. `verify`: compare
-    what has arrived with the hashes that a converted checkpoint carries.
+    what has arrived with the hashes that a converted checkpoint carries; one of another layout is refused.
 
     Raises `CheckpointInvalid`, `InsufficientMemory`, `Unavailable` or `Cancelled`, and then keeps no memory.
     """
@@ -167,6 +168,8 @@ def load_private(
         with _opened(path, rank, ranks) as (checkpoint, tier):
             if check is not None:
                 check(checkpoint)
+            if verify:
+                check_hashed(checkpoint, str(path))
             layout = lay_out(checkpoint, "")
             pool = pool or _own_pool(None, layout.total_bytes)
             reading = time.monotonic()

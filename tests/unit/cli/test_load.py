@@ -38,6 +38,12 @@ def test_a_bad_path_is_a_typed_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(tmp_path) in error["message"]
 
 
+def test_nothing_to_verify_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path)
+    assert main(["load", str(tmp_path), "--verify", "--json"]) == 1
+    assert "only converted checkpoints carry hashes" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
 def test_a_load_that_the_kernel_ended_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     killed = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
     monkeypatch.setattr("thaw.cli.load.subprocess.run", lambda *_, **__: killed)

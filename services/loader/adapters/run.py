@@ -133,7 +133,8 @@ class Run:
             tier: Tier | None = None
             try:
                 tier = sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
-                found.set_result((tier, *sources.checkpoint(tier, trust_remote_code=card.spec.trust_remote_code)))
+                opened = sources.checkpoint(tier, trust_remote_code=card.spec.trust_remote_code, registered=card.info.revision)
+                found.set_result((tier, *opened))
             except BaseException as e:
                 found.set_exception(e)
                 if tier is not None:

@@ -180,6 +180,8 @@ class Run:
             on_loaded=self._on_loaded,
             on_arrived=on_arrived,
         )
+        if not self.background:  # hurried while it was being made
+            self.filling.hurry()
         self.filling.write_head()
         means.emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
         means.progress.begin(order, remote=tier.directory is None)

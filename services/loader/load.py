@@ -185,7 +185,7 @@ def load_private(
             if tier is not None:
                 tier.finish()
             read = time.monotonic()
-            verified = verify_region(layout, region) if verify else 0
+            verified = verify_region(layout, region, source=tier.source if tier else None) if verify else 0
             ended = time.monotonic()
     except BaseException:
         if pool is not None:

@@ -91,7 +91,8 @@ class Run:
             self._fill(tier, layout, self.region, directory, stats)
             tier.finish(self.cancelled)
             if self.means.verify:
-                verify_region(layout, self.region, cancelled=self.cancelled)
+                source = tier.source if tier.directory is None else None
+                verify_region(layout, self.region, cancelled=self.cancelled, source=source)
             seconds = time.monotonic() - reading
         finally:
             self.means.progress.over(order.run)

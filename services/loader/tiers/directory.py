@@ -12,7 +12,7 @@ from services.loader.format.adapter import CONFIG as ADAPTER_CONFIG
 from services.loader.format.checkpoint import Checkpoint, directory_revision, open_checkpoint, read_small
 from services.loader.format.inspect import CONFIG
 from services.loader.format.root import check_inside, expanded, mode_of
-from services.loader.tiers.names import select
+from services.loader.tiers.names import limit_of, select
 from services.loader.tiers.port import Cancelled, TierFile
 from shared.errors import CheckpointInvalid, InvalidModel
 
@@ -63,7 +63,9 @@ class DirectoryTier:
     def files(self) -> Sequence[TierFile]:
         if self._files is None:
             sizes = {p.relative_to(self._path).as_posix(): p.stat() for p in _regular(self._path)}
-            names = select({n: s.st_size for n, s in sizes.items()}, str(self._path), lambda n: read_small(self._path / n))
+            names = select(
+                {n: s.st_size for n, s in sizes.items()}, str(self._path), lambda n: read_small(self._path / n, limit_of(n))
+            )
             self._files = [TierFile(n, sizes[n].st_size, f"{sizes[n].st_mtime_ns}-{sizes[n].st_ino}") for n in names]
         return self._files
 

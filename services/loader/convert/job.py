@@ -14,7 +14,8 @@ from services.loader.convert.parallel import Plan, plan_for
 from services.loader.convert.source import Shard, Source, open_source
 from services.loader.convert.tensor import SourceTensor, part_shape, pieces
 from services.loader.convert.writer import PartitionWriter
-from services.loader.format.converted import INDEX_NAME, MAX_DIMENSIONS, MAX_NAME, partition_name, write_index
+from services.loader.format.converted import INDEX_NAME, partition_name, write_index
+from services.loader.format.safetensors import MAX_DIMENSIONS, MAX_NAME
 from services.loader.format.verify import verify
 from shared.errors import CheckpointInvalid
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -252,3 +253,14 @@ async def test_a_node_that_did_not_register_a_model_takes_its_own_copy(client: C
     os.utime(tmp_path / "m" / "model.safetensors", ns=(1, 1))
     with pytest.raises(CheckpointInvalid, match="have changed since"):
         await client.attach("i3", elsewhere)
+
+
+async def test_a_hostile_name_does_not_make_an_answer_too_long_to_be_sent(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    header = json.dumps({"a": {"dtype": "x" * 20_000_000, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(
+        CheckpointInvalid, match=r"model\.safetensors gives tensor 'a' the unknown dtype 'xxx.* known are"
+    ) as caught:
+        await client.card(tmp_path / "m")
+    assert len(caught.value.message) < 10_000

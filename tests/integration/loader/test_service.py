@@ -17,7 +17,15 @@ from shared.contracts import subjects
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
-from shared.errors import CheckpointInvalid, Conflict, InsufficientMemory, StaleToken, ThawError, UnsupportedArchitecture
+from shared.errors import (
+    CheckpointInvalid,
+    Conflict,
+    InsufficientMemory,
+    PayloadTooLarge,
+    StaleToken,
+    ThawError,
+    UnsupportedArchitecture,
+)
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.unit.loader.checkpoints import CONFIG, tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.segments import assert_same
@@ -264,3 +272,12 @@ async def test_a_hostile_name_does_not_make_an_answer_too_long_to_be_sent(client
     ) as caught:
         await client.card(tmp_path / "m")
     assert len(caught.value.message) < 10_000
+
+
+async def test_a_model_of_which_too_much_would_have_to_be_told(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    empty = {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]}
+    header = json.dumps({f"x{number:x}{'y' * 40}.weight": empty for number in range(100_000)}).encode()
+    (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(PayloadTooLarge, match=r"the answer .* would have \d+ bytes"):
+        await client.card(tmp_path / "m")

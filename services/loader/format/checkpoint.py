@@ -13,7 +13,7 @@ from typing import Any
 
 from services.loader.format import converted
 from services.loader.format.root import check_inside, mode_of
-from services.loader.format.safetensors import FileHeader, read_header
+from services.loader.format.safetensors import FileHeader, is_text, read_header
 from shared.errors import CheckpointInvalid
 
 SINGLE = "model.safetensors"
@@ -85,13 +85,19 @@ def parse_index(data: bytes, where: str, suffixes: tuple[str, ...] = (".safetens
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _plain(name, suffixes):
             raise CheckpointInvalid(
-                f"{where} sends tensor {tensor!r} to {name!r}: only names of {' or '.join(suffixes)} files beside it are allowed"
+                f"{where} sends tensor {tensor!r:.80} to {name!r:.80}: only names of {' or '.join(suffixes)} files beside it are allowed"
             )
     return weight_map
 
 
 def _plain(name: str, suffixes: tuple[str, ...]) -> bool:
-    return name.endswith(suffixes) and not name.startswith(".") and not any(c in name for c in "/\\\0") and len(name.encode()) < 256
+    return (
+        is_text(name)
+        and name.endswith(suffixes)
+        and not name.startswith(".")
+        and not any(c in name for c in "/\\\0")
+        and len(name.encode()) < 256
+    )
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def _tensors(file: str, header: dict[str, Any], data_start: int, size: int) -> t
 
 
 def _tensor(file: str, name: str, value: Any) -> TensorEntry:
-    if len(name) > MAX_NAME:
-        _invalid(file, f"has a tensor of the name {name!r:.80}…, which is over {MAX_NAME} characters long; its header is damaged")
+    if len(name) > MAX_NAME or not is_text(name):
+        _invalid(file, f"has a tensor of the name {name!r:.80}, which is over {MAX_NAME} characters long or no text; rename it")
     if not isinstance(value, dict):
         _invalid(file, f"describes tensor {name!r} by something that is not an object")
     dtype, shape, offsets = value.get("dtype"), _naturals(value.get("shape")), _naturals(value.get("data_offsets"))
@@ -136,6 +136,11 @@ def _tensor(file: str, name: str, value: Any) -> TensorEntry:
     if bits % 8 or bits // 8 != end - begin:
         _invalid(file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} of shape {list(shape)} needs {-(-bits // 8)}")
     return TensorEntry(name, dtype, shape, begin, end - begin)
+
+
+def is_text(name: str) -> bool:
+    """JSON can spell halves of characters, which no file system, message or index takes."""
+    return not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def _is_absurd(shape: tuple[int, ...]) -> bool:

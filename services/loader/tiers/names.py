@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from services.loader.format import converted
 from services.loader.format.adapter import CONFIG as ADAPTER_CONFIG
 from services.loader.format.checkpoint import INDEX, MAX_JSON_BYTES, SINGLE, TOKENIZERS, parse_index, weight_names
+from services.loader.format.safetensors import is_text
 from shared.errors import CheckpointInvalid
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "1_Pooling/*.json")
@@ -36,7 +37,11 @@ _PART = re.compile(r"[^/\\\0]{1,255}")
 
 def is_safe(name: str) -> bool:
     """Whether `name` can only be a file below the model's directory: relative, no `..`, nothing hidden."""
-    return all(_PART.fullmatch(part) and not part.startswith(".") for part in name.split("/")) and len(name.encode()) < 1024
+    return (
+        is_text(name)
+        and all(_PART.fullmatch(part) and not part.startswith(".") for part in name.split("/"))
+        and len(name.encode()) < 1024
+    )
 
 
 def is_small(name: str, size: int) -> bool:

@@ -80,6 +80,7 @@ def test_a_real_file_reads_as_the_reference_does(tmp_path: Path) -> None:
             "twice",
         ),
         (file_of({"a" * 5000: tensor()}, b"12345678"), "over 4096 characters"),
+        (file_of({"a\ud800": tensor()}, b"12345678"), r"'a\\ud800', which is over 4096 characters long or no text"),
         (file_of({"a": tensor(shape=[1 << 62] * 300)}, b"12345678"), "300 dimensions"),
         (file_of({"a": tensor(shape=[0, 1 << 62, 2], offsets=[0, 0])}), "nothing can hold"),
         (file_of({"a": tensor(dtype="F" * 5000)}, b"12345678"), "unknown dtype 'FFF"),

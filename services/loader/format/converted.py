@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from services.loader.format.safetensors import MAX_DIMENSIONS, MAX_NAME, FileHeader, TensorEntry
+from services.loader.format.safetensors import MAX_DIMENSIONS, MAX_NAME, FileHeader, TensorEntry, is_absurd
 from shared.contracts.segment import PAGE
 from shared.dtypes import DTYPE_BITS, row_major
 from shared.errors import CheckpointInvalid
@@ -218,6 +218,8 @@ def _check_entry(entry: Entry, partition: Partition, where: str) -> None:
     bits = DTYPE_BITS.get(entry.dtype)
     if bits is None:
         _invalid(where, f"gives tensor {entry.name!r:.80} the unknown dtype {entry.dtype!r:.40}")
+    if is_absurd(entry.shape, bits):
+        _invalid(where, f"gives tensor {entry.name!r:.80} a shape that nothing can hold")
     if math.prod(entry.shape) * bits != entry.size * 8:
         _invalid(where, f"gives tensor {entry.name!r:.80} {entry.size} bytes, which {entry.dtype} of its shape does not take")
     if entry.stride != row_major(entry.shape):

@@ -126,7 +126,7 @@ def _tensor(file: str, name: str, value: Any) -> TensorEntry:
         _invalid(file, f"places tensor {name!r} at {value.get('data_offsets')!r:.80}, which is not a range of bytes")
     if len(shape) > MAX_DIMENSIONS:
         _invalid(file, f"gives tensor {name!r} {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
-    if _is_absurd(shape):
+    if is_absurd(shape, SAFETENSORS_BITS[dtype]):
         _invalid(
             file,
             f"gives tensor {name!r} the shape {list(shape)!s:.80}, which nothing can hold; its header is damaged, download it again",
@@ -143,9 +143,9 @@ def is_text(name: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in name)
 
 
-def _is_absurd(shape: tuple[int, ...]) -> bool:
-    """Whether torch cannot count the strides of a tensor of this shape, which it does where there are no elements too."""
-    return math.prod(max(1, length) for length in shape[1:]) >= 1 << 63
+def is_absurd(shape: tuple[int, ...], bits: int) -> bool:
+    """Whether torch cannot count the strides and bytes of a tensor of this shape, which it does as if each dimension had an element."""
+    return math.prod(max(1, length) for length in shape) * bits >= 1 << 66
 
 
 def _naturals(value: Any) -> tuple[int, ...] | None:

@@ -69,7 +69,8 @@ def test_a_real_file_reads_as_the_reference_does(tmp_path: Path) -> None:
         (file_of({"a": tensor(offsets=[-8, 0])}, b"12345678"), "range of bytes"),
         (file_of({"a": tensor(offsets=[0, 1 << 70])}, b"12345678"), "range of bytes"),
         (file_of({"a": tensor(shape=[3])}, b"12345678"), "needs 12"),
-        (file_of({"a": tensor(shape=[1 << 62, 1 << 62])}, b"12345678"), "needs"),
+        (file_of({"a": tensor(shape=[1 << 62, 1 << 62])}, b"12345678"), "nothing can hold"),
+        (file_of({"a": tensor(shape=[1 << 40, 4])}, b"12345678"), "needs"),
         (file_of({"a": tensor(), "b": tensor(offsets=[4, 12])}, b"123456789012"), "overlapping"),
         (file_of({"a": tensor(), "b": tensor()}, b"12345678"), "overlapping"),
         (file_of({"a": tensor(offsets=[4, 12])}, b"123456789012"), "to no tensor"),
@@ -83,6 +84,7 @@ def test_a_real_file_reads_as_the_reference_does(tmp_path: Path) -> None:
         (file_of({"a\ud800": tensor()}, b"12345678"), r"'a\\ud800', which is over 4096 characters long or no text"),
         (file_of({"a": tensor(shape=[1 << 62] * 300)}, b"12345678"), "300 dimensions"),
         (file_of({"a": tensor(shape=[0, 1 << 62, 2], offsets=[0, 0])}), "nothing can hold"),
+        (file_of({"a": tensor(shape=[4, 1 << 62, 0], offsets=[0, 0])}), "nothing can hold"),
         (file_of({"a": tensor(dtype="F" * 5000)}, b"12345678"), "unknown dtype 'FFF"),
     ],
 )

@@ -72,7 +72,8 @@ def open_source(path: Path) -> Source:
         return Source(_safetensors_shards(open_checkpoint(path)), path)
     names = torch_names(present)
     if names is None:
-        open_checkpoint(path)  # says what is missing
+        if not any(n.endswith(TORCH_SUFFIXES) for n in present):
+            open_checkpoint(path)  # says what is missing
         raise CheckpointInvalid(
             f"{path} has several PyTorch files and no {TORCH_INDEX}; copy the index from where they came, or name one file"
         )

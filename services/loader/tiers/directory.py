@@ -9,7 +9,7 @@ from pathlib import Path
 from stat import S_ISDIR
 
 from services.loader.format.adapter import CONFIG as ADAPTER_CONFIG
-from services.loader.format.checkpoint import Checkpoint, directory_revision, open_checkpoint, read_small
+from services.loader.format.checkpoint import directory_revision, open_checkpoint, read_small
 from services.loader.format.inspect import CONFIG
 from services.loader.format.root import check_inside, expanded, mode_of
 from services.loader.tiers.names import limit_of, select
@@ -57,7 +57,9 @@ class DirectoryTier:
     @property
     def revision(self) -> str:
         if self._revision is None:
-            self._revision = revision_of(open_checkpoint(self._path))
+            checkpoint = open_checkpoint(self._path)
+            adapter = mode_of(self._path / CONFIG) is None and mode_of(self._path / ADAPTER_CONFIG) is not None
+            self._revision = directory_revision(checkpoint, read_small(self._path / (ADAPTER_CONFIG if adapter else CONFIG)))
         return self._revision
 
     def files(self) -> Sequence[TierFile]:
@@ -94,13 +96,6 @@ class DirectoryTier:
 
     def close(self) -> None:
         """Nothing is open between reads."""
-
-
-def revision_of(checkpoint: Checkpoint) -> str:
-    """What a directory's model is known by as long as nobody writes there. Raises `CheckpointInvalid` where its configuration is missing."""
-    root = checkpoint.directory
-    adapter = mode_of(root / CONFIG) is None and mode_of(root / ADAPTER_CONFIG) is not None
-    return directory_revision(checkpoint, read_small(root / (ADAPTER_CONFIG if adapter else CONFIG)))
 
 
 def _fill(fd: int, path: Path, offset: int, into: memoryview, cancelled: threading.Event | None) -> None:

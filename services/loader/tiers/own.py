@@ -20,12 +20,12 @@ class OwnDirectories:
         self._known[revision] = (directory, None)
 
     def check(self, revision: str, found: str, directory: Path) -> None:
-        """`found`: the directory's own revision, now that it is to be loaded as `revision`. The two may differ: a copy on another node's disk has
-        other times, and what was damaged may have been repaired. But what this node has loaded once it does not load as something else: cached
-        and resident weights of the one would be served beside the other. Raises `CheckpointInvalid`."""
+        """`found`: a digest of the directory's weight files, which are to be loaded as `revision`. They may not be those that were registered: a
+        copy on another node's disk has other times, and what was damaged may have been repaired. But what this node has loaded once it does not
+        load as something else: cached and resident weights of the one would be served beside the other. Raises `CheckpointInvalid`."""
         if self._loaded.setdefault((revision, directory), found) != found:
             raise CheckpointInvalid(
-                f"the files in {directory} have changed since they were first loaded; register it again (thaw models add)"
+                f"the weights in {directory} have changed since they were first loaded; register it again (thaw models add)"
             )
 
     def loaded(self, revision: str, directory: Path) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from services.loader.cache.caching import CachingTier
 from services.loader.cache.held import HeldTier
 from services.loader.cache.store import EntryRecord, SsdCache
-from services.loader.format.checkpoint import Checkpoint
+from services.loader.format.checkpoint import Checkpoint, directory_revision
 from services.loader.format.inspect import check_small_files, describe
 from services.loader.format.root import check_inside
-from services.loader.tiers.directory import DirectoryTier, revision_of
+from services.loader.tiers.directory import DirectoryTier
 from services.loader.tiers.failover import FailoverTier
 from services.loader.tiers.headers import bring_small_files, checkpoint_of
 from services.loader.tiers.http_client import shown
@@ -160,7 +160,7 @@ class Sources:
         directory = self.small_files(tier, trust_remote_code=trust_remote_code)
         checkpoint = checkpoint_of(tier, directory)
         if registered is not None and tier.directory is not None and not is_remote(tier.source):
-            self.own.check(registered, revision_of(checkpoint), directory)
+            self.own.check(registered, directory_revision(checkpoint, b""), directory)
         return directory, checkpoint
 
     def _far(self, source: str, revision: str) -> Tier:

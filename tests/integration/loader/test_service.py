@@ -259,7 +259,7 @@ async def test_a_node_that_did_not_register_a_model_takes_its_own_copy(client: C
     await client.attach("i2", elsewhere)
     await client.release("i2")
     os.utime(tmp_path / "m" / "model.safetensors", ns=(1, 1))
-    with pytest.raises(CheckpointInvalid, match="weights in .* have changed since"):
+    with pytest.raises(CheckpointInvalid, match=r"weights in .* have changed since"):
         await client.attach("i3", elsewhere)
 
 

@@ -39,7 +39,7 @@ from services.loader.pool.region import Region
 from services.loader.tiers.headers import bring_small_files, checkpoint_of
 from services.loader.tiers.open import is_remote, open_source
 from services.loader.tiers.port import Tier
-from shared.errors import ThawError
+from shared.errors import InvalidModel, ThawError
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,10 @@ class PrivateLoad:
 def _opened(path: Path | str, rank: int, ranks: int) -> Iterator[tuple[Checkpoint, Tier | None]]:
     """The headers of what `path` names; with a tier where its files are not on this host."""
     if not is_remote(str(path)):
+        if "://" in str(path):
+            raise InvalidModel(
+                f"{path}: no place of that kind is known; https://, s3://, gs://, az:// and hf:// are, and directories"
+            )
         yield open_path(expanded(path), rank, ranks), None
         return
     with ExitStack() as leaving:

@@ -38,6 +38,13 @@ def test_a_bad_path_is_a_typed_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(tmp_path) in error["message"]
 
 
+def test_a_place_of_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "ftp://host/m", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["message"].startswith(
+        "ftp://host/m: no place of that kind is known; https://"
+    )
+
+
 def test_nothing_to_verify_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path)
     assert main(["load", str(tmp_path), "--verify", "--json"]) == 1

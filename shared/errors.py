@@ -37,6 +37,17 @@ from typing import ClassVar, Self
 
 from shared.contracts.base import ErrorBody
 
+_LONGEST, _END = 8000, 2000
+"""Characters of a message, and of them those kept of its end, where the remedy is. What a hostile file names may be as long as the file, and an
+answer too long is never sent."""
+
+
+def _shortened(message: str) -> str:
+    if len(message) <= _LONGEST:
+        return message
+    cut = " … "
+    return f"{message[: _LONGEST - _END - len(cut)]}{cut}{message[-_END:]}"
+
 
 class ThawError(Exception):
     """Something went wrong inside Thaw; the message says what to do about it."""
@@ -54,7 +65,7 @@ class ThawError(Exception):
         retry_after_ms: int | None = None,
         should_retry: bool | None = None,
     ) -> None:
-        self.message = message or (self.__doc__ or self.code).split("\n", 1)[0]
+        self.message = _shortened(message or (self.__doc__ or self.code).split("\n", 1)[0])
         self.param = param
         self.retry_after_ms = retry_after_ms
         self.should_retry = self.retry if should_retry is None else should_retry

@@ -26,7 +26,9 @@ from services.loader.adapters.reader import DEFAULTS, FilesReader, ReadOptions, 
 from services.loader.adapters.shm import free_bytes, no_room
 from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.format.checkpoint import Checkpoint, open_checkpoint, open_path
+from services.loader.format.root import expanded
 from services.loader.format.segment import Layout, lay_out
+from services.loader.format.verify import check_hashed
 from services.loader.pipeline.fill import Filling, PieceReader
 from services.loader.pipeline.link import Link
 from services.loader.pipeline.pieces import cut
@@ -37,7 +39,7 @@ from services.loader.pool.region import Region
 from services.loader.tiers.headers import bring_small_files, checkpoint_of
 from services.loader.tiers.open import is_remote, open_source
 from services.loader.tiers.port import Tier
-from shared.errors import ThawError
+from shared.errors import InvalidModel, ThawError
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,11 @@ class PrivateLoad:
 def opened(path: Path | str, rank: int, ranks: int) -> Iterator[tuple[Checkpoint, Tier | None]]:
     """The headers of what `path` names; with a tier where its files are not on this host."""
     if not is_remote(str(path)):
-        yield open_path(Path(path).expanduser(), rank, ranks), None
+        if "://" in str(path):
+            raise InvalidModel(
+                f"{path}: no place of that kind is known; https://, s3://, gs://, az:// and hf:// are, and directories"
+            )
+        yield open_path(expanded(path), rank, ranks), None
         return
     with ExitStack() as leaving:
         tier = open_source(str(path))
@@ -154,7 +160,7 @@ def load_private(
 ) -> PrivateLoad:
     """Load a model directory, a safetensors file or a model's URL into memory without a name; of a model divided by `thaw convert`, the part of
     `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one. `verify`:
-    compare what has arrived with the hashes that a converted checkpoint carries.
+    compare what has arrived with the hashes that a converted checkpoint carries; one of another layout is refused.
 
     Raises `CheckpointInvalid`, `InsufficientMemory` or `Unavailable`, and then keeps no memory.
     """
@@ -163,6 +169,8 @@ def load_private(
         with opened(path, rank, ranks) as (checkpoint, tier):
             if check is not None:
                 check(checkpoint)
+            if verify:
+                check_hashed(checkpoint, str(path))
             layout = lay_out(checkpoint, "")
             pool = pool or _own_pool(None, layout.total_bytes)
             reading = time.monotonic()
@@ -175,7 +183,7 @@ def load_private(
             if tier is not None:
                 tier.finish()
             read = time.monotonic()
-            verified = verify_region(layout, region) if verify else 0
+            verified = verify_region(layout, region, source=tier.source if tier else None) if verify else 0
             ended = time.monotonic()
     except BaseException:
         if pool is not None:

@@ -21,7 +21,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from pydantic import TypeAdapter, ValidationError
 
 from shared.contracts.base import Failure, Message, Request
-from shared.errors import DeadlineExceeded, InvalidRequest, ThawError, Unreachable, from_body
+from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, ThawError, Unreachable, from_body
 from shared.settings import CommonSettings
 from shared.telemetry.tracing import carried, carry
 
@@ -137,7 +137,8 @@ class Mesh:
 
         async def answer(message: NatsMessage) -> bytes:
             with carried(message.headers):
-                return (await _answer(subject, adapter, handler, message.body)).model_dump_json().encode()
+                data = (await _answer(subject, adapter, handler, message.body)).model_dump_json().encode()
+                return data if len(data) <= self.max_body else _too_long(subject, len(data), self.max_body)
 
         return self._subscribe(subject, answer, queue, concurrent)
 
@@ -243,6 +244,14 @@ async def _answer(subject: str, adapter: TypeAdapter[M], handler: Callable[[M], 
     except Exception as e:
         log.exception("a handler failed", extra={"subject": subject})
         return Failure(error=ThawError(f"{type(e).__name__} while answering {subject}: {e}").body())
+
+
+def _too_long(subject: str, size: int, limit: int) -> bytes:
+    log.warning("an answer was too long to be sent", extra={"subject": subject, "bytes": size})
+    error = PayloadTooLarge(
+        f"the answer on {subject} would have {size} bytes, and NATS takes {limit}; ask for less, or raise its max_payload"
+    )
+    return Failure(error=error.body()).model_dump_json().encode()
 
 
 def _decode(data: bytes, reply: type[R]) -> R:

@@ -6,7 +6,7 @@ import pytest
 
 from shared import errors
 from shared.contracts.base import ErrorBody
-from shared.errors import _BY_CODE, ThawError, from_body
+from shared.errors import _BY_CODE, NotFound, ThawError, from_body
 
 
 @pytest.mark.parametrize("code", sorted(_BY_CODE))
@@ -44,3 +44,12 @@ def test_the_tree_that_the_module_draws_is_the_one_there_is() -> None:
 
 def test_an_unknown_code_from_a_newer_peer_is_still_an_error() -> None:
     assert type(from_body(ErrorBody(code="from_the_future", message="m"))) is ThawError
+
+
+def test_a_message_too_long_to_be_sent_keeps_its_beginning_and_its_remedy() -> None:
+    error = NotFound("tensor " + "x" * 10_000_000 + " is not there; download it again")
+    assert error.message.startswith("tensor xxx")
+    assert error.message.endswith("xxx is not there; download it again")
+    assert len(error.body().model_dump_json()) < 10_000
+    assert from_body(error.body()).message == error.message
+    assert NotFound("x" * 8000).message == "x" * 8000

@@ -44,7 +44,7 @@ _REMEDIES = {
     "unreachable": "`thaw ps` and `thaw doctor` show which part is missing; it may be starting again.",
     "unavailable": "Try again; `thaw ps` and `thaw doctor` show whether a part of the mesh is missing.",
     "insufficient_memory": "`thaw explain MODEL` shows what was considered; give the device more room, or a smaller max_model_len.",
-    "checkpoint_invalid": "Repair the model's files or download them again; the next request for it reads them anew.",
+    "checkpoint_invalid": "Repair the model's files or download them again; if it was loaded before, register it again too.",
     "unsupported_architecture": "The builtin engine runs what transformers' auto classes run.",
     "engine_failed": "`thaw ps --json` names the instance that failed; `thaw logs INSTANCE` shows all that it said.",
     "queue_full": "Try again later, or raise queue.max_waiting of the model.",

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.paths import local_path
 from thaw.config.units import format_duration, format_size
 from thaw.errors import CommandError
 
@@ -46,9 +47,9 @@ def convert(
             "Name the directory to make.", "thaw convert SRC DST; or thaw convert DIR --verify to check one.", code="usage"
         )
     out = screen(as_json)
-    arguments = [str(source.expanduser().absolute())]
+    arguments = [str(local_path(source))]
     if destination is not None:
-        arguments += [str(destination.expanduser().absolute()), "--tensor-parallel", str(tensor_parallel)]
+        arguments += [str(local_path(destination)), "--tensor-parallel", str(tensor_parallel)]
     named = {"source": str(source), "destination": str(destination) if destination is not None else None}
     document = named | _run([*arguments, *(["--verify"] if verify else [])], out)
     what = f"{document['tensors']} tensors, {format_size(document['bytes'])}"

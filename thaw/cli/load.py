@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.paths import local_path
 from thaw.config.units import format_duration, format_size
 from thaw.errors import CommandError
 
@@ -46,7 +47,7 @@ def load(
     """
     out = screen(as_json)
     with out.status(escape(f"loading {path}")):
-        document = _load(path if "://" in path else str(Path(path).expanduser().absolute()), threads, ready, verify)
+        document = _load(path if "://" in path else str(local_path(path)), threads, ready, verify)
     out.print(
         f"[green]✓[/] {format_size(document['bytes'])} in {format_duration(document['seconds'])}: "
         f"[bold]{_rate(document['gb_per_s'])}[/], {document['cpu_seconds']:.2f} CPU seconds"
@@ -64,6 +65,11 @@ def _load(path: str, threads: int, ready: bool, verify: bool) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(done.stdout)
     except ValueError as e:
+        if done.returncode == -signal.SIGKILL:
+            raise CommandError(
+                "The load was killed, most likely by the kernel for want of memory.",
+                "See `dmesg`; free memory or use a smaller model.",
+            ) from e
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise CommandError(f"The load failed: {last}", "Try fewer --threads, and see `thaw doctor`.") from e
     if "error" in document:

@@ -17,6 +17,7 @@ from shared.sizing import need_of
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.park import park_cell
+from thaw.cli.paths import local_path, model_directory
 from thaw.config import load_config
 from thaw.config.faults import dotted, message_of
 from thaw.config.units import format_size, parse_duration, parse_size
@@ -113,10 +114,10 @@ def _size(text: str | None) -> int | None:
 
 def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
     if "://" not in source:
-        directory = Path(source).expanduser().resolve()
-        if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
+        directory = model_directory(source)
+        if directory is None:
             raise CommandError(
-                f"There is no directory {directory}.",
+                f"There is no directory {local_path(source)}.",
                 "SOURCE is a directory in Hugging Face layout (config.json, *.safetensors, tokenizer), hf://org/name, https://…, s3://…, "
                 "gs://… or az://….",
                 code="invalid_model",

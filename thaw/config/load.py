@@ -237,9 +237,13 @@ class _Check:
                     "gs://bucket/prefix, or az://container/prefix",
                 )
             return source
-        directory = (self._directory / Path(os.path.expandvars(source)).expanduser()).resolve()
-        if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
-            self._tree.fault((*path, "source"), f"given {source!r}; there is no directory {directory}")
+        try:
+            directory = (self._directory / Path(os.path.expandvars(source)).expanduser()).resolve()
+            if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
+                self._tree.fault((*path, "source"), f"given {source!r}; there is no directory {directory}")
+        except (OSError, RuntimeError) as e:  # no access on the way to it, a name too long, an unknown user's home
+            self._tree.fault((*path, "source"), f"given {source!r}, which cannot be looked at ({e})")
+            return source
         return str(directory)
 
     def _mesh(self, value: Any) -> MeshConfig:

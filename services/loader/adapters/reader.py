@@ -39,6 +39,14 @@ class ReadOptions:
     direct: bool = True
     populate: bool = True
 
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"{self.threads} threads read nothing: give at least one")
+        if self.chunk_bytes < PAGE or self.chunk_bytes % PAGE:
+            raise ValueError(
+                f"chunk_bytes is {self.chunk_bytes}: it must be a multiple of {PAGE}, as direct reads begin on pages only"
+            )
+
 
 DEFAULTS = ReadOptions()
 

@@ -91,7 +91,8 @@ class Run:
             self._fill(tier, layout, self.region, directory, stats)
             tier.finish(self.cancelled)
             if self.means.verify:
-                verify_region(layout, self.region, cancelled=self.cancelled)
+                source = tier.source if tier.directory is None else None
+                verify_region(layout, self.region, cancelled=self.cancelled, source=source)
             seconds = time.monotonic() - reading
         finally:
             self.means.progress.over(order.run)
@@ -133,7 +134,8 @@ class Run:
             tier: Tier | None = None
             try:
                 tier = sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
-                found.set_result((tier, *sources.checkpoint(tier, trust_remote_code=card.spec.trust_remote_code)))
+                opened = sources.checkpoint(tier, trust_remote_code=card.spec.trust_remote_code, registered=card.info.revision)
+                found.set_result((tier, *opened))
             except BaseException as e:
                 found.set_exception(e)
                 if tier is not None:
@@ -179,6 +181,8 @@ class Run:
             on_loaded=self._on_loaded,
             on_arrived=on_arrived,
         )
+        if not self.background:  # hurried while it was being made
+            self.filling.hurry()
         self.filling.write_head()
         means.emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
         means.progress.begin(order, remote=tier.directory is None)

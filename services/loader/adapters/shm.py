@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from services.loader.adapters.limits import memory_limit, memory_room
 from shared.errors import InsufficientMemory
 
 SHM = Path("/dev/shm")
@@ -41,30 +42,39 @@ def short_of_memory() -> int:
 def no_room(total_bytes: int) -> InsufficientMemory:
     stat = os.statvfs(SHM)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    available = available_memory()
+    available, limit = available_memory(), memory_limit()
+    if limit is not None and total_bytes > limit:
+        return InsufficientMemory(
+            f"the weights need {total_bytes / GIB:.2f} GiB of memory and this process's control group (container, service) may "
+            f"have {limit / GIB:.2f} GiB: raise its memory limit or use a smaller model"
+        )
     if total_bytes > size:
         return InsufficientMemory(
             f"the weights need {total_bytes / GIB:.2f} GiB of shared memory and {SHM} holds {size / GIB:.2f} GiB: "
             f"enlarge it (mount -o remount,size=… {SHM}; docker run --shm-size=…) or use a smaller model"
         )
+    whose = "the host" if limit is None else "this control group"
     return InsufficientMemory(
-        f"the weights need {total_bytes / GIB:.2f} GiB of shared memory; {SHM} has {free / GIB:.2f} GiB free and the host "
+        f"the weights need {total_bytes / GIB:.2f} GiB of shared memory; {SHM} has {free / GIB:.2f} GiB free and {whose} "
         f"{available / GIB:.2f} GiB: put other models to sleep, lower the devices' budgets, or enlarge {SHM}",
         should_retry=True,
     )
 
 
 def available_memory() -> int:
-    """Bytes the kernel says could be used without swapping (MemAvailable)."""
+    """Bytes the kernel says could be used without swapping (MemAvailable), within the limits of this process's control group."""
+    room = memory_room()
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
+            available = int(line.split()[1]) * 1024
+            return available if room is None else min(available, room)
+    return 1 << 62 if room is None else room
 
 
 def physical_memory() -> int:
-    """Bytes of memory of this host."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory of this host, or as many of them as this process's control group may have."""
+    memory, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    return memory if limit is None else min(memory, limit)
 
 
 def segments(prefix: str) -> list[str]:

@@ -20,6 +20,12 @@ def disk_error(path: Path, e: OSError) -> ThawError:
     """`e`, met while `path` was written, as an error that says what to do."""
     if e.errno in _FULL:
         return Unavailable(f"{path} could not be written: {e.strerror}; free some space or name another disk, and convert again")
+    if e.errno == errno.ENAMETOOLONG:
+        return Unavailable(f"{path} could not be written: {e.strerror}; choose a shorter name")
+    if e.errno in (errno.EMFILE, errno.ENFILE):
+        return Unavailable(
+            f"{path} could not be written: {e.strerror}; each rank has one: raise the limit (ulimit -n), or choose fewer ranks"
+        )
     if e.errno in _FORBIDDEN:
         return Unavailable(f"{path} could not be written: {e.strerror}; name a directory that you may write to")
     return Unavailable(f"{path} could not be written: {e.strerror}; check the disk")

@@ -14,7 +14,8 @@ from services.loader.convert.parallel import Plan, plan_for
 from services.loader.convert.source import Shard, Source, open_source
 from services.loader.convert.tensor import SourceTensor, part_shape, pieces
 from services.loader.convert.writer import PartitionWriter
-from services.loader.format.converted import INDEX_NAME, MAX_DIMENSIONS, MAX_NAME, partition_name, write_index
+from services.loader.format.converted import INDEX_NAME, partition_name, write_index
+from services.loader.format.safetensors import MAX_DIMENSIONS, MAX_NAME, is_text
 from services.loader.format.verify import verify
 from shared.errors import CheckpointInvalid
 
@@ -135,7 +136,7 @@ class _Job:
 
 def _check_name(tensor: SourceTensor, path: Path) -> None:
     name = tensor.name
-    if not 0 < len(name) <= MAX_NAME or any("\ud800" <= c <= "\udfff" for c in name):
+    if not 0 < len(name) <= MAX_NAME or not is_text(name):
         raise CheckpointInvalid(f"{path} has a tensor of the name {name!r:.80}, which is empty, too long or no text; rename it")
     if len(tensor.shape) > MAX_DIMENSIONS:
         raise CheckpointInvalid(

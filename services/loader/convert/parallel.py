@@ -10,6 +10,7 @@ from typing import Any
 
 from services.loader.convert.tensor import Split
 from services.loader.format.checkpoint import parse_json, read_small
+from services.loader.format.root import mode_of
 from shared.dtypes import DTYPE_BITS
 from shared.errors import CheckpointInvalid, UnsupportedArchitecture
 
@@ -98,7 +99,7 @@ def plan_for(directory: Path | None, ranks: int) -> Plan:
     heads that cannot be divided by `ranks`."""
     if ranks == 1:
         return Plan(1)
-    if directory is None or not (directory / "config.json").exists():
+    if directory is None or mode_of(directory / "config.json") is None:
         raise UnsupportedArchitecture(
             "--tensor-parallel needs a model directory with its config.json: the architecture says what is divided"
         )

@@ -7,6 +7,7 @@ one at a time. Only here torch is imported.
 from __future__ import annotations
 
 import pickle
+import re
 import struct
 import warnings
 import zipfile
@@ -102,11 +103,21 @@ def _load(path: Path, size: int) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as e:
         raise CheckpointInvalid(
-            f"{path} holds more than weights, or is damaged ({_first_line(e)}): it was not executed; save its state_dict alone, or take "
+            f"{path} holds more than weights, or is damaged ({_objection(e)}): it was not executed; save its state_dict alone, or take "
             "another file"
         ) from e
     except _BROKEN as e:
         raise CheckpointInvalid(f"{path} is no readable PyTorch file ({_first_line(e)}); download it again") from e
+
+
+def _objection(e: pickle.UnpicklingError) -> str:
+    """What was met in the file. torch goes on to say how to execute it all the same."""
+    told = re.sub(r"\s+", " ", str(e))
+    found = re.search(
+        r"(Unsupported (?:global|operand|class)\S* .{1,120}?|Trying to load unsupported .{1,120}?)(?: was not | whose | Please | Check |$)",
+        told,
+    )
+    return found[1] if found is not None else "it is not what torch.save writes"
 
 
 def _first_line(e: BaseException) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import Protocol
 
 from services.loader.convert.pickled import TORCH_INDEX, TorchShard, torch_names
@@ -23,7 +23,7 @@ from services.loader.format.checkpoint import (
     read_small,
 )
 from services.loader.format.converted import INDEX_NAME
-from services.loader.format.root import check_inside
+from services.loader.format.root import check_inside, mode_of
 from shared.errors import CheckpointInvalid
 
 
@@ -58,9 +58,10 @@ class Source:
 
 def open_source(path: Path) -> Source:
     """What `path` holds: a model or adapter directory, or one file. Raises `CheckpointInvalid`."""
-    if not path.exists():
+    mode = mode_of(path)
+    if mode is None:
         raise CheckpointInvalid(f"{path} does not exist; name a model directory, or a .safetensors, .bin or .pt file")
-    if not path.is_dir():
+    if not S_ISDIR(mode):
         if path.name.endswith(TORCH_SUFFIXES):
             return Source((_torch_shard(path),), None)
         return Source(_safetensors_shards(open_path(path)), None)
@@ -71,7 +72,8 @@ def open_source(path: Path) -> Source:
         return Source(_safetensors_shards(open_checkpoint(path)), path)
     names = torch_names(present)
     if names is None:
-        open_checkpoint(path)  # says what is missing
+        if not any(n.endswith(TORCH_SUFFIXES) for n in present):
+            open_checkpoint(path)  # says what is missing
         raise CheckpointInvalid(
             f"{path} has several PyTorch files and no {TORCH_INDEX}; copy the index from where they came, or name one file"
         )

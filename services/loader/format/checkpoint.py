@@ -8,12 +8,12 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from services.loader.format import converted
-from services.loader.format.root import check_inside
-from services.loader.format.safetensors import FileHeader, read_header
+from services.loader.format.root import check_inside, mode_of
+from services.loader.format.safetensors import FileHeader, is_text, read_header
 from shared.errors import CheckpointInvalid
 
 SINGLE = "model.safetensors"
@@ -85,13 +85,19 @@ def parse_index(data: bytes, where: str, suffixes: tuple[str, ...] = (".safetens
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _plain(name, suffixes):
             raise CheckpointInvalid(
-                f"{where} sends tensor {tensor!r} to {name!r}: only names of {' or '.join(suffixes)} files beside it are allowed"
+                f"{where} sends tensor {tensor!r:.80} to {name!r:.80}: only names of {' or '.join(suffixes)} files beside it are allowed"
             )
     return weight_map
 
 
 def _plain(name: str, suffixes: tuple[str, ...]) -> bool:
-    return name.endswith(suffixes) and not name.startswith(".") and not any(c in name for c in "/\\\0") and len(name.encode()) < 256
+    return (
+        is_text(name)
+        and name.endswith(suffixes)
+        and not name.startswith(".")
+        and not any(c in name for c in "/\\\0")
+        and len(name.encode()) < 256
+    )
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
@@ -125,7 +131,7 @@ def read_small(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     except FileNotFoundError as e:
         raise CheckpointInvalid(f"{path} is missing; copy the whole model directory") from e
     except OSError as e:
-        raise CheckpointInvalid(f"{path} cannot be read: {e.strerror}") from e
+        raise CheckpointInvalid(f"{path} cannot be read: {e.strerror}; check its permissions and the disk") from e
     if size > limit:
         raise CheckpointInvalid(f"{path} is over {limit} bytes; that is no configuration file")
     return data
@@ -174,9 +180,10 @@ def open_checkpoint(directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoin
 
 def open_path(path: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
     """The checkpoint that `path` names: a model directory, or one safetensors file. Raises `CheckpointInvalid`."""
-    if not path.exists():
+    mode = mode_of(path)
+    if mode is None:
         raise CheckpointInvalid(f"{path} does not exist; name a model directory or a .safetensors file")
-    if path.is_dir():
+    if S_ISDIR(mode):
         return open_checkpoint(path, rank, ranks)
     if path.name.endswith(TORCH_SUFFIXES):
         raise CheckpointInvalid(f"{path} is a PyTorch file (pickles are never loaded as they are): thaw convert {path} DST")
@@ -211,7 +218,7 @@ def _entries(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
     except OSError as e:
-        raise CheckpointInvalid(f"{directory} cannot be listed: {e.strerror}") from e
+        raise CheckpointInvalid(f"{directory} cannot be listed: {e.strerror}; check its permissions") from e
 
 
 def _open_file(path: Path) -> WeightFile:

@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from services.loader.format.safetensors import FileHeader, TensorEntry
+from services.loader.format.safetensors import MAX_DIMENSIONS, MAX_NAME, FileHeader, TensorEntry, is_absurd
 from shared.contracts.segment import PAGE
 from shared.dtypes import DTYPE_BITS, row_major
 from shared.errors import CheckpointInvalid
@@ -35,8 +35,6 @@ ALIGNMENT: Literal[256] = 256
 PAGE_ALIGNED_FROM = 16 * PAGE
 """Tensors of 64 KiB or more begin on a page: they can be read directly, mapped and paged out alone. Costs at most 6 % (of a 64 KiB tensor)."""
 MAX_RANKS = 1024
-MAX_NAME = 4096
-MAX_DIMENSIONS = 64
 MAX_INDEX_BYTES = 256 * 1024 * 1024
 _LINE_BYTES = 256 * 1024
 """Of one line: 1024 partitions take 80 kB, a tensor with the longest name and most dimensions 30."""
@@ -220,6 +218,8 @@ def _check_entry(entry: Entry, partition: Partition, where: str) -> None:
     bits = DTYPE_BITS.get(entry.dtype)
     if bits is None:
         _invalid(where, f"gives tensor {entry.name!r:.80} the unknown dtype {entry.dtype!r:.40}")
+    if is_absurd(entry.shape, bits):
+        _invalid(where, f"gives tensor {entry.name!r:.80} a shape that nothing can hold")
     if math.prod(entry.shape) * bits != entry.size * 8:
         _invalid(where, f"gives tensor {entry.name!r:.80} {entry.size} bytes, which {entry.dtype} of its shape does not take")
     if entry.stride != row_major(entry.shape):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from services.loader.format.checkpoint import parse_json, read_small
 from services.loader.format.gguf import Gguf, read_gguf
+from services.loader.format.root import expanded, mode_of
 from services.loader.format.tokenizer import special_token_ids
 from shared.contracts.models import ENGINE_SOURCE, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
@@ -29,8 +30,8 @@ def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
         return _unread(spec)
     if "://" in spec.source:
         return None
-    path = Path(spec.source).expanduser()
-    if not path.exists():
+    path = expanded(spec.source)
+    if mode_of(path) is None:
         raise CheckpointInvalid(f"{path} does not exist on this node; copy the model there or correct its source")
     path = path.resolve()
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []

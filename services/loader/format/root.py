@@ -1,4 +1,4 @@
-"""Files of a model lie in its directory: a link that leads elsewhere is not followed."""
+"""What a model's path is, and whether its files lie in its directory: a link that leads elsewhere is not followed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ import os
 from pathlib import Path
 
 from shared.errors import CheckpointInvalid
+
+
+def mode_of(path: Path) -> int | None:
+    """`st_mode` of what `path` names; None: nothing is there. Raises `CheckpointInvalid` where that cannot be told."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # or it has a zero byte
+        return None
+    except OSError as e:  # no access on the way to it, a name too long, links in a circle
+        raise CheckpointInvalid(
+            f"{path} cannot be looked at: {e.strerror}; correct the path, or the permissions on the way to it"
+        ) from e
+
+
+def expanded(path: Path | str) -> Path:
+    """`path` with `~` replaced. Raises `CheckpointInvalid` for a user whom nobody knows."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as e:
+        raise CheckpointInvalid(f"{path} begins with the home of an unknown user; write the directory in full") from e
 
 
 def check_inside(directory: Path, path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -19,6 +20,9 @@ from shared.errors import CheckpointInvalid
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 25_000_000
 """As huggingface_hub has it; the largest real headers are a few MB."""
+MAX_NAME = 4096
+MAX_DIMENSIONS = 64
+"""Beyond what torch computes with. The product of millions of numbers takes hours."""
 Read = Callable[[int, int], bytes]
 """`read(offset, length)`: at most `length` bytes of the file from `offset`."""
 
@@ -71,8 +75,10 @@ def _exactly(file: str, read: Read, offset: int, length: int) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(
+            1
+        )  # a header may have millions: counting each by itself takes hours
+        raise ValueError(f"the name {name!r:.80} occurs twice")
     return found
 
 
@@ -107,20 +113,39 @@ def _tensors(file: str, header: dict[str, Any], data_start: int, size: int) -> t
 
 
 def _tensor(file: str, name: str, value: Any) -> TensorEntry:
+    if len(name) > MAX_NAME or not is_text(name):
+        _invalid(file, f"has a tensor of the name {name!r:.80}, which is over {MAX_NAME} characters long or no text; rename it")
     if not isinstance(value, dict):
         _invalid(file, f"describes tensor {name!r} by something that is not an object")
     dtype, shape, offsets = value.get("dtype"), _naturals(value.get("shape")), _naturals(value.get("data_offsets"))
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_BITS:
-        _invalid(file, f"gives tensor {name!r} the unknown dtype {dtype!r}; known are {', '.join(sorted(SAFETENSORS_BITS))}")
+        _invalid(file, f"gives tensor {name!r} the unknown dtype {dtype!r:.80}; known are {', '.join(sorted(SAFETENSORS_BITS))}")
     if shape is None:
         _invalid(file, f"gives tensor {name!r} a shape that is not a list of natural numbers: {value.get('shape')!r:.80}")
     if offsets is None or len(offsets) != 2 or offsets[1] < offsets[0]:
         _invalid(file, f"places tensor {name!r} at {value.get('data_offsets')!r:.80}, which is not a range of bytes")
+    if len(shape) > MAX_DIMENSIONS:
+        _invalid(file, f"gives tensor {name!r} {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
+    if is_absurd(shape, SAFETENSORS_BITS[dtype]):
+        _invalid(
+            file,
+            f"gives tensor {name!r} the shape {list(shape)!s:.80}, which nothing can hold; its header is damaged, download it again",
+        )
     bits = math.prod(shape) * SAFETENSORS_BITS[dtype]
     begin, end = offsets
     if bits % 8 or bits // 8 != end - begin:
         _invalid(file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} of shape {list(shape)} needs {-(-bits // 8)}")
     return TensorEntry(name, dtype, shape, begin, end - begin)
+
+
+def is_text(name: str) -> bool:
+    """JSON can spell halves of characters, which no file system, message or index takes."""
+    return not any("\ud800" <= c <= "\udfff" for c in name)
+
+
+def is_absurd(shape: tuple[int, ...], bits: int) -> bool:
+    """Whether torch cannot count the strides and bytes of a tensor of this shape, which it does as if each dimension had an element."""
+    return math.prod(max(1, length) for length in shape) * bits >= 1 << 66
 
 
 def _naturals(value: Any) -> tuple[int, ...] | None:

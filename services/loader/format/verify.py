@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.loader.format.checkpoint import Checkpoint, WeightFile, open_checkpoint, read_small
 from services.loader.format.converted import INDEX_NAME, MAX_INDEX_BYTES, parse_index
+from services.loader.format.root import mode_of
 from services.loader.format.safetensors import TensorEntry
 from shared.errors import CheckpointInvalid
 
@@ -34,16 +35,24 @@ def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None]
     not a converted checkpoint (other layouts carry no hashes).
     """
     path = directory / INDEX_NAME
-    if not path.exists():
-        raise CheckpointInvalid(
-            f"{directory} is not converted: only converted checkpoints carry hashes; thaw convert {directory} DST"
-        )
+    if mode_of(path) is None:
+        raise _not_hashed(str(directory))
     ranks = parse_index(read_small(path, MAX_INDEX_BYTES), str(path)).ranks
     found = Verified(ranks, 0, 0)
     for rank in range(ranks):
         one = verify_checkpoint(open_checkpoint(directory, rank, ranks), threads=threads, on_bytes=on_bytes)
         found = Verified(ranks, found.tensors + one.tensors, found.bytes + one.bytes)
     return found
+
+
+def check_hashed(checkpoint: Checkpoint, where: str) -> None:
+    """Raises `CheckpointInvalid` if there is nothing to compare the bytes with: who asks for that must not be told that all is well."""
+    if not any(t.sha256 for file in checkpoint.files for t in file.header.tensors):
+        raise _not_hashed(where)
+
+
+def _not_hashed(where: str) -> CheckpointInvalid:
+    return CheckpointInvalid(f"{where} is not converted: only converted checkpoints carry hashes; thaw convert {where} DST")
 
 
 def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] | None = None) -> Verified:

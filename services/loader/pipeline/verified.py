@@ -14,8 +14,11 @@ from services.loader.pool.region import Region
 from services.loader.tiers.port import Cancelled
 
 
-def verify_region(layout: Layout, region: Region, *, threads: int = 2, cancelled: threading.Event | None = None) -> int:
-    """Bytes that were hashed, tied tensors once; 0 where the checkpoint carries no hashes. Raises `CheckpointInvalid` or `Cancelled`."""
+def verify_region(
+    layout: Layout, region: Region, *, threads: int = 2, cancelled: threading.Event | None = None, source: str | None = None
+) -> int:
+    """Bytes that were hashed, tied tensors once; 0 where the checkpoint carries no hashes. `source`: what the files are named by if they are not
+    on this host. Raises `CheckpointInvalid` or `Cancelled`."""
     work = [(place, t) for place in layout.places for t in once(place.file.header.tensors) if t.sha256]
 
     def check(place: Place, tensor: TensorEntry) -> None:
@@ -29,7 +32,7 @@ def verify_region(layout: Layout, region: Region, *, threads: int = 2, cancelled
                 digest.update(data)
             at += length
         if digest.hexdigest() != tensor.sha256:
-            raise damaged(tensor, str(place.file.path))
+            raise damaged(tensor, f"{source}/{place.file.name}" if source is not None else str(place.file.path))
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:

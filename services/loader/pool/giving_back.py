@@ -129,7 +129,10 @@ def _await_exit(pids: list[int], within: float) -> None:
     fds: list[int] = []
     try:
         fds.extend(os.pidfd_open(pid) for pid in pids)
-        select.select(fds, [], [], within)
+        waiting = select.poll()  # select() takes no descriptor above 1023
+        for fd in fds:
+            waiting.register(fd, select.POLLIN)
+        waiting.poll(within * 1e3)
     except ProcessLookupError:  # one has ended already
         return
     finally:

@@ -6,11 +6,13 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from stat import S_ISDIR
 
+from services.loader.format.adapter import CONFIG as ADAPTER_CONFIG
 from services.loader.format.checkpoint import directory_revision, open_checkpoint, read_small
 from services.loader.format.inspect import CONFIG
-from services.loader.format.root import check_inside
-from services.loader.tiers.names import select
+from services.loader.format.root import check_inside, expanded, mode_of
+from services.loader.tiers.names import limit_of, select
 from services.loader.tiers.port import Cancelled, TierFile
 from shared.errors import CheckpointInvalid, InvalidModel
 
@@ -31,15 +33,16 @@ class DirectoryTier:
     @classmethod
     def of(cls, source: str) -> DirectoryTier:
         """Raises `InvalidModel` if `source` is no absolute path, `CheckpointInvalid` if there is no directory."""
-        directory = Path(source).expanduser()
+        directory = expanded(source)
         if not directory.is_absolute():
             raise InvalidModel(
                 f"{source} is neither an absolute directory nor hf://org/name[@revision], https://…, s3://…, gs://… or az://…",
                 param="source",
             )
-        if not directory.exists():
+        mode = mode_of(directory)
+        if mode is None:
             raise CheckpointInvalid(f"{directory} does not exist on this node; copy the model there or correct its source")
-        if not directory.is_dir():
+        if not S_ISDIR(mode):
             raise CheckpointInvalid(f"{directory} is not a directory; source is the directory that holds config.json")
         return cls(directory.resolve())
 
@@ -55,14 +58,16 @@ class DirectoryTier:
     def revision(self) -> str:
         if self._revision is None:
             checkpoint = open_checkpoint(self._path)
-            name = CONFIG if (self._path / CONFIG).exists() else "adapter_config.json"
-            self._revision = directory_revision(checkpoint, read_small(self._path / name))
+            adapter = mode_of(self._path / CONFIG) is None and mode_of(self._path / ADAPTER_CONFIG) is not None
+            self._revision = directory_revision(checkpoint, read_small(self._path / (ADAPTER_CONFIG if adapter else CONFIG)))
         return self._revision
 
     def files(self) -> Sequence[TierFile]:
         if self._files is None:
             sizes = {p.relative_to(self._path).as_posix(): p.stat() for p in _regular(self._path)}
-            names = select({n: s.st_size for n, s in sizes.items()}, str(self._path), lambda n: read_small(self._path / n))
+            names = select(
+                {n: s.st_size for n, s in sizes.items()}, str(self._path), lambda n: read_small(self._path / n, limit_of(n))
+            )
             self._files = [TierFile(n, sizes[n].st_size, f"{sizes[n].st_mtime_ns}-{sizes[n].st_ino}") for n in names]
         return self._files
 

@@ -62,7 +62,7 @@ def checkpoint_of(tier: Tier, directory: Path, rank: int = 0, ranks: int = 1) ->
     files = {file.name: file for file in tier.files()}
     where = tier.source
     if converted.INDEX_NAME in files:
-        raw = read_small(directory / converted.INDEX_NAME)
+        raw = read_small(directory / converted.INDEX_NAME, converted.MAX_INDEX_BYTES)
         index = converted.parse_index(raw, f"{where}/{converted.INDEX_NAME}")
         return Checkpoint(directory, (_partition(converted.partition_of(index, raw, where, rank, ranks), files, tier, directory),))
     if ranks != 1:

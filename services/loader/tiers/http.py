@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from services.loader.format.checkpoint import MAX_JSON_BYTES
 from services.loader.tiers.http_client import HttpClient, basic, shown
-from services.loader.tiers.names import PROBED, is_safe, is_small, weights_of
+from services.loader.tiers.names import PROBED, check_limit, is_safe, is_small, weights_of
 from services.loader.tiers.port import TierFile
 from services.loader.tiers.ranges import RangeReader, RemoteFile
 from services.loader.tiers.remote import FIRST_BYTES, RemoteTier
@@ -114,8 +114,7 @@ class HttpTier(RemoteTier):
     def _small(self, found: dict[str, RemoteFile]) -> Callable[[str], bytes]:
         def read(name: str) -> bytes:
             size = found[name].size or 0
-            if size > MAX_JSON_BYTES:
-                raise CheckpointInvalid(f"{self.source}/{name} is over {MAX_JSON_BYTES} bytes; that is no configuration file")
+            check_limit(name, size, self.source)
             if len(known := self._first.get(name, b"")) == size:
                 return known
             data = bytearray(size)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from services.loader.format import converted
 from services.loader.format.adapter import CONFIG as ADAPTER_CONFIG
 from services.loader.format.checkpoint import INDEX, MAX_JSON_BYTES, SINGLE, TOKENIZERS, parse_index, weight_names
+from services.loader.format.safetensors import is_text
 from shared.errors import CheckpointInvalid
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "1_Pooling/*.json")
@@ -36,13 +37,28 @@ _PART = re.compile(r"[^/\\\0]{1,255}")
 
 def is_safe(name: str) -> bool:
     """Whether `name` can only be a file below the model's directory: relative, no `..`, nothing hidden."""
-    return all(_PART.fullmatch(part) and not part.startswith(".") for part in name.split("/")) and len(name.encode()) < 1024
+    return (
+        is_text(name)
+        and all(_PART.fullmatch(part) and not part.startswith(".") for part in name.split("/"))
+        and len(name.encode()) < 1024
+    )
 
 
 def is_small(name: str, size: int) -> bool:
     """Whether it is a file that comes to this host when the model is inspected (configuration, tokenizer, own code)."""
     patterns = (*SMALL_FILES, *CODE_FILES)
-    return size <= MAX_JSON_BYTES and any(fnmatch.fnmatchcase(name, p) and name.count("/") == p.count("/") for p in patterns)
+    return size <= limit_of(name) and any(fnmatch.fnmatchcase(name, p) and name.count("/") == p.count("/") for p in patterns)
+
+
+def limit_of(name: str) -> int:
+    """Bytes that a small file may have: it is read into memory whole."""
+    return converted.MAX_INDEX_BYTES if name == converted.INDEX_NAME else MAX_JSON_BYTES
+
+
+def check_limit(name: str, size: int, where: str) -> None:
+    """Raises `CheckpointInvalid` for what is too large to be what it is called."""
+    if size > limit_of(name):
+        raise CheckpointInvalid(f"{where}/{name} is over {limit_of(name)} bytes; that is no configuration file")
 
 
 def is_code(name: str) -> bool:
@@ -61,7 +77,12 @@ def weights_of(present: Collection[str], where: str, read: Callable[[str], bytes
 def select(sizes: Mapping[str, int], where: str, read: Callable[[str], bytes]) -> tuple[str, ...]:
     """Names of all of a model's files among those at a place, sorted. Raises `CheckpointInvalid` if its weights are not there."""
     safe = {name: size for name, size in sizes.items() if is_safe(name)}
-    weights = weights_of(safe, where, read)
+
+    def read_checked(name: str) -> bytes:
+        check_limit(name, safe[name], where)
+        return read(name)
+
+    weights = weights_of(safe, where, read_checked)
     for name in weights:
         if name not in safe:
             raise CheckpointInvalid(f"{where}/{name} is named by the model's index but missing; the source is incomplete")

@@ -7,16 +7,26 @@ from pathlib import Path
 from services.loader.cache.journal import FileHead
 from services.loader.cache.store import EntryRecord
 from services.loader.tiers.directory import DirectoryTier
-from shared.errors import ThawError
+from shared.errors import CheckpointInvalid, ThawError
 
 
 class OwnDirectories:
     def __init__(self) -> None:
         self._known: dict[str, tuple[Path, EntryRecord | None]] = {}
+        self._loaded: dict[tuple[str, Path], str] = {}
 
     def remember(self, revision: str, directory: Path) -> None:
         """Inspected just now: what was known of the revision is looked at again."""
         self._known[revision] = (directory, None)
+
+    def check(self, revision: str, found: str, directory: Path) -> None:
+        """`found`: a digest of the directory's weight files, which are to be loaded as `revision`. They may not be those that were registered: a
+        copy on another node's disk has other times, and what was damaged may have been repaired. But what this node has loaded once it does not
+        load as something else: cached and resident weights of the one would be served beside the other. Raises `CheckpointInvalid`."""
+        if self._loaded.setdefault((revision, directory), found) != found:
+            raise CheckpointInvalid(
+                f"the weights in {directory} have changed since they were first loaded; register it again (thaw models add)"
+            )
 
     def loaded(self, revision: str, directory: Path) -> None:
         self._known.setdefault(revision, (directory, None))

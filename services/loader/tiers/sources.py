@@ -16,7 +16,7 @@ from pathlib import Path
 from services.loader.cache.caching import CachingTier
 from services.loader.cache.held import HeldTier
 from services.loader.cache.store import EntryRecord, SsdCache
-from services.loader.format.checkpoint import Checkpoint
+from services.loader.format.checkpoint import Checkpoint, directory_revision
 from services.loader.format.inspect import check_small_files, describe
 from services.loader.format.root import check_inside
 from services.loader.tiers.directory import DirectoryTier
@@ -154,10 +154,14 @@ class Sources:
             far.close()
             raise
 
-    def checkpoint(self, tier: Tier, *, trust_remote_code: bool) -> tuple[Path, Checkpoint]:
-        """The model's directory on this host (small files at least), and the checked headers of its weights."""
+    def checkpoint(self, tier: Tier, *, trust_remote_code: bool, registered: str | None = None) -> tuple[Path, Checkpoint]:
+        """The model's directory on this host (small files at least), and the checked headers of its weights. `registered`: the revision that it
+        is loaded as; a directory that was loaded as it and has changed since is refused (`CheckpointInvalid`)."""
         directory = self.small_files(tier, trust_remote_code=trust_remote_code)
-        return directory, checkpoint_of(tier, directory)
+        checkpoint = checkpoint_of(tier, directory)
+        if registered is not None and tier.directory is not None and not is_remote(tier.source):
+            self.own.check(registered, directory_revision(checkpoint, b""), directory)
+        return directory, checkpoint
 
     def _far(self, source: str, revision: str) -> Tier:
         peers = offered = self._peer_tiers(source, revision)

@@ -13,6 +13,7 @@ from services.loader.load import measure
 from shared.errors import CheckpointInvalid
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.test_service import status_where
+from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
 
@@ -50,7 +51,8 @@ async def test_flipped_bits_are_found_where_that_is_asked_for(loader: LoaderProc
     write_checkpoint(tmp_path / "m", tensors(megabytes=20))
     convert(tmp_path / "m", tmp_path / "out")
     assert measure(tmp_path / "out", 2, verify=True)["verified_bytes"] > 19_000_000
-    assert measure(tmp_path / "m", 2, verify=True)["verified_bytes"] == 0, "safetensors carry no hashes"
+    with pytest.raises(CheckpointInvalid, match="carry hashes; thaw convert"):
+        measure(tmp_path / "m", 2, verify=True)
     with (tmp_path / "out" / "weights-00000-of-00001.thaw").open("r+b") as file:
         file.seek(18_000_000)
         [old] = file.read(1)
@@ -66,6 +68,20 @@ async def test_flipped_bits_are_found_where_that_is_asked_for(loader: LoaderProc
         await client.attach("i1", await client.card(tmp_path / "out"))
     await client.release("i1")
     await status_where(client, loader.node, lambda status: not status.segments and loader.memory() == 0)
+
+
+def test_what_is_damaged_on_its_way_is_named_by_where_it_came_from(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    (tmp_path / "www").mkdir()
+    convert(tmp_path / "m", tmp_path / "www" / "out")
+    with (tmp_path / "www" / "out" / "weights-00000-of-00001.thaw").open("r+b") as file:
+        file.write(b"x")
+    server = TierServer(tmp_path / "www")
+    try:
+        with pytest.raises(CheckpointInvalid, match=rf"{server.url}/out/weights-00000-of-00001\.thaw: the bytes of tensor"):
+            measure(f"{server.url}/out", 2, verify=True)
+    finally:
+        server.close()
 
 
 async def test_pickles_are_sent_to_the_converter(client: Client, tmp_path: Path) -> None:

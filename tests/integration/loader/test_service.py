@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shared.contracts import subjects
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
-from shared.errors import CheckpointInvalid, Conflict, InsufficientMemory, StaleToken, ThawError, UnsupportedArchitecture
+from shared.errors import (
+    CheckpointInvalid,
+    Conflict,
+    InsufficientMemory,
+    PayloadTooLarge,
+    StaleToken,
+    ThawError,
+    UnsupportedArchitecture,
+)
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.unit.loader.checkpoints import CONFIG, tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.segments import assert_same
@@ -222,3 +233,51 @@ async def test_two_loaders_of_one_node_do_not_fight(loader: LoaderProcess, clien
     assert second.process is not None
     assert second.process.wait(20) == 1
     assert "another loader runs" in loader.log.read_text()
+
+
+async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(client: Client, tmp_path: Path) -> None:
+    """Of the same size, with the same header: a fine-tune saved where the last one was. Cached and resident copies are of the old one."""
+    old = write_checkpoint(tmp_path / "m", tensors(megabytes=2))
+    card = await client.card(tmp_path / "m")
+    assert_same(await client.attach("i1", card), old)
+    await client.release("i1")
+    new = {name: np.asarray(values + 1) for name, values in old.items()}
+    write_checkpoint(tmp_path / "m", new)
+    with pytest.raises(CheckpointInvalid, match=r"have changed since they were first loaded; register it again"):
+        await client.attach("i2", card)
+    await client.release("i2")
+    assert_same(await client.attach("i3", await client.card(tmp_path / "m")), new)
+
+
+async def test_a_node_that_did_not_register_a_model_takes_its_own_copy(client: Client, tmp_path: Path) -> None:
+    """Copied to each node's disk by hand, files differ in their times. What the node has once met is what it stays with."""
+    write_checkpoint(tmp_path / "m", tensors(megabytes=2))
+    card = await client.card(tmp_path / "m")
+    elsewhere = card.model_copy(update={"info": card.info.model_copy(update={"revision": "registered-at-another-node"})})
+    await client.attach("i1", elsewhere)
+    await client.release("i1")
+    await client.attach("i2", elsewhere)
+    await client.release("i2")
+    os.utime(tmp_path / "m" / "model.safetensors", ns=(1, 1))
+    with pytest.raises(CheckpointInvalid, match=r"weights in .* have changed since"):
+        await client.attach("i3", elsewhere)
+
+
+async def test_a_hostile_name_does_not_make_an_answer_too_long_to_be_sent(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    header = json.dumps({"a": {"dtype": "x" * 20_000_000, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(
+        CheckpointInvalid, match=r"model\.safetensors gives tensor 'a' the unknown dtype 'xxx.* known are"
+    ) as caught:
+        await client.card(tmp_path / "m")
+    assert len(caught.value.message) < 10_000
+
+
+async def test_a_model_of_which_too_much_would_have_to_be_told(client: Client, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    empty = {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]}
+    header = json.dumps({f"x{number:x}{'y' * 40}.weight": empty for number in range(100_000)}).encode()
+    (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(PayloadTooLarge, match=r"the answer .* would have \d+ bytes"):
+        await client.card(tmp_path / "m")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,24 @@ def test_a_bad_path_is_a_typed_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["code"] == "checkpoint_invalid"
     assert str(tmp_path) in error["message"]
+
+
+def test_a_place_of_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "ftp://host/m", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["message"].startswith(
+        "ftp://host/m: no place of that kind is known; https://"
+    )
+
+
+def test_nothing_to_verify_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path)
+    assert main(["load", str(tmp_path), "--verify", "--json"]) == 1
+    assert "only converted checkpoints carry hashes" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_a_load_that_the_kernel_ended_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
+    monkeypatch.setattr("thaw.cli.load.subprocess.run", lambda *_, **__: killed)
+    assert main(["load", "/m", "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "for want of memory" in error["message"]

@@ -65,6 +65,7 @@ def test_weights_that_cannot_be_taken(present: set[str], said: str) -> None:
         ".safetensors",
         "a\\b.safetensors",
         "x.bin",
+        "\ud800.safetensors",
         "",
     ],
 )

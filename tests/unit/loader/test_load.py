@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,3 +282,11 @@ def test_every_way_of_reading_gives_the_same_bytes(tmp_path: Path, name: str, op
     report = load_segment(tmp_path, name, options)
     assert options.direct or report.stats.direct == 0
     assert_same(name, weights)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [({"threads": 0}, "at least one"), ({"chunk_bytes": 0}, "multiple"), ({"chunk_bytes": 5000}, "multiple")]
+)
+def test_options_that_would_never_end_or_read_unaligned(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ReadOptions(**wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +189,37 @@ def test_a_mapping_that_ends_in_time_is_waited_for(pool: PoolMemory) -> None:
         assert isinstance(shell.next(), Vacated)
         assert shell.next() == Left("w", 1, CHUNK_BYTES)
         killer.join()
+    shell.giving_back.close()
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """The next descriptor that is opened is above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for fd in taken:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_mapping_is_waited_for_by_a_loader_of_many_connections(
+    pool: PoolMemory, many_descriptors: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.prepare(3)
+    shell, real = Shell(pool, 10), pool.mapped_by_others
+    with mapper(pool.path, extents((3,), 4096)) as process:
+
+        def seen() -> dict[int, list[int]]:
+            found = real()
+            process.kill()
+            return found
+
+        monkeypatch.setattr(pool, "mapped_by_others", seen)
+        shell.giving_back.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
+        assert isinstance(shell.next(), Vacated)
+        assert shell.next() == Left("w", 1, CHUNK_BYTES)
     shell.giving_back.close()
 
 

@@ -69,7 +69,8 @@ def test_a_real_file_reads_as_the_reference_does(tmp_path: Path) -> None:
         (file_of({"a": tensor(offsets=[-8, 0])}, b"12345678"), "range of bytes"),
         (file_of({"a": tensor(offsets=[0, 1 << 70])}, b"12345678"), "range of bytes"),
         (file_of({"a": tensor(shape=[3])}, b"12345678"), "needs 12"),
-        (file_of({"a": tensor(shape=[1 << 62, 1 << 62])}, b"12345678"), "needs"),
+        (file_of({"a": tensor(shape=[1 << 62, 1 << 62])}, b"12345678"), "nothing can hold"),
+        (file_of({"a": tensor(shape=[1 << 40, 4])}, b"12345678"), "needs"),
         (file_of({"a": tensor(), "b": tensor(offsets=[4, 12])}, b"123456789012"), "overlapping"),
         (file_of({"a": tensor(), "b": tensor()}, b"12345678"), "overlapping"),
         (file_of({"a": tensor(offsets=[4, 12])}, b"123456789012"), "to no tensor"),
@@ -79,6 +80,12 @@ def test_a_real_file_reads_as_the_reference_does(tmp_path: Path) -> None:
             file_of(b'{"a": ' + json.dumps(tensor()).encode() + b', "a": ' + json.dumps(tensor()).encode() + b"}", b"12345678"),
             "twice",
         ),
+        (file_of({"a" * 5000: tensor()}, b"12345678"), "over 4096 characters"),
+        (file_of({"a\ud800": tensor()}, b"12345678"), r"'a\\ud800', which is over 4096 characters long or no text"),
+        (file_of({"a": tensor(shape=[1 << 62] * 300)}, b"12345678"), "300 dimensions"),
+        (file_of({"a": tensor(shape=[0, 1 << 62, 2], offsets=[0, 0])}), "nothing can hold"),
+        (file_of({"a": tensor(shape=[4, 1 << 62, 0], offsets=[0, 0])}), "nothing can hold"),
+        (file_of({"a": tensor(dtype="F" * 5000)}, b"12345678"), "unknown dtype 'FFF"),
     ],
 )
 def test_lies_are_named(data: bytes, said: str) -> None:
@@ -86,6 +93,23 @@ def test_lies_are_named(data: bytes, said: str) -> None:
         parse(data)
     assert "x.safetensors" in caught.value.message
     assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b"{" + b",".join(b'"%d":{}' % n for n in range(1_000_000)) + b',"999999":{}}', "'999999' occurs twice"),
+        (
+            b'{"a":{"dtype":"F32","shape":[' + b",".join([b"%d" % (1 << 62)] * 1_000_000) + b'],"data_offsets":[0,4]}}',
+            "1000000 dimensions",
+        ),
+    ],
+    ids=["names", "dimensions"],
+)
+def test_a_lie_of_many_parts_is_found_out_in_time(header: bytes, said: str) -> None:
+    """Looked at one against all, these would take hours."""
+    with pytest.raises(CheckpointInvalid, match=said):
+        parse(file_of(header, b"1234"))
 
 
 def test_a_file_that_shrinks_under_the_reader() -> None:

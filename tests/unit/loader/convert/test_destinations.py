@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.loader.convert.disk import disk_error
 from services.loader.convert.job import convert
 from services.loader.format.checkpoint import open_checkpoint
 from shared.errors import CheckpointInvalid, Conflict, ThawError, Unavailable
@@ -32,6 +34,15 @@ def test_a_destination_that_is_taken(tmp_path: Path) -> None:
     assert stored(tmp_path / "out") == before
     with pytest.raises(Unavailable, match="does not exist; make it first"):
         convert(source, tmp_path / "no" / "such")
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.ENAMETOOLONG, "choose a shorter name"), (errno.EMFILE, "ulimit -n"), (errno.EIO, "check the disk")]
+)
+def test_what_a_disk_refuses_has_its_remedy(code: int, remedy: str) -> None:
+    told = disk_error(Path("/out/x"), OSError(code, os.strerror(code)))
+    assert told.message.startswith(f"/out/x could not be written: {os.strerror(code)}; ")
+    assert remedy in told.message
 
 
 @pytest.fixture

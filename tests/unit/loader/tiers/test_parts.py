@@ -52,6 +52,7 @@ def test_small_files() -> None:
     assert not is_small("other/config.json", 10)
     assert not is_small("huge.json", 1 << 30)
     assert not is_small("model.safetensors", 10)
+    assert is_small("thaw.index.json", 200 << 20), "of a large model divided for many ranks"
 
 
 def test_what_is_a_model_s() -> None:
@@ -62,6 +63,13 @@ def test_what_is_a_model_s() -> None:
     index = b'{"weight_map": {"a": "model-1.safetensors"}}'
     with pytest.raises(CheckpointInvalid, match=r"model-1\.safetensors is named by the model's index but missing"):
         select({"model.safetensors.index.json": 9}, "there", lambda name: index)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "thaw.index.json"])
+def test_an_index_of_a_terabyte_is_not_read(name: str) -> None:
+    """A loader that made room for it would be killed."""
+    with pytest.raises(CheckpointInvalid, match=rf"there/{name} is over \d+ bytes; that is no configuration file"):
+        select({name: 1 << 40}, "there", lambda name: pytest.fail("it was read"))
 
 
 @settings(deadline=None)

@@ -1,0 +1,51 @@
+"""Paths given to verbs that cannot be looked at: one line that says why, and no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from thaw.cli.app import main
+from thaw.cli.paths import local_path, model_directory
+from thaw.config import ConfigError, load_config
+
+VERBS = {
+    "load": ["load", "{}"],
+    "convert": ["convert", "{}", "/tmp/never-made"],
+    "add": ["models", "add", "m", "{}"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS.keys())
+@pytest.mark.parametrize(
+    ("path", "why"), [("/" + "a" * 300, "File name too long"), ("~nobody-of-that-name/m", "unknown user")], ids=["long", "user"]
+)
+def test_a_path_that_cannot_be_looked_at(capsys: pytest.CaptureFixture[str], verb: list[str], path: str, why: str) -> None:
+    assert main([*(word.format(path) for word in verb), "--json"]) == 1
+    assert why in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_links_in_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    assert main(["models", "add", "m", str(tmp_path / "link"), "--json"]) == 1
+    assert "links in a circle" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_what_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    (tmp_path / "x.gguf").write_text("")
+    assert model_directory(str(tmp_path / "link")) == tmp_path / "m"
+    assert local_path(tmp_path / "link") == tmp_path / "link"
+    assert model_directory(str(tmp_path / "x.gguf")) == tmp_path / "x.gguf"
+    assert model_directory(str(tmp_path / "none")) is None
+
+
+def test_in_a_thaw_yaml(tmp_path: Path) -> None:
+    long, unknown = "/" + "a" * 300, "~nobody-of-that-name/m"
+    (tmp_path / "thaw.yaml").write_text(f"models:\n  - {{name: one, source: {long}}}\n  - {{name: two, source: {unknown}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "thaw.yaml")
+    assert sum("cannot be looked at" in line for line in caught.value.lines()) == 2

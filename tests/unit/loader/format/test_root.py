@@ -1,0 +1,87 @@
+"""Paths that cannot even be looked at: whoever is given one says so, by its name, with what is to be done."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.loader.convert.job import convert
+from services.loader.format.foreign import describe_foreign
+from services.loader.format.root import expanded
+from services.loader.format.verify import verify
+from services.loader.load import load_private, ready_pool
+from services.loader.tensors import TensorStream
+from services.loader.tiers.directory import DirectoryTier
+from shared.contracts.models import ModelSpec
+from shared.errors import CheckpointInvalid
+from tests.unit.loader.checkpoints import write_checkpoint
+from tests.unit.loader.convert.test_destinations import unprivileged
+
+Door = Callable[[Path], object]
+DOORS: dict[str, Door] = {
+    "load": load_private,
+    "ready": ready_pool,
+    "stream": lambda path: list(TensorStream(path)),
+    "convert": lambda path: convert(path, Path("/tmp/never-made")),
+    "verify": verify,
+    "register": lambda path: DirectoryTier.of(str(path)),
+    "register for a foreign engine": lambda path: describe_foreign(ModelSpec(name="m", source=str(path), engine="vllm")),
+}
+
+
+@pytest.fixture(params=list(DOORS.values()), ids=list(DOORS))
+def door(request: pytest.FixtureRequest) -> Door:
+    chosen: Door = request.param
+    return chosen
+
+
+@pytest.fixture
+def closed() -> Iterator[Path]:
+    """A model in a directory that only its owner enters."""
+    with tempfile.TemporaryDirectory(prefix="thaw-test-", dir="/tmp") as directory:
+        write_checkpoint(Path(directory) / "m")
+        Path(directory).chmod(0o700)
+        yield Path(directory) / "m"
+
+
+def test_no_access_on_the_way(door: Door, closed: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to become somebody else")
+    told = rf"{closed}.* cannot be looked at: Permission denied; correct the path, or the permissions"
+    with unprivileged(), pytest.raises(CheckpointInvalid, match=told):
+        door(closed)
+
+
+def test_a_name_too_long(door: Door, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match=r"aaa cannot be looked at: File name too long|aaa/thaw.index.json cannot be"):
+        door(tmp_path / ("a" * 300))
+
+
+def test_links_in_a_circle(door: Door, tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(tmp_path / "one")
+    with pytest.raises(CheckpointInvalid, match=r"one.* cannot be looked at: Too many levels of symbolic links"):
+        door(tmp_path / "one")
+
+
+def test_nothing_there_and_a_file_on_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "none", tmp_path / "file" / "m", Path("/m\0")):
+        with pytest.raises(CheckpointInvalid, match="does not exist"):
+            load_private(path)
+
+
+def test_a_user_whom_nobody_knows() -> None:
+    with pytest.raises(CheckpointInvalid, match="unknown user"):
+        expanded("~nobody-of-that-name/m")
+
+
+def test_a_directory_of_weights_alone_lacks_its_configuration(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    with pytest.raises(CheckpointInvalid, match=r"/config\.json is missing"):
+        _ = DirectoryTier(tmp_path).revision

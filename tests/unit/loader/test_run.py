@@ -1,0 +1,59 @@
+"""A load run, in one process and without a loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.loader.adapters import run as module
+from services.loader.adapters.cards import bare_card
+from services.loader.adapters.links import Links
+from services.loader.adapters.progress import Progress
+from services.loader.adapters.run import Means, Run, Threads
+from services.loader.cache.store import SsdCache
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.domain.effects import StartRun
+from services.loader.domain.events import Event, Laid
+from services.loader.pipeline.fill import Filling
+from services.loader.pipeline.link import Link, Transfer
+from services.loader.pool.memory import PoolMemory
+from services.loader.tiers.sources import Sources
+from tests.unit.loader.checkpoints import write_checkpoint
+
+
+def test_a_request_that_comes_while_the_load_is_laid_out_hurries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "m")
+    sources = Sources(SsdCache(tmp_path / "cache", 0), (tmp_path / "small",))
+    card = bare_card(sources, str(tmp_path / "m"))
+    pool, links = PoolMemory(None, CHUNK_BYTES), Links("fair")
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Laid):
+            run.grant((0,))
+
+    class Hurried(Filling):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            run.hurry()  # from the loop's thread, at the worst moment
+
+    submitted: list[Transfer] = []
+
+    def submit(transfer: Transfer) -> Transfer:
+        submitted.append(transfer)
+        return Link.submit(link, transfer)
+
+    link = links.get(sources.open(card.info.source, card.info.revision).link, 1)
+    monkeypatch.setattr(module, "Filling", Hurried)
+    monkeypatch.setattr(link, "submit", submit)
+    progress = Progress(emit)
+    run = Run(StartRun("w", 1, card, background=True), Means(pool, sources, emit, Threads(1, 1), links, progress), background=True)
+    try:
+        run.load()
+        assert [t.background for t in submitted] == [False]
+    finally:
+        run.close()
+        progress.close()
+        links.close()
+        pool.close()

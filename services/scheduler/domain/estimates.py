@@ -294,10 +294,12 @@ def learnt(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
             if not chosen.device_ids[0].startswith("cpu"):
                 own[bandwidth(chosen.source, chosen.device_ids[0])] = speed
     anywhere = {k: v for k, v in own.items() if ":" not in k}
+    # The priors are the built-in engine's: they bound nothing of what another one, which may take a minute, was measured to take.
+    priors = PRIOR_MS if model.card.spec.engine == "builtin" else {}
     return [
         *found,
-        _moved(state, plan.model, chosen.node, own, PRIOR_MS),
-        _moved(state, plan.model, ANYWHERE, anywhere, PRIOR_MS),
+        _moved(state, plan.model, chosen.node, own, priors),
+        _moved(state, plan.model, ANYWHERE, anywhere, priors),
     ]
 
 

@@ -46,7 +46,7 @@ _REMEDIES = {
     "insufficient_memory": "`thaw explain MODEL` shows what was considered; give the device more room, or a smaller max_model_len.",
     "checkpoint_invalid": "Repair the model's files or download them again; the next request for it reads them anew.",
     "unsupported_architecture": "The builtin engine runs what transformers' auto classes run.",
-    "engine_failed": "`thaw logs nodeagent` says why.",
+    "engine_failed": "`thaw logs engine` has what it said in full, `thaw logs nodeagent` what was done with it.",
     "queue_full": "Try again later, or raise queue.max_waiting of the model.",
     "not_found": "",
 }

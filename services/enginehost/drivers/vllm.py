@@ -18,6 +18,9 @@ _OURS = frozenset({"kv_cache_bytes"})
 
 
 class Vllm(Driver):
+    found_by = ("THAW_VLLM_PYTHON",)
+    module = "vllm"
+
     tokens = VllmTokens()
 
     @property

@@ -28,6 +28,7 @@ _ASK_AGAIN_S = 0.02
 _KEPT = 0.7
 """At least this part of what an engine used must be there again: less means that pages were lost."""
 _ENDED_WITHIN_S = 5.0
+_REMOVED_WITHIN_S = 1.0
 _POLL_S = 0.01
 
 
@@ -190,7 +191,10 @@ class Keeper:
                 )
                 return
             await asyncio.sleep(_POLL_S)
-        self.groups.remove(instance_id)
+        # The kernel is not done yet with what has just ended: until then its group is in use.
+        deadline = asyncio.get_running_loop().time() + _REMOVED_WITHIN_S
+        while not self.groups.remove(instance_id) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(_POLL_S)
         # Where there are no groups, a hosted engine's processes are known by their mark.
         mark = mark_of(self.groups.scope, instance_id)
         if not await asyncio.to_thread(end_marked, mark):

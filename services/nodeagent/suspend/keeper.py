@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from services.nodeagent.domain.choosing import choose
 from services.nodeagent.domain.state import Instance, Outlook
+from services.nodeagent.suspend import segments
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
 from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Spilling, Taken, Target, Way
@@ -199,6 +200,7 @@ class Keeper:
         mark = mark_of(self.groups.scope, instance_id)
         if not await asyncio.to_thread(end_marked, mark):
             log.error("processes of an engine cannot be ended", extra={"instance": instance_id, "pids": marked(mark)})
+        await asyncio.to_thread(segments.remove, self.groups.left_segments(instance_id))
 
     async def reap_strays(self, known: frozenset[str]) -> None:
         """End engines that an earlier agent left behind and nobody knows any more."""

@@ -273,7 +273,8 @@ class Engine:
             self._pids = await asyncio.to_thread(running.pids)
 
     def _died(self, ended: Ended) -> EngineFailed:
-        return EngineFailed(f"the engine {ended}{self._last_words()}")
+        words = self._last_words()
+        return EngineFailed(f"the engine {ended}{words}{self.driver.not_here(words)}")
 
     def _last_words(self) -> str:
         words = log_tail(Path(self._start.log_path))

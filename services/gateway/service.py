@@ -61,6 +61,7 @@ class Gateway:
         self.tasks: list[asyncio.Task[None]] = []
         self.joined = False
         self.closing = False
+        self.closes = asyncio.Event()
         self._informed = asyncio.Event()
 
     # Requests.
@@ -226,6 +227,7 @@ class Gateway:
     def begin_closing(self) -> None:
         """Take no new request; those here go on."""
         self.closing = True
+        self.closes.set()
         self.dispatcher.on_closing()
 
     def end_all(self) -> None:

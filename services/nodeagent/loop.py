@@ -22,6 +22,7 @@ class Loop:
         self._perform = perform
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._changed = asyncio.Event()
+        self._ticked = False
 
     def post(self, event: Event) -> None:
         self._events.put_nowait(event)
@@ -46,10 +47,14 @@ class Loop:
         return True
 
     async def _next(self) -> Event:
-        """The next event, or a `Tick` when a deadline is over first."""
-        if not self._events.empty():
-            return self._events.get_nowait()
+        """A `Tick` when a deadline is over, else the next event; where both are due they take turns, so that neither waits for ever."""
         wait = min((d - time.monotonic() for d in deadlines(self.state)), default=_IDLE_S)
+        if not self._events.empty() and (wait > 0 or self._ticked):
+            self._ticked = False
+            return self._events.get_nowait()
+        if not self._events.empty():
+            self._ticked = True
+            return Tick()
         try:
             async with asyncio.timeout(max(_SHORTEST_S, min(wait, _IDLE_S))):
                 return await self._events.get()

@@ -61,9 +61,11 @@ def _answer(api: Api, out: Console, model: str, history: list[Message], options:
             spinner.close()
             out.print(piece, end="", markup=False, soft_wrap=True)
     out.print()
-    tokens = completion.usage.get("completion_tokens", 0)
+    # Not every engine tells usage in its streams.
+    tokens = completion.usage.get("completion_tokens")
+    counted = f"{tokens} tokens, first" if tokens is not None else "first token"
     if completion.ttft_ms is not None:
-        out.print(f"[dim]{tokens} tokens, first after {format_duration(completion.ttft_ms / 1e3)}, {completion.request_id}[/]")
+        out.print(f"[dim]{counted} after {format_duration(completion.ttft_ms / 1e3)}, {completion.request_id}[/]")
     return completion
 
 

@@ -94,7 +94,7 @@ def _show(out: Console, found: PlanExplained) -> None:
     if plan.reason:
         out.print(f"  {escape(plan.reason)}")
     if not found.assumed:
-        out.print(_outcome(plan))
+        out.print(outcome(plan))
     if (queue := found.queue) is not None:
         before = f", behind {', '.join(queue.before)}" if queue.before else ""
         out.print(
@@ -135,10 +135,17 @@ def _error_ms(plan: PlanRecord) -> float | None:
     return plan.chosen.error_ms if plan.chosen is not None else None
 
 
-def _outcome(plan: PlanRecord) -> str:
+_MOST = 0.95
+"""The decision, which is what a prediction counts from, came late enough to be told if less than this part of the time was left."""
+
+
+def outcome(plan: PlanRecord) -> str:
+    """What came of it, in a line or two."""
     text = f"  outcome: {plan.outcome}"
     if plan.measured_ms is not None:
         text += f" after {format_duration(plan.measured_ms / 1e3)}"
+        if plan.chosen is not None and plan.chosen.took_ms is not None and plan.chosen.took_ms < _MOST * plan.measured_ms:
+            text += f", {format_duration(plan.chosen.took_ms / 1e3)} from the decision"
     if plan.chosen is not None and plan.chosen.predicted_ms is not None:
         text += f" [dim](predicted {format_duration(plan.chosen.predicted_ms / 1e3)}"
         if (error := _error_ms(plan)) is not None:

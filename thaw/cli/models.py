@@ -126,8 +126,8 @@ def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
     try:
         return ModelSpec(name=name, source=source, **options)
     except ValidationError as e:
-        faults = "; ".join(f"{dotted(d['loc'])}: {message_of(d, ModelSpec)}" for d in e.errors())
-        raise typer.BadParameter(faults) from e
+        faults = [(dotted(d["loc"]), message_of(d, ModelSpec)) for d in e.errors()]
+        raise typer.BadParameter("; ".join(f"{where}: {what}" if where else what for where, what in faults)) from e
 
 
 def show_difference(out: Console, result: ModelsAdded) -> None:

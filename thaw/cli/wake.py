@@ -21,8 +21,12 @@ def wake(model: Model, as_json: Json = False) -> Document:
     Example: [bold]thaw wake demo-60m[/]
     """
     out = screen(as_json)
-    with out.status(escape(f"waking {model}")):
-        awake = Api.find().wake(model)
+    try:
+        with out.status(escape(f"waking {model}")):
+            awake = Api.find().wake(model)
+    except KeyboardInterrupt:
+        out.print(f"{escape(model)} is being woken all the same; `thaw sleep {escape(model)}` calls it off.")
+        raise
     out.print(f"[green]✓[/] {model} is ready after {format_duration(awake.took_ms / 1e3)} ({awake.instance_id})")
     return {"model": model, "instance_id": awake.instance_id, "plan_id": awake.plan_id, "took_ms": awake.took_ms}
 

@@ -109,7 +109,9 @@ def request_waterfall(trace: RequestTrace, console: Console) -> RenderableType:
     legend = Text(
         f"{WAITED} waited for (the critical path; its parts sum to the TTFT)  {OVERLAPPED} overlapped by something else", "dim"
     )
-    tail = Text(f"{trace.prompt_tokens} prompt + {trace.completion_tokens} output tokens in {_ms(trace.duration_ms)}", "dim")
+    # Not every engine counts a prompt in its streams.
+    prompt = f"{trace.prompt_tokens} prompt + " if trace.prompt_tokens else ""
+    tail = Text(f"{prompt}{trace.completion_tokens} output tokens in {_ms(trace.duration_ms)}", "dim")
     return Group(head, chart, legend, tail)
 
 

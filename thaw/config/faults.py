@@ -75,6 +75,8 @@ def message_of(error: ErrorDetails, schema: type[BaseModel]) -> str:
         return unknown_key(str(error["loc"][-1]), _fields_at(schema, error["loc"][:-1]))
     if kind == "missing":
         return "is required"
+    if kind == "value_error" and isinstance(given, dict | BaseModel):
+        return _plain(error["msg"])  # of the keys together, and which is said; they may hold credentials
     if kind == "value_error":
         return f"given {_shown(given)}; {_plain(error['msg'])}"
     allowed = _allowed(kind, context) or _plain(error["msg"])

@@ -15,7 +15,8 @@ _PROBE_WITHIN_S = 20.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine is looked for: the program that `variable` names, and the module that its interpreter must have."""
+    """Where an engine is looked for: the program that `variable` names (else `program`; empty: only there), and the module that its
+    interpreter must have."""
 
     engine: Engine
     variable: str
@@ -26,7 +27,7 @@ class Place:
 PLACES = (
     Place("vllm", "THAW_VLLM_PYTHON", "python3", "vllm"),
     Place("llamacpp", "THAW_LLAMACPP_PYTHON", "python3", "llama_cpp.server"),
-    Place("llamacpp", "THAW_LLAMACPP_SERVER", "llama-server"),
+    Place("llamacpp", "THAW_LLAMACPP_SERVER", ""),
     Place("sglang", "THAW_SGLANG_PYTHON", "python3", "sglang"),
     Place("ollama", "THAW_OLLAMA_PROGRAM", "ollama"),
     Place("tensorrt-llm", "THAW_TRTLLM_SERVE", "trtllm-serve"),

@@ -12,6 +12,9 @@ _OURS = frozenset({"kv_cache_bytes"})
 
 
 class LlamaCpp(Driver):
+    found_by = ("THAW_LLAMACPP_PYTHON", "THAW_LLAMACPP_SERVER")
+    module = "llama_cpp"
+
     @property
     def _native(self) -> bool:
         return bool(self.launch.settings.llamacpp_server) or self.card.spec.container is not None

@@ -21,6 +21,8 @@ _FOREVER = -1
 
 
 class Ollama(Driver):
+    found_by = ("THAW_OLLAMA_PROGRAM",)
+
     health_path = "/api/version"
     _name = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,9 @@ class Driver:
     health_path = "/health"
     stream_usage = True
     """Whether `stream_options.include_usage` is understood."""
+    found_by: tuple[str, ...] = ()
+    """The node's variables that say where its program is, or the interpreter that has its `module`."""
+    module = ""
 
     @property
     def tokens(self) -> TokenApi | None:
@@ -117,6 +121,17 @@ class Driver:
     def command(self) -> Command:
         """How the engine is started as a process, where the model has no `command` of its own."""
         raise InvalidModel(f"{self.card.name}: engine {self.card.spec.engine} needs a command")
+
+    def not_here(self, words: str) -> str:
+        """What to do if an engine's last words say that it is not installed where it was looked for; else nothing."""
+        spec = self.card.spec
+        lacks = self.module and re.search(rf"No module named '?{self.module}\b", words)
+        if spec.command or spec.container is not None or not self.found_by or not (lacks or "cannot be started: " in words):
+            return ""
+        return (
+            f"\n{spec.engine} is not there: say where this node has it with {' or '.join(self.found_by)}, in the environment of "
+            "`thaw up` or in thaw.yaml under mesh.environment"
+        )
 
     def arguments(self) -> tuple[str, ...]:
         """What an image's entrypoint gets, for engines whose official image takes the server's arguments."""

@@ -11,6 +11,9 @@ _WEIGHTS = "weights"
 
 
 class Sglang(Driver):
+    found_by = ("THAW_SGLANG_PYTHON",)
+    module = "sglang"
+
     def command(self) -> Command:
         return Command((self.launch.settings.sglang_python, "-m", "sglang.launch_server", *self.arguments()))
 

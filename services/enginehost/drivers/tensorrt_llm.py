@@ -8,6 +8,8 @@ _OURS = frozenset({"kv_cache_bytes"})
 
 
 class TensorrtLlm(Driver):
+    found_by = ("THAW_TRTLLM_SERVE",)
+
     def command(self) -> Command:
         return Command((self.launch.settings.trtllm_serve, *self.arguments()))
 

@@ -19,6 +19,9 @@ _ANY_SHARE = "0.01"
 
 
 class Vllm(Driver):
+    found_by = ("THAW_VLLM_PYTHON",)
+    module = "vllm"
+
     tokens = VllmTokens()
 
     @property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
@@ -40,7 +42,7 @@ from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, KeyList, NewKey
 from shared.contracts.models import OPERATORS_FIELDS, ModelSpec
 from shared.contracts.traces import RequestTrace, TracePage
-from shared.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
+from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDown, Unavailable
 
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
 _MAX_BODY = 4 * 1024 * 1024
@@ -98,7 +100,19 @@ class Admin:
         return await self._ask(RemoveModel(name=name, with_adapters=too), Done)
 
     async def wake(self, request: Request) -> Response:
-        return await self._ask(WakeModel(deadline_ms=_deadline(request, WakeModel), name=request.path_params["name"]), ModelAwake)
+        """It may wait for minutes; a gateway that ends does not: another one answers a retry."""
+        message = WakeModel(deadline_ms=_deadline(request, WakeModel), name=request.path_params["name"])
+        asking = asyncio.ensure_future(self._ask(message, ModelAwake))
+        closing = asyncio.ensure_future(self._gateway.closes.wait())
+        waits: set[asyncio.Future[Any]] = {asking, closing}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise ShuttingDown
+            return asking.result()
+        finally:
+            asking.cancel()
+            closing.cancel()
 
     async def sleep(self, request: Request) -> Response:
         return await self._ask(

@@ -32,7 +32,7 @@ from services.nodeagent.domain.state import EarlyAsk, IdleAsk, Instance, Lap, No
 from services.nodeagent.domain.turn import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
-from shared.contracts.node import InstanceState, StopInstance, SuspendWay
+from shared.contracts.node import RESERVATION, InstanceState, StopInstance, SuspendWay
 from shared.errors import EngineFailed, InstanceBusy
 
 IN_HOST_MEMORY: tuple[SuspendWay, ...] = ("cuda", "sleep_cuda")
@@ -208,8 +208,12 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
         wake_asked=False,
     )
     make_room(turn, 0, "")
-    if p.wake_asked and not turn.state.instances[instance.instance_id].stop_asked:
-        resuming.reserve_and_resume(turn, turn.state.instances[instance.instance_id], wait_s=0.0, priority=0)
+    instance = turn.state.instances[instance.instance_id]
+    if p.wake_asked and not instance.stop_asked:
+        refused = resuming.reserve_and_resume(turn, instance, wait_s=0.0, priority=0)
+        if refused is not None:
+            # Its resumption was promised: whoever waits for it is told by the status, as of one that waited in vain.
+            turn.park(instance, no_room=refused.model_copy(update={"param": RESERVATION}))
 
 
 def on_suspend_failed(turn: Turn, event: SuspendFailed) -> None:

@@ -37,11 +37,17 @@ def grant(queue: tuple[Reservation, ...], ledger: Ledger) -> tuple[Reservation |
     blocked: set[str] = set()
     for r in in_order(queue):
         if blocked.isdisjoint(r.device_ids) and ledger.refusal(r.device_ids, r.nbytes, but=r.instance_id) is None:
-            rest = (replace(q, passed=q.passed + 1) if q.since < r.since else q for q in queue if q is not r)
-            return r, tuple(rest)
+            return r, tuple(_passed(q, r) for q in queue if q is not r)
         if r.passed >= PASSES:
             blocked.update(r.device_ids)
     return None, queue
+
+
+def _passed(q: Reservation, by: Reservation) -> Reservation:
+    """`q`, which goes on waiting; marked if another that came later got bytes that it wants."""
+    if q.since < by.since and set(q.device_ids) & set(by.device_ids):
+        return replace(q, passed=q.passed + 1)
+    return q
 
 
 def blocked_by(queue: tuple[Reservation, ...], device_ids: Iterable[str]) -> Reservation | None:

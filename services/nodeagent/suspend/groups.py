@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from services.nodeagent.suspend import segments
 from shared.errors import EngineFailed
 from shared.processes import descendants
 
@@ -74,6 +75,7 @@ class Groups:
         self._root = root
         self._freezer = freezer
         self.reason = reason
+        self._left: dict[str, set[int]] = {}
 
     @property
     def available(self) -> bool:
@@ -159,11 +161,17 @@ class Groups:
         for _ in range(10):
             left = [p for p in self.pids(instance_id) if p != spared]
             for pid in left:
+                self._left.setdefault(instance_id, set()).update(segments.mapped(pid))
+            for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
             self.thaw(instance_id)
             if not left:
                 return
+
+    def left_segments(self, instance_id: str) -> set[int]:
+        """Shared memory that processes had which `kill` has ended (segments.py), told once."""
+        return self._left.pop(instance_id, set())
 
     def remove(self, instance_id: str) -> bool:
         """Remove the group; False while there is a process in it."""

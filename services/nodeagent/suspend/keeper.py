@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from services.nodeagent.domain.choosing import choose
 from services.nodeagent.domain.state import Instance, Outlook
+from services.nodeagent.suspend import segments
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
 from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Spilling, Taken, Target, Way
@@ -33,6 +34,7 @@ _PATIENCE = 3.0
 _TRIED_AGAIN_S = 600.0
 """A way that a model could not be suspended by is left so long, where there is another one."""
 _ENDED_WITHIN_S = 5.0
+_REMOVED_WITHIN_S = 1.0
 _POLL_S = 0.01
 
 
@@ -215,11 +217,15 @@ class Keeper:
                 )
                 return
             await asyncio.sleep(_POLL_S)
-        self.groups.remove(instance_id)
+        # The kernel is not done yet with what has just ended: until then its group is in use.
+        deadline = asyncio.get_running_loop().time() + _REMOVED_WITHIN_S
+        while not self.groups.remove(instance_id) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(_POLL_S)
         # Where there are no groups, a hosted engine's processes are known by their mark.
         mark = mark_of(self.groups.scope, instance_id)
         if not await asyncio.to_thread(end_marked, mark):
             log.error("processes of an engine cannot be ended", extra={"instance": instance_id, "pids": marked(mark)})
+        await asyncio.to_thread(segments.remove, self.groups.left_segments(instance_id))
 
     async def reap_strays(self, known: frozenset[str]) -> None:
         """End engines that an earlier agent left behind and nobody knows any more."""

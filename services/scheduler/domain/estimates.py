@@ -273,7 +273,8 @@ def learnt(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
     if plan.outcome != "ready" or chosen is None or model is None:
         return []
     phases = _by_phase(plan)
-    reserved = phases.pop(Phase.RESERVE.value, None)
+    phases.pop(Phase.RESERVE.value, None)
+    reserved = _reserved_ms(plan)
     found = []
     if chosen.clearing in ("evict", "suspend", "preempt", "migrate") and reserved is not None:
         found += [_moved(state, "", node, {LEAVING: reserved}, {LEAVING: LEAVING_MS}) for node in (chosen.node, ANYWHERE)]
@@ -294,11 +295,22 @@ def learnt(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
             if not chosen.device_ids[0].startswith("cpu"):
                 own[bandwidth(chosen.source, chosen.device_ids[0])] = speed
     anywhere = {k: v for k, v in own.items() if ":" not in k}
+    # The priors are the built-in engine's: they bound nothing of what another one, which may take a minute, was measured to take.
+    priors = PRIOR_MS if model.card.spec.engine == "builtin" else {}
     return [
         *found,
-        _moved(state, plan.model, chosen.node, own, PRIOR_MS),
-        _moved(state, plan.model, ANYWHERE, anywhere, PRIOR_MS),
+        _moved(state, plan.model, chosen.node, own, priors),
+        _moved(state, plan.model, ANYWHERE, anywhere, priors),
     ]
+
+
+def _reserved_ms(plan: PlanRecord) -> float | None:
+    """Milliseconds until victims were gone, of the decision to have them leave: what was waited before there was anything to decide is not
+    theirs. None: nobody was waited for."""
+    took = plan.chosen.took_ms if plan.chosen is not None else None
+    decided = plan.measured_ms - took if plan.measured_ms is not None and took is not None else float("-inf")
+    spans = [(max(s.start_ms, decided), s.end_ms) for s in plan.measured if s.phase is Phase.RESERVE and s.end_ms > decided]
+    return covered(spans) if spans else None
 
 
 def _by_phase(plan: PlanRecord) -> dict[str, float]:

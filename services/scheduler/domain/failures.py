@@ -11,7 +11,7 @@ from services.scheduler.domain.lifecycle import conclude, finish_plan, leave, re
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import LoadFailed
-from shared.errors import InsufficientMemory, InvalidModel, from_body
+from shared.errors import InsufficientMemory, InvalidModel, Unavailable, from_body
 
 MAX_ATTEMPTS = 2
 """Starts tried before those who wait are told."""
@@ -70,7 +70,8 @@ def give_up(d: Draft, model: Model, error: ErrorBody, plan_id: str | None) -> No
     trouble = d.state.trouble.get(model.key) or Trouble(model.key)
     failures = trouble.failures + 1
     d.put(Trouble(model.key, 0, (), failures, d.now, d.now + d.policy.backoff(failures), error))
-    d.put(replace(model, error=error.message))
+    if error.code != Unavailable.code:  # that there is no node is no failure of the model's, and over when one is there
+        d.put(replace(model, error=error.message))
     d.emit(PublishLoadFailed(LoadFailed(model=model.key, plan_id=plan_id, error=error)))
     d.drop(ModelDemand, model.key)
     d.drop(Unmet, model.key)

@@ -167,11 +167,7 @@ def _remove(d: Draft, model: Model) -> None:
     if plan is not None and plan.outcome == "pending" and plan.instance_id is None:
         d.put(plan.model_copy(update={"outcome": "cancelled"}))
     d.emit(DeleteCatalog(model.key))
-    gone = ModelNotFound(f"the model {model.key!r} was removed").body()
-    for w in list(d.state.waiters.values()):
-        if w.model == model.key and w.kind == "wake":
-            d.drop(Waiter, w.waiter)
-            d.emit(ReplyTo(w.waiter, gone))
+    _call_off_wakes(d, model, ModelNotFound(f"the model {model.key!r} was removed"))
 
 
 def _wake(d: Draft, event: WakeAsked) -> None:
@@ -180,11 +176,20 @@ def _wake(d: Draft, event: WakeAsked) -> None:
     d.put(Waiter(event.waiter, "wake", model.key, event.at))
 
 
+def _call_off_wakes(d: Draft, model: Model, why: ThawError) -> None:
+    """Whoever waits for the model to be woken is told that it will not be: the last order holds."""
+    for w in list(d.state.waiters.values()):
+        if w.kind == "wake" and w.model == model.key:
+            d.drop(Waiter, w.waiter)
+            d.emit(ReplyTo(w.waiter, why.body()))
+
+
 def _sleep(d: Draft, event: SleepAsked) -> None:
     model = find(d.state, event.name)
     if (base := model.card.spec.base) is not None:
         raise InvalidRequest(f"{model.key} is an adapter of {base} and has no instance of its own: thaw sleep {base}", param="name")
     d.put(replace(model, resting=True))
+    _call_off_wakes(d, model, Conflict(f"{model.key} was told to sleep while it was being woken"))
     there = [i for i in d.state.of_model(model.key) if not i.state.parked]
     waited_for = tuple(i.instance_id for i in there if not i.claim)
     d.put(Waiter(event.waiter, "sleep", model.key, event.at, waited_for))

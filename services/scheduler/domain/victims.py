@@ -70,7 +70,8 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
         state = "serving"
     else:
         state, used = "idle", idle
-    wanted = d.state.waiting(i.model) > 0
+    waiting = d.state.waiting(i.model)
+    wanted = waiting > 0
     moves = ways_out(d, i, owner, b) if state == "serving" and owner is not None and not asking.extra else ()
     return Resident(
         key=i.instance_id,
@@ -80,7 +81,7 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
         last_used=used,
         ready_at=ready_at,
         active=load.active if load is not None else 0,
-        queued=load.waiting if load is not None else 0,
+        queued=(load.waiting if load is not None else 0) + waiting,  # in its engine, and in gateways
         priority=owner.card.spec.priority if owner is not None else -1000,
         sensitivity=owner.card.spec.latency_sensitivity if owner is not None else 0.0,
         miss=1.0 if wanted or state == "serving" else likely_again(d.now - used, d.policy.horizon),

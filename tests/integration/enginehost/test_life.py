@@ -64,6 +64,26 @@ async def test_a_program_that_is_not_there_is_named(hosts: Hosts) -> None:
     assert "/nowhere/engine cannot be started: No such file" in report.error.message
 
 
+@pytest.mark.parametrize(
+    ("engine", "settings", "variable"),
+    [
+        ("vllm", {"THAW_VLLM_PYTHON": sys.executable}, "THAW_VLLM_PYTHON"),
+        ("vllm", {"THAW_VLLM_PYTHON": "/nowhere/python"}, "THAW_VLLM_PYTHON"),
+        ("llamacpp", {"THAW_LLAMACPP_PYTHON": sys.executable}, "THAW_LLAMACPP_PYTHON or THAW_LLAMACPP_SERVER"),
+        ("tensorrt-llm", {"THAW_TRTLLM_SERVE": "/nowhere/trtllm-serve"}, "THAW_TRTLLM_SERVE"),
+    ],
+)
+async def test_an_engine_that_is_not_installed_is_told_with_what_to_set(
+    hosts: Hosts, tmp_path: Path, engine: str, settings: dict[str, str], variable: str
+) -> None:
+    weights = tmp_path / "m.gguf"
+    weights.touch()
+    start = hosts.host(hosted_card(str(weights), engine=engine, memory=MIB), **settings)
+    report = await hosts.settled(start.instance_id)
+    assert report.error is not None
+    assert f"say where this node has it with {variable}" in report.error.message
+
+
 async def test_on_cpu_the_meshs_own_processes_go_before_it(hosts: Hosts) -> None:
     own = psutil.Process().nice()
     for device, expected in (("cpu:0", min(19, own + 3)), ("cuda:0", own)):

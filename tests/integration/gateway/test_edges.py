@@ -340,3 +340,22 @@ async def test_an_order_that_a_gateway_cannot_wait_for_any_more_is_told_so(node:
         answer = await waiting
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
     assert answer.headers["x-should-retry"] == "true"
+
+
+async def test_who_waits_for_a_model_to_be_woken_does_not_hold_up_the_end(node: FakeNode, serve: ServeFn) -> None:
+    asked = asyncio.Event()
+
+    async def never(request: AdminRequest) -> Message:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, never, concurrent=True).start()
+    async with serve(drain_timeout=600) as served:
+        waiting = asyncio.create_task(served.http.post("/admin/v1/models/alpha/wake"))
+        await asked.wait()
+        served.stop.set()
+        answer = await waiting
+        assert await asyncio.wait_for(served.task, 10) == 0
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert answer.headers["x-should-retry"] == "true"

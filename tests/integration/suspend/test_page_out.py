@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import mmap
@@ -11,13 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.cpu import CpuWay
+from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.keeper import Keeper
 from services.nodeagent.suspend.port import CannotSuspend, Target
 from shared.errors import EngineFailed, PermissionDenied
 from shared.processes import descendants
@@ -138,6 +143,42 @@ def test_killing_works_on_what_is_frozen(groups: Groups, tree: Tree) -> None:
         os.sched_yield()
     assert groups.pids("i") == ()
     assert groups.remove("i")
+
+
+SHARING = """
+import multiprocessing, sys
+from multiprocessing.shared_memory import SharedMemory
+own, foreign = SharedMemory(create=True, size=4096), SharedMemory(name=sys.argv[1])
+lock = multiprocessing.get_context("spawn").Lock()
+print(own.name, "sem." + lock._semlock.name.lstrip("/"), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_shared_memory_of_a_killed_engine_goes_with_it_and_what_others_use_stays(groups: Groups) -> None:
+    """All of it is killed at once: there is nobody left in it to clean up."""
+    others = SharedMemory(create=True, size=4096)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHARING, others.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        own = [Path("/dev/shm") / name for name in process.stdout.readline().decode().split()]
+        assert len(own) == 2
+        assert all(p.is_file() for p in own), "a segment and a semaphore"
+        groups.gather("i", process.pid, include_host=True)
+        groups.freeze("i")
+        groups.kill("i")
+        process.wait(10)
+        unused: Any = None
+        asyncio.run(Keeper({}, groups, Gauge({}), unused, 1.0).ended("i"))
+        assert not any(p.exists() for p in own)
+        assert (Path("/dev/shm") / others.name).exists()
+    finally:
+        process.kill()
+        process.communicate()
+        others.close()
+        others.unlink()
 
 
 def test_descendants_are_found_to_the_last(tree: Tree) -> None:

@@ -207,6 +207,13 @@ def test_faults(tmp_path: Path, text: str, line: int, words: str) -> None:
     assert words in found[0].message
 
 
+def test_keys_that_do_not_go_together_are_told_without_the_values(tmp_path: Path) -> None:
+    """They may be credentials."""
+    text = "models:\n  - {name: b, engine: openai, source: 'engine://b', memory: 1GiB, max_model_len: 8, env: {TOKEN: secret}}\n"
+    (fault,) = faults(tmp_path, text)
+    assert fault.message == "engine: openai needs a command, or a container"
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="cannot be read"):
         load_config(tmp_path / "none.yaml")

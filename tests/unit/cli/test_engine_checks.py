@@ -22,6 +22,15 @@ def test_none_but_the_builtin_one() -> None:
     assert installed() == (["builtin"], [])
 
 
+def test_a_llama_server_that_nobody_named_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = tmp_path / "llama-server"
+    server.write_text("#!/bin/sh\n")
+    server.chmod(0o755)
+    assert installed() == (["builtin"], [])
+    monkeypatch.setenv("THAW_LLAMACPP_SERVER", str(server))
+    assert installed() == (["builtin", f"llamacpp ({server})"], [])
+
+
 def test_those_that_are_named_and_there_and_those_that_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ollama = tmp_path / "ollama"
     ollama.write_text("#!/bin/sh\n")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption
-from thaw.cli.explain import assumption
+from shared.contracts.plans import Candidate, PlanRecord
+from thaw.cli.explain import assumption, outcome
 from thaw.errors import CommandError
 
 
@@ -30,3 +31,20 @@ def test_what_is_meant(text: str, meant: Assumption) -> None:
 def test_what_is_not_understood_is_said(text: str) -> None:
     with pytest.raises(CommandError, match="not understood"):
         assumption(text)
+
+
+@pytest.mark.parametrize(
+    ("measured_ms", "told"),
+    [
+        (4200.0, "ready after 4.2 s, 2.9 s from the decision [dim](predicted 2.1 s, 800 ms too little)"),
+        (2940.0, "ready after 2.9 s [dim](predicted 2.1 s, 800 ms too little)"),
+    ],
+    ids=["waited before", "decided at once"],
+)
+def test_what_came_of_it_adds_up(measured_ms: float, told: str) -> None:
+    """A prediction counts from the decision, the outcome from the demand: where they differ both are told."""
+    chosen = Candidate(node="n", device_ids=("cpu:0",), way="load", predicted_ms=2100.0, took_ms=2900.0)
+    plan = PlanRecord(
+        plan_id="p", model="m", created=0, trigger="demand", way="load", chosen=chosen, outcome="ready", measured_ms=measured_ms
+    )
+    assert told in outcome(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from shared.contracts.phases import Phase, PhaseSpan
@@ -64,3 +65,23 @@ def test_it_prints() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
     assert "TTFT 100 ms" in text
     assert "loader" in text
+
+
+@pytest.mark.parametrize(("prompt", "told"), [(24, "24 prompt + 32 output tokens"), (0, "\n32 output tokens")])
+def test_a_prompt_that_the_engine_did_not_count_is_not_told(prompt: int, told: str) -> None:
+    trace = RequestTrace(
+        request_id="r",
+        trace_id="t",
+        model="m",
+        endpoint="chat",
+        received=0,
+        ttft_ms=100,
+        duration_ms=200,
+        spans=SPANS,
+        critical_path=CRITICAL,
+        prompt_tokens=prompt,
+        completion_tokens=32,
+    )
+    console = Console(file=io.StringIO(), width=120)
+    console.print(request_waterfall(trace, console))
+    assert told in console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.nodeagent.domain import events as e
-from services.nodeagent.domain.state import Instance, NodeState, Process
+from services.nodeagent.domain.state import Instance, NodeState, Process, deadlines
 from shared.contracts.node import InstanceState
 from shared.errors import InstanceBusy
 from tests.unit.nodeagent.world import EPOCH, ERROR, POSSIBLE, World, report, resume, start, stop, suspend
@@ -201,6 +201,8 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1, 6, 30, 101]))
     def time_passes(self, seconds: float) -> None:
         self.hear(e.Tick(), seconds)
+        late = [t for t in deadlines(self.world.state) if t <= self.world.now]
+        assert not late, "a deadline that is over and stays: the loop would spin"
 
     @rule()
     def shutdown(self) -> None:

@@ -58,6 +58,16 @@ def test_a_small_one_passes_a_large_one_but_not_for_ever() -> None:
     assert chosen.instance_id == "large"
 
 
+def test_who_gets_bytes_of_other_devices_passes_nobody() -> None:
+    queue: tuple[Reservation, ...] = (r("large", 90),)
+    for n in range(2 * PASSES):
+        chosen, queue = grant((*queue, r(f"elsewhere-{n}", 10, "d1", since=n + 1.0)), books(d0=50))
+        assert chosen is not None
+    chosen, _ = grant((*queue, r("small", 10, since=50.0)), books(d0=50))
+    assert chosen is not None
+    assert chosen.instance_id == "small"
+
+
 def test_an_important_one_passes_a_humble_one_but_not_for_ever() -> None:
     queue: tuple[Reservation, ...] = (r("humble", 50),)
     for n in range(PASSES):

@@ -8,9 +8,11 @@ import pytest
 
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
+from services.nodeagent.domain.reservations import PASSES
 from services.nodeagent.domain.state import Instance, NodeState, Process
+from services.nodeagent.domain.status import instance_status
 from shared.contracts.base import ErrorBody
-from shared.contracts.node import InstanceState
+from shared.contracts.node import RESERVATION, InstanceState
 from shared.errors import EngineFailed, InsufficientMemory, NotFound
 from tests.unit.nodeagent.world import ERROR, POSSIBLE, World, report, resume, start, stop, suspend
 
@@ -99,6 +101,21 @@ def test_5_a_resume_while_it_is_frozen_comes_right_after(w: World) -> None:
     effects = w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     assert e.Resume("i", "cpu") in effects
     assert w["i"].state is RESUMING
+
+
+def test_5_a_resume_that_has_no_room_right_after_says_so(w: World) -> None:
+    """It was answered already: its status is the only place to say it."""
+    w.ready()
+    w.hear(e.StartCommand(start("large", reserve=80).model_copy(update={"wait_ms": 60_000}), 9))
+    w.state = replace(w.state, queue=tuple(replace(q, passed=PASSES) for q in w.state.queue))
+    w.hear(e.SuspendCommand(suspend(), 2))
+    w.hear(e.HoldAnswered("i", False))
+    assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
+    w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    assert w["i"].state is SUSPENDED
+    told = instance_status(w.state, w["i"], private=10, weights=0, phases=(), wall=0.0).error
+    assert told is not None
+    assert (told.code, told.param) == (InsufficientMemory.code, RESERVATION)
 
 
 def test_5_a_resume_while_the_freezing_fails_has_it_serve_again(w: World) -> None:

@@ -99,6 +99,23 @@ def test_how_long_victims_take_is_learned_of_a_node(w: World) -> None:
     assert known(w.state, "n", "leaving", model="") == pytest.approx(1200)
 
 
+def test_what_was_waited_before_the_decision_is_not_the_victims(w: World) -> None:
+    """A model that waited three seconds for another one's turn to end, and half a second for it to leave."""
+    spans = (span(Phase.RESERVE, 2800), span(Phase.RESERVE, 400, start_ms=2800), span(Phase.INIT, 300, start_ms=3200))
+    waited = plan(*spans, clearing="evict", way="evict_then_load", took_ms=700.0).model_copy(update={"measured_ms": 3500.0})
+    teach(w.state, waited)
+    assert known(w.state, "n", "leaving", model="") == pytest.approx(400)
+
+
+def test_the_first_start_of_another_engine_counts_whole(w: World) -> None:
+    """vLLM takes half a minute where the built-in engine takes half a second: bounded by that prior it would seem to take two."""
+    w.model("v", engine="vllm")
+    spans = (span(Phase.CONTAINER, 480), span(Phase.INIT, 24_000, start_ms=480), span(Phase.PROFILE, 70, start_ms=24_480))
+    teach(w.state, plan(*spans).model_copy(update={"model": "v"}))
+    found = Forecast(w.state, w.state.models["v"].card, w.now).on(booking(w.state, "other", "cpu:0"), leaving=False)[0]
+    assert (found["container"], found["init"], found["profile"]) == pytest.approx((480, 24_000, 70))
+
+
 def test_a_failure_teaches_nothing(w: World) -> None:
     assert learnt(w.state, plan(span(Phase.INIT, 5)).model_copy(update={"outcome": "failed"})) == []
 

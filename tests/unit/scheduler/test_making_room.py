@@ -129,6 +129,22 @@ def test_7_who_waits_too_long_may_displace_one_that_serves(w: World) -> None:
     assert len(w.starts("c")) == 1
 
 
+def test_7_the_shortest_queue_goes_first_whoever_holds_it(w: World) -> None:
+    """Engines run as many as they can at once; the others wait in gateways."""
+    three(w)
+    a, b = w.up("a"), w.up("b")
+    a.active = b.active = 1
+    for _ in range(16):
+        w.tick(1)
+        w.demand("a", 20)
+        w.demand("c")
+    w.tick(1)
+    w.demand("c")
+    assert not w.stops("a"), "twenty wait for it"
+    (stop,) = w.stops("b")
+    assert not stop.command.only_if_idle
+
+
 def test_7_one_that_has_refused_as_busy_is_drained_though_its_node_has_not_said_so_yet(w: World) -> None:
     agent = three(w)
     a, b = w.up("a"), w.up("b")

@@ -45,6 +45,7 @@ def test_2_without_nodes_demand_waits_then_fails(w: World) -> None:
     w.now += 2
     w.demand("a")
     assert w.sent(PublishLoadFailed)[0].event.error.code == "unavailable"
+    assert w.state.models["a"].error is None, "it has not failed"
 
 
 def test_2_a_node_that_appears_takes_what_waits(w: World) -> None:

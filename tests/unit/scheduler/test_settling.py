@@ -41,6 +41,28 @@ def test_a_wake_given_up_cancels_its_start(w: World) -> None:
     assert len(w.stops("a")) == 1
 
 
+def test_a_sleep_calls_off_the_wake_before_it(w: World) -> None:
+    """The last order holds: it is not started again for who wanted it before."""
+    w.node()
+    w.model("a")
+    waiter = w.wake("a")
+    w.sleep("a")
+    told = w.answer(waiter)
+    assert (told.code, "told to sleep" in told.message) == ("conflict", True)
+    w.finish_stops()
+    w.tick(5)
+    assert len(w.starts("a")) == 1
+    assert w.state.waiting("a") == 0
+
+
+def test_a_removal_answers_who_waits_for_a_wake(w: World) -> None:
+    w.node()
+    w.model("a")
+    waiter = w.wake("a")
+    w.remove("a")
+    assert w.answer(waiter).code == "model_not_found"
+
+
 def test_sleep_answers_with_the_bytes_freed(w: World) -> None:
     agent = w.node()
     w.model("a", replicas={"min": 1, "max": 1})

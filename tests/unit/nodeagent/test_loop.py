@@ -1,0 +1,32 @@
+"""The loop between events and time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from services.nodeagent.domain import events as e
+from services.nodeagent.loop import Loop
+from shared.contracts.node import InstanceState
+from tests.unit.nodeagent.world import World, report
+
+
+async def test_events_that_never_cease_keep_no_deadline_from_being_seen() -> None:
+    """Engines that report without end: an instance that ended long ago is forgotten all the same, at once."""
+    world = World()
+    ended = world.ready("gone").model_copy(update={"state": InstanceState.STOPPED, "ended_at": time.monotonic() - 1000})
+    world.state = type(world.state)(world.state.ledger, instances={"gone": ended})
+    heard: list[e.Effect] = []
+
+    def perform(effect: e.Effect) -> None:
+        heard.append(effect)
+        if len(heard) < 100:
+            loop.post(e.EngineReported(report("unknown")))
+
+    loop = Loop(world.state, perform)
+    loop.post(e.EngineReported(report("unknown")))
+    running = asyncio.create_task(loop.run())
+    assert await loop.until(lambda _: len(heard) >= 100, 5.0)
+    running.cancel()
+    assert e.Forget("gone") in heard[:10]
+    assert "gone" not in loop.state.instances

@@ -14,7 +14,7 @@ from services.loader.format.foreign import describe_foreign
 from services.loader.format.root import expanded
 from services.loader.format.verify import verify
 from services.loader.load import load_private, ready_pool
-from services.loader.tensors import TensorStream
+from services.loader.streaming import TensorStream
 from services.loader.tiers.directory import DirectoryTier
 from shared.contracts.models import ModelSpec
 from shared.errors import CheckpointInvalid

@@ -13,9 +13,9 @@ from pathlib import Path
 from shared.processes import all_pids
 
 _DIRECTORY = Path("/dev/shm")
-_NAMES = ("psm_*", "sem.mp-*")
-"""What Python's multiprocessing calls its shared memory and its semaphores."""
-_MAPPED = ("/dev/shm/psm_", "/dev/shm/sem.")
+_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
+"""What Python's multiprocessing calls its shared memory and its semaphores, and vLLM that of its workers on cpu."""
+_MAPPED = ("/dev/shm/psm_", "/dev/shm/sem.", "/dev/shm/vllm_dist_")
 """As the kernel shows them: a semaphore by the name that the C library made it under, which is gone."""
 
 

@@ -48,6 +48,10 @@ class Room:
     starts: int
 
 
+Rooms = tuple[Room, ...]
+"""Devices of one node for one engine."""
+
+
 def park_some(d: Draft, names: Iterable[str]) -> None:
     """Begin what may be begun now of the models of these names that are to be parked and are not."""
     waiting = [m for n in names if n in d.state.to_park and (m := d.state.models.get(n)) and not _held_back(d.state, m, d.now)]
@@ -68,27 +72,48 @@ def _placed(d: Draft, model: Model, rooms: list[Room]) -> Placement | None:
     trouble = d.state.trouble.get(model.key)
     avoid = trouble.avoid if trouble else ()
     excludes = checker(d.state, model)
-    fitting = [r for r in rooms if not obstacle(r, model.card, need, excludes)]
+    devices = devices_of(model.card)
+    fitting = [s for s in sets_of(rooms, devices) if not obstacle(s, model.card, need, excludes)]
     if not fitting:
         return None
     forecast = Forecast(d.state, model.card, d.now)
-    times = {r.booking.key: forecast.at(r.booking, leaving=False) for r in fitting}
-    best = min(fitting, key=lambda r: (r.booking.key in avoid, times[r.booking.key].ms, -r.booking.free, r.booking.key)).booking
-    prediction = times[best.key]
+    times = {s[0].booking.key: forecast.at(s[0].booking, leaving=False) for s in fitting}
+
+    def worth(together: Rooms) -> tuple[bool, float, int, str]:
+        first = together[0].booking.key
+        return any(r.booking.key in avoid for r in together), times[first].ms, -min(r.booking.free for r in together), first
+
+    best = min(fitting, key=worth)
+    prediction = times[best[0].booking.key]
     chosen = Candidate(
-        node=best.node,
-        device_ids=(best.device_id,),
+        node=best[0].booking.node,
+        device_ids=tuple(r.booking.device_id for r in best),
         way="load",
         predicted=prediction.phases,
         predicted_ms=prediction.ms,
-        needed_bytes=need,
-        free_bytes=best.free,
+        needed_bytes=-(-need // devices),
+        free_bytes=min(r.booking.free for r in best),
         source=prediction.source,
         resident_bytes=prediction.there,
         spread_ms=prediction.cost.spread * 1e3,
         queued_ms=prediction.queued_ms,
     )
-    return Placement("load", f"parked ahead of its first request: {best.key} has room", (chosen,), chosen)
+    return Placement("load", f"parked ahead of its first request: {_names(best)} has room", (chosen,), chosen)
+
+
+def sets_of(rooms: list[Room], devices: int) -> list[Rooms]:
+    """Where an engine of so many devices may go: one, or of each node those of a kind with the most room, in the order that engines count them in."""
+    if devices == 1:
+        return [(r,) for r in rooms]
+    alike: dict[tuple[str, str], list[Room]] = {}
+    for r in rooms:
+        alike.setdefault((r.booking.node, r.kind), []).append(r)
+    most = [sorted(there, key=lambda r: (-r.booking.free, r.booking.key))[:devices] for there in alike.values()]
+    return [
+        tuple(sorted(found, key=lambda r: (len(r.booking.device_id), r.booking.device_id)))
+        for found in most
+        if len(found) == devices
+    ]
 
 
 def requests_first(state: ClusterState, now: float, policy: Policy) -> str:
@@ -127,20 +152,24 @@ def being_parked(i: Instance) -> bool:
     return i.trigger == TRIGGER and not i.state.parked
 
 
-def obstacle(room: Room, card: ModelCard, need: int, excludes: Excludes | None) -> str:
-    """Why the model is not parked on a device; empty if it can be."""
-    at = room.booking.key
-    if devices_of(card) > 1:
-        return f"{at}: its engine has several devices, and only those of one device are parked ahead"
-    if excludes is not None and (why := excludes(room.booking)):
-        return f"{at}: {why}"
-    if why := cannot_suspend(room.status, room.kind, card):
-        return f"{at}: {why}"
-    if need > room.booking.free:
-        return f"{at}: needs {gib(need)}, {gib(max(0, room.booking.free))} free"
-    if need > room.snapshots:
-        return f"{at}: needs {gib(need)} for its snapshot, {gib(max(0, room.snapshots))} free (THAW_SNAPSHOT_BYTES)"
+def obstacle(rooms: Rooms, card: ModelCard, need: int, excludes: Excludes | None) -> str:
+    """Why the model is not parked on a device, or on several together; empty if it can be. `need`: bytes of all of them."""
+    each = -(-need // len(rooms))
+    for r in rooms:
+        at = r.booking.key
+        if excludes is not None and (why := excludes(r.booking)):
+            return f"{at}: {why}"
+        if why := cannot_suspend(r.status, r.kind, card):
+            return f"{at}: {why}"
+        if each > r.booking.free:
+            return f"{at}: needs {gib(each)}, {gib(max(0, r.booking.free))} free"
+    if need > rooms[0].snapshots:
+        return f"{_names(rooms)}: needs {gib(need)} for its snapshot, {gib(max(0, rooms[0].snapshots))} free (THAW_SNAPSHOT_BYTES)"
     return ""
+
+
+def _names(rooms: Rooms) -> str:
+    return " and ".join(r.booking.key for r in rooms)
 
 
 def cannot_suspend(status: NodeStatus, kind: str, card: ModelCard) -> str:
@@ -221,8 +250,11 @@ def _waits(state: ClusterState, model: Model, now: float, policy: Policy) -> Par
     rooms, need = find_rooms(state, now, policy), need_to_start(state, model.card)
     if any(being_parked(i) for i in state.instances.values()):
         return ParkView(state="queued", reason="others are being parked")
-    excludes = checker(state, model)
-    reasons = [obstacle(r, model.card, need, excludes) for r in rooms]
-    if rooms and all(reasons):
+    excludes, count = checker(state, model), devices_of(model.card)
+    sets = sets_of(rooms, count)
+    reasons = [obstacle(s, model.card, need, excludes) for s in sets]
+    if rooms and not sets:
+        return ParkView(state="waiting", reason=f"no node has {count} devices that may be used now")
+    if sets and all(reasons):
         return ParkView(state="waiting", reason="; ".join(reasons))
     return ParkView(state="queued", reason="" if rooms else "no node may be used now")

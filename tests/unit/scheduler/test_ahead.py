@@ -312,3 +312,35 @@ def test_none_at_once_means_none() -> None:
     w.model("a", park=True)
     w.tick(9)
     assert not w.starts("a")
+
+
+PARALLEL: dict[str, Any] = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 2}}
+
+
+def test_over_several_devices_of_one_node_or_not_at_all(w: World) -> None:
+    able(w, name="n1")  # one device, with room for all of it
+    able(w, 600 * MIB, name="n2", devices=("cpu:0", "cpu:1", "cpu:2"))
+    w.model("wide", memory=1000 * MIB, park=True, **PARALLEL)
+    w.tick(1)
+    (start,) = w.starts("wide")
+    assert (start.node, start.command.device_ids) == ("n2", ("cpu:0", "cpu:1"))
+    park(w)
+    assert seen(w, "wide").state == "parked"
+    w.demand("wide")
+    assert len(w.sent(SendResume)) == 1
+    assert len(w.starts("wide")) == 1
+
+
+def test_over_several_devices_each_has_to_have_room(w: World) -> None:
+    able(w, 600 * MIB, name="n1", devices=("cpu:0", "cpu:1"))
+    w.model("here")
+    w.up("here")
+    w.model("wide", memory=1000 * MIB, park=True, **PARALLEL)
+    w.tick(1)
+    assert not w.starts("wide")
+    assert seen(w, "wide").state == "waiting"
+    assert "free" in seen(w, "wide").reason
+    w.remove("here")
+    w.finish_stops()
+    w.tick(1)
+    assert w.starts("wide")

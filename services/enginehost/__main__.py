@@ -1,5 +1,8 @@
 """`python -m services.enginehost SPEC.json`: one hosted engine; the file holds an `EngineStart` as JSON.
 
+`python -m services.enginehost --spare ENGINE` is a host in waiting, with an interpreter of the engine that has its imports done: it hosts the
+`EngineStart` that comes as a line of JSON on standard input, and ends with its end.
+
 `python -m services.enginehost --reap INSTANCE` removes the containers that a host which was killed has left behind.
 """
 
@@ -7,19 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import psutil
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from services.enginehost.app import run_host
+from services.enginehost.drivers.registry import DRIVERS
 from services.enginehost.runtimes.container import remove_containers
 from services.enginehost.runtimes.docker import Docker
+from services.enginehost.runtimes.process import clean_environment
+from services.enginehost.runtimes.spare import Spare
 from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart
+from shared.contracts.engines import Engine
 from shared.errors import ThawError
 from shared.processes import mark_of
 from shared.runtime import run_service
@@ -29,9 +37,11 @@ def main() -> int:
     match sys.argv[1:]:
         case ["--reap", instance_id]:
             return asyncio.run(reap(HostSettings(), instance_id))
+        case ["--spare", engine]:
+            return wait(engine)
         case [path]:
             return host(Path(path))
-    sys.stderr.write("usage: python -m services.enginehost SPEC.json | --reap INSTANCE\n")
+    sys.stderr.write("usage: python -m services.enginehost SPEC.json | --reap INSTANCE | --spare ENGINE\n")
     return 2
 
 
@@ -50,10 +60,54 @@ def host(path: Path) -> int:
     except (OSError, ValidationError) as e:
         sys.stderr.write(f"enginehost: {path}: {e}\n")
         return 2
-    born = time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
+    return _run(start, time.monotonic() - max(0.0, time.time() - psutil.Process().create_time()), None)
+
+
+def wait(engine: str) -> int:
+    """A host in waiting: an end of standard input before a line, or an engine that cannot wait, ends it."""
+    settings = HostSettings()
+    driver = DRIVERS.get(TypeAdapter(Engine).validate_python(engine))
+    command = driver.in_waiting(settings) if driver is not None else None
+    if command is None:
+        sys.stderr.write(f"enginehost: no interpreter of {engine} can wait\n")
+        return 2
+    python, _, module = command.argv
+    spare = Spare(python, module, clean_environment("", command.env), settings.engine_niceness)
+    line = _first_line(spare)
+    if not line:
+        spare.close()
+        return 0
+    start = EngineStart.model_validate_json(line)
+    _redirect(start.log_path)
+    return _run(start, time.monotonic(), spare)
+
+
+def _first_line(spare: Spare) -> bytes:
+    """Empty if nothing more will come, or the interpreter has ended: a host without it is none in waiting."""
+    watched = os.pidfd_open(spare.child.pid)
+    found = b""
+    try:
+        while not found.endswith(b"\n"):
+            ready, _, _ = select.select([0, watched], [], [])
+            if 0 not in ready or not (more := os.read(0, 1 << 20)):
+                return b""
+            found += more
+        return found
+    finally:
+        os.close(watched)
+
+
+def _redirect(log_path: str) -> None:
+    """What is said from now on belongs to the instance."""
+    with Path(log_path).open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+
+
+def _run(start: EngineStart, born: float, spare: Spare | None) -> int:
     os.environ.update(start.environment)
     os.environ["THAW_NODE"] = start.node
-    return run_service("enginehost", HostSettings, partial(run_host, start=start, born=born))
+    return run_service("enginehost", HostSettings, partial(run_host, start=start, born=born, spare=spare))
 
 
 if __name__ == "__main__":

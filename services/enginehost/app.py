@@ -14,6 +14,7 @@ from typing import Any
 
 from services.enginehost.engine import Engine
 from services.enginehost.moving import Moving
+from services.enginehost.runtimes.spare import Spare
 from services.enginehost.serving import Serving
 from services.enginehost.settings import HostSettings
 from shared.contracts import subjects
@@ -44,13 +45,15 @@ class Host(InstanceProcess):
     _serving: Serving
     _moving: Moving
 
-    def __init__(self, settings: HostSettings, start: EngineStart, stop: asyncio.Event, timeline: Timeline) -> None:
+    def __init__(
+        self, settings: HostSettings, start: EngineStart, stop: asyncio.Event, timeline: Timeline, spare: Spare | None
+    ) -> None:
         mesh = Mesh(settings, f"enginehost-{start.instance_id}")
         self._serving = Serving(mesh)
         self._moving = Moving(self._serving)
         super().__init__(start, stop, timeline, mesh, self._serving, self._moving)
         self._settings = settings
-        self._engine = Engine(settings, start, timeline, self._reporter)
+        self._engine = Engine(settings, start, timeline, self._reporter, spare)
         self._asleep: int | None = None
         self._control_lock = asyncio.Lock()
 
@@ -173,8 +176,9 @@ class Host(InstanceProcess):
         self._reporter.enter("ready")
 
 
-async def run_host(settings: HostSettings, stop: asyncio.Event, start: EngineStart, born: float) -> int:
-    """Serve `start` until told to stop; the exit status. `born`: when this process began, in seconds of the monotonic clock."""
+async def run_host(settings: HostSettings, stop: asyncio.Event, start: EngineStart, born: float, spare: Spare | None = None) -> int:
+    """Serve `start` until told to stop; the exit status. `born`: when this process began, or was told what to start, in seconds of the
+    monotonic clock."""
     timeline = Timeline("enginehost")
     timeline.add(Phase.LIBRARIES, born, time.monotonic())
-    return await Host(settings, start, stop, timeline).run()
+    return await Host(settings, start, stop, timeline, spare).run()

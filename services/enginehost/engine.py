@@ -18,6 +18,7 @@ from services.enginehost.probe import said
 from services.enginehost.runtimes.container import start_container
 from services.enginehost.runtimes.port import Activity, Ended, Running
 from services.enginehost.runtimes.process import EngineProcess, free_port
+from services.enginehost.runtimes.spare import Spare
 from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart, HostedEngine
 from shared.contracts.phases import Phase
@@ -47,11 +48,15 @@ class PortTaken(Exception):
 class Engine:
     """`driver` and `client` are there once it has been started."""
 
-    def __init__(self, settings: HostSettings, start: EngineStart, timeline: Timeline, reporter: Reporter) -> None:
+    def __init__(
+        self, settings: HostSettings, start: EngineStart, timeline: Timeline, reporter: Reporter, spare: Spare | None = None
+    ) -> None:
+        """`spare`: an interpreter in waiting, which becomes the engine if it can."""
         self._settings = settings
         self._start = start
         self._timeline = timeline
         self._reporter = reporter
+        self._spare = spare
         self._running: Running | None = None
         self._given_up: asyncio.Future[EngineFailed] = asyncio.get_running_loop().create_future()
         self._expected: str | None = None
@@ -125,8 +130,17 @@ class Engine:
                 Path(start.log_path),
                 start.cgroup_procs,
                 0 if launch.on_cuda else self._settings.engine_niceness,
+                self._usable_spare(launch),
             )
         self.client = Client(self._running.address, self.driver.headers())
+
+    def _usable_spare(self, launch: Launch) -> Spare | None:
+        """It has read the environment: not where the model has one of its own, or what it reads of it differs."""
+        spare, self._spare = self._spare, None
+        if spare is not None and (launch.card.spec.env or launch.remote):
+            spare.close()
+            return None
+        return spare
 
     async def _until_healthy(self) -> None:
         """However long it takes: whether a start is stuck is the nodeagent's to judge, by the progress that signs of life make."""

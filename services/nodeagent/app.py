@@ -27,6 +27,7 @@ from services.nodeagent.engines.direct import DirectLauncher
 from services.nodeagent.engines.exits import explain_exit
 from services.nodeagent.engines.launcher import Launcher, engine_environment
 from services.nodeagent.engines.process import find_writer
+from services.nodeagent.engines.spares import Spares
 from services.nodeagent.engines.zygote import MAX_SOCKET_PATH, ZygoteLauncher
 from services.nodeagent.loop import Loop
 from services.nodeagent.meter import Meter
@@ -208,7 +209,9 @@ class Nodeagent:
 
 def _launcher(settings: NodeagentSettings) -> Launcher:
     specs = settings.node_state / "agent" / "specs"
-    return LauncherByEngine(_builtin_launcher(settings, specs), DirectLauncher(settings.host_module, specs, "host"))
+    log_path = settings.node_state / "logs" / "spares.log"
+    spares = Spares(settings.spares, settings.host_module, log_path, engine_environment(settings))
+    return LauncherByEngine(_builtin_launcher(settings, specs), DirectLauncher(settings.host_module, specs, "host", spares))
 
 
 def _builtin_launcher(settings: NodeagentSettings, specs: Path) -> Launcher:

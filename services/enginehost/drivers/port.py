@@ -89,6 +89,13 @@ class Driver:
     found_by: tuple[str, ...] = ()
     """The node's variables that say where its program is, or the interpreter that has its `module`."""
     module = ""
+    program = ""
+    """The module that an interpreter of it runs: one in waiting has that imported."""
+
+    @classmethod
+    def in_waiting(cls, settings: HostSettings) -> Command | None:
+        """Interpreter and module of an engine that may wait with its imports done, and what of the environment they read; None: it may not."""
+        return None
 
     @property
     def tokens(self) -> TokenApi | None:

@@ -10,17 +10,20 @@ from services.enginehost.drivers.overlay import plugin_path
 from services.enginehost.drivers.port import Command, Driver, call, flags, json_request
 from services.enginehost.drivers.tokens import VllmTokens
 from services.enginehost.http1 import Client, HttpRequest
+from services.enginehost.settings import HostSettings
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter
 
 _SLEEP_PATH = "/sleep"
 _OURS = frozenset({"kv_cache_bytes"})
 _ANY_SHARE = "0.01"
+_QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 class Vllm(Driver):
     found_by = ("THAW_VLLM_PYTHON",)
     module = "vllm"
+    program = "vllm.entrypoints.openai.api_server"
 
     tokens = VllmTokens()
 
@@ -50,7 +53,11 @@ class Vllm(Driver):
 
     def command(self) -> Command:
         # Not the `vllm` command: builds under another distribution name lack the metadata that it looks for.
-        return Command((self.launch.settings.vllm_python, "-m", "vllm.entrypoints.openai.api_server", *self.arguments()))
+        return Command((self.launch.settings.vllm_python, "-m", self.program, *self.arguments()))
+
+    @classmethod
+    def in_waiting(cls, settings: HostSettings) -> Command | None:
+        return Command((settings.vllm_python, "-m", cls.program), {**_QUIET, "HF_HUB_OFFLINE": "1"})
 
     def arguments(self) -> tuple[str, ...]:
         launch, spec = self.launch, self.card.spec
@@ -97,8 +104,7 @@ class Vllm(Driver):
     def environment(self) -> dict[str, str]:
         found = {
             "VLLM_SERVER_DEV_MODE": "1",  # the sleep endpoints
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
+            **_QUIET,
             "VLLM_API_KEY": self.launch.key,
         }
         if not self.launch.remote:

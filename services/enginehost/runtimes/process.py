@@ -19,6 +19,7 @@ from services.enginehost import reaper, spawn
 from services.enginehost.drivers.port import Command
 from services.enginehost.http1 import Address
 from services.enginehost.runtimes.port import Activity, Ended
+from services.enginehost.runtimes.spare import Spare
 from shared.errors import EngineFailed
 from shared.processes import MARK_VARIABLE, descendants, end_all, marked
 
@@ -63,15 +64,23 @@ class EngineProcess:
 
     @classmethod
     def start(
-        cls, command: Command, mark: str, address: Address, log_path: Path, cgroup_procs: str | None, niceness: int = 0
+        cls,
+        command: Command,
+        mark: str,
+        address: Address,
+        log_path: Path,
+        cgroup_procs: str | None,
+        niceness: int = 0,
+        spare: Spare | None = None,
     ) -> EngineProcess:
-        """Raises `EngineFailed`. The program itself is looked for by the child: a missing one ends with status 127 and a line in the log."""
-        argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", str(niceness), "--", *command.argv]
+        """`spare`: becomes the engine if it can. Raises `EngineFailed`. The program itself is looked for by the child: a missing one ends with
+        status 127 and a line in the log."""
         token = secrets.token_hex(8)
         env = {**clean_environment(mark, command.env), reaper.VARIABLE: token}
         try:
             held = _tie(token, cgroup_procs or "")
-            child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+            child = spare.become(command, env, cgroup_procs, niceness, log_path) if spare is not None else None
+            child = child or _spawned(command, env, cgroup_procs, niceness)
             os.write(held, f"{child.pid} {reaper.started(child.pid)}\n".encode())
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
@@ -149,6 +158,11 @@ class EngineProcess:
         after = oom_kills()
         struck = returncode == -signal.SIGKILL and None not in (after, self._oom_before) and after != self._oom_before
         self._ended.set_result(Ended(returncode, struck if returncode == -signal.SIGKILL else False))
+
+
+def _spawned(command: Command, env: Mapping[str, str], cgroup_procs: str | None, niceness: int) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", str(niceness), "--", *command.argv]
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
 
 
 def _tie(token: str, cgroup_procs: str) -> int:

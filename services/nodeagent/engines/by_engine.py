@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from services.nodeagent.engines.launcher import Launcher
 from shared.contracts.engine import EngineStart
 from shared.contracts.models import ModelCard
@@ -18,7 +20,7 @@ class LauncherByEngine:
         return self._of(start).name_for(start)
 
     async def run(self) -> None:
-        await self._builtin.run()
+        await asyncio.gather(self._builtin.run(), self._hosts.run())
 
     async def launch(self, start: EngineStart) -> int:
         return await self._of(start).launch(start)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from services.nodeagent.engines.spares import Spares
 from shared.contracts.engine import EngineStart
 from shared.contracts.models import ModelCard
 from shared.errors import EngineFailed
@@ -18,10 +19,12 @@ _CLEAN_WITHIN_S = 30.0
 class DirectLauncher:
     """`python -m <module> SPEC.json`, in a session of its own, so that nothing that ends this agent ends its engines."""
 
-    def __init__(self, module: str, specs: Path, name: str = "direct") -> None:
+    def __init__(self, module: str, specs: Path, name: str = "direct", spares: Spares | None = None) -> None:
+        """`spares`: hosts in waiting, which are taken where there is one."""
         self._name = name
         self._module = module
         self._specs = specs
+        self._spares = spares
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         specs.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -29,11 +32,13 @@ class DirectLauncher:
         return self._name
 
     async def run(self) -> None:
-        """Nothing to keep up."""
+        """Whatever is to wait."""
+        if self._spares is not None:
+            await self._spares.run()
 
     async def launch(self, start: EngineStart) -> int:
         try:
-            child = self._spawn(start)
+            child = (self._spares.take(start) if self._spares is not None else None) or self._spawn(start)
         except OSError as e:
             raise EngineFailed(f"no engine process could be started: {e}") from e
         self._children[child.pid] = child
@@ -82,3 +87,5 @@ class DirectLauncher:
     async def close(self) -> None:
         """Its engines are the agent's to end."""
         self._children.clear()
+        if self._spares is not None:
+            await self._spares.close()

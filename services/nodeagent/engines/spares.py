@@ -1,0 +1,117 @@
+"""Hosts in waiting: each has an engine's interpreter with its imports done, so that a start of that engine begins half way.
+
+One for each engine that the node is told of, used once and made anew when nothing has been started for a while: importing takes the cores that a
+starting engine needs. They hold memory (some 500 MB for vLLM) that no device is charged with. A host in waiting ends with this agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from shared.contracts.engine import EngineStart
+from shared.contracts.models import ModelCard
+
+log = logging.getLogger(__name__)
+REST_S = 30.0
+_LOOK_S = 1.0
+_LATER = 4.0
+_ENDS_WITHIN_S = 5.0
+
+
+class Spares:
+    """`rest_s`: seconds without a start after which one is made; four times as long after one that has ended by itself."""
+
+    def __init__(
+        self, engines: tuple[str, ...], module: str, log_path: Path, environment: Mapping[str, str], rest_s: float = REST_S
+    ) -> None:
+        self._engines = engines
+        self._module = module
+        self._log_path = log_path
+        self._environment = environment
+        self._rest_s = rest_s
+        self._waiting: dict[str, subprocess.Popen[bytes]] = {}
+        self._not_before: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Keep one of each waiting, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while self._engines:
+            for engine in self._engines:
+                if self._ended(engine):
+                    log.warning("a host in waiting has ended", extra={"engine": engine, "log": str(self._log_path)})
+                    self._not_before[engine] = loop.time() + _LATER * self._rest_s
+                if engine not in self._waiting and loop.time() >= self._not_before.get(engine, 0.0):
+                    with contextlib.suppress(OSError):
+                        self._waiting[engine] = self._spawn(engine)
+            await asyncio.sleep(min(_LOOK_S, self._rest_s))
+
+    def take(self, start: EngineStart) -> subprocess.Popen[bytes] | None:
+        """A host that hosts `start` from now on; None: start one."""
+        now = asyncio.get_running_loop().time()
+        self._not_before = dict.fromkeys(self._engines, now + self._rest_s)
+        if not serves(start.card):
+            return None
+        host = self._waiting.pop(start.card.spec.engine, None)
+        if host is None:
+            return None
+        assert host.stdin is not None
+        try:
+            if host.poll() is not None:
+                raise BrokenPipeError
+            with host.stdin as pipe:
+                pipe.write(start.model_dump_json().encode() + b"\n")
+        except OSError as e:
+            log.warning("a host in waiting was not there any more", extra={"error": str(e)})
+            _closed(host)
+            return None
+        return host
+
+    async def close(self) -> None:
+        """Told that nobody needs them, they end by themselves."""
+        waiting, self._waiting, self._engines = self._waiting, {}, ()
+        for host in waiting.values():
+            _closed(host)
+        for host in waiting.values():
+            try:
+                await asyncio.to_thread(host.wait, _ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                host.kill()
+                host.wait()
+
+    def _ended(self, engine: str) -> bool:
+        host = self._waiting.get(engine)
+        if host is None or host.poll() is None:
+            return False
+        _closed(self._waiting.pop(engine))
+        return True
+
+    def _spawn(self, engine: str) -> subprocess.Popen[bytes]:
+        with self._log_path.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", self._module, "--spare", engine],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self._environment},
+                start_new_session=True,
+            )
+
+
+def _closed(host: subprocess.Popen[bytes]) -> None:
+    """Its standard input ends."""
+    assert host.stdin is not None
+    with contextlib.suppress(OSError):  # it is gone, and something is in the pipe still
+        host.stdin.close()
+
+
+def serves(card: ModelCard) -> bool:
+    """Whether a host in waiting may host the model: what its interpreter has imported, it imported without knowing of it."""
+    spec = card.spec
+    return spec.container is None and not spec.command and not spec.env and not card.info.source.startswith("hf://")

@@ -1,0 +1,173 @@
+"""Hosts in waiting: an interpreter that has its imports done becomes the engine, and is gone with whoever held it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.nodeagent.engines.direct import DirectLauncher
+from services.nodeagent.engines.spares import Spares
+from shared.contracts.engine import EngineStart
+from shared.contracts.models import ModelCard
+from tests.support.hosted import MIB, Hosts, hosted_card
+
+WITHIN_S = 30.0
+_VLLM = """
+import os, sys, time
+with open({imports!r}, "a") as file:
+    file.write(f"{{__name__}} {{os.getpid()}}\\n")
+if __name__ == "__main__":
+    from tests.support.fake_openai import main
+    print("environment", os.environ["VLLM_SERVER_DEV_MODE"], os.environ.get("OMP_NUM_THREADS"), flush=True)
+    sys.argv[1:1] = ["--like", "vllm"]
+    main()
+"""
+
+
+class Node:
+    """A node's launcher of hosts, with a stand-in for vLLM that an interpreter can import."""
+
+    def __init__(self, hosts: Hosts, directory: Path) -> None:
+        self.hosts, self.directory = hosts, directory
+        package = directory / "site" / "vllm" / "entrypoints" / "openai"
+        package.mkdir(parents=True)
+        self.imports = directory / "imports"
+        (package / "api_server.py").write_text(_VLLM.format(imports=str(self.imports)))
+        for name in (package, package.parent, package.parent.parent):
+            (name / "__init__.py").touch()
+        self.environment = {
+            "THAW_NATS_URL": hosts.nats_url,
+            "THAW_NODE": hosts.node,
+            "THAW_VLLM_PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join((str(directory / "site"), str(Path.cwd()))),
+        }
+        self.spares = Spares(("vllm",), "services.enginehost", directory / "spares.log", self.environment, rest_s=0.2)
+        self.launcher = DirectLauncher("services.enginehost", directory / "specs", "host", self.spares)
+        self.keeping = asyncio.create_task(self.launcher.run())
+
+    def start(self, **more: Any) -> EngineStart:
+        card: ModelCard = hosted_card(self.directory, "vllm", memory=MIB, **more)
+        start = self.hosts.spec(card, kv_bytes=64 * MIB, **self.environment)
+        return start.model_copy(update={"environment": self.environment | start.environment})
+
+    def imported(self) -> list[tuple[str, int]]:
+        lines = self.imports.read_text().splitlines() if self.imports.exists() else []
+        return [(name, int(pid)) for name, pid in map(str.split, lines)]
+
+    async def waits(self, count: int = 1) -> int:
+        """Until so many interpreters in all have their imports done; the pid of the last."""
+
+        async def found() -> list[int]:
+            return [pid for name, pid in self.imported() if name != "__main__"]
+
+        return (await self.hosts.eventually(found, lambda pids: len(pids) >= count, WITHIN_S))[-1]
+
+    async def ready(self, start: EngineStart) -> int:
+        pid = await self.launcher.launch(start)
+        report = await self.hosts.settled(start.instance_id)
+        assert report.state == "ready", report.error
+        return pid
+
+    async def close(self) -> None:
+        self.keeping.cancel()
+        await asyncio.gather(self.keeping, return_exceptions=True)
+        await self.launcher.close()
+
+
+@pytest.fixture
+async def node(hosts: Hosts, tmp_path: Path) -> Any:
+    node = Node(hosts, tmp_path)
+    yield node
+    await node.close()
+
+
+async def gone(node: Node, pid: int) -> None:
+    async def there() -> bool:
+        return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+    await node.hosts.eventually(there, lambda is_there: not is_there, WITHIN_S)
+
+
+async def test_an_interpreter_in_waiting_becomes_the_engine(node: Node) -> None:
+    waiting = await node.waits()
+    start = node.start()
+    pid = await node.ready(start)
+    assert ("__main__", waiting) in node.imported(), "the very process"
+    assert psutil.Process(waiting).ppid() == pid
+    answer = await node.hosts.whole(start.instance_id, "chat", messages=[], max_tokens=3)
+    assert answer.status == 200
+    assert "environment 1" in Path(start.log_path).read_text(), "its words are the instance's, its environment the engine's"
+    os.kill(pid, signal.SIGTERM)
+    await gone(node, waiting)
+    assert await node.launcher.exit_status(pid, WITHIN_S) == 0
+
+
+async def test_the_next_one_waits_when_it_is_quiet(node: Node) -> None:
+    first = await node.waits()
+    pid = await node.ready(node.start())
+    second = await node.waits(2)
+    assert second != first
+    other = await node.ready(node.start())
+    assert ("__main__", second) in node.imported()
+    for host in (pid, other):
+        os.kill(host, signal.SIGTERM)
+        await node.launcher.exit_status(host, WITHIN_S)
+
+
+@pytest.mark.parametrize("more", [{"env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}, {"command": ["sleep", "60"], "ready_timeout": 1}])
+async def test_what_has_its_own_environment_or_command_starts_anew(node: Node, more: dict[str, Any]) -> None:
+    waiting = await node.waits()
+    start = node.start(**more)
+    pid = await node.launcher.launch(start)
+    await node.hosts.settled(start.instance_id)
+    assert ("__main__", waiting) not in node.imported()
+    assert psutil.pid_exists(waiting), "and it waits on"
+    os.kill(pid, signal.SIGTERM)
+    await node.launcher.exit_status(pid, WITHIN_S)
+
+
+async def test_one_that_has_ended_is_replaced(node: Node) -> None:
+    waiting = await node.waits()
+    os.kill(waiting, signal.SIGKILL)
+    again = await node.waits(2)
+    assert again != waiting
+    pid = await node.ready(node.start())
+    os.kill(pid, signal.SIGTERM)
+    await node.launcher.exit_status(pid, WITHIN_S)
+
+
+async def test_it_ends_with_its_host_however_that_ends(node: Node) -> None:
+    waiting = await node.waits()
+    host = psutil.Process(waiting).ppid()
+    os.kill(host, signal.SIGKILL)
+    await gone(node, waiting)
+
+
+async def test_an_engine_that_was_in_waiting_ends_with_its_host(node: Node) -> None:
+    waiting = await node.waits()
+    pid = await node.ready(node.start())
+    os.kill(pid, signal.SIGKILL)
+    await gone(node, waiting)
+    assert await node.launcher.exit_status(pid, WITHIN_S) == -signal.SIGKILL
+
+
+async def test_nobody_needs_it(node: Node) -> None:
+    waiting = await node.waits()
+    await node.close()
+    await gone(node, waiting)
+
+
+def test_engines_that_cannot_wait_are_told() -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "services.enginehost", "--spare", "ollama"], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 2
+    assert "no interpreter of ollama can wait" in told.stderr

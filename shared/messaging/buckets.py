@@ -11,10 +11,12 @@ from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
 
+from shared.messaging.consumers import watching
 from shared.messaging.mesh import Mesh
 
 log = logging.getLogger(__name__)
 _CHECK_S = 2.0
+_NEXT_S = 5.0
 _RETRY_S = 0.3
 
 
@@ -48,22 +50,28 @@ class BucketWatcher:
 
     async def _follow(self) -> None:
         bucket = await self._bucket(self._mesh.nc.jetstream(timeout=2))
-        watcher: Any = await bucket.watchall()  # its methods carry no types
-        try:
-            await self._snapshot(watcher)
+        async with watching(bucket) as watcher:
+            await self._snapshot(bucket, watcher)
             while not await self._behind(bucket, watcher):
                 pass
-        finally:
-            if self._mesh.nc.is_connected:
-                await watcher.stop()
 
-    async def _snapshot(self, watcher: Any) -> None:
+    async def _snapshot(self, bucket: KeyValue, watcher: Any) -> None:
         entries: dict[str, bytes] = {}
-        self._revision = 0
-        while (entry := await watcher.updates(timeout=5)) is not None:
+
+        def take(entry: KeyValue.Entry) -> None:
             self._revision = entry.revision or self._revision
             if entry.operation is None and entry.value:
                 entries[entry.key] = entry.value
+            else:
+                entries.pop(entry.key, None)
+
+        self._revision = 0
+        while (entry := await watcher.updates(timeout=_NEXT_S)) is not None:
+            take(entry)
+        # An entry that is written at that moment comes after the end of what there is, and not before it.
+        newest = await _newest(bucket)
+        while self._revision < newest:
+            take(await watcher.updates(timeout=_NEXT_S))
         self._copy.replace(entries)
 
     async def _behind(self, bucket: KeyValue, watcher: Any) -> bool:
@@ -71,9 +79,8 @@ class BucketWatcher:
         try:
             entry = await watcher.updates(timeout=_CHECK_S)
         except TimeoutError:
-            status = await bucket.status()
-            last = status.stream_info.state.last_seq
-            return last != self._revision and watcher._updates.empty()
+            newest = await _newest(bucket)
+            return newest not in (0, self._revision) and watcher._updates.empty()
         if entry is None:
             return False
         self._revision = entry.revision or self._revision
@@ -82,3 +89,9 @@ class BucketWatcher:
         elif entry.operation in (KV_DEL, KV_PURGE):
             self._copy.remove(entry.key)
         return False
+
+
+async def _newest(bucket: KeyValue) -> int:
+    """The revision of the bucket's newest entry; 0 where there is none (any more: its number of one that has expired stays)."""
+    state = (await bucket.status()).stream_info.state
+    return state.last_seq if state.messages else 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import nats
-from nats.js.errors import NoKeysError
 
+from shared.contracts import subjects
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState
@@ -178,11 +178,12 @@ class Roomy(Thaw):
 async def _records(url: str) -> dict[str, MigrationRecord]:
     nc = await nats.connect(url)
     try:
-        bucket = await migrations_bucket(nc.jetstream(timeout=5))
-        try:
-            found = [await bucket.get(key) for key in await bucket.keys()]
-        except NoKeysError:
-            return {}
+        js = nc.jetstream(timeout=5)
+        bucket = await migrations_bucket(js)
+        # Not `bucket.keys()`: that misses an entry which is written at that moment.
+        prefix = f"$KV.{subjects.MIGRATIONS_BUCKET}."
+        info = await js.stream_info(f"KV_{subjects.MIGRATIONS_BUCKET}", subjects_filter=f"{prefix}>")
+        found = [await bucket.get(subject.removeprefix(prefix)) for subject in info.state.subjects or {}]
         return {e.key: MigrationRecord.model_validate_json(e.value or b"") for e in found}
     finally:
         await nc.close()

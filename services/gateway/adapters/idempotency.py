@@ -10,6 +10,7 @@ docs/adr/0011-idempotency.md and 0015 say why.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import uuid
@@ -28,7 +29,7 @@ from pydantic import ValidationError
 from shared.contracts import subjects
 from shared.contracts.base import ErrorBody, Frozen
 from shared.errors import ThawError, Unavailable
-from shared.messaging import Mesh
+from shared.messaging import Mesh, consumers
 from shared.messaging.streams import ensure_keyed_stream, idempotency_bucket
 
 log = logging.getLogger(__name__)
@@ -215,12 +216,8 @@ class IdempotencyStore:
 
     @asynccontextmanager
     async def watching(self, key: str) -> AsyncIterator[Any]:
-        watcher: Any = await (await self._open()).watch(key)  # its methods carry no types
-        try:
+        async with consumers.watching(await self._open(), key) as watcher:
             yield watcher
-        finally:
-            if self._mesh.nc.is_connected:
-                await watcher.stop()
 
     # What engines said.
 
@@ -244,11 +241,7 @@ class IdempotencyStore:
 
         subscription = await self._js.subscribe(reply, cb=on_message, stream=subjects.KEYED_STREAM, ordered_consumer=True)
 
-        async def end() -> None:
-            if self._mesh.nc.is_connected:
-                await subscription.unsubscribe()
-
-        return end
+        return functools.partial(consumers.end, subscription)
 
     # Who waits.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 
 from shared.contracts import subjects
 from shared.contracts.models import ModelCard
+from shared.messaging.consumers import watching
 from shared.messaging.streams import catalog_bucket, ensure_trace_stream
 
 log = logging.getLogger(__name__)
@@ -69,13 +69,10 @@ class Catalog:
 
     async def _entries(self) -> dict[str, bytes]:
         """The whole bucket, as one stream: a request for each of ten thousand keys would take seconds."""
-        watcher: Any = await (await self._open()).watchall(ignore_deletes=True)  # its methods carry no types
         found: dict[str, bytes] = {}
-        try:
+        async with watching(await self._open(), ignore_deletes=True) as watcher:
             while (entry := await watcher.updates(timeout=_NEXT_ENTRY_S)) is not None:
                 found[entry.key] = entry.value or b""
-        finally:
-            await watcher.stop()
         return found
 
     async def reconcile(self, cards: Iterable[ModelCard]) -> None:

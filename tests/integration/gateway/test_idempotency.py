@@ -40,6 +40,20 @@ async def test_the_second_request_gets_the_firsts_answer(gateway: Served, node: 
     assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
 
 
+async def test_readers_of_kept_answers_leave_nothing_in_nats(gateway: Served, node: FakeNode) -> None:
+    """A stream has room for a thousand consumers: clients that repeat a request for minutes would fill it."""
+    await node.engine("alpha")
+    for _ in range(5):
+        assert (await gateway.http.post(URL, json=chat(), headers=KEY)).status_code == 200
+    js = node.mesh.nc.jetstream()
+
+    async def gone() -> bool:
+        streams = [await js.stream_info(name) for name in (f"KV_{subjects.IDEMPOTENCY_BUCKET}", subjects.KEYED_STREAM)]
+        return [s.state.consumer_count for s in streams] == [0, 0]
+
+    await until(gone, within=2.0)
+
+
 async def test_two_gateways_generate_once(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
     async with serve(waking_comment_after=0.2) as other:
         await until_listed(other, CARDS)

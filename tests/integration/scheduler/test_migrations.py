@@ -44,7 +44,9 @@ async def ordered(site: Site) -> list[MigrationRecord]:
     status = await bucket.status()
     if not status.values:
         return []
-    entries = [await bucket.get(key) for key in await bucket.keys()]
+    # Not `bucket.keys()`: that misses an entry which is written at that moment.
+    info = await site.mesh.nc.jetstream().stream_info(f"KV_{subjects.MIGRATIONS_BUCKET}", subjects_filter=">")
+    entries = [await bucket.get(subject.split(".")[-1]) for subject in info.state.subjects or {}]
     return [MigrationRecord.model_validate_json(e.value or b"") for e in entries]
 
 

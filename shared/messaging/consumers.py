@@ -1,0 +1,39 @@
+"""JetStream's ordered consumers, gone when nobody reads them any more.
+
+nats-py ends a subscription and leaves its consumer to the server, which keeps that of a bucket's watcher for five minutes; a stream has room
+for a thousand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
+
+FORGOTTEN_S = 5.0
+"""The server removes a consumer that has had no reader for so long: of a process that died, or lost its connection."""
+
+
+@asynccontextmanager
+async def watching(bucket: KeyValue, keys: str = ">", *, ignore_deletes: bool = False) -> AsyncIterator[Any]:
+    """A watcher of `keys` (nats-py's `KeyWatcher`, whose methods carry no types) while the block runs."""
+    watcher: Any = await bucket.watch(keys, ignore_deletes=ignore_deletes, inactive_threshold=FORGOTTEN_S)
+    try:
+        yield watcher
+    finally:
+        await end(watcher._sub)
+
+
+async def end(subscription: Any) -> None:
+    """Unsubscribe (nats-py's `PushSubscription`), and remove the consumer; without a connection the server does both by itself."""
+    js: JetStreamContext = subscription._js
+    if not js._nc.is_connected:
+        return
+    await subscription.unsubscribe()
+    with contextlib.suppress(NatsError, TimeoutError):
+        await js.delete_consumer(subscription._stream, subscription._consumer)

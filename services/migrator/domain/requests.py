@@ -62,9 +62,10 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
         return
     if job.left:
         job = t.job(name, rounds=job.rounds + 1)
-    match next_step(gap, job.last_gap, job.rounds, t.work.speed, job.rate, t.work.options.pause_ms):
+    # One round that was late is no sign of a destination that cannot keep up: two together are.
+    match next_step(gap, max(job.last_gap, job.earlier_gap), job.rounds, t.work.speed, job.rate, t.work.options.pause_ms):
         case "round":
-            t.job(name, last_gap=gap)
+            t.job(name, last_gap=gap, earlier_gap=job.last_gap)
             _prepare(t, name, tokens, sequences, gap)
         case "hand_over":
             _move(t, name, gap)

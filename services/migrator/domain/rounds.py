@@ -11,7 +11,7 @@ from typing import Literal
 
 MAX_ROUNDS = 8
 """Of one request: after them it is handed over or given up."""
-MIN_ROUNDS = 2
+MIN_ROUNDS = 3
 """Nothing is given up on the evidence of fewer."""
 SHRINKS = 0.75
 """A further round is worth it if it is expected to leave less than this part of the gap."""
@@ -38,9 +38,13 @@ class Speed:
 
 
 def learned(speed: Speed, tokens: int, took_ms: float) -> Speed:
-    """`speed` after `tokens` were recomputed in `took_ms`. One freak measurement moves it by a bounded step."""
+    """`speed` after `tokens` were recomputed in `took_ms`. One freak measurement moves it by a bounded step, and one among the first, as an
+    engine's very first round may be, is refuted by a quick one: rounds are late for many reasons, and early for none."""
     if tokens <= 0:
         return speed
+    if 0 < speed.weight < _SURE and took_ms * FREAK < speed.of(tokens):
+        part = took_ms / speed.of(tokens)
+        speed = Speed(speed.a * part, speed.b * part)
     took = min(took_ms, FREAK * speed.of(tokens)) if speed.weight >= _SURE else took_ms
     s = replace(
         speed,
@@ -64,7 +68,7 @@ Next = Literal["round", "hand_over", "give_up"]
 
 def next_step(gap: int, last_gap: int, rounds: int, speed: Speed, tokens_per_second: float, pause_ms: float) -> Next:
     """What follows when the source is `gap` tokens ahead of what the destination has computed, after `rounds` rounds. `last_gap`: before the
-    last of them (the whole sequence, before the first).
+    last two of them, the larger (the whole sequence, before the first).
 
     1. The gap costs less than a round's fixed cost, which further rounds do not make less, and little: hand over.
     2. A further round is expected to leave much less, or the last one did; or there was none to judge by: another round.

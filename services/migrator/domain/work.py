@@ -41,6 +41,7 @@ class Job:
     left: int = 0
     total: int = 0
     last_gap: int = 0
+    earlier_gap: int = 0
     rounds: int = 0
     round_began: float = 0.0
     round_tokens: int = 0

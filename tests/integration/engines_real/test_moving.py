@@ -81,7 +81,7 @@ def test_fifty_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
             record, to = moved(mesh, stream, NODES[to]), 1 - to
             if record is None:
                 continue
-            assert record["state"] == "done", record
+            assert record["state"] == "done", json.dumps(record)
             assert sum(r["tokens"] for r in record["rounds"]) > 0, ("vLLM's prefix cache was not prepared", record)
             pauses += [m["pause_ms"] for m in record["requests"]]
             done += 1

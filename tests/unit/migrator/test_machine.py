@@ -6,7 +6,7 @@ import pytest
 
 from services.migrator.domain.work import Options
 from shared.contracts.migration import LEASE_S, MoveRequest, PrepareResume, ReadTokens
-from tests.unit.migrator.world import PROMPT, Letter, World
+from tests.unit.migrator.world import PROMPT, Engine, Letter, World
 
 
 def until(world: World, kind: type) -> Letter:
@@ -69,6 +69,27 @@ def test_what_would_not_converge_is_given_up_unharmed() -> None:
     assert request.at == "a"
     assert request.moves == []
     assert world.engines["b"].prepared == {}
+
+
+def test_one_late_round_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured of two vLLMs that share two cores: took, in ms, and how many tokens the source made meanwhile."""
+    world = World()
+    late = [(859.0, 27), (181.0, 12), (93.0, 16), (30.0, 4)]
+    asked: list[int] = []
+
+    def took_ms(engine: Engine, tokens: int) -> float:
+        if tokens not in asked:  # it is asked twice of each round
+            asked.append(tokens)
+        took, gap = late[min(asked.index(tokens), len(late) - 1)]
+        world.rate = gap / took * 1e3
+        return took
+
+    monkeypatch.setattr(Engine, "took_ms", took_ms)
+    request = world.request(tokens=91.0)
+    record = world.migrate(request)
+    assert record.state == "done", record.requests[0].reason
+    assert request.at == "b"
+    assert [r.gap for r in record.rounds][:3] == [27, 12, 16]
 
 
 def test_a_long_context_is_computed_in_slices_and_its_speed_learned() -> None:

@@ -20,7 +20,7 @@ FAST = Speed(a=0.1, b=10.0)
         (500, 400, 1, FAST, 100.0, "round"),  # 2: one round is no evidence
         (800, 400, 3, FAST, 100.0, "hand_over"),  # 3: it does not shrink, and costs 90 ms
         (2000, 1000, 3, FAST, 100.0, "give_up"),  # 4: grows, and costs 210 ms
-        (300, 310, 2, Speed(a=20.0, b=10.0), 100.0, "give_up"),  # 4: the destination is slower than the source
+        (300, 310, 3, Speed(a=20.0, b=10.0), 100.0, "give_up"),  # 4: the destination is slower than the source
         (30, 40, MAX_ROUNDS, Speed(a=1.0, b=500.0), 50.0, "hand_over"),  # what is left is what a round's fixed cost makes
     ],
 )
@@ -62,3 +62,21 @@ def test_one_freak_measurement_moves_it_by_a_bounded_step() -> None:
     before = speed.of(100)
     assert learned(speed, 100, 60_000).of(100) <= before * FREAK
     assert learned(speed, 0, 50.0) == speed
+
+
+def test_an_engines_first_round_may_be_a_freak_too() -> None:
+    """As seen of vLLM: 2.9 s, and 0.1 s ever after. A move would be given up for it that is as good as done."""
+    speed = learned(Speed(), 51, 2_888.0)
+    assert speed.of(51) == pytest.approx(2_888.0)
+    speed = learned(speed, 51, 92.9)
+    assert speed.of(51) == pytest.approx(92.9)
+    speed = learned(speed, 29, 120.5)
+    assert next_step(36, 29, 2, speed, 300.0, 50.0) == "hand_over"
+
+
+def test_what_is_known_well_is_not_refuted_by_one_quick_round() -> None:
+    """A prefix that the destination still had, for instance."""
+    speed = Speed()
+    for tokens in (900, 30, 4, 500, 20, 400):
+        speed = learned(speed, tokens, tokens + 50.0)
+    assert learned(speed, 500, 20.0).of(500) > 250

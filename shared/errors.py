@@ -19,6 +19,7 @@
     │   └── UnsupportedArchitecture
     ├── QueueFull 429
     ├── EngineFailed 500
+    │   └── DeviceFailed          its GPU's driver does not answer
     ├── DeviceMissing 500
     ├── Unavailable 503
     │   ├── Unreachable           nobody listens on that subject
@@ -195,6 +196,12 @@ class EngineFailed(ThawError):
     """The engine stopped while it was starting or serving; `thaw logs nodeagent` says why."""
 
     code = "engine_failed"
+
+
+class DeviceFailed(EngineFailed):
+    """The driver does not say what a device holds; `nvidia-smi` shows which, and the kernel's log (`dmesg`) why."""
+
+    code = "device_failed"
 
 
 class DeviceMissing(ThawError):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from services.nodeagent.devices.cpu import oom_kills
 from services.nodeagent.devices.port import Device
 from services.nodeagent.domain.state import Instance, NodeState, Process
 from services.nodeagent.engines.process import process_start
 from shared.contracts.loader import LoaderStatus, instance_of
+from shared.errors import DeviceFailed
 
+log = logging.getLogger(__name__)
+
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
 _INTERVAL_S = 5.0
 _GONE_POLL_S = 0.01
 _GONE_WITHIN_S = 10.0
@@ -39,6 +46,7 @@ class Meter:
         self._measured = measured
         self._private: dict[str, int] = {}
         self._used: dict[str, int] = {}
+        self._failed: set[tuple[str, str]] = set()
         self._segments: dict[str, _Segment] = {}
         self._loader_pid = 0
         self._oom_kills = [oom_kills()] * 2
@@ -91,8 +99,25 @@ class Meter:
             ids = {i.instance_id for i in here}
             shared = sum(s.loaded_bytes for s in self._segments.values() if ids & set(s.holders))
             private = sum(self.private(i) for i in ids)
-            self._used[device_id] = await asyncio.to_thread(device.used_bytes, private, shared)
+            used = await self._read(device_id, device.used_bytes, private, shared)
+            if used is not None:
+                self._used[device_id] = used
         self._changed()
+
+    async def _read(
+        self, device_id: str, reading: Callable[_Given, _Found], *given: _Given.args, **named: _Given.kwargs
+    ) -> _Found | None:
+        """None where the driver gives no answer: what was last measured stands. Said once, until it can be read again."""
+        key = (device_id, reading.__name__)
+        try:
+            found = await asyncio.to_thread(reading, *given, **named)
+        except DeviceFailed as fault:
+            if key not in self._failed:
+                log.error("a device cannot be read", extra={"device": device_id, "error": fault.message})
+            self._failed.add(key)
+            return None
+        self._failed.discard(key)
+        return found
 
     async def measure(self, instance: Instance) -> None:
         if instance.pid is None:
@@ -100,8 +125,12 @@ class Meter:
         total = 0
         for device_id in instance.command.device_ids:
             device = self._devices.get(device_id)
-            if device is not None:
-                total += sum((await asyncio.to_thread(device.private_bytes, (instance.pid, *instance.engine_pids))).values())
+            if device is None:
+                continue
+            by_process = await self._read(device_id, device.private_bytes, (instance.pid, *instance.engine_pids))
+            if by_process is None:
+                return
+            total += sum(by_process.values())
         if instance.stop_asked:  # what its end frees is what it had, not what is left of it half way
             total = max(total, self.private(instance.instance_id))
         # One that is parked may have given up all; of others nothing means that it cannot be seen.
@@ -113,7 +142,8 @@ class Meter:
     async def prove_gone(self, instance: Instance) -> int:
         """Wait until no device knows memory of the instance's process any more; returns the bytes it had held.
 
-        Raises `TimeoutError` if that does not come about (the kernel is still tearing it down, or a driver holds on to it).
+        Raises `TimeoutError` if that does not come about (the kernel is still tearing it down, or a driver holds on to it), and
+        `DeviceFailed` where it cannot be read.
         """
         before = self.private(instance.instance_id)
         deadline = time.monotonic() + _GONE_WITHIN_S
@@ -129,7 +159,8 @@ class Meter:
         return before
 
     async def loader_holds(self, instance_id: str) -> int:
-        """Bytes of the instance's GPUs that the loader's process has; all that are in use where NVML knows it by another pid."""
+        """Bytes of the instance's GPUs that the loader's process has; all that are in use where NVML knows it by another pid. Raises
+        `DeviceFailed`."""
         pid, total = self._loader_pid, 0
         for device in self._gpus(instance_id).values():
             own = await asyncio.to_thread(device.private_bytes, (pid,))
@@ -138,12 +169,15 @@ class Meter:
 
     async def prove_returned(self, instance_id: str, before: int, nbytes: int) -> bool:
         """Wait, a bounded time, until `nbytes` fewer than `before` are held. The loader may have taken as much for others meanwhile: then it
-        cannot be told."""
+        cannot be told, nor where the device cannot be read."""
         deadline = time.monotonic() + _GONE_WITHIN_S
-        while await self.loader_holds(instance_id) > before - nbytes:
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(_GONE_POLL_S)
+        try:
+            while await self.loader_holds(instance_id) > before - nbytes:
+                if time.monotonic() > deadline:
+                    return False
+                await asyncio.sleep(_GONE_POLL_S)
+        except DeviceFailed:
+            return False
         return True
 
     def _gpus(self, instance_id: str) -> dict[str, Device]:

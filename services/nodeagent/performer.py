@@ -294,9 +294,9 @@ class Performer:
             return
 
     async def _release(self, instance_id: str) -> None:
-        before = await self._meter.loader_holds(instance_id)
         request = ReleaseWeights(instance_id=instance_id, deadline_ms=5_000)
         try:
+            before = await self._meter.loader_holds(instance_id)
             released = await self._ask(subjects.loader_command(self._node), request, WeightsReleased)
         except ThawError as error:
             log.warning("weights not released yet; trying again", extra={"instance": instance_id, "error": error.message})

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from services.nodeagent.devices.port import DeviceInfo
+from shared.errors import DeviceFailed
 
 log = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """`cuda:N`, by NVML's index. `info.budget_bytes` is what engines may hold together."""
+    """`cuda:N`, by NVML's index. `info.budget_bytes` is what engines may hold together. Raises `DeviceFailed`, as its readings do."""
 
     def __init__(self, nvml: Any, index: int, share: float | None, budget_bytes: int | None) -> None:
         self._nvml = nvml
-        self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        total = int(nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+        self._id = f"cuda:{index}"
+        self._handle = self._ask(nvml.nvmlDeviceGetHandleByIndex, index)
+        total = int(self._ask(nvml.nvmlDeviceGetMemoryInfo, self._handle).total)
         budget = budget_bytes if budget_bytes is not None else int(total * (share or 1.0))
-        name, uuid = nvml.nvmlDeviceGetName(self._handle), nvml.nvmlDeviceGetUUID(self._handle)
-        self.info = DeviceInfo(f"cuda:{index}", "cuda", _text(name), total, budget, _text(uuid))
+        name, uuid = self._ask(nvml.nvmlDeviceGetName, self._handle), self._ask(nvml.nvmlDeviceGetUUID, self._handle)
+        self.info = DeviceInfo(self._id, "cuda", _text(name), total, budget, _text(uuid))
 
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
-        """By process as the driver accounts them. In a container with a pid namespace of its own NVML's pids are the host's: none match."""
+        """By process as the driver accounts them. None are known in a container with a pid namespace of its own, whose pids are not NVML's, nor
+        where the driver accounts for no processes."""
         wanted = set(pids)
-        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        try:
+            running = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle)
+        except DeviceFailed as fault:
+            if getattr(fault.__cause__, "value", None) == self._nvml.NVML_ERROR_NOT_SUPPORTED:
+                return {}
+            raise
         return {p.pid: int(p.usedGpuMemory) for p in running if p.pid in wanted and p.usedGpuMemory is not None}
 
     def used_bytes(self, private: int, shared: int) -> int:
         """All bytes in use on the device, whoever holds them."""
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        return int(self._ask(self._nvml.nvmlDeviceGetMemoryInfo, self._handle).used)
+
+    def _ask(self, call: Callable[[Any], Any], argument: Any) -> Any:
+        try:
+            return call(argument)
+        except self._nvml.NVMLError as e:
+            raise DeviceFailed(f"NVML says nothing of {self._id}: {e}; see `nvidia-smi` and the kernel's log (`dmesg`)") from e
 
 
 def load_nvml() -> Any | None:

@@ -12,7 +12,7 @@ from services.nodeagent.devices.parse import WantedDevice, parse_bytes, parse_de
 from services.nodeagent.devices.port import Device
 from services.nodeagent.settings import NodeagentSettings
 from shared.contracts.node import DeviceStatus
-from shared.errors import DeviceMissing
+from shared.errors import DeviceFailed, DeviceMissing
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ def open_devices(settings: NodeagentSettings, budgets: Path, *, adopting: bool) 
     wanted = parse_devices(settings.devices)
     nvml = load_nvml() if wanted is None or any(w.kind == "cuda" for w in wanted) else None
     count = int(nvml.nvmlDeviceGetCount()) if nvml is not None else 0
+    named = wanted is not None
     if wanted is None:
         wanted = (WantedDevice("cpu:0"), *(WantedDevice(f"cuda:{i}") for i in range(count)))
     found: dict[str, Device] = {}
@@ -39,7 +40,12 @@ def open_devices(settings: NodeagentSettings, budgets: Path, *, adopting: bool) 
                 f"THAW_DEVICES names {device.device_id}, but this machine has {count} CUDA devices that NVML can see"
             )
         share = device.share if device.share is not None else settings.cuda_share
-        found[device.device_id] = CudaDevice(nvml, index, share, device.bytes)
+        try:
+            found[device.device_id] = CudaDevice(nvml, index, share, device.bytes)
+        except DeviceFailed as fault:
+            if named:
+                raise DeviceMissing(f"THAW_DEVICES names {device.device_id}: {fault.message}") from fault
+            log.error("a device is left out", extra={"device": device.device_id, "reason": fault.message})
     budgets.write_text(json.dumps({d: v.info.budget_bytes for d, v in found.items()}))
     for device_id, opened in found.items():
         log.info("device", extra={"device": device_id, "device_name": opened.info.name, "budget_bytes": opened.info.budget_bytes})

@@ -20,6 +20,8 @@ class DeviceInfo:
 
 
 class Device(Protocol):
+    """Both readings raise `DeviceFailed` where the driver gives no answer: a GPU can be lost while its node goes on."""
+
     @property
     def info(self) -> DeviceInfo: ...
 

@@ -16,7 +16,7 @@ class Gauge:
         self._devices = devices
 
     def used(self, target: Target) -> int:
-        """Bytes of the target's devices. Blocking; raises `PermissionDenied` where they may not be read."""
+        """Bytes of the target's devices. Blocking; raises `PermissionDenied` where they may not be read, `DeviceFailed` where they cannot."""
         if not target.on_cuda:
             return footprint(target.pids).pss
         return sum(self.by_process(target.device_ids, target.pids).values())

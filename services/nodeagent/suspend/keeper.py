@@ -19,7 +19,7 @@ from shared.contracts import subjects
 from shared.contracts.base import Message, Request
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.node import Capability, SuspendWay
-from shared.errors import DeadlineExceeded, EngineFailed, PermissionDenied, ThawError, Unreachable
+from shared.errors import DeadlineExceeded, DeviceFailed, EngineFailed, PermissionDenied, ThawError, Unreachable
 from shared.processes import end_marked, mark_of, marked
 
 R = TypeVar("R", bound=Message)
@@ -86,7 +86,7 @@ class Keeper:
         try:
             used = self._gauge.held(target)
             return choose(self._outlooks(instance, target)), used
-        except PermissionDenied as e:
+        except (PermissionDenied, DeviceFailed) as e:
             return Outlook(reason=e.message), 0
 
     def _outlooks(self, instance: Instance, target: Target) -> list[Outlook]:
@@ -103,14 +103,14 @@ class Keeper:
         await self._ask(subjects.engine_control(instance_id), request, EngineAsleep)
 
     async def suspend(self, instance: Instance, name: SuspendWay) -> Taken:
-        """Raises `CannotSuspend`; the engine then runs, and refuses requests still."""
+        """Raises `CannotSuspend` or `DeviceFailed`; the engine then runs, and refuses requests still."""
         target = await asyncio.to_thread(self.target, instance)
         if not target.pids:
             raise CannotSuspend("none of the engine's processes can be found")
         tried = (instance.command.card.name, name)
         try:
             taken = await self._ways[name].suspend(target)
-        except CannotSuspend:
+        except (CannotSuspend, DeviceFailed):
             self._failed[tried] = time.monotonic()
             raise
         self._failed.pop(tried, None)
@@ -178,7 +178,7 @@ class Keeper:
         parking = instance.parking
         try:
             there = self._gauge.held(target)
-        except PermissionDenied as e:
+        except (PermissionDenied, DeviceFailed) as e:
             raise RestoreFailed(e.message) from e
         # On cpu a second suspension frees no more than was touched since the first: the rest lay in swap all along.
         moved = parking.snapshot_bytes if parking.outlook.way == "cpu" else parking.frees_bytes

@@ -12,7 +12,7 @@ from services.nodeagent.suspend.cuda import CudaBindings, CudaWay, State, open_d
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
 from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Target
-from shared.errors import EngineFailed, PermissionDenied
+from shared.errors import DeviceFailed, EngineFailed, PermissionDenied
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 
 GIB = 1 << 30
@@ -104,6 +104,18 @@ async def test_memory_that_may_not_be_read_after_the_checkpoint_is_undone(
 
     monkeypatch.setattr(memory, "footprint", footprint)
     with pytest.raises(CannotSuspend, match="CAP_SYS_PTRACE"):
+        await way(driver).suspend(target())
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_a_gpu_that_is_lost_after_the_checkpoint_is_undone(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(gpu: FakeGpu, pids: object) -> dict[int, int]:
+        if ("checkpoint", B) in driver.calls:
+            raise DeviceFailed("NVML says nothing of cuda:0")
+        return driver.device_bytes()
+
+    monkeypatch.setattr(FakeGpu, "private_bytes", read)
+    with pytest.raises(CannotSuspend, match="NVML says nothing"):
         await way(driver).suspend(target())
     assert set(driver.states.values()) == {State.RUNNING}
 

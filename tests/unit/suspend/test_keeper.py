@@ -15,6 +15,7 @@ from services.nodeagent.suspend.keeper import Keeper
 from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target
 from shared.contracts.engine import EngineProbed
 from shared.contracts.node import SuspendWay
+from shared.errors import DeviceFailed
 from tests.unit.nodeagent.world import start
 
 MIB = 1 << 20
@@ -27,11 +28,14 @@ class Numbers(Gauge):
     def __init__(self, there: int) -> None:
         super().__init__({})
         self.there = there
+        self.lost = False
 
     def used(self, target: Target) -> int:
-        return self.there * MIB
+        return self.held(target)
 
     def held(self, target: Target) -> int:
+        if self.lost:
+            raise DeviceFailed("NVML says nothing of cuda:0")
         return self.there * MIB
 
 
@@ -93,6 +97,16 @@ async def test_elsewhere_what_was_freed_has_to_be_there_again() -> None:
     assert await keeper(1000, Way("sleep")).resume(instance, "sleep") == 1000 * MIB
     with pytest.raises(RestoreFailed, match="500 of the 1000 MiB"):
         await keeper(500, Way("sleep")).resume(instance, "sleep")
+
+
+async def test_a_device_that_cannot_be_read_proves_nothing() -> None:
+    numbers = Numbers(1000)
+    numbers.lost = True
+    found = Keeper({"sleep": Way("sleep")}, NO_GROUPS, numbers, awake, 1.0)
+    outlook, used = await found.assess(alive())
+    assert (outlook.way, outlook.reason, used) == (None, "NVML says nothing of cuda:0", 0)
+    with pytest.raises(RestoreFailed, match="NVML says nothing of cuda:0"):
+        await found.resume(suspended("sleep", frees=900, left=100, snapshot=0), "sleep")
 
 
 def alive() -> Instance:

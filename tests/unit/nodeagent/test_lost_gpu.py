@@ -1,0 +1,135 @@
+"""A GPU whose driver gives no answer costs its node nothing but that GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from services.nodeagent.devices import inventory
+from services.nodeagent.devices.cuda import CudaDevice
+from services.nodeagent.meter import Meter
+from services.nodeagent.settings import NodeagentSettings
+from shared.errors import DeviceFailed, DeviceMissing
+from tests.unit.nodeagent.world import World
+
+PID = 7
+
+
+class Nvml:
+    """Two GPUs of 100 bytes, of which each call about those in `lost` fails as NVML's do."""
+
+    NVMLError = pynvml.NVMLError
+    NVML_ERROR_NOT_SUPPORTED = pynvml.NVML_ERROR_NOT_SUPPORTED
+
+    def __init__(self, *lost: int) -> None:
+        self.lost = set(lost)
+        self.used = 60
+        self.accounts: int | None = None
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
+        return self._answered(index, index)
+
+    def nvmlDeviceGetName(self, index: int) -> Any:
+        return self._answered(index, "fake")
+
+    def nvmlDeviceGetUUID(self, index: int) -> Any:
+        return self._answered(index, f"GPU-{index}")
+
+    def nvmlDeviceGetMemoryInfo(self, index: int) -> Any:
+        return self._answered(index, SimpleNamespace(total=100, used=self.used))
+
+    def nvmlDeviceGetComputeRunningProcesses(self, index: int) -> Any:
+        if self.accounts is not None:
+            raise pynvml.NVMLError(self.accounts)
+        return self._answered(index, [SimpleNamespace(pid=PID, usedGpuMemory=self.used)])
+
+    def _answered(self, index: int, answer: Any) -> Any:
+        if index in self.lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return answer
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
+    def open_them(nvml: Nvml, devices: str) -> list[str]:
+        monkeypatch.setattr(inventory, "load_nvml", lambda: nvml)
+        settings = NodeagentSettings(devices=devices, home=tmp_path)
+        return list(inventory.open_devices(settings, tmp_path / "budgets.json", adopting=False))
+
+    return open_them
+
+
+def test_one_that_is_lost_is_left_out(opened: Callable[..., list[str]], caplog: pytest.LogCaptureFixture) -> None:
+    assert opened(Nvml(), "auto") == ["cpu:0", "cuda:0", "cuda:1"]
+    assert opened(Nvml(0), "auto") == ["cpu:0", "cuda:1"]
+    assert "a device is left out" in caplog.text
+
+
+def test_one_that_was_asked_for_by_name_is_an_error(opened: Callable[..., list[str]]) -> None:
+    assert opened(Nvml(0), "cuda:1") == ["cuda:1"]
+    with pytest.raises(DeviceMissing, match=r"names cuda:0: NVML says nothing of cuda:0.*nvidia-smi"):
+        opened(Nvml(0), "cpu:0=1GiB,cuda:0")
+
+
+@pytest.fixture
+def nvml() -> Nvml:
+    return Nvml()
+
+
+@pytest.fixture
+def world() -> World:
+    found = World("cuda:0")
+    found.ready("a", PID, reserve=20, devices=("cuda:0",))
+    return found
+
+
+@pytest.fixture
+def meter(world: World, nvml: Nvml) -> Meter:
+    return Meter({"cuda:0": CudaDevice(nvml, 0, None, None)}, lambda: world.state, lambda: None, lambda *_: None)
+
+
+async def test_what_was_measured_stands_while_it_is_lost(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> int:
+        return sum(r.levelno == logging.ERROR for r in caplog.records)
+
+    await meter.measure_all()
+    assert (meter.private("a"), meter.used("cuda:0"), said()) == (60, 60, 0)
+    nvml.lost = {0}
+    for _ in range(3):
+        await meter.measure_all()
+    assert (meter.private("a"), meter.used("cuda:0"), said()) == (60, 60, 1)
+    nvml.lost, nvml.used = set(), 40
+    await meter.measure_all()
+    assert (meter.private("a"), meter.used("cuda:0"), said()) == (40, 40, 1)
+
+
+async def test_nothing_is_proved_by_a_lost_one(meter: Meter, nvml: Nvml, world: World) -> None:
+    before = await meter.loader_holds("a")
+    nvml.lost = {0}
+    with pytest.raises(DeviceFailed):
+        await meter.prove_gone(world["a"])
+    with pytest.raises(DeviceFailed):
+        await meter.loader_holds("a")
+    assert not await meter.prove_returned("a", before, 20)
+
+
+async def test_where_the_driver_accounts_for_no_processes_none_are_waited_for(meter: Meter, nvml: Nvml, world: World) -> None:
+    nvml.accounts = pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert await meter.prove_gone(world["a"]) == 0
+
+
+async def test_each_reading_that_fails_is_told_once(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
+    nvml.accounts = pynvml.NVML_ERROR_UNKNOWN
+    for _ in range(3):
+        await meter.measure_all()
+    assert meter.used("cuda:0") == 60
+    assert sum(r.levelno == logging.ERROR for r in caplog.records) == 1

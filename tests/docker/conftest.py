@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -66,13 +67,14 @@ def hub(models: Path) -> Iterator[FakeHub]:
     server.close()
 
 
-@pytest.fixture(scope="session", params=sorted(COMPOSE_COMMANDS))
-def compose(request: pytest.FixtureRequest, engine: None) -> tuple[str, ...]:
-    """Each Compose that there may be: the plug-in of version 2, and docker-compose of version 1."""
-    command = COMPOSE_COMMANDS[request.param]
-    if compose_version(request.param) is None:
-        pytest.skip(f"needs Compose {request.param}; `{' '.join(command)} version` does not answer as one")
-    return command
+@pytest.fixture(scope="session")
+def compose(engine: None) -> tuple[str, ...]:
+    """The Compose that is tested: the plug-in of version 2, or docker-compose of version 1 where that is missing or `THAW_TEST_COMPOSE=v1`."""
+    wanted = [os.environ["THAW_TEST_COMPOSE"]] if "THAW_TEST_COMPOSE" in os.environ else list(COMPOSE_COMMANDS)
+    for kind in wanted:
+        if compose_version(kind) is not None:
+            return COMPOSE_COMMANDS[kind]
+    pytest.skip(f"needs Compose {' or '.join(wanted)}, and there is none that answers as one")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from services.nodeagent.suspend.groups import hierarchies
 from tests.docker.engine import COMPOSE_COMMANDS, Images, Project
 from tests.integration.loader.fake_hub import FakeHub
 from tests.support.otlp import OtlpReceiver
+from tests.support.paging import skip_unless_swap
 from thaw.demo.models import make_demo_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,8 +28,7 @@ USER = 10001
 @pytest.fixture(scope="module")
 def group(compose: tuple[str, ...]) -> Iterator[Path]:
     """Where Docker is to make a control group: of v2 for Compose v2 where both are there, of v1 for v1."""
-    if memory.swap_space().free < 512 << 20:
-        pytest.skip("less than 512 MiB of swap are free here (`thaw doctor --fix` sets some up)")
+    skip_unless_swap()
     roots = {freezer.version: root for freezer, root in hierarchies()}
     wanted = 2 if compose == COMPOSE_COMMANDS["v2"] else 1
     root = roots.get(wanted) or next(iter(roots.values()), None)

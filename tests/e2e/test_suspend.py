@@ -9,16 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.groups import open_groups
 from tests.support.launcher import Thaw
+from tests.support.paging import skip_unless_able
 from thaw.demo.models import make_demo_model
 
 
 @contextlib.contextmanager
 def home_with_a_model(options: str) -> Iterator[Thaw]:
-    if why := CpuWay(open_groups("trial")).unavailable():
-        pytest.skip(f"cannot suspend by page-out here: {why}")
+    skip_unless_able()
     thaw = Thaw(THAW_SUSPEND="auto")
     try:
         model = make_demo_model(thaw.home / "models" / "m", "60m")

@@ -148,6 +148,14 @@ def listens(process: psutil.Process) -> bool:
         return False
 
 
+def is_engine(process: psutil.Process) -> bool:
+    """A builtin engine, not the zygote it came from; nor one that has just ended."""
+    try:
+        return "services.engine" in " ".join(process.cmdline()) and not process.children() and not listens(process)
+    except psutil.Error:
+        return False
+
+
 def mappings(pid: int) -> set[tuple[str, int, int]]:
     """What a process maps of the mesh's shared memory: file, and from and to which byte of it."""
     try:

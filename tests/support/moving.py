@@ -19,7 +19,7 @@ from shared.contracts.node import InstanceState
 from shared.messaging.streams import migrations_bucket
 from shared.sizing import need_of
 from tests.support.launcher import Thaw, until
-from tests.support.mesh import listens
+from tests.support.mesh import is_engine
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
@@ -149,9 +149,7 @@ class Roomy(Thaw):
             booked = sum(i["memory"]["reserved"] for i in live)
             if reserved != booked:
                 faults.append(f"{node['node']}: {reserved} bytes reserved, and {booked} by live instances")
-        engines = {
-            p.pid for p in self.processes() if "services.engine" in " ".join(p.cmdline()) and not p.children() and not listens(p)
-        }
+        engines = {p.pid for p in self.processes() if is_engine(p)}
         if engines != pids:
             faults.append(f"engine processes {engines}, and {pids} of live instances")
         return faults

@@ -14,8 +14,9 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from tests.integration.engines_real.conftest import environment
 from tests.integration.nodeagent.harness import MIB, Node, running_node
-from tests.integration.suspend.hosted import descriptors, engine_pids, generate, pss, skip_unless_able, start_hosted
+from tests.integration.suspend.hosted import descriptors, engine_pids, generate, pss, start_hosted
 from tests.support.hosted import hosted_card
+from tests.support.paging import skip_unless_able, skip_unless_swap
 from tests.support.servers import NatsServer
 
 SUSPENDED, READY = InstanceState.SUSPENDED, InstanceState.READY
@@ -40,8 +41,7 @@ def vllm_card(model_directory: Path) -> ModelCard:
 
 @pytest.fixture
 async def vllm_node(able: None, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Node]:
-    if memory.swap_space().free < SWAP_MIB * MIB:
-        pytest.skip(f"real vLLM needs {SWAP_MIB} MiB of free swap to be suspended")
+    skip_unless_swap(SWAP_MIB)
     settings = {**environment("vllm"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB"}
     async with running_node(nats_server.url, tmp_path, **settings) as found:
         yield found
@@ -119,8 +119,7 @@ async def swapped_without_growth(node: Node, name: str, swaps: int, already: int
 async def test_vllm_and_llamacpp_take_turns_on_a_device_that_holds_one(
     able: None, nats_server: NatsServer, tmp_path: Path, vllm_card: ModelCard, gguf_file: Path
 ) -> None:
-    if memory.swap_space().free < SWAP_MIB * MIB:
-        pytest.skip(f"real vLLM needs {SWAP_MIB} MiB of free swap to be suspended")
+    skip_unless_swap(SWAP_MIB)
     settings = {**environment("vllm", "llamacpp"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB"}
     async with running_node(nats_server.url, tmp_path, **settings) as node:
         names: list[str] = []

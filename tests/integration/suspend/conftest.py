@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.groups import Groups, open_groups
 from tests.integration.nodeagent.harness import Node, running_node
-from tests.integration.suspend.hosted import skip_unless_able
+from tests.support.paging import skip_unless_able
 from tests.support.servers import NatsServer
 
 
@@ -34,11 +33,3 @@ def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
     for instance_id in list(found.known()):
         found.kill(instance_id)
         found.remove(instance_id)
-
-
-@pytest.fixture
-def swap() -> memory.Swap:
-    space = memory.swap_space()
-    if space.free < 512 << 20:
-        pytest.skip("less than 512 MiB of swap are free here (`thaw doctor --fix` sets some up)")
-    return space

@@ -9,10 +9,7 @@ import uuid
 from typing import Any
 
 import psutil
-import pytest
 
-from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.groups import open_groups
 from services.nodeagent.suspend.memory import footprint
 from shared.contracts import subjects
 from shared.contracts.base import Done
@@ -22,12 +19,6 @@ from shared.contracts.node import InstanceState, InstanceStatus, StartInstance
 from tests.integration.nodeagent.harness import MIB, Node
 
 READY_WITHIN_S = 300.0
-
-
-def skip_unless_able() -> None:
-    """Skips, with the reason, where engines cannot be paged out."""
-    if why := CpuWay(open_groups("trial")).unavailable():
-        pytest.skip(f"cannot suspend by page-out here: {why}")
 
 
 async def start_hosted(

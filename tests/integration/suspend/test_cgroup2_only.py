@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.nodeagent.suspend import memory
 from tests.support.launcher import ROOT
+from tests.support.paging import skip_unless_swap
 
 BALLAST = Path(__file__).with_name("ballast.py")
 MIB = 1 << 20
@@ -56,8 +56,7 @@ print(json.dumps({"versions": [f.version for f, _ in hierarchies()], "version": 
 def test_engines_are_frozen_and_paged_out_where_there_is_cgroup_v2_only() -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare for a mount namespace")
-    if memory.swap_space().free < 512 * MIB:
-        pytest.skip("less than 512 MiB of swap are free here (`thaw doctor --fix` sets some up)")
+    skip_unless_swap()
     inside = ["unshare", "--mount", "sh", "-c"]
     if subprocess.run([*inside, f"{ONLY_V2} true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("cgroup v2 cannot be mounted here")

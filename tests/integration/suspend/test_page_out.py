@@ -72,7 +72,7 @@ def tree(groups: Groups) -> Iterator[Tree]:
 
 
 @pytest.fixture
-def way(able: None, swap: memory.Swap, groups: Groups) -> CpuWay:
+def way(able: None, groups: Groups) -> CpuWay:
     return CpuWay(groups)
 
 

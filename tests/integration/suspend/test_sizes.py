@@ -7,7 +7,7 @@ import pytest
 from bench import suspend_size
 
 
-@pytest.mark.usefixtures("able", "swap")
+@pytest.mark.usefixtures("able")
 def test_a_size_is_suspended_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspend_size, "SIZES", (0.0625,))
     monkeypatch.setattr(suspend_size, "JOBS", ())

@@ -16,7 +16,7 @@ from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 
 
 @pytest.fixture
-def tree(able: None, swap: memory.Swap, groups: Groups) -> Iterator[Tree]:
+def tree(able: None, groups: Groups) -> Iterator[Tree]:
     found = Tree(60, 1)
     yield found
     groups.kill("i")

@@ -1,0 +1,23 @@
+"""Tests that page out need swap with room in it, a freezer and capabilities; where one is missing they are skipped, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.nodeagent.suspend.cpu import CpuWay
+from services.nodeagent.suspend.groups import open_groups
+from services.nodeagent.suspend.memory import swap_space
+
+LEAST_MIB = 512
+
+
+def skip_unless_able(mib: int = LEAST_MIB) -> None:
+    """Skips where engines of `mib` together cannot be paged out."""
+    if why := CpuWay(open_groups("trial")).unavailable():
+        pytest.skip(f"cannot suspend by page-out here: {why}")
+    skip_unless_swap(mib)
+
+
+def skip_unless_swap(mib: int = LEAST_MIB) -> None:
+    if (free := swap_space().free >> 20) < mib:
+        pytest.skip(f"needs {mib} MiB of free swap, and {free} MiB are (`thaw doctor --fix` sets some up)")

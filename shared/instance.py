@@ -25,6 +25,7 @@ from shared.contracts.migration import ForgetResume, ListRequests, ReadTokens, R
 from shared.errors import EngineFailed, ThawError
 from shared.messaging import Mesh
 from shared.reporting import Reporter
+from shared.tasks import end
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
 
@@ -97,9 +98,7 @@ class InstanceProcess(ABC):
                 return await self._leave(ending.result())
             return work.result()
         finally:
-            for task in (ending, work):
-                task.cancel()
-            await asyncio.gather(ending, work, return_exceptions=True)
+            await end(ending, work, again_s=3.0)
             await self._end_engine()
 
     async def _until_ended(self) -> int | ThawError:
@@ -123,8 +122,7 @@ class InstanceProcess(ABC):
             try:
                 return await self._start_and_serve()
             finally:
-                for task in background:
-                    task.cancel()
+                await end(*background)
 
     async def _start_and_serve(self) -> int:
         try:

@@ -36,6 +36,7 @@ from shared.contracts.node import NodeStatus, StatusWanted
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import catalog_bucket, keys_bucket
+from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
@@ -156,20 +157,11 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
             group.create_task(_join(gateway, group), name="join"),
             group.create_task(gateway.recorder.run(), name="traces"),
         ]
-        lost = await _until(stop, gateway.mesh.lost)
+        await first(stop, gateway.mesh.lost)
+        lost = gateway.mesh.lost.is_set()
         await _finish(gateway, server, serving)
-        for task in (*background, *gateway.tasks):
-            task.cancel()
+        await end(*background, *gateway.tasks)
     return 1 if lost else 0
-
-
-async def _until(stop: asyncio.Event, lost: asyncio.Event) -> bool:
-    """Wait for either; whether the mesh was lost."""
-    waits = [asyncio.create_task(e.wait()) for e in (stop, lost)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    return lost.is_set()
 
 
 async def _finish(gateway: Gateway, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:

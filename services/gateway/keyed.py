@@ -36,6 +36,7 @@ from services.gateway.exchange import Exchange
 from services.gateway.listening import REPLAY_S, Listener
 from shared.contracts import subjects
 from shared.errors import DeadlineExceeded, InvalidRequest, ThawError, Unavailable
+from shared.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +111,7 @@ class Keyed:
             await self._begin(claim.entry)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (renewing, *ends):
-                task.cancel()
-            await asyncio.gather(renewing, *ends, return_exceptions=True)
+            await end(renewing, *ends)
         if self._exchange.ended:
             await self._settle(claim)
             return
@@ -212,8 +211,7 @@ class Keyed:
             update = asyncio.create_task(watcher.updates(timeout=patience), name="idempotency key")
             await asyncio.wait({over, update}, return_when=asyncio.FIRST_COMPLETED)
             if over.done():
-                update.cancel()
-                await asyncio.gather(update, return_exceptions=True)
+                await end(update)
                 return None
             try:
                 entry = update.result()

@@ -30,6 +30,7 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeStatus
 from shared.errors import ModelNotFound, ShuttingDown, ThawError, Unavailable
 from shared.messaging import Mesh
+from shared.tasks import end
 from shared.telemetry.tracing import traceparent
 
 TICK_S = 0.1
@@ -244,5 +245,4 @@ class Gateway:
         """Let the last requests with Idempotency-Keys write down how they ended."""
         if self._keyed_tasks:
             await asyncio.wait(self._keyed_tasks, timeout=within)
-        for task in self._keyed_tasks:
-            task.cancel()
+        await end(*self._keyed_tasks)

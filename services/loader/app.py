@@ -38,6 +38,7 @@ from shared.contracts.node import STATUS_INTERVAL_S, NodeStatus
 from shared.contracts.segment import segment_prefix
 from shared.errors import Conflict
 from shared.messaging import Mesh
+from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
 _WARN_WITHIN_S = 2
@@ -71,7 +72,7 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
         async with listening(loader_socket(settings.node_state), readers), asyncio.TaskGroup() as tasks:
             ready = tasks.create_task(loader.keep_ready(), name="ready")
             status = await _serve_mesh(settings, stop, loader, sharing)
-            ready.cancel()
+            await end(ready)
         held = loader.is_held
         return status
     finally:
@@ -113,14 +114,14 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
     mesh.listen(subjects.node_status(settings.node), NodeStatus, loader.hear_node)
     if settings.peers:
         mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, sharing.peers.hear)
-    if not await _connected(mesh, stop):
+    if not await mesh.start_unless(stop):
         await loader.stop()
         return 0
     subject = subjects.loader_status(settings.node)
     async with asyncio.TaskGroup() as tasks:
         broadcast = tasks.create_task(_broadcast(mesh, loader, sharing, subject), name="broadcast")
-        await _first(stop, mesh.lost)
-        broadcast.cancel()
+        await first(stop, mesh.lost)
+        await end(broadcast)
     await _warn_engines(mesh, subject, loader.status(await asyncio.to_thread(sharing.status)))
     await loader.stop()
     await commands.stop()
@@ -144,20 +145,6 @@ async def _warn_engines(mesh: Mesh, subject: str, status: LoaderStatus) -> None:
 def pool_bytes() -> int:
     """The pool's address space: as long as this host's memory, and without any of it at first."""
     return -(-physical_memory() // CHUNK_BYTES) * CHUNK_BYTES
-
-
-async def _connected(mesh: Mesh, stop: asyncio.Event) -> bool:
-    """Wait for NATS as long as it takes; False if told to stop before it is there."""
-    connecting = asyncio.create_task(mesh.start(), name="connect")
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    try:
-        await asyncio.wait((connecting, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if connecting.done():
-            connecting.result()
-        return connecting.done()
-    finally:
-        for task in (connecting, stopped):
-            task.cancel()
 
 
 async def _broadcast(mesh: Mesh, loader: Loader, sharing: Sharing, subject: str) -> None:

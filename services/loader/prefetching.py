@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shared.contracts.loader import PrefetchWeights
 from shared.errors import ThawError
+from shared.tasks import end
 
 log = logging.getLogger(__name__)
 HOLDER = "prefetch:"
@@ -54,9 +55,7 @@ class Prefetching:
     async def stop(self) -> None:
         tasks = [u.task for u in self._under.values()]
         self._under.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)
 
     async def _run(self, holder: str, command: PrefetchWeights) -> None:
         weights_id = command.card.info.revision

@@ -20,6 +20,7 @@ from services.migrator.settings import MigratorSettings
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import migrations_bucket
+from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ async def run(settings: MigratorSettings, stop: asyncio.Event) -> int:
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(_serve(mesh, migrator, tasks), name="serve")
-            await _first(stop, mesh.lost)
-            serving.cancel()
+            await first(stop, mesh.lost)
+            await end(serving, again_s=3.0)
     finally:
         if not mesh.lost.is_set():
             await mesh.stop()
@@ -53,13 +54,4 @@ async def _serve(mesh: Mesh, migrator: Migrator, tasks: asyncio.TaskGroup) -> No
     try:
         await migrator.run()
     finally:
-        watching.cancel()
-
-
-async def _first(*events: asyncio.Event) -> None:
-    waits = [asyncio.create_task(e.wait(), name="wait") for e in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
+        await end(watching)

@@ -24,6 +24,7 @@ from services.migrator.domain.work import Options, Work
 from shared.contracts.base import Message
 from shared.contracts.migration import MigrationRecord
 from shared.errors import ThawError
+from shared.tasks import end
 
 log = logging.getLogger(__name__)
 _LONGEST_S = 5.0
@@ -121,9 +122,7 @@ class Migrator:
             raise
         finally:
             self._held = None
-            for task in (writing, *self._tasks):
-                task.cancel()
-            await asyncio.gather(writing, *self._tasks, return_exceptions=True)
+            await end(writing, *self._tasks)
             span.end(work.record, lost=ended is None or ended.lost)
         self._ended(ended, work, model)
 

@@ -44,6 +44,7 @@ from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, StartInstance, StatusWanted, SuspendInstance
 from shared.errors import DeviceMissing
 from shared.messaging import Mesh
+from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
 _RELEASES_WITHIN_S = 2.0
@@ -71,7 +72,7 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
         try:
             return await agent.serve(known, stop)
         finally:
-            agent.cancel()
+            await agent.give_up()
 
 
 class Nodeagent:
@@ -128,7 +129,10 @@ class Nodeagent:
         self.mesh.listen(subjects.engine_report(node), EngineReport, self._on_report)
         self.mesh.listen(subjects.loader_status(node), LoaderStatus, self._on_loader)
         self.mesh.listen(subjects.STATUS_WANTED, StatusWanted, self._on_wanted)
-        await self.mesh.start()
+        if not await self.mesh.start_unless(stop):
+            log.warning("stopped before NATS was there; engines are left as they are", extra={"engines": len(known)})
+            await self.launcher.close()
+            return 0
         for record in known:
             _adopt(record, self.loop, self.performer, self.timelines)
         await self.loop.until(lambda state: len(state.instances) >= len(known), _ADOPTED_WITHIN_S)
@@ -137,22 +141,21 @@ class Nodeagent:
         await commands.start()
         publishing = self._run("publisher", self.publisher.run())
         self._run("meter", self.meter.run())
-        await _first(self.mesh.lost, stop)
+        await first(self.mesh.lost, stop)
         if self.mesh.lost.is_set():
             log.error("NATS is lost; ending without touching the engines")
             return 1
         await self._end()
-        publishing.cancel()
+        await end(publishing)
         await commands.stop()
         await self.launcher.close()
         await self.mesh.stop()
         return 0
 
-    def cancel(self) -> None:
+    async def give_up(self) -> None:
         """Give up everything that runs in this process; engines are left as they are."""
-        self.performer.cancel()
-        for task in self._background:
-            task.cancel()
+        await self.performer.give_up()
+        await end(*self._background)
 
     def _run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(work, name=name)
@@ -220,16 +223,6 @@ def _builtin_launcher(settings: NodeagentSettings, specs: Path) -> Launcher:
     log_path = settings.node_state / "logs" / "zygote.log"
     socket_path = settings.node_state / "agent" / "zygote.sock"
     return ZygoteLauncher(socket_path, log_path, engine_environment(settings), settings.zygote_module)
-
-
-async def _first(*events: asyncio.Event) -> None:
-    """Wait until one of them is set."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def _adopt(record: Record, loop: Loop, performer: Performer, timelines: Timelines) -> None:

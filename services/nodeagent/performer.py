@@ -28,6 +28,7 @@ from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.node import InstanceState
 from shared.errors import ThawError, Unavailable, from_body
 from shared.messaging import Mesh
+from shared.tasks import end
 
 R = TypeVar("R", bound=Message)
 log = logging.getLogger(__name__)
@@ -116,10 +117,9 @@ class Performer:
             case e.Forget():
                 self._forget(effect.instance_id)
 
-    def cancel(self) -> None:
+    async def give_up(self) -> None:
         """Give up what is under way; engines are left as they are."""
-        for task in self._running:
-            task.cancel()
+        await end(*self._running)
         self.processes.close()
 
     def log_path(self, instance_id: str) -> Path:

@@ -28,7 +28,6 @@ from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Deposed, Repository
-from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.events import Recovered, Tick
 from services.scheduler.domain.indexes import keeping
 from services.scheduler.handlers import Handlers
@@ -38,6 +37,7 @@ from services.scheduler.settings import SchedulerSettings
 from shared.contracts import subjects
 from shared.contracts.node import StatusWanted
 from shared.messaging import Mesh
+from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
@@ -61,7 +61,7 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
                 beside.enter_context(metrics.served(settings.scheduler_metrics_host, settings.scheduler_metrics_port))
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(_serve(settings, mesh, engine, name, metrics), name="serve")
-                await _first(stop, mesh.lost)
+                await first(stop, mesh.lost)
                 await end(serving, again_s=3.0)
     finally:
         metrics.close()
@@ -69,15 +69,6 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
             await mesh.stop()
         await engine.dispose()
     return 1 if mesh.lost.is_set() and not stop.is_set() else 0
-
-
-async def _first(*events: asyncio.Event) -> None:
-    waits = [asyncio.create_task(e.wait()) for e in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, name: str, metrics: Metrics) -> None:

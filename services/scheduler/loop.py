@@ -12,7 +12,6 @@ from services.scheduler.adapters import clock
 from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, durable
-from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.changes import Change, Traced, apply
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import Effect, LoadStarted, ReplyTo, StepDown
@@ -20,6 +19,7 @@ from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, L
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state import ClusterState
 from shared.errors import ThawError
+from shared.tasks import end
 
 log = logging.getLogger(__name__)
 AT_A_STRETCH = 16

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from faststream.nats import NatsBroker, NatsMessage
 from nats.aio.client import Client
-from nats.aio.subscription import Subscription
 from nats.errors import ConnectionClosedError, NoRespondersError
-from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from pydantic import TypeAdapter, ValidationError
 
 from shared.contracts.base import Failure, Message, Request
 from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, ThawError, Unreachable, from_body
+from shared.messaging.responders import Draining, Responder
 from shared.settings import CommonSettings
+from shared.tasks import end
 from shared.telemetry.tracing import carried, carry
 
 log = logging.getLogger(__name__)
@@ -33,16 +34,7 @@ HEADROOM_BYTES = 16 * 1024
 """Kept free below `max_payload`: headers count too, and one byte over it closes the connection for good."""
 _CONCURRENT_WORKERS = 256
 _FAULTS_TOLD = 5
-_DRAIN_S = 2.0
-_STEPS = 20
-"""Of the loop, from a message's leaving FastStream's queue until its handler has begun."""
-
-
-class Responder(Protocol):
-    """A registered handler. It hears messages between `start` and `stop`."""
-
-    async def start(self) -> None: ...
-    async def stop(self) -> None: ...
+_TELL_AGAIN_S = 60.0
 
 
 class Mesh:
@@ -52,7 +44,9 @@ class Mesh:
         self.name = name
         self.lost = asyncio.Event()
         self._stopping = False
+        self._told: dict[str, float] = {}
         urls = [url.strip() for url in settings.nats_url.get_secret_value().split(",")]
+        self._servers = ",".join((urlsplit(url).netloc or url).rpartition("@")[2] for url in urls)
         self._broker = NatsBroker(
             urls,
             name=name,
@@ -75,7 +69,20 @@ class Mesh:
     async def start(self) -> None:
         """Connect (waiting for the server as long as it takes) and start every handler registered so far."""
         await self._broker.start()
+        self._told.clear()
         self._started = True
+
+    async def start_unless(self, stop: asyncio.Event) -> bool:
+        """`start`, given up when `stop` is set; whether it is connected."""
+        starting = asyncio.create_task(self.start(), name="connect")
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+            return starting.done()
+        finally:
+            await end(starting, stopped)
 
     async def stop(self) -> None:
         self._stopping = True
@@ -160,55 +167,27 @@ class Mesh:
         workers: dict[str, Any] = {"max_workers": _CONCURRENT_WORKERS} if concurrent else {}
         subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, **workers)
         subscriber(handler)
-        return _Draining(self, subscriber)
+        return Draining(lambda: self.nc, self.flush, subscriber)
 
     async def _on_error(self, error: Exception) -> None:
-        if not self._stopping:
-            log.warning("NATS error", extra={"error": repr(error)})
+        """Each kind is told once a minute: while a server is away there are ten of them each second."""
+        kind, now = type(error).__name__, time.monotonic()
+        if not self._stopping and now - self._told.get(kind, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+            self._told[kind] = now
+            log.warning("NATS error", extra={"error": repr(error), "servers": self._servers})
 
     async def _on_disconnected(self) -> None:
         if not self._stopping:
             log.warning("disconnected from NATS; reconnecting")
 
     async def _on_reconnected(self) -> None:
+        self._told.clear()
         log.info("reconnected to NATS")
 
     async def _on_closed(self) -> None:
         if not self._stopping:
             log.error("the NATS connection closed for good")
             self.lost.set()
-
-
-class _Draining:
-    """A FastStream subscriber that is stopped without leaving anybody waiting: first the server is told to send no more, then what has come is
-    handled. FastStream's own `stop` drops, unanswered, what comes while it waits for the handlers that run."""
-
-    def __init__(self, mesh: Mesh, subscriber: Any) -> None:
-        self._mesh, self._subscriber = mesh, subscriber
-        self._drained: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        await self._subscriber.start()
-
-    async def stop(self) -> None:
-        if self._subscriber.subscription is not None and self._mesh.nc.is_connected:
-            # Left to itself if a handler takes too long: it ends with that.
-            self._drained = asyncio.create_task(self._drain(self._subscriber.subscription), name="drain a subscription")
-            self._subscriber.subscription = None
-            await asyncio.wait((self._drained,), timeout=_DRAIN_S)
-        await self._subscriber.stop()
-
-    async def _drain(self, subscription: Subscription) -> None:
-        try:
-            # The flush in nats-py's own drain may overtake what it has sent (see `Mesh.flush`).
-            await self._mesh.nc._send_unsubscribe(subscription._id)
-            await self._mesh.flush()
-            await subscription.drain()  # type: ignore[no-untyped-call]  # nats-py leaves it without types
-        except (NatsError, OSError, TimeoutError) as e:
-            log.info("a subscription was not drained", extra={"subject": subscription.subject, "error": repr(e)})
-        queued = getattr(self._subscriber, "send_stream", None)  # of a concurrent one
-        for _ in range(_STEPS + (queued.statistics().current_buffer_used if queued is not None else 0)):
-            await asyncio.sleep(0)
 
 
 def inbox_prefix(url: str) -> str:

@@ -19,7 +19,6 @@ from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog
 from services.scheduler.adapters.loads import SCHEDULER, Loads
 from services.scheduler.adapters.migrations import Migrations
-from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.effects import (
     CallOffMigration,
     DeleteCatalog,
@@ -49,6 +48,7 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import LoadTrace
 from shared.errors import DeadlineExceeded, ThawError, Unreachable
 from shared.messaging import Mesh
+from shared.tasks import end
 
 log = logging.getLogger(__name__)
 Job = Callable[[], Awaitable[None]]

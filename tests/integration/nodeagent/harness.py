@@ -35,8 +35,7 @@ from shared.contracts.node import (
     SuspendInstance,
 )
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.messaging import Mesh
-from shared.messaging.mesh import Responder
+from shared.messaging import Mesh, Responder
 from shared.settings import CommonSettings
 from shared.sizing import need_of
 

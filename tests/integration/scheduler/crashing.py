@@ -21,7 +21,6 @@ from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository
-from services.scheduler.adapters.tasks import end
 from services.scheduler.domain.effects import Effect, ReplyTo, SendPrepare, SendStart, SendStop
 from services.scheduler.domain.events import (
     AddModelsAsked,
@@ -39,6 +38,7 @@ from services.scheduler.loop import SchedulerLoop
 from shared.contracts.demand import Demand, DemandNoted
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
+from shared.tasks import end
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import Agent
 

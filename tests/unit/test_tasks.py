@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.scheduler.adapters.tasks import end
+from shared.tasks import end
 
 
 async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:

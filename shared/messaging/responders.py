@@ -1,0 +1,56 @@
+"""Handlers of messages that begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+log = logging.getLogger(__name__)
+_DRAIN_S = 2.0
+_STEPS = 20
+"""Of the loop, from a message's leaving FastStream's queue until its handler has begun."""
+
+
+class Responder(Protocol):
+    """A registered handler. It hears messages between `start` and `stop`."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+class Draining:
+    """A FastStream subscriber that is stopped without leaving anybody waiting: first the server is told to send no more, then what has come is
+    handled. FastStream's own `stop` drops, unanswered, what comes while it waits for the handlers that run."""
+
+    def __init__(self, client: Callable[[], Client], flush: Callable[[], Awaitable[None]], subscriber: Any) -> None:
+        self._client, self._flush, self._subscriber = client, flush, subscriber
+        self._drained: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._subscriber.start()
+
+    async def stop(self) -> None:
+        if self._subscriber.subscription is not None and self._client().is_connected:
+            # Left to itself if a handler takes too long: it ends with that.
+            self._drained = asyncio.create_task(self._drain(self._subscriber.subscription), name="drain a subscription")
+            self._subscriber.subscription = None
+            await asyncio.wait((self._drained,), timeout=_DRAIN_S)
+        await self._subscriber.stop()
+
+    async def _drain(self, subscription: Subscription) -> None:
+        try:
+            # The flush in nats-py's own drain may overtake what it has sent (see `Mesh.flush`).
+            await self._client()._send_unsubscribe(subscription._id)
+            await self._flush()
+            await subscription.drain()  # type: ignore[no-untyped-call]  # nats-py leaves it without types
+        except (NatsError, OSError, TimeoutError) as e:
+            log.info("a subscription was not drained", extra={"subject": subscription.subject, "error": repr(e)})
+        queued = getattr(self._subscriber, "send_stream", None)  # of a concurrent one
+        for _ in range(_STEPS + (queued.statistics().current_buffer_used if queued is not None else 0)):
+            await asyncio.sleep(0)

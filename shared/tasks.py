@@ -1,0 +1,29 @@
+"""Waiting for the first of several events, and ending tasks for certain."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+async def first(*events: asyncio.Event) -> None:
+    """Wait until one of them is set."""
+    waits = [asyncio.create_task(event.wait(), name="wait") for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def end(*tasks: asyncio.Task[object], again_s: float = 1.0) -> None:
+    """Cancel `tasks` and wait until they are over, asking again every `again_s` seconds.
+
+    Once is not enough: `asyncio.wait_for` before Python 3.12, and with it connecting to NATS or a request of its client, swallows a
+    cancellation that comes together with the answer. A task group, or `asyncio.gather`, would then wait for ever. `again_s` is longer than
+    what the tasks still have to do when they are cancelled.
+    """
+    left = {t for t in tasks if not t.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=again_s)

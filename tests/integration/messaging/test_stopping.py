@@ -1,0 +1,105 @@
+"""Services that are told to end while NATS is not there, or while what they do for it swallows the first cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.app import app as gateway
+from services.gateway.settings import GatewaySettings
+from services.loader.app import run as loader
+from services.loader.settings import LoaderSettings
+from services.migrator.app import run as migrator
+from services.migrator.settings import MigratorSettings
+from services.nodeagent.app import run as nodeagent
+from services.nodeagent.settings import NodeagentSettings
+from services.scheduler.app import run as scheduler
+from services.scheduler.settings import SchedulerSettings
+from shared.messaging import Mesh
+from tests.support.launcher import ROOT
+from tests.support.servers import free_port
+
+WITHIN_S = 30.0
+REFUSED = "NATS error"
+Service = Callable[[Any, asyncio.Event], Coroutine[Any, Any, int]]
+SERVICES: dict[str, tuple[Service, type[Any]]] = {
+    "gateway": (gateway, GatewaySettings),
+    "scheduler": (scheduler, SchedulerSettings),
+    "migrator": (migrator, MigratorSettings),
+    "nodeagent": (nodeagent, NodeagentSettings),
+    "loader": (loader, LoaderSettings),
+}
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {
+        "THAW_HOME": str(tmp_path),
+        "THAW_NATS_URL": f"nats://somebody:secret@127.0.0.1:{free_port()}",
+        "THAW_DATABASE_URL": f"postgresql+asyncpg://nobody@127.0.0.1:{free_port()}/none",
+        "THAW_GATEWAY_PORT": str(free_port()),
+        "THAW_DEVICES": "cpu:0=1GiB",
+        "THAW_ZYGOTE": "false",
+    }
+
+
+@pytest.mark.parametrize("name", SERVICES)
+async def test_it_ends_when_told_to_and_says_quietly_what_it_waits_for(name: str, environment: dict[str, str]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", f"services.{name}"),
+        env={k: v for k, v in os.environ.items() if not k.startswith("THAW_")} | environment,
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    said: list[dict[str, Any]] = []
+    async with asyncio.timeout(WITHIN_S):
+        while not any(line["message"] == REFUSED for line in said):
+            said.append(json.loads(await process.stderr.readline()))
+    process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(WITHIN_S):
+        _, rest = await process.communicate()
+    assert process.returncode == 0, rest.decode()
+    said += map(json.loads, rest.splitlines())
+    (told,) = (line for line in said if line["message"] == REFUSED and "ConnectionRefused" in line["error"])
+    assert told["servers"] == environment["THAW_NATS_URL"].rpartition("@")[2]
+    assert "secret" not in json.dumps(said)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+async def test_it_ends_though_a_cancellation_is_swallowed(
+    name: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `asyncio.wait_for` does before Python 3.12, when an attempt to connect fails at that moment."""
+    connecting, swallowed = asyncio.Event(), asyncio.Event()
+
+    async def start(mesh: Mesh) -> None:
+        connecting.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if swallowed.is_set():
+                    raise
+                swallowed.set()
+
+    monkeypatch.setattr(Mesh, "start", start)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    run, settings = SERVICES[name]
+    stop = asyncio.Event()
+    async with asyncio.timeout(WITHIN_S):
+        running = asyncio.create_task(run(settings(), stop), name=name)
+        await connecting.wait()
+        stop.set()
+        assert await running == 0
+    assert swallowed.is_set()

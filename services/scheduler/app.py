@@ -38,6 +38,7 @@ from shared.contracts import subjects
 from shared.contracts.node import StatusWanted
 from shared.messaging import Mesh
 from shared.tasks import end, first
+from shared.telemetry.logs import Seldom
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
@@ -76,15 +77,18 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
     await mesh.start()
     above = 0
     migrated = False
+    away = Seldom()
     while True:
         try:
             if not migrated:
                 await migrate(engine)
                 migrated = True
             async with leadership(plain_url(settings.database_url.get_secret_value()), above) as term:
+                away.over()
                 above = await _lead(settings, mesh, engine, term, name, metrics)
         except _TROUBLE as e:
-            log.warning("not leading", extra={"reason": repr(e)})
+            if away.may_say(type(e).__name__):
+                log.warning("not leading", extra={"reason": repr(e)})
             await asyncio.sleep(_AGAIN_S)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +23,7 @@ from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, Tha
 from shared.messaging.responders import Draining, Responder
 from shared.settings import CommonSettings
 from shared.tasks import end
+from shared.telemetry.logs import Seldom
 from shared.telemetry.tracing import carried, carry
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ HEADROOM_BYTES = 16 * 1024
 """Kept free below `max_payload`: headers count too, and one byte over it closes the connection for good."""
 _CONCURRENT_WORKERS = 256
 _FAULTS_TOLD = 5
-_TELL_AGAIN_S = 60.0
 
 
 class Mesh:
@@ -44,7 +43,7 @@ class Mesh:
         self.name = name
         self.lost = asyncio.Event()
         self._stopping = False
-        self._told: dict[str, float] = {}
+        self._away = Seldom()
         urls = [url.strip() for url in settings.nats_url.get_secret_value().split(",")]
         self._servers = ",".join((urlsplit(url).netloc or url).rpartition("@")[2] for url in urls)
         self._broker = NatsBroker(
@@ -69,7 +68,7 @@ class Mesh:
     async def start(self) -> None:
         """Connect (waiting for the server as long as it takes) and start every handler registered so far."""
         await self._broker.start()
-        self._told.clear()
+        self._away.over()
         self._started = True
 
     async def start_unless(self, stop: asyncio.Event) -> bool:
@@ -170,10 +169,8 @@ class Mesh:
         return Draining(lambda: self.nc, self.flush, subscriber)
 
     async def _on_error(self, error: Exception) -> None:
-        """Each kind is told once a minute: while a server is away there are ten of them each second."""
-        kind, now = type(error).__name__, time.monotonic()
-        if not self._stopping and now - self._told.get(kind, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
-            self._told[kind] = now
+        # While a server is away there are ten of them each second.
+        if not self._stopping and self._away.may_say(type(error).__name__):
             log.warning("NATS error", extra={"error": repr(error), "servers": self._servers})
 
     async def _on_disconnected(self) -> None:
@@ -181,7 +178,7 @@ class Mesh:
             log.warning("disconnected from NATS; reconnecting")
 
     async def _on_reconnected(self) -> None:
-        self._told.clear()
+        self._away.over()
         log.info("reconnected to NATS")
 
     async def _on_closed(self) -> None:

@@ -29,6 +29,25 @@ def setup_logs(settings: CommonSettings, service: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
 
 
+class Seldom:
+    """What would be said again and again while something is away: each kind of it once a minute."""
+
+    def __init__(self, again_s: float = 60.0) -> None:
+        self._again_s = again_s
+        self._said: dict[str, float] = {}
+
+    def may_say(self, kind: str) -> bool:
+        now = time.monotonic()
+        if now - self._said.get(kind, -self._again_s) < self._again_s:
+            return False
+        self._said[kind] = now
+        return True
+
+    def over(self) -> None:
+        """It is back: what is said next is news."""
+        self._said.clear()
+
+
 def _extras(record: logging.LogRecord) -> dict[str, object]:
     return {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("_")}
 

@@ -62,8 +62,7 @@ BODIES: list[dict[str, Any]] = [
 def test_a_stream_moves_and_its_client_notices_nothing(mesh: Roomy, undisturbed: list[Stream]) -> None:
     stream = Stream(mesh.url, BODIES[0]).start()
     assert stream.opened.wait(30)
-    _, node = mesh.place("one")
-    answer = mesh.order(request_id=stream.request_id, node=other(node))
+    answer = mesh.move_away(stream.request_id)
     stream.result().assert_same(undisturbed[0])
     (record,) = answer["migrations"]
     assert record["state"] == "done"
@@ -78,8 +77,7 @@ def test_a_move_is_told_of_everywhere(mesh: Roomy, receiver: OtlpReceiver, undis
     """A trace of its own with its rounds, linked with the request's both ways; `thaw trace` draws it, `thaw ps` counts it, metrics too."""
     stream = Stream(mesh.url, BODIES[0]).start()
     assert stream.opened.wait(30)
-    _, node = mesh.place("one")
-    (record,) = mesh.order(request_id=stream.request_id, node=other(node))["migrations"]
+    (record,) = mesh.move_away(stream.request_id)["migrations"]
     stream.result().assert_same(undisturbed[0])
     migration = receiver.wait_for("migrate one", lambda s: s.trace_id.hex() == record["traceparent"].split("-")[1])
     request = receiver.wait_for("text_completion one", lambda s: migration.trace_id in {link.trace_id for link in s.links})
@@ -101,10 +99,6 @@ def test_a_move_is_told_of_everywhere(mesh: Roomy, receiver: OtlpReceiver, undis
     migrator = httpx.get(f"http://127.0.0.1:{mesh.environment['THAW_MIGRATOR_METRICS_PORT']}/metrics", timeout=10).text
     for name in ("pause_seconds_count", "rounds_total", "tokens_total", "moved_tokens_total", "requests_total"):
         assert re.search(rf"thaw_migration_{name}\{{.*\}} [1-9]", migrator), name
-
-
-def other(node: str) -> str:
-    return "node-1" if node == "node-0" else "node-0"
 
 
 def test_a_request_that_is_over_cannot_move(mesh: Roomy, undisturbed: list[Stream]) -> None:

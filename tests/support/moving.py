@@ -65,6 +65,16 @@ class Roomy(Thaw):
         """What `thaw migrate` asks for, without a process for each. Raises `httpx.HTTPStatusError`."""
         return self._admin("migrations", fields)
 
+    def move_away(self, request_id: str) -> dict[str, Any]:
+        """Move a request to a node that it is not on. Statuses may lag behind a stream that has just started, so each node is tried in turn."""
+        for node in [n["node"] for n in self.json("ps")["nodes"]]:
+            try:
+                return self.order(request_id=request_id, node=node)
+            except httpx.HTTPStatusError as e:
+                if e.response.status_code != 400:  # the request is on this node already
+                    raise
+        raise AssertionError(f"{request_id} is on every node")
+
     def _admin(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
         key = json.loads((self.home / "run" / "endpoints.json").read_text())["admin_key"]
         answer = httpx.post(f"{self.url}/admin/v1/{path}", json=fields, headers={"authorization": f"Bearer {key}"}, timeout=120)

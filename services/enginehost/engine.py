@@ -23,6 +23,7 @@ from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart, HostedEngine
 from shared.contracts.phases import Phase
 from shared.enginelog import log_tail
+from shared.environment import REFERENCE, referenced
 from shared.errors import EngineFailed
 from shared.processes import mark_of
 from shared.reporting import Reporter
@@ -38,7 +39,6 @@ _UP = 0.9
 """Progress when the engine's health is good; below it stands for signs of life, of which nobody knows how many there will be."""
 _HALFWAY_SIGNS = 30.0
 _PROBE_WITHIN_S = 60.0
-_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class PortTaken(Exception):
@@ -303,8 +303,9 @@ def _device_environment(launch: Launch) -> dict[str, str]:
 def _expanded(env: dict[str, str]) -> dict[str, str]:
     """${NAME} as the node's own variable of that name; Thaw's own are not given away."""
 
-    def value(match: re.Match[str]) -> str:
-        name = match[1]
-        return "" if name.startswith("THAW_") else os.environ.get(name, "")
+    known = referenced(env)
 
-    return {key: _VARIABLE.sub(value, text) for key, text in env.items()}
+    def value(match: re.Match[str]) -> str:
+        return os.environ.get(match[1], "") if match[1] in known else ""
+
+    return {key: REFERENCE.sub(value, text) for key, text in env.items()}

@@ -179,7 +179,11 @@ class Fake:
         return PlainTextResponse("ok")
 
     async def stats(self, request: Request) -> Response:
-        env = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OMP_", "OLLAMA_", "HF_", "CUDA_", "THAW_", "GIVEN"))}
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if k.startswith(("VLLM_", "OMP_", "OLLAMA_", "HF_", "CUDA_", "THAW_", "GIVEN", "AWS_"))
+        }
         return JSONResponse({"argv": sys.argv[1:], "env": env, "calls": self.calls, "cancelled": self.cancelled})
 
     async def echo(self, request: Request) -> Response:

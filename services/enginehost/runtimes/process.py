@@ -20,6 +20,7 @@ from services.enginehost.drivers.port import Command
 from services.enginehost.http1 import Address
 from services.enginehost.runtimes.port import Activity, Ended
 from services.enginehost.runtimes.spare import Spare
+from shared.environment import without_credentials
 from shared.errors import EngineFailed
 from shared.processes import MARK_VARIABLE, descendants, end_all, marked
 
@@ -37,8 +38,8 @@ def free_port(host: str) -> int:
 
 
 def clean_environment(mark: str, added: Mapping[str, str]) -> dict[str, str]:
-    """What an engine inherits: everything but Thaw's own settings, which hold credentials of the mesh."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("THAW_", "OTEL_"))}
+    """What an engine inherits: everything but credentials and Thaw's own settings. `added` goes over it."""
+    kept = {k: v for k, v in without_credentials(os.environ).items() if not k.startswith(("THAW_", "OTEL_"))}
     return {**kept, MARK_VARIABLE: mark, **added}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from shared.contracts.engine import EngineStart
 from shared.contracts.models import ModelCard
+from shared.environment import without_credentials
 
 log = logging.getLogger(__name__)
 REST_S = 30.0
@@ -99,7 +100,7 @@ class Spares:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **self._environment},
+                env={**without_credentials(os.environ), **self._environment},
                 start_new_session=True,
             )
 

@@ -24,6 +24,7 @@ from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, Eng
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import NEW_ZYGOTE
 from shared.enginelog import log_tail
+from shared.environment import without_credentials
 from shared.errors import EngineFailed, from_body
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class ZygoteLauncher:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **self._environment},
+                    env={**without_credentials(os.environ), **self._environment},
                     start_new_session=True,
                 )
         except OSError as e:

@@ -86,3 +86,13 @@ async def test_a_zygote_that_cannot_start_fails_the_starts(nats_server: NatsServ
         status = await node.reaches(instance_id, FAILED)
         assert status.error is not None
         assert "no_such_module" in status.error.message
+
+
+async def test_a_zygote_and_its_engines_have_none_of_the_nodes_credentials(nats_server: NatsServer, tmp_path: Path) -> None:
+    secrets = {"HF_TOKEN": "hf_secret", "AWS_SECRET_ACCESS_KEY": "aws_secret", "THAW_ADMIN_KEY": "admin_secret"}
+    async with running_node(nats_server.url, tmp_path, **ZYGOTE, **secrets) as node:
+        engine = psutil.Process((await node.reaches(await node.start(), READY)).pids[0])
+        for process in (engine, zygote_of(engine.pid)):
+            found = process.environ()
+            assert not found.keys() & secrets.keys()
+            assert found["THAW_NATS_URL"] == nats_server.url, "what it needs of the mesh it has"

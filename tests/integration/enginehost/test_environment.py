@@ -1,0 +1,86 @@
+"""Credentials of the node do not reach the processes of its engines, unless the model asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.nodeagent.engines.direct import DirectLauncher
+from tests.integration.enginehost.test_spare import Node
+from tests.support.hosted import Hosts, fake_card
+
+SECRETS = {
+    "HF_TOKEN": "hf_secret",
+    "HUGGING_FACE_HUB_TOKEN": "hf_secret",
+    "AWS_SECRET_ACCESS_KEY": "aws_secret",
+    "GOOGLE_APPLICATION_CREDENTIALS": "/google_secret",
+    "AZURE_STORAGE_KEY": "azure_secret",
+    "OPENAI_API_KEY": "openai_secret",
+    "HTTPS_PROXY": "http://me:proxy_secret@127.0.0.1:1",
+    "THAW_ADMIN_KEY": "admin_secret",
+    "THAW_DATABASE_URL": "postgresql://thaw:database_secret@127.0.0.1/thaw",
+}
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment of the nodeagent, which is the test's own here."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("secrets")
+async def test_no_process_of_an_engine_has_the_nodes_credentials(hosts: Hosts) -> None:
+    start = hosts.host(fake_card("--fork"))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    pids = hosts.marked(start.instance_id)
+    assert len(pids) >= 2
+    for pid in pids:
+        told = Path(f"/proc/{pid}/environ").read_text()
+        assert "PATH=" in told
+        assert "secret" not in told
+        assert "THAW_NATS_URL" not in told, "nor the mesh's"
+
+
+@pytest.mark.usefixtures("secrets")
+async def test_a_model_gets_what_its_env_names(hosts: Hosts) -> None:
+    start = hosts.host(fake_card(env={"HF_TOKEN": "${HF_TOKEN}", "GIVEN": "${THAW_ADMIN_KEY}", "AWS_REGION": "here"}))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    env = (await hosts.other(start.instance_id, "/stats", "GET")).json["env"]
+    assert env["HF_TOKEN"] == "hf_secret"
+    assert env["AWS_REGION"] == "here"
+    assert env["GIVEN"] == "", "Thaw's own are never given away"
+    assert "HUGGING_FACE_HUB_TOKEN" not in env
+
+
+@pytest.mark.usefixtures("secrets")
+async def test_a_host_has_only_what_its_model_names(hosts: Hosts, tmp_path: Path) -> None:
+    launcher = DirectLauncher("services.enginehost", tmp_path / "specs", "host")
+    start = hosts.spec(fake_card(env={"HF_TOKEN": "${HF_TOKEN}"}))
+    host = psutil.Process(await launcher.launch(start))
+    try:
+        report = await hosts.settled(start.instance_id)
+        assert report.state == "ready", report.error
+        found = host.environ()
+        assert found["HF_TOKEN"] == "hf_secret"
+        assert not found.keys() & (SECRETS.keys() - {"HF_TOKEN"})
+    finally:
+        host.terminate()
+        await launcher.exit_status(host.pid, 20.0)
+
+
+@pytest.mark.usefixtures("secrets")
+async def test_an_interpreter_in_waiting_has_none(hosts: Hosts, tmp_path: Path) -> None:
+    node = Node(hosts, tmp_path)
+    try:
+        waiting = psutil.Process(await node.waits())
+        host = waiting.parent()
+        assert host is not None
+        for process in (waiting, host):
+            assert "secret" not in "".join(process.environ().values())
+    finally:
+        await node.close()

@@ -97,6 +97,61 @@ def test_our_services_run_as_a_user_without_rights(mesh: Project) -> None:
         assert mesh.inspect(service)["HostConfig"]["ReadonlyRootfs"]
 
 
+def test_the_servers_have_no_more_than_their_start_needs(mesh: Project) -> None:
+    for service in ("nats", "postgres"):
+        host = mesh.inspect(service)["HostConfig"]
+        assert host["ReadonlyRootfs"], service
+        assert host["CapDrop"] == ["ALL"], service
+        assert host["PidsLimit"] > 0, service
+        assert host["Memory"] > 0, service
+    # Once started, the database has none of the capabilities that its start had.
+    find = "for p in /proc/[0-9]*; do case $(tr '\\0' ' ' <$p/cmdline) in *postgres*-D*) grep CapEff $p/status;; esac; done 2>/dev/null"
+    found = mesh.execute("postgres", "sh", "-c", find, user="root").split("\n")
+    assert "CapEff:\t0000000000000000" in found
+
+
+_CONNECT = """
+import socket, sys
+for address in sys.argv[1:]:
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+        print("reached")
+    except OSError:
+        print("refused")
+"""
+
+
+def _address(mesh: Project, service: str, network: str, port: int) -> str:
+    return f"{mesh.inspect(service)['NetworkSettings']['Networks'][f'{mesh.name}_{network}']['IPAddress']}:{port}"
+
+
+def test_a_service_reaches_those_it_needs_and_no_others(mesh: Project) -> None:
+    nats, postgres = _address(mesh, "nats", "core", 4222), _address(mesh, "postgres", "data", 5432)
+    reached = {
+        service: mesh.execute(service, "python", "-", nats, postgres, text=_CONNECT).split()
+        for service in ("gateway", "scheduler", "migrator", "loader", "nodeagent", "node")
+    }
+    assert reached.pop("scheduler") == ["reached", "reached"]
+    assert reached.pop("node") == ["refused", "refused"]
+    assert set(map(tuple, reached.values())) == {("reached", "refused")}
+
+
+@pytest.mark.parametrize("network", ["telemetry", "edge", "hub"])
+def test_neither_jaeger_nor_the_edge_reaches_nats_or_the_database(mesh: Project, network: str) -> None:
+    """By a container of our own image in their network: Jaeger's has no program that could try."""
+    targets = (_address(mesh, "nats", "core", 4222), _address(mesh, "postgres", "data", 5432), "nats:4222", "postgres:5432")
+    said = docker("run", "--rm", "-i", f"--network={mesh.name}_{network}", mesh.images.mesh, "python", "-", *targets, text=_CONNECT)
+    assert said.split() == ["refused"] * 4
+
+
+def test_nats_and_the_database_have_no_way_out_of_the_host(mesh: Project) -> None:
+    for service, network in (("nats", "core"), ("postgres", "data")):
+        assert list(mesh.inspect(service)["NetworkSettings"]["Networks"]) == [f"{mesh.name}_{network}"]
+        (found,) = json.loads(docker("network", "inspect", f"{mesh.name}_{network}"))
+        assert found["Internal"] is True
+
+
 def test_the_mesh_image_has_no_torch_and_images_hold_no_sources(images: Images) -> None:
     ask = "import importlib.util as u; print(u.find_spec('torch') is not None)"
     assert docker("run", "--rm", images.mesh, "python", "-c", ask).strip() == "False"

@@ -34,6 +34,53 @@ def test_every_service_has_a_health_check_limits_and_a_pinned_image(document: di
         assert not service.get("privileged"), name
 
 
+RIGHTS = {"postgres": {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}}
+"""Capabilities that a service has for its start; all others have none."""
+NETWORKS = {
+    "secrets": set(),
+    "nats": {"core"},
+    "postgres": {"data"},
+    "jaeger": {"telemetry"},
+    "scheduler": {"core", "data", "telemetry"},
+    "migrator": {"core", "telemetry"},
+    "gateway": {"edge", "core", "telemetry"},
+    "node": set(),
+    "loader": {"core", "telemetry", "hub"},
+    "nodeagent": {"core", "telemetry", "hub"},
+    "node-gpu": set(),
+    "loader-gpu": {"core", "telemetry", "hub"},
+    "nodeagent-gpu": {"core", "telemetry", "hub"},
+}
+
+
+def test_every_service_is_hardened_and_limited(document: dict[str, Any]) -> None:
+    for name, service in document["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert set(service.get("cap_add", ())) == RIGHTS.get(name, set()), name
+        assert service["read_only"] is True, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert 0 < service["pids_limit"] <= 4000, name
+        assert service["mem_limit"], name
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+
+
+def test_ports_are_published_on_loopback_and_jaegers_by_its_own_variable(document: dict[str, Any]) -> None:
+    published = {name: service["ports"] for name, service in document["services"].items() if "ports" in service}
+    assert published == {
+        "gateway": ["${THAW_BIND:-127.0.0.1}:${THAW_PORT:-8080}:8080"],
+        "jaeger": ["${JAEGER_BIND:-127.0.0.1}:${JAEGER_PORT:-16686}:16686"],
+    }
+
+
+def test_networks_separate_the_edge_from_the_core(document: dict[str, Any]) -> None:
+    services = document["services"]
+    assert {name: set(service.get("networks", ())) for name, service in services.items()} == NETWORKS
+    assert {name for name, service in services.items() if service.get("network_mode") == "none"} == {
+        name for name, networks in NETWORKS.items() if not networks
+    }
+    assert {name for name, options in document["networks"].items() if (options or {}).get("internal")} == {"core", "data"}
+
+
 def test_the_gpu_node_is_there_by_profile_only(document: dict[str, Any]) -> None:
     profiled = {name for name, service in document["services"].items() if "profiles" in service}
     assert profiled == {"node-gpu", "loader-gpu", "nodeagent-gpu"}

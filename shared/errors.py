@@ -24,6 +24,7 @@
     ├── Unavailable 503
     │   ├── Unreachable           nobody listens on that subject
     │   ├── InsufficientMemory    it can never fit (or not now, see `should_retry`)
+    │   ├── StoreFull             a bucket of NATS is at its bound
     │   └── ShuttingDown
     └── DeadlineExceeded 504
         └── QueueTimeout
@@ -226,6 +227,12 @@ class InsufficientMemory(Unavailable):
     """The model does not fit any device."""
 
     code, retry = "insufficient_memory", False
+
+
+class StoreFull(Unavailable):
+    """The store has no room for another entry; docs/operations.md tells its bound and what makes room."""
+
+    code, retry = "store_full", False
 
 
 class ShuttingDown(Unavailable):

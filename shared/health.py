@@ -38,7 +38,7 @@ async def _over_nats(service: str) -> None:
                 await mesh.request(subjects.ADMIN, ViewCluster(deadline_ms=int(_WITHIN_S * 1e3)), ClusterView)
                 return
             if service == "migrator":
-                await (await migrations_bucket(mesh.nc.jetstream(timeout=_WITHIN_S))).status()
+                await (await migrations_bucket(mesh.nc.jetstream(timeout=_WITHIN_S), mesh.replicas)).status()
                 return
             subject = (subjects.node_status if service == "nodeagent" else subjects.loader_status)(settings.node)
             await (await mesh.nc.subscribe(subject)).next_msg(timeout=_WITHIN_S)

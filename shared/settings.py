@@ -23,6 +23,12 @@ class CommonSettings(BaseSettings):
     nats_url: SecretStr = Field(
         default=SecretStr("nats://127.0.0.1:4222"), description="NATS servers, comma-separated, credentials included."
     )
+    nats_replicas: int = Field(
+        default=1,
+        ge=1,
+        le=5,
+        description="NATS servers that keep each stream and bucket: 3 in a cluster of three. Existing ones are raised to it.",
+    )
     home: Path = Field(default=Path("~/.thaw"), description="State directory of this machine.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe level logged.")
     log_format: Literal["json", "text"] = Field(default="json", description="One JSON object a line, or text for people.")

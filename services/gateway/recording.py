@@ -183,7 +183,7 @@ class Recorder:
             try:
                 js = self._mesh.nc.jetstream(timeout=2)
                 if not ensured:
-                    await ensure_trace_stream(js)
+                    await ensure_trace_stream(js, self._mesh.replicas)
                     ensured = True
                 await js.publish(subjects.request_trace(trace.request_id), trace.model_dump_json().encode())
             except (NatsError, TimeoutError) as e:

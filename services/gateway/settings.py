@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
+from shared.messaging.bounds import KEYED_REPLIES_BYTES
 from shared.settings import CommonSettings
 
 
@@ -48,7 +49,7 @@ class GatewaySettings(CommonSettings):
     )
     idempotency_ttl: float = Field(default=24 * 3600.0, gt=0, description="Seconds that the answer to an Idempotency-Key is kept.")
     idempotency_bytes: int = Field(
-        default=256 * 1024 * 1024, ge=1024 * 1024, description="Bytes kept of such answers; beyond, the oldest go first."
+        default=KEYED_REPLIES_BYTES, ge=1024 * 1024, description="Bytes kept of such answers; beyond, the oldest go first."
     )
     cors_origins: str = Field(
         default="", description="Origins whose pages may call the endpoint, comma-separated; *: all; empty: none."

@@ -24,7 +24,7 @@ from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import NodeState, Policy, Process
 from services.nodeagent.engines.by_engine import LauncherByEngine
 from services.nodeagent.engines.direct import DirectLauncher
-from services.nodeagent.engines.exits import explain_exit
+from services.nodeagent.engines.exits import explain_exit, keep_logs_bounded
 from services.nodeagent.engines.launcher import Launcher, engine_environment
 from services.nodeagent.engines.process import find_writer
 from services.nodeagent.engines.spares import Spares
@@ -124,6 +124,7 @@ class Nodeagent:
     async def serve(self, known: list[Record], stop: asyncio.Event) -> int:
         """From the start to the end of this agent; returns the process's exit status."""
         self._run("launcher", self.launcher.run())
+        self._run("logs", keep_logs_bounded(self.settings.node_state / "logs", self.settings.engine_log_bytes))
         self._run("loop", self.loop.run())
         node = self.settings.node
         self.mesh.listen(subjects.engine_report(node), EngineReport, self._on_report)

@@ -38,6 +38,11 @@ class NodeagentSettings(NodeSettings):
     )
     stop_timeout: float = Field(default=10.0, ge=0, description="Seconds running requests get when the nodeagent is stopped.")
     adopt_timeout: float = Field(default=10.0, gt=0, description="Seconds an engine has to answer a restarted nodeagent.")
+    engine_log_bytes: int = Field(
+        default=16 * 1024 * 1024,
+        ge=64 * 1024,
+        description="Largest log of an engine, the zygote or the spares; what is larger is moved to one older file beside it.",
+    )
     kill_grace: float = Field(default=5.0, gt=0, description="Seconds from SIGTERM to SIGKILL.")
 
     suspend: Literal["auto", "sleep", "off"] = Field(

@@ -33,7 +33,7 @@ class Copy(Protocol):
 class BucketWatcher:
     """Reads the whole bucket, then its changes. A change that a restart swallowed shows in the bucket's last revision."""
 
-    def __init__(self, mesh: Mesh, bucket: Callable[[JetStreamContext], Awaitable[KeyValue]], copy: Copy) -> None:
+    def __init__(self, mesh: Mesh, bucket: Callable[[JetStreamContext, int], Awaitable[KeyValue]], copy: Copy) -> None:
         self._mesh = mesh
         self._bucket = bucket
         self._copy = copy
@@ -49,7 +49,7 @@ class BucketWatcher:
             await asyncio.sleep(_RETRY_S)
 
     async def _follow(self) -> None:
-        bucket = await self._bucket(self._mesh.nc.jetstream(timeout=2))
+        bucket = await self._bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas)
         async with watching(bucket) as watcher:
             await self._snapshot(bucket, watcher)
             while not await self._behind(bucket, watcher):

@@ -41,6 +41,7 @@ class Mesh:
 
     def __init__(self, settings: CommonSettings, name: str) -> None:
         self.name = name
+        self.replicas = settings.nats_replicas
         self.lost = asyncio.Event()
         self._stopping = False
         self._away = Seldom()

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+
+from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StoreCompression, StreamConfig
-from nats.js.errors import BadRequestError
+from nats.js.client import KV_PRE_TEMPLATE, KV_STREAM_TEMPLATE
+from nats.js.errors import APIError, NotFoundError
 from nats.js.kv import KeyValue
 
 from shared.contracts import subjects
 from shared.contracts.migration import MIGRATION_KEPT_S
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
+from shared.messaging.bounds import MAX_BYTES, NO_STORAGE
 
+log = logging.getLogger(__name__)
 _NAME_IN_USE = 10058
+_NO_PEERS = (10005, 10074)
+_DUPLICATE_WINDOW_S = 120.0
 
 
-async def ensure_trace_stream(js: JetStreamContext) -> None:
-    """Make the stream of traces, bounded by age and count, unless it is there. Safe to call from several processes at once."""
+class StreamRefused(NatsError):
+    """NATS cannot make a stream as it is asked for: too few servers, or too little storage."""
+
+
+async def ensure_trace_stream(js: JetStreamContext, replicas: int = 1) -> None:
+    """Make the stream of traces unless it is there: beyond its bounds the oldest go first. Safe to call from several processes at once."""
     config = StreamConfig(
         name=subjects.TRACE_STREAM,
         subjects=[subjects.TRACE_SUBJECTS],
@@ -24,12 +36,14 @@ async def ensure_trace_stream(js: JetStreamContext) -> None:
         discard=DiscardPolicy.OLD,
         max_age=TRACE_MAX_AGE_S,
         max_msgs=TRACE_MAX_COUNT,
+        max_bytes=MAX_BYTES[subjects.TRACE_STREAM],
+        num_replicas=replicas,
         allow_direct=True,
     )
-    await _stream(js, config)
+    await _ensure(js, config, ("max_age", "max_msgs", "max_bytes"))
 
 
-async def ensure_keyed_stream(js: JetStreamContext, max_age_s: float, max_bytes: int) -> None:
+async def ensure_keyed_stream(js: JetStreamContext, max_age_s: float, max_bytes: int, replicas: int = 1) -> None:
     """Make the stream of what engines say to requests with an Idempotency-Key: the oldest goes first beyond `max_bytes`."""
     config = StreamConfig(
         name=subjects.KEYED_STREAM,
@@ -40,44 +54,110 @@ async def ensure_keyed_stream(js: JetStreamContext, max_age_s: float, max_bytes:
         discard=DiscardPolicy.OLD,
         max_age=max_age_s,
         max_bytes=max_bytes,
+        num_replicas=replicas,
         allow_direct=True,
     )
-    await _stream(js, config)
+    await _ensure(js, config, ("max_age", "max_bytes"))
 
 
-async def _stream(js: JetStreamContext, config: StreamConfig) -> None:
+async def catalog_bucket(js: JetStreamContext, replicas: int = 1, *, owner: bool = False) -> KeyValue:
+    """The bucket of model cards (key: `subjects.token(name)`), made unless it is there. Full, it refuses further cards.
+
+    `owner`: the scheduler's, which may change the bucket's configuration.
+    """
+    return await _bucket(js, subjects.CATALOG_BUCKET, replicas, owner=owner)
+
+
+async def idempotency_bucket(js: JetStreamContext, ttl_s: float, replicas: int = 1) -> KeyValue:
+    """The bucket of Idempotency-Keys (by digest); entries go away after `ttl_s` seconds. Full, it refuses further keys."""
+    return await _bucket(js, subjects.IDEMPOTENCY_BUCKET, replicas, ttl_s)
+
+
+async def keys_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
+    """The bucket of API keys (key: SHA-256 of the API key, in hex). Full, it refuses further keys, but not revocations."""
+    return await _bucket(js, subjects.KEYS_BUCKET, replicas)
+
+
+async def migrations_bucket(js: JetStreamContext, replicas: int = 1, *, owner: bool = False) -> KeyValue:
+    """The bucket of migrations (key: the migration's id); records unchanged for MIGRATION_KEPT_S expire.
+
+    Full, it drops the record that changed longest ago: owners of running migrations renew theirs every second.
+    `owner`: the scheduler's, which may change the bucket's configuration.
+    """
+    return await _bucket(js, subjects.MIGRATIONS_BUCKET, replicas, MIGRATION_KEPT_S, DiscardPolicy.OLD, owner=owner)
+
+
+async def _bucket(
+    js: JetStreamContext,
+    name: str,
+    replicas: int,
+    ttl_s: float | None = None,
+    discard: DiscardPolicy = DiscardPolicy.NEW,
+    *,
+    owner: bool = True,
+) -> KeyValue:
+    """Open a bucket, made as nats-py's `create_key_value` makes it, which cannot choose what a full one does."""
+    config = StreamConfig(
+        name=KV_STREAM_TEMPLATE.format(bucket=name),
+        subjects=[f"$KV.{name}.>"],
+        max_msgs_per_subject=1,
+        max_age=ttl_s,
+        max_bytes=MAX_BYTES[name],
+        num_replicas=replicas,
+        discard=discard,
+        duplicate_window=min(ttl_s or _DUPLICATE_WINDOW_S, _DUPLICATE_WINDOW_S),
+        allow_direct=True,
+        allow_rollup_hdrs=True,
+        allow_msg_ttl=True,
+        deny_delete=True,
+        storage=StorageType.FILE,
+    )
+    found = await _ensure(js, config, ("max_bytes", "discard") if owner else ())
+    return KeyValue(
+        name=name, stream=str(config.name), pre=KV_PRE_TEMPLATE.format(bucket=name), js=js, direct=bool(found.allow_direct)
+    )
+
+
+async def _ensure(js: JetStreamContext, config: StreamConfig, kept: tuple[str, ...]) -> StreamConfig:
+    """Make a stream, or bring one that exists in line with `config` in the fields `kept`; returns its configuration.
+
+    Replicas are only added: a process that is set to fewer takes none away. A stream that exists is looked up, not proposed again: opening
+    one does not depend on the leader of the cluster.
+    """
     try:
-        await js.add_stream(config)
-    except BadRequestError as e:
-        if e.err_code != _NAME_IN_USE:
-            raise
-        await js.update_stream(config)
-
-
-async def catalog_bucket(js: JetStreamContext) -> KeyValue:
-    """The bucket of model cards (key: `subjects.token(name)`), made unless it is there."""
-    return await _bucket(js, subjects.CATALOG_BUCKET, None)
-
-
-async def idempotency_bucket(js: JetStreamContext, ttl_s: float) -> KeyValue:
-    """The bucket of Idempotency-Keys (by digest); entries go away after `ttl_s` seconds."""
-    return await _bucket(js, subjects.IDEMPOTENCY_BUCKET, ttl_s)
-
-
-async def keys_bucket(js: JetStreamContext) -> KeyValue:
-    """The bucket of API keys (key: SHA-256 of the API key, in hex)."""
-    return await _bucket(js, subjects.KEYS_BUCKET, None)
-
-
-async def migrations_bucket(js: JetStreamContext) -> KeyValue:
-    """The bucket of migrations (key: the migration's id); what has not changed for MIGRATION_KEPT_S goes away."""
-    return await _bucket(js, subjects.MIGRATIONS_BUCKET, MIGRATION_KEPT_S)
-
-
-async def _bucket(js: JetStreamContext, name: str, ttl_s: float | None) -> KeyValue:
+        found = (await js.stream_info(str(config.name))).config
+    except NotFoundError:
+        found = await _create(js, config)
+    if not kept:
+        return found
+    replicas = max(found.num_replicas or 1, config.num_replicas or 1)
+    wanted = found.evolve(num_replicas=replicas, **{name: getattr(config, name) for name in kept})
+    if wanted == found:
+        return found
     try:
-        return await js.create_key_value(bucket=name, history=1, ttl=ttl_s, direct=True)
-    except BadRequestError as e:
-        if e.err_code != _NAME_IN_USE:
-            raise
-        return await js.key_value(name)
+        return (await js.update_stream(wanted)).config
+    except APIError as e:
+        log.warning("a stream keeps its configuration", extra={"stream": config.name, "error": _explained(e, config)})
+        return found
+
+
+async def _create(js: JetStreamContext, config: StreamConfig) -> StreamConfig:
+    try:
+        return (await js.add_stream(config)).config
+    except APIError as e:
+        if e.err_code == _NAME_IN_USE:  # another process has just made it, with settings of its own
+            return (await js.stream_info(str(config.name))).config
+        if e.err_code in (*_NO_PEERS, *NO_STORAGE):
+            raise StreamRefused(_explained(e, config)) from e
+        raise
+
+
+def _explained(error: APIError, config: StreamConfig) -> str:
+    if error.err_code in _NO_PEERS:
+        return (
+            f"NATS has no {config.num_replicas} servers for {config.name}: {error.description}. "
+            f"Start the missing servers of the cluster, or lower THAW_NATS_REPLICAS."
+        )
+    if error.err_code in NO_STORAGE:
+        return f"NATS has no {config.max_bytes} bytes left for {config.name}: {error.description}. Raise its max_file_store."
+    return str(error)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from pathlib import Path
 
+from shared import logfiles
 from thaw.launcher.home import Home
 
 LIMIT_BYTES = 32 * 1024 * 1024
 
 
 def bound_logs(home: Home) -> None:
-    """Move aside what is over the limit (one older file is kept). Copied and emptied, because its writer keeps the file open."""
-    for path in home.logs.glob("*.log"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_size > LIMIT_BYTES:
-                shutil.copyfile(path, path.with_suffix(".log.1"))
-                with path.open("r+b") as f:
-                    f.truncate()
+    """Move aside what is over the limit (one older file is kept). The logs of engines are bounded by their nodeagent."""
+    logfiles.bound_logs(home.logs, LIMIT_BYTES)
 
 
 def tail(path: Path, lines: int) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.messaging.bounds import MAX_MEMORY_STORE_BYTES, max_file_store
 from thaw.errors import CommandError
 from thaw.launcher import unprivileged
 from thaw.launcher.home import SOCKET_PATH_LIMIT, Home, write_private
@@ -39,9 +40,15 @@ def write_nats_config(home: Home, plan: MeshPlan) -> Path:
         f'listen: "127.0.0.1:{plan.nats_port}"\n'
         f"max_payload: {MAX_PAYLOAD}\n"
         f'authorization {{ user: "{NATS_USER}", password: "{plan.credentials.nats_password}" }}\n'
-        f'jetstream {{ store_dir: "{store}" }}\n',
+        f'jetstream {{ store_dir: "{store}", max_file_store: {_max_file_store(plan)}, max_memory_store: {MAX_MEMORY_STORE_BYTES} }}\n',
     )
     return path
+
+
+def _max_file_store(plan: MeshPlan) -> int:
+    """Room for every stream at its bound, whatever THAW_IDEMPOTENCY_BYTES makes of one of them."""
+    given = {**os.environ, **plan.environment}.get("THAW_IDEMPOTENCY_BYTES", "")
+    return max_file_store(int(given)) if given.isdecimal() else max_file_store()
 
 
 def postgres_programs() -> Path:

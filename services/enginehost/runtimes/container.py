@@ -181,6 +181,8 @@ def _body(
         "PortBindings": {port: [{"HostIp": "127.0.0.1", "HostPort": ""}]},
         "ShmSize": options.shm_bytes,
         "Init": True,
+        # What the container writes is copied to the instance's log; the container engine's own copy is bounded here.
+        "LogConfig": {"Type": "json-file", "Config": {"max-size": "16m", "max-file": "2"}},
     }
     if options.runtime is not None:
         host["Runtime"] = options.runtime

@@ -30,9 +30,14 @@ from shared.contracts import subjects
 from shared.contracts.base import ErrorBody, Frozen
 from shared.errors import ThawError, Unavailable
 from shared.messaging import Mesh, consumers
+from shared.messaging.bounds import full_as
 from shared.messaging.streams import ensure_keyed_stream, idempotency_bucket
 
 log = logging.getLogger(__name__)
+_FULL = (
+    "The store of Idempotency-Keys is full (256 MiB), so this request is not run: a repetition could not be told from it. "
+    "Send it without the key, or lower THAW_IDEMPOTENCY_TTL on the gateways, so that keys expire sooner."
+)
 LEASE_S = 5.0
 RENEW_S = 1.5
 _STORED_WITHIN_S = 2.0
@@ -77,7 +82,8 @@ class ClaimLost(Exception):
 def reachable() -> Iterator[None]:
     """Raise `Unavailable` for whatever the store's client raises: generating without the store could generate twice."""
     try:
-        yield
+        with full_as(_FULL):
+            yield
     except (NatsError, TimeoutError, ValidationError) as e:
         raise Unavailable(f"the store of idempotency keys cannot be reached: {type(e).__name__}", should_retry=True) from e
 
@@ -171,8 +177,8 @@ class IdempotencyStore:
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:
-            await ensure_keyed_stream(self._js, self._ttl_s, self._max_bytes)
-            self._bucket = await idempotency_bucket(self._js, self._ttl_s)
+            await ensure_keyed_stream(self._js, self._ttl_s, self._max_bytes, self._mesh.replicas)
+            self._bucket = await idempotency_bucket(self._js, self._ttl_s, self._mesh.replicas)
         return self._bucket
 
     def _mine(self, entry: Entry) -> Entry:

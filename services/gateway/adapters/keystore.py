@@ -13,9 +13,11 @@ from pydantic import ValidationError
 from shared.contracts.keys import ApiKey, Scope
 from shared.errors import Conflict, NotFound, Unavailable
 from shared.messaging import Mesh
+from shared.messaging.bounds import full_as
 from shared.messaging.streams import keys_bucket
 
 log = logging.getLogger(__name__)
+_FULL = "The store of API keys has no room for another one (16 MiB). Revoke keys that are not used, with `thaw keys revoke NAME`."
 
 
 @contextmanager
@@ -72,9 +74,10 @@ class KeyStore:
             raise Conflict(f"There is an API key called {key.name} already; revoke it, or choose another name", param="name")
         value = key.model_dump_json().encode()
         with _reachable():
-            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3))
+            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3), self._mesh.replicas)
             try:
-                await bucket.create(digest, value)
+                with full_as(_FULL):
+                    await bucket.create(digest, value)
             except KeyWrongLastSequenceError as e:
                 raise Conflict("This API key is known already, under another name", param="sha256") from e
         self.put(digest, value)
@@ -85,7 +88,7 @@ class KeyStore:
         if not found:
             raise NotFound(f"There is no API key called {name}; `thaw keys list` shows those that there are", param="name")
         with _reachable():
-            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3))
+            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3), self._mesh.replicas)
             for digest, _ in found:
                 try:
                     await bucket.delete(digest)

@@ -121,7 +121,7 @@ class Records:
 
     async def claim(self, seen: MigrationRecord, lost: Callable[[bool], None]) -> tuple[MigrationRecord, Held] | None:
         """Become the owner of a record that is still as it was `seen`; None if it is not. Raises what NATS raises."""
-        bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2))
+        bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas)
         there, revision = await _get(bucket, seen.migration_id)
         if there != seen or there is None:
             return None

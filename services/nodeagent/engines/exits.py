@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
 from shared.contracts.base import ErrorBody
 from shared.enginelog import log_tail
 from shared.errors import EngineFailed
+from shared.logfiles import ASIDE, bound_logs
+
+_LOOK_S = 2.0
 
 
 def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, int | None], log_path: Path) -> ErrorBody:
@@ -40,3 +44,11 @@ def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:
     logs = [p for p in directory.glob("*.engine.log") if p.name.removesuffix(".engine.log") not in spared]
     for path in sorted(logs, key=lambda p: p.stat().st_mtime, reverse=True)[keep:]:
         path.unlink(missing_ok=True)
+        path.with_name(path.name + ASIDE).unlink(missing_ok=True)
+
+
+async def keep_logs_bounded(directory: Path, limit_bytes: int) -> None:
+    """Bound the logs of engines, zygote and spares until cancelled. Between two looks they may grow beyond the limit."""
+    while True:
+        await asyncio.to_thread(bound_logs, directory, limit_bytes)
+        await asyncio.sleep(_LOOK_S)

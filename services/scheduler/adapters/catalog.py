@@ -9,16 +9,22 @@ from collections.abc import Iterable
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 from nats.js import JetStreamContext
-from nats.js.errors import BadRequestError, ServiceUnavailableError
+from nats.js.errors import ServiceUnavailableError
 from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
 from shared.contracts import subjects
 from shared.contracts.models import ModelCard
+from shared.errors import StoreFull
+from shared.messaging.bounds import full_as
 from shared.messaging.consumers import watching
 from shared.messaging.streams import catalog_bucket, ensure_trace_stream
 
 log = logging.getLogger(__name__)
+_FULL = (
+    "The catalogue of models is full (64 MiB): {name} is registered, but cannot be served. "
+    "Remove models that are not used, with `thaw models rm NAME`; it is served as soon as there is room."
+)
 _NEXT_ENTRY_S = 5.0
 _AT_A_STRETCH = 100
 """Cards compared before other work of the process has its turn."""
@@ -28,13 +34,11 @@ class JetStreamMissing(NatsError):
     """The NATS server keeps no streams: Thaw needs JetStream for its catalogue and traces."""
 
 
-async def ensure_streams(js: JetStreamContext) -> None:
+async def ensure_streams(js: JetStreamContext, replicas: int = 1) -> None:
     """Make the stream of traces and the bucket of models unless they are there."""
     try:
-        await ensure_trace_stream(js)
-        await catalog_bucket(js)
-    except BadRequestError as e:
-        log.warning("a stream exists with another configuration; it is left as it is", extra={"error": str(e)})
+        await ensure_trace_stream(js, replicas)
+        await catalog_bucket(js, replicas, owner=True)
     except (ServiceUnavailableError, NoRespondersError) as e:
         raise JetStreamMissing(
             "JetStream does not answer: start nats-server with -js (or a jetstream block), then this leads"
@@ -42,20 +46,33 @@ async def ensure_streams(js: JetStreamContext) -> None:
 
 
 class Catalog:
-    def __init__(self, js: JetStreamContext) -> None:
+    def __init__(self, js: JetStreamContext, replicas: int = 1) -> None:
         self._js = js
+        self._replicas = replicas
         self._bucket: KeyValue | None = None
+        self._unwritten: dict[str, ModelCard] = {}
+        """Cards that had no room, by model."""
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:
-            self._bucket = await catalog_bucket(self._js)
+            self._bucket = await catalog_bucket(self._js, self._replicas, owner=True)
         return self._bucket
 
     async def put(self, card: ModelCard) -> None:
-        await (await self._open()).put(subjects.token(card.name), card.model_dump_json().encode())
+        """Write a card. Raises `StoreFull`; the card is then written as soon as the removal of another one makes room."""
+        with full_as(_FULL.format(name=card.name)):
+            self._unwritten[card.name] = card
+            await (await self._open()).put(subjects.token(card.name), card.model_dump_json().encode())
+            del self._unwritten[card.name]
 
     async def delete(self, name: str) -> None:
+        self._unwritten.pop(name, None)
         await (await self._open()).delete(subjects.token(name))
+        for card in list(self._unwritten.values()):
+            try:
+                await self.put(card)
+            except StoreFull:
+                return
 
     async def read(self) -> dict[str, ModelCard]:
         """What is there now, by key; an unreadable entry is left out."""
@@ -85,6 +102,9 @@ class Catalog:
         for number, (key, card) in enumerate(wanted.items()):
             value = card.model_dump_json().encode()
             if present.get(key) != value:
-                await bucket.put(key, value)
+                try:
+                    await self.put(card)
+                except StoreFull as e:
+                    log.error("a model is not in the catalogue", extra={"model": card.name, "error": e.message})
             elif number % _AT_A_STRETCH == 0:
                 await asyncio.sleep(0)

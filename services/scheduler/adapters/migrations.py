@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from nats.errors import Error as NatsError
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
 from services.scheduler.adapters import clock
@@ -35,9 +37,12 @@ class Migrations:
         self._heard: dict[str, float] = {}
         """When each last changed (seconds of the loop's clock), the longest ago first."""
 
+    async def _open(self) -> KeyValue:
+        return await migrations_bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas, owner=True)
+
     async def watch(self) -> None:
         """Follow the bucket until cancelled."""
-        await BucketWatcher(self._mesh, migrations_bucket, self).run()
+        await BucketWatcher(self._mesh, partial(migrations_bucket, owner=True), self).run()
 
     def replace(self, entries: dict[str, bytes]) -> None:
         for key in self._records.keys() - entries.keys():
@@ -79,7 +84,7 @@ class Migrations:
         """Write a new record. While JetStream does not answer, again."""
         while True:
             try:
-                bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2))
+                bucket = await self._open()
                 await bucket.create(record.migration_id, record.model_dump_json().encode())
                 return
             except KeyWrongLastSequenceError:
@@ -91,7 +96,7 @@ class Migrations:
     async def call_off(self, migration_id: str, error: ErrorBody) -> None:
         """Cancel an order, if nobody has begun with it."""
         try:
-            bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2))
+            bucket = await self._open()
             entry = await bucket.get(migration_id)
             record = MigrationRecord.model_validate_json(entry.value or b"")
             if record.owner or record.state != "asked":

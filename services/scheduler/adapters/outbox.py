@@ -46,7 +46,7 @@ from shared.contracts.loader import WeightsReleased
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import LoadTrace
-from shared.errors import DeadlineExceeded, ThawError, Unreachable
+from shared.errors import DeadlineExceeded, StoreFull, ThawError, Unreachable
 from shared.messaging import Mesh
 from shared.tasks import end
 
@@ -100,6 +100,7 @@ class Outbox:
     def carry_out(self, effects: Iterable[Effect], committed_at: float) -> None:
         """Queue `effects`, whose changes were committed at `committed_at`; returns at once."""
         catalogued = False
+        refused: list[StoreFull] = []
         for effect in effects:
             match effect:
                 case SendStart() | SendResume():
@@ -118,12 +119,13 @@ class Outbox:
                     self._lane("migrations", partial(self._migrations.call_off, migration_id, error))
                 case PutCatalog(card):
                     catalogued = True
-                    self._lane("catalogue", partial(_surely, partial(self._catalog.put, card)))
+                    self._lane("catalogue", partial(self._put_card, card, refused))
                 case DeleteCatalog(name):
                     catalogued = True
                     self._lane("catalogue", partial(_surely, partial(self._catalog.delete, name)))
                 case ReplyTo() if catalogued:
-                    self._lane("catalogue", partial(self._reply_job, effect))
+                    self._lane("catalogue", partial(self._reply_job, effect, refused))
+                    refused = []
                 case ReplyTo():
                     self._reply(effect)
                 case LoadStarted() | StepDown():
@@ -199,8 +201,16 @@ class Outbox:
 
         return publish
 
-    async def _reply_job(self, effect: ReplyTo) -> None:
-        self._reply(effect)
+    async def _put_card(self, card: ModelCard, refused: list[StoreFull]) -> None:
+        """Write a card to the catalogue; a catalogue that is full is the answer to whoever registered the model."""
+        try:
+            await _surely(partial(self._catalog.put, card))
+        except StoreFull as e:
+            log.error("a model is not in the catalogue", extra={"model": card.name, "error": e.message})
+            refused.append(e)
+
+    async def _reply_job(self, effect: ReplyTo, refused: list[StoreFull]) -> None:
+        self._reply(ReplyTo(effect.waiter, refused[0].body()) if refused else effect)
 
     async def _persist(self, node: str, send: Callable[[], Awaitable[Message]]) -> None:
         """Send until the node answers, trying again at each sign of life of it."""

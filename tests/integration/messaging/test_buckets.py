@@ -69,7 +69,7 @@ async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
 
 @asynccontextmanager
 async def watched(mesh: Mesh) -> AsyncIterator[Told]:
-    async def bucket(js: JetStreamContext) -> KeyValue:
+    async def bucket(js: JetStreamContext, replicas: int) -> KeyValue:
         return await js.key_value(NAME)
 
     told = Told()

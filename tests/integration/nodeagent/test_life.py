@@ -12,7 +12,8 @@ from shared.contracts import subjects
 from shared.contracts.node import InstanceState, StatusWanted
 from shared.contracts.phases import Phase
 from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
-from tests.integration.nodeagent.harness import MIB, Node, begin_request, gone
+from tests.integration.nodeagent.harness import MIB, Node, begin_request, gone, running_node
+from tests.support.servers import NatsServer
 
 READY, DRAINING, STOPPED, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.STOPPED, InstanceState.FAILED
 
@@ -217,3 +218,24 @@ async def test_an_engine_nobody_owns_is_asked_to_leave(node: Node, tmp_path: Pat
     (tmp_path / "nodes" / node.name / "agent" / "instances" / f"{instance_id}.json").unlink()
     await node.start_agent()
     assert await gone(pid)
+
+
+async def test_logs_of_engines_and_zygote_are_bounded_without_a_supervisor(nats_server: NatsServer, tmp_path: Path) -> None:
+    limit = 64 * 1024
+    async with running_node(nats_server.url, tmp_path, THAW_ENGINE_LOG_BYTES=str(limit)) as node:
+        instance_id = await node.start()
+        await node.reaches(instance_id, READY)
+        logs = tmp_path / "nodes" / node.name / "logs"
+        paths = [logs / f"{instance_id}.engine.log", logs / "zygote.log", logs / "spares.log"]
+        for path in paths:
+            with path.open("ab") as writer:
+                writer.write(b"x" * limit + b"the last line before")
+        async with asyncio.timeout(20):
+            while any(path.stat().st_size > limit for path in paths):  # noqa: ASYNC110 - another process does it
+                await asyncio.sleep(0.05)
+        for path in paths:
+            assert path.with_name(f"{path.name}.1").read_bytes().endswith(b"x" * limit + b"the last line before")
+        with paths[0].open("ab") as writer:
+            writer.write(b"and after")
+        assert paths[0].read_bytes().endswith(b"and after")
+        assert paths[0].stat().st_size < limit

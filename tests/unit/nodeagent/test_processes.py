@@ -134,5 +134,6 @@ def test_old_logs_go_but_not_those_in_use(tmp_path: Path) -> None:
         path = tmp_path / f"i{n}.engine.log"
         path.touch()
         os.utime(path, (n, n))
+        path.with_name(f"{path.name}.1").touch()
     prune_logs(tmp_path, 2, frozenset({"i0"}))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["i0.engine.log", "i4.engine.log", "i5.engine.log"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"i{n}.engine.log{aside}" for n in (0, 4, 5) for aside in ("", ".1")]

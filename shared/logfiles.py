@@ -1,0 +1,28 @@
+"""Bounds log files by size while other processes append to them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+ASIDE = ".1"
+"""Suffix of the one older file that is kept."""
+
+
+def bound_log(path: Path, limit_bytes: int) -> None:
+    """Move a log over the limit aside: copied and emptied, because its writer keeps the file open for appending.
+
+    Lines written between the copy and the truncation are lost.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > limit_bytes:
+            shutil.copyfile(path, path.with_name(path.name + ASIDE))
+            with path.open("r+b") as f:
+                f.truncate()
+
+
+def bound_logs(directory: Path, limit_bytes: int) -> None:
+    """Bound every `*.log` in a directory."""
+    for path in directory.glob("*.log"):
+        bound_log(path, limit_bytes)

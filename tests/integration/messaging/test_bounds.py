@@ -1,0 +1,227 @@
+"""Streams and buckets beyond their bounds: every one holds, the old ones of earlier versions are given theirs, and a full one says so."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from nats.js.api import StreamConfig
+from nats.js.errors import APIError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+from pydantic import SecretStr
+
+from services.gateway.adapters.idempotency import Claim, Entry, IdempotencyStore
+from services.gateway.adapters.keystore import KeyStore
+from services.scheduler.adapters.catalog import Catalog
+from shared.contracts import subjects
+from shared.contracts.keys import ApiKey
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.errors import StoreFull
+from shared.messaging import Mesh, bounds, streams
+from shared.messaging.streams import StreamRefused
+from shared.settings import CommonSettings
+from tests.support.servers import NatsServer
+from thaw.launcher.home import Home
+from thaw.launcher.plan import Credentials, MeshPlan
+from thaw.launcher.servers import write_nats_config
+
+SMALL = 16 * 1024
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
+    await mesh.start()
+    yield mesh
+    await mesh.stop()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in bounds.MAX_BYTES:
+        monkeypatch.setitem(bounds.MAX_BYTES, name, SMALL)
+
+
+async def used(mesh: Mesh, stream: str) -> int:
+    return int((await mesh.nc.jetstream().stream_info(stream)).state.bytes)
+
+
+def a_key(number: int) -> tuple[str, ApiKey]:
+    return f"{number:064x}", ApiKey(name=f"key-{number}", scope="inference", created=number)
+
+
+def a_card(number: int) -> ModelCard:
+    info = ModelInfo(
+        source=f"/models/{number}", revision="r", architecture="A", model_type="a", task="generate", weights_bytes=1, parameters=1,
+        dtype="float32", context_length=1, kv_bytes_per_token=1,
+    )  # fmt: skip
+    return ModelCard(spec=ModelSpec(name=f"model-{number}", source=info.source), info=info, created=number)
+
+
+async def filled(write: Callable[[int], Awaitable[None]]) -> tuple[int, StoreFull]:
+    """Write until the store is full; how many were written, and what it says then."""
+    for number in range(1000):
+        try:
+            await write(number)
+        except StoreFull as e:
+            return number, e
+    raise AssertionError("a thousand entries have room")
+
+
+async def test_every_stream_is_made_with_its_bound(mesh: Mesh) -> None:
+    js = mesh.nc.jetstream()
+    await streams.ensure_trace_stream(js)
+    await streams.ensure_keyed_stream(js, 60, bounds.KEYED_REPLIES_BYTES)
+    await streams.idempotency_bucket(js, 60)
+    for opened in (streams.catalog_bucket, streams.keys_bucket, streams.migrations_bucket):
+        await opened(js)
+    there = {i.config.name.removeprefix("KV_"): i.config.max_bytes for i in await js.streams_info() if i.config.name}
+    assert there == bounds.MAX_BYTES
+
+
+async def test_buckets_of_earlier_versions_are_given_their_bound(mesh: Mesh) -> None:
+    js = mesh.nc.jetstream()
+    for name in (subjects.KEYS_BUCKET, subjects.MIGRATIONS_BUCKET):
+        await (await js.create_key_value(bucket=name, history=1, direct=True)).put("k", b"kept")
+    # Somebody who may not change it reads it as it is.
+    await streams.migrations_bucket(js)
+    assert (await js.stream_info(f"KV_{subjects.MIGRATIONS_BUCKET}")).config.max_bytes == -1
+    for bucket in (await streams.keys_bucket(js), await streams.migrations_bucket(js, owner=True)):
+        status = await bucket.status()
+        assert status.stream_info.config.max_bytes == bounds.MAX_BYTES[status.bucket]
+        assert (await bucket.get("k")).value == b"kept"
+
+
+async def test_traces_beyond_the_bound_push_out_the_oldest(mesh: Mesh, small: None) -> None:
+    js = mesh.nc.jetstream()
+    await streams.ensure_trace_stream(js)
+    for number in range(100):
+        await js.publish(subjects.request_trace(str(number)), b"x" * 1024)
+    assert SMALL / 2 < await used(mesh, subjects.TRACE_STREAM) <= SMALL
+    assert (await js.get_last_msg(subjects.TRACE_STREAM, subjects.request_trace("99"))).data == b"x" * 1024
+
+
+async def test_keyed_replies_beyond_the_bound_push_out_the_oldest(mesh: Mesh) -> None:
+    js = mesh.nc.jetstream()
+    await streams.ensure_keyed_stream(js, 60, SMALL)
+    for number in range(100):
+        await js.publish(subjects.keyed_reply("g", str(number)), b"x" * 1024)
+    assert SMALL / 2 < await used(mesh, subjects.KEYED_STREAM) <= SMALL
+
+
+async def test_migrations_beyond_the_bound_push_out_the_oldest(mesh: Mesh, small: None) -> None:
+    bucket = await streams.migrations_bucket(mesh.nc.jetstream())
+    running = await bucket.create("running", b"1")
+    for number in range(100):
+        await bucket.create(str(number), b"x" * 1024)
+        running = await bucket.update("running", b"1", last=running)
+    assert SMALL / 2 < await used(mesh, f"KV_{subjects.MIGRATIONS_BUCKET}") <= SMALL
+    assert {"running", "99"} < set(await bucket.keys())
+
+
+async def test_a_full_store_of_api_keys_refuses_another_and_takes_revocations(mesh: Mesh, small: None) -> None:
+    store = KeyStore(mesh)
+    made, full = await filled(lambda number: store.add(*a_key(number)))
+    assert "thaw keys revoke" in full.message
+    assert (full.status, full.should_retry) == (503, False)
+    assert SMALL / 2 < await used(mesh, f"KV_{subjects.KEYS_BUCKET}") <= SMALL
+    assert len(store.all()) == made > 10
+    for number in range(made):
+        await store.revoke(f"key-{number}")
+    assert store.all() == []
+    await store.add(*a_key(made))
+
+
+async def test_a_full_store_of_idempotency_keys_refuses_another_and_settles_those_it_has(mesh: Mesh, small: None) -> None:
+    store = IdempotencyStore(mesh, "g", 60, SMALL)
+    claims: list[Claim] = []
+
+    async def claim(number: int) -> None:
+        found = await store.find(str(number), Entry(request="r", answer_id="a", created=1))
+        assert isinstance(found, Claim)
+        claims.append(found)
+
+    _, full = await filled(claim)
+    assert "THAW_IDEMPOTENCY_TTL" in full.message
+    assert SMALL / 2 < await used(mesh, f"KV_{subjects.IDEMPOTENCY_BUCKET}") <= SMALL
+    await claims[0].drop()
+    await claims[1].done(3, None)
+    again = await store.find("1", Entry(request="r", answer_id="a", created=1))
+    assert not isinstance(again, Claim)
+    assert again.entry.state == "done"
+
+
+async def test_a_full_catalogue_refuses_a_model_until_another_is_removed(mesh: Mesh, small: None) -> None:
+    catalog = Catalog(mesh.nc.jetstream())
+    made, full = await filled(lambda number: catalog.put(a_card(number)))
+    assert f"model-{made} is registered" in full.message
+    assert SMALL / 2 < await used(mesh, f"KV_{subjects.CATALOG_BUCKET}") <= SMALL
+    assert f"model-{made}" not in {c.name for c in (await catalog.read()).values()}
+    for gone in range(3):
+        await catalog.delete(f"model-{gone}")
+    assert {c.name for c in (await catalog.read()).values()} == {f"model-{n}" for n in range(3, made + 1)}
+    # A leader that begins with more models than there is room for has those that fit.
+    await catalog.reconcile([a_card(n) for n in range(made + 50)])
+    assert made - 3 < len(await catalog.read()) < made + 50
+
+
+async def test_replicas_that_there_are_no_servers_for_are_refused_in_words(mesh: Mesh) -> None:
+    with pytest.raises(StreamRefused, match="THAW_NATS_REPLICAS"):
+        await streams.keys_bucket(mesh.nc.jetstream(), 3)
+    bucket = await streams.keys_bucket(mesh.nc.jetstream())
+    await bucket.put("k", b"1")
+    assert (await (await streams.keys_bucket(mesh.nc.jetstream(), 3)).get("k")).value == b"1"
+
+
+async def test_one_bucket_is_made_once_by_many_at_once(mesh: Mesh) -> None:
+    buckets = await asyncio.gather(*(streams.catalog_bucket(mesh.nc.jetstream()) for _ in range(8)))
+    assert len({b._name for b in buckets}) == 1
+    made = await asyncio.gather(*(_created(b) for b in buckets))
+    assert sorted(made) == [False] * 7 + [True]
+
+
+async def _created(bucket: KeyValue) -> bool:
+    try:
+        await bucket.create("k", b"1")
+    except KeyWrongLastSequenceError:
+        return False
+    return True
+
+
+async def test_the_sum_of_the_bounds_fits_the_servers_limit(tmp_path: Path) -> None:
+    """Filled with all bounds at once by nats-server itself, which sets them aside when it makes the streams."""
+    server = NatsServer(jetstream=f"max_file_store: {bounds.max_file_store()}, max_memory_store: {bounds.MAX_MEMORY_STORE_BYTES}")
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
+    await mesh.start()
+    try:
+        js = mesh.nc.jetstream()
+        await streams.ensure_keyed_stream(js, 60, bounds.KEYED_REPLIES_BYTES)
+        for name, size in bounds.MAX_BYTES.items():
+            if name != subjects.KEYED_STREAM:
+                await js.add_stream(StreamConfig(name=f"S_{name}", subjects=[f"s.{name}"], max_bytes=size))
+        with pytest.raises(APIError) as refused:
+            await js.add_stream(StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(bounds.MAX_BYTES.values())))
+        assert refused.value.err_code in bounds.NO_STORAGE
+        with pytest.raises(StreamRefused, match="max_file_store"):
+            await streams._create(js, StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(bounds.MAX_BYTES.values())))
+    finally:
+        await mesh.stop()
+        server.close()
+
+
+def test_the_launcher_and_compose_say_that_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path)
+    home.run.mkdir(parents=True)
+    plan = MeshPlan(
+        port=1, nats_port=2, postgres_port=3, credentials=Credentials(nats_password="n", database_password="d", admin_key="a")
+    )
+    assert f"max_file_store: {bounds.max_file_store()}," in write_nats_config(home, plan).read_text()
+    monkeypatch.setenv("THAW_IDEMPOTENCY_BYTES", str(2**40))
+    (stated,) = re.findall(r"max_file_store: (\d+),", write_nats_config(home, plan).read_text())
+    assert int(stated) > 2**40
+    (megabytes,) = re.findall(r"max_file_store: (\d+)MB", (ROOT / "compose" / "nats.conf").read_text())
+    assert int(megabytes) * bounds.MIB > sum(bounds.MAX_BYTES.values())

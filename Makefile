@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test lint bench gpu clean install engines
+.PHONY: help up down test lint bench chaos gpu clean install engines
 
 help: ## Show this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ lint: $(STAMP) ## Check style, types and imports
 
 bench: $(STAMP) ## Print the figures of docs/performance.md that need no other engine (an hour on two cores)
 	@for b in cold_path warm_path scheduler scheduler_path loader migration convert; do $(BIN)/python -m bench.$$b || exit 1; done
+
+chaos: $(STAMP) ## Kill and stop 500 processes of a mesh under load, and print what its clients saw (half an hour on two cores)
+	@$(BIN)/python -m bench.chaos --kills 500 --seed 1
 
 gpu: $(STAMP) ## Test and measure what only an NVIDIA GPU can show: loading, suspending, hot swap
 	@$(BIN)/pytest tests/gpu -rs -s

@@ -1,0 +1,338 @@
+"""Carries out a plan of faults against a mesh under load, and keeps what was seen.
+
+For each fault: the processes are struck at the same instant; probes are sent at once; the next fault comes when the probes are answered and
+killed services run again, not before `PAUSE_S` and not after `PACE_S`: a fault that takes longer, as every stop may, has others come on top of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+from bench.chaos.bed import Bed
+from bench.chaos.faults import STOP_S, Fault, Strike
+from bench.chaos.load import PROMPTS, Asker, Client, Served, jobs
+from bench.chaos.verdict import BAD, Answer, Exchange, Fate, Job, Reference, judge
+
+PAUSE_S, PACE_S = 1.0, 5.0
+_RECOVERED_WITHIN_S = 90.0
+_FIND_WITHIN_S = 45.0
+_OPERATOR_S = 1.0
+"""After which an operator (a unit of systemd) starts a killed supervisor again."""
+_SETTLE_S = 60.0
+_DRAIN_S = 200.0
+Say = Callable[[str], None]
+
+
+@dataclass
+class Struck:
+    """A fault that has been done. Seconds of the monotonic clock. `recovered`: None if it did not within its bound."""
+
+    fault: Fault
+    at: float
+    names: list[str]
+    recovered: float | None = None
+    until: float = 0.0
+    """End of the time in which requests are counted to this fault."""
+
+    @property
+    def recovery_s(self) -> float | None:
+        return None if self.recovered is None else self.recovered - self.at
+
+
+@dataclass
+class Findings:
+    """Everything that a campaign saw."""
+
+    hosted: str = ""
+    duration_s: float = 0.0
+    struck: list[Struck] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    fates: list[Fate] = field(default_factory=list)
+    overbooked: list[str] = field(default_factory=list)
+    books: list[str] = field(default_factory=list)
+    left: dict[str, list[str]] = field(default_factory=dict)
+
+    def failures(self) -> list[str]:
+        """What a campaign must not see, in words."""
+        found = [f"{f}: {e.job} {e.answer} {e.broken or ''}" for e, f in zip(self.exchanges, self.fates, strict=True) if f in BAD]
+        found += [f"not recovered within {_RECOVERED_WITHIN_S:.0f} s: {s.fault}" for s in self.struck if s.recovered is None]
+        found += [f"booked twice: {o}" for o in self.overbooked] + [f"books: {b}" for b in self.books]
+        return found + [f"left behind: {kind} {name}" for kind, names in self.left.items() for name in names]
+
+
+class Campaign:
+    """`say`: hears of each fault and of each request that went wrong, in a line."""
+
+    def __init__(self, bed: Bed, seed: int, clients: int, say: Say) -> None:
+        self._bed = bed
+        self._seed = seed
+        self._say = say
+        self._served = bed.served()
+        self._references: dict[tuple[str, str, int], Reference] = {}
+        self._findings = Findings(hosted=bed.hosted)
+        self._lock = threading.Lock()
+        self._random = random.Random(seed)
+        self._operators: list[threading.Thread] = []
+        self._timers: list[threading.Timer] = []
+        self._followers: list[threading.Thread] = []
+        self._cluster: dict[str, Any] = {"nodes": []}
+        self._stopped = threading.Event()
+        self._clients = [
+            Client(n, bed.balancer.url, jobs(self._served, seed, n), bed.balancer.gateway_of, self._was_struck, self._done)
+            for n in range(clients)
+        ]
+        self._probes = 0
+
+    def run(self, plan: tuple[Fault, ...], until_s: float | None = None) -> Findings:
+        """Carry out the plan, `until_s` seconds at most, then let everything come to rest and compare the books."""
+        self._learn()
+        begun = time.monotonic()
+        watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        watcher.start()
+        for client in self._clients:
+            client.start()
+        time.sleep(PAUSE_S)
+        try:
+            for fault in plan:
+                if until_s is not None and time.monotonic() - begun > until_s:
+                    break
+                self._carry_out(fault, begun)
+        finally:
+            self._findings.duration_s = time.monotonic() - begun
+            self._end()
+            self._stopped.set()
+            watcher.join(60)
+        self._findings.books = self._bed.settle(_SETTLE_S)
+        return self._findings
+
+    def close_bed(self) -> None:
+        """Shut the mesh down and look for what it leaves behind."""
+        self._findings.left = self._bed.shut_down()
+
+    # The undisturbed answers.
+
+    def _learn(self) -> None:
+        learners = [threading.Thread(target=self._learn_of, args=(s,), daemon=True) for s in self._served]
+        for learner in learners:
+            learner.start()
+        for learner in learners:
+            learner.join()
+        wanted = sum(len(PROMPTS) * len(s.tokens) for s in self._served)
+        if len(self._references) != wanted:
+            raise RuntimeError(f"only {len(self._references)} of {wanted} undisturbed answers came")
+        self._say(f"learned {len(self._references)} undisturbed answers")
+
+    def _learn_of(self, served: Served) -> None:
+        asker = Asker(self._bed.balancer.url, self._bed.balancer.gateway_of)
+        for prompt in PROMPTS:
+            for tokens in served.tokens:
+                job = Job(0, served.name, prompt, tokens, False, engine=served.engine)
+                self._references[job.question] = asker.reference(job, gaps=served.near_ties)
+        asker.close()
+
+    # What clients report.
+
+    def _done(self, exchange: Exchange) -> None:
+        exchange.ended = exchange.ended or time.monotonic()
+        fate = judge(exchange, self._references.get(exchange.job.question))
+        with self._lock:
+            self._findings.exchanges.append(exchange)
+            self._findings.fates.append(fate)
+        if fate in BAD:
+            self._say(f"  {fate.upper()}: {self._words_of(exchange)}")
+
+    def _words_of(self, exchange: Exchange) -> str:
+        took = exchange.ended - exchange.sent
+        answer, others = exchange.answer, [f"{r.response_id} {r.error or r.text[:40]!r}" for r in exchange.repeats]
+        reference = self._references.get(exchange.job.question)
+        expected = repr(reference.answer.text[:60]) if reference and exchange.job.exact and not answer.error else ""
+        return (
+            f"{exchange.job.kind} {exchange.job.model} {exchange.job.tokens} tokens, key {exchange.job.key}, {took:.1f} s ago, "
+            f"statuses {exchange.statuses}, cuts {exchange.cuts}: {exchange.broken or answer.error or answer.response_id} "
+            f"{answer.finish} {answer.tokens} {answer.text[:60]!r} {expected} {others}"
+        )
+
+    def _was_struck(self, gateway: str | None, since: float) -> bool:
+        """Whether this gateway (None: any) has been struck since then; a stopped one may be replaced until it would go on."""
+        with self._lock:
+            struck = list(self._findings.struck)
+        for s in struck:
+            grace = STOP_S + 10 if s.fault.kind == "stop" else 1.0
+            if s.at >= since - grace and any(n == gateway or (gateway is None and n.startswith("gateway")) for n in s.names):
+                return True
+        return False
+
+    # Faults.
+
+    def _carry_out(self, fault: Fault, begun: float) -> None:
+        targets = [(strike, self._find(strike)) for strike in fault.strikes]
+        if missing := [s.victim for s, process in targets if process is None]:
+            self._findings.skipped.append(f"{fault}: no {', '.join(missing)}")
+            self._say(f"{fault.number}: {fault} skipped: no {', '.join(missing)}")
+            return
+        cold = self._cold_model()
+        found = [(s, p) for s, p in targets if p is not None]
+        struck = Struck(fault, time.monotonic(), [self._bed.name_of(s.victim, p) for s, p in found])
+        with self._lock:
+            self._findings.struck.append(struck)
+        for strike, process in found:
+            self._strike(strike, process)
+        follower = threading.Thread(
+            target=self._follow, args=(struck, found, cold, begun), name=f"fault {fault.number}", daemon=True
+        )
+        follower.start()
+        self._followers.append(follower)
+        follower.join(PACE_S)
+        time.sleep(max(0.0, struck.at + PAUSE_S - time.monotonic()))
+
+    def _follow(self, struck: Struck, found: list[tuple[Strike, psutil.Process]], cold: str, begun: float) -> None:
+        """Wait for the recovery, and tell of it."""
+        self._await_recovery(struck, found, cold)
+        ended = struck.recovered or time.monotonic()
+        struck.until = max(ended, struck.at + STOP_S) if struck.fault.kind == "stop" else ended
+        took = f"{struck.recovery_s:.1f} s" if struck.recovery_s is not None else "NOT RECOVERED"
+        pids = ", ".join(f"{name} {p.pid}" for name, (_, p) in zip(struck.names, found, strict=True))
+        bad = sum(f in BAD for f in self._findings.fates)
+        clock = time.strftime("%H:%M:%S", time.gmtime(time.time() - (time.monotonic() - struck.at)))
+        self._say(
+            f"{struck.fault.number}: {struck.fault} ({pids}) at {clock} (+{struck.at - begun:.0f} s): {took}; "
+            f"{len(self._findings.fates)} requests, {bad} bad"
+        )
+
+    def _find(self, strike: Strike) -> psutil.Process | None:
+        """A living process of the kind; waits for one where a previous fault has taken it."""
+        deadline = time.monotonic() + _FIND_WITHIN_S
+        while time.monotonic() < deadline:
+            if found := self._bed.victims(strike.victim):
+                return found[strike.choose(len(found))]
+            if strike.victim in ("engine host", "hosted engine"):
+                self._probe("llama")
+            time.sleep(0.1)
+        return None
+
+    def _strike(self, strike: Strike, process: psutil.Process) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if strike.action == "kill":
+                process.kill()
+            else:
+                # PostgreSQL's work is done by the children of its first process.
+                stopped = [process, *(process.children(recursive=True) if strike.victim == "postgres" else [])]
+                for p in stopped:
+                    os.kill(p.pid, signal.SIGSTOP)
+                timer = threading.Timer(STOP_S, _continue, [stopped])
+                timer.daemon = True
+                timer.start()
+                self._timers.append(timer)
+        if strike.victim == "supervisor" and strike.action == "kill":
+            operator = threading.Thread(target=self._restart_supervisor, name="operator", daemon=True)
+            operator.start()
+            self._operators.append(operator)
+
+    def _restart_supervisor(self) -> None:
+        time.sleep(_OPERATOR_S)
+        for _ in range(5):
+            try:
+                self._bed.up()
+                return
+            except (AssertionError, OSError) as e:
+                self._say(f"  `thaw up` after the supervisor's death failed: {str(e)[:1500]}")
+                time.sleep(1)
+
+    def _await_recovery(self, struck: Struck, found: list[tuple[Strike, psutil.Process]], cold: str) -> None:
+        """Until requests sent after the fault, to a warm model and a cold one, are answered and killed services run again."""
+        answered: list[float] = []
+        probes = [threading.Thread(target=self._probe_until, args=(m, answered, struck.at), daemon=True) for m in ("one", cold)]
+        for probe in probes:
+            probe.start()
+        deadline = struck.at + _RECOVERED_WITHIN_S
+        replaced = 0.0
+        while time.monotonic() < deadline:
+            if not replaced and all(self._is_replaced(s, p) for s, p in found):
+                replaced = time.monotonic()
+            if replaced and len(answered) == len(probes):
+                struck.recovered = max(replaced, *answered)
+                return
+            time.sleep(0.02)
+
+    def _is_replaced(self, strike: Strike, process: psutil.Process) -> bool:
+        """Whether a killed service runs again. Engines and zygotes come when they are asked for; stopped processes go on by themselves."""
+        if strike.action == "stop" or strike.victim in ("engine", "engine host", "hosted engine", "zygote"):
+            return True
+        wanted = 2 if strike.victim in ("gateway", "scheduler", "nodeagent", "loader") else 1
+        return len([p for p in self._bed.victims(strike.victim) if p.pid != process.pid]) >= wanted
+
+    def _probe_until(self, model: str, answered: list[float], since: float) -> None:
+        while time.monotonic() < since + _RECOVERED_WITHIN_S:
+            if self._probe(model):
+                answered.append(time.monotonic())
+                return
+
+    def _probe(self, model: str) -> bool:
+        """One short request, judged as all others are."""
+        served = next((s for s in self._served if s.name == model), self._served[0])
+        asker = Asker(self._bed.balancer.url, self._bed.balancer.gateway_of)
+        self._probes += 1
+        job = Job(self._probes, served.name, PROMPTS[0], served.tokens[0], False, engine=served.engine)
+        exchange = Exchange(job, time.monotonic())
+        exchange.answer = asker.ask(job)
+        exchange.statuses = [s for s in asker.statuses if s >= 400]
+        exchange.server_errors = sum(s >= 500 for s in asker.statuses)
+        asker.close()
+        self._done(exchange)
+        return exchange.answer.error is None
+
+    def _cold_model(self) -> str:
+        """A builtin model that is on no node, as far as the last view tells; any other than the warm one if there is none."""
+        live = {i["model"] for n in self._cluster["nodes"] for i in n["instances"]}
+        names = [s.name for s in self._served if s.engine == "builtin" and s.name in ("two", "three", "five")]
+        return self._random.choice([n for n in names if n not in live] or names)
+
+    def _watch(self) -> None:
+        """Looks twice a second whether memory is booked twice."""
+        while not self._stopped.wait(0.5):
+            with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, OSError):
+                self._cluster = self._bed.cluster()
+                for fault in self._bed.overbooked(self._cluster):
+                    self._say(f"  OVERBOOKED: {fault}")
+                    self._findings.overbooked.append(fault)
+
+    # The end.
+
+    def _end(self) -> None:
+        for waiter in (*self._timers, *self._followers):
+            waiter.join()
+        for operator in self._operators:
+            operator.join(180)
+        for client in self._clients:
+            client.stop()
+        deadline = time.monotonic() + _DRAIN_S
+        for client in self._clients:
+            client.join(max(0.1, deadline - time.monotonic()))
+            if client.is_alive() and (hanging := client.current) is not None:
+                hanging.answer = Answer(error=f"no answer after {time.monotonic() - hanging.sent:.0f} s")
+                self._done(hanging)
+
+
+def _continue(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if process.is_running():
+                process.resume()
+
+
+def say(line: str) -> None:
+    """To standard error, with the time of day."""
+    print(f"{time.strftime('%H:%M:%S', time.gmtime())} {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,17 @@
+"""A short campaign of `python -m bench.chaos`, with a fixed seed: nothing is lost, wrong, generated twice or left behind."""
+
+from __future__ import annotations
+
+from bench.chaos.__main__ import campaign
+from bench.chaos.campaign import say
+from bench.chaos.faults import plan
+
+SEED, KILLS, CLIENTS = 3, 12, 4
+
+
+def test_a_short_campaign() -> None:
+    findings = campaign(plan(KILLS, SEED), SEED, CLIENTS, say)
+    assert findings.failures() == []
+    assert findings.skipped == []
+    assert sum(len(s.fault.strikes) for s in findings.struck) == KILLS
+    assert len(findings.exchanges) > 2 * KILLS

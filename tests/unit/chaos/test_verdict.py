@@ -1,0 +1,71 @@
+"""What a campaign calls lost, broken, truncated, wrong and generated twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.chaos.verdict import Answer, Exchange, Fate, Job, Reference, first_difference, judge
+
+JOB = Job(1, "one", "question", 3, stream=True)
+KEYED = replace(JOB, key="k")
+SAMPLED = replace(KEYED, temperature=1.0)
+GOOD = Answer("a b c", "length", 3, "id-1")
+REFERENCE = Reference(replace(GOOD, response_id="id-0"))
+
+
+def told(answer: Answer, *repeats: Answer, job: Job = JOB, broken: str | None = None, reference: Reference = REFERENCE) -> Fate:
+    return judge(Exchange(job, 0.0, 1.0, answer, list(repeats), broken=broken), reference)
+
+
+def test_the_undisturbed_answer_is_right() -> None:
+    assert told(GOOD) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("answer", "fate"),
+    [
+        (replace(GOOD, error="503"), "lost"),
+        (replace(GOOD, finish=None), "truncated"),
+        (replace(GOOD, text="a b"), "wrong"),
+        (replace(GOOD, text="a b b c"), "wrong"),
+        (replace(GOOD, finish="stop"), "wrong"),
+        (replace(GOOD, tokens=4), "wrong"),
+    ],
+)
+def test_what_must_not_be(answer: Answer, fate: Fate) -> None:
+    assert told(answer) == fate
+
+
+def test_a_stream_that_broke_without_its_gateway() -> None:
+    assert told(replace(GOOD, error="reset"), broken="reset at gateway.1") == "broken"
+
+
+@pytest.mark.parametrize("other", [replace(GOOD, response_id="id-2"), replace(GOOD, text="a b d"), replace(GOOD, finish="stop")])
+def test_two_answers_to_one_key(other: Answer) -> None:
+    assert told(GOOD, other, job=KEYED) == "twice"
+    assert told(GOOD, GOOD, job=KEYED) == "ok"
+
+
+def test_a_repetition_that_fails_is_lost() -> None:
+    assert told(GOOD, Answer(error="503"), job=KEYED) == "lost"
+
+
+def test_a_sampled_answer_is_compared_with_its_repetition_only() -> None:
+    sampled = Answer("x y z", "length", 3, "id-1")
+    assert told(sampled, sampled, job=SAMPLED) == "ok"
+    assert told(sampled, GOOD, job=SAMPLED) == "twice"
+    assert told(replace(sampled, tokens=2), job=SAMPLED) == "wrong"
+
+
+def test_a_near_tie_is_no_fault_and_a_clear_difference_is() -> None:
+    ends = (1, 3, 5)
+    other = replace(GOOD, text="a b d")
+    assert told(other, reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 0.01))) == "near tie"
+    assert told(other, reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 4.0))) == "wrong"
+    assert told(replace(other, tokens=2), reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 0.01))) == "wrong"
+
+
+def test_first_difference() -> None:
+    assert [first_difference(*p) for p in (("abc", "abd"), ("ab", "abc"), ("", "a"))] == [2, 2, 0]

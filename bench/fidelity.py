@@ -26,10 +26,10 @@ import yaml
 
 from bench.fidelity_replay import NAMES, compared, mean_of, measured
 from bench.report import machine
-from services.scheduler.simulation.workloads.request import Request
-from services.scheduler.simulation.workloads.synthetic import Synthetic, synthetic
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import LoadTrace, RequestTrace
+from simulator.workloads.request import Request
+from simulator.workloads.synthetic import Synthetic, synthetic
 from thaw.cli.demo import budget_for_two
 from thaw.demo.models import make_demo_model
 from thaw.launcher.plan import free_port

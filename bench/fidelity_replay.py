@@ -10,14 +10,14 @@ from statistics import fmean, linear_regression, median
 from typing import Any
 
 from services.scheduler.domain.policies.port import Capability
-from services.scheduler.domain.policies.profiles import profile_named
-from services.scheduler.simulation.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
-from services.scheduler.simulation.mesh.agents import StartTimes
-from services.scheduler.simulation.mesh.run import Simulation
-from services.scheduler.simulation.report import Outcome
-from services.scheduler.simulation.workloads.traces import read_trace
+from services.scheduler.profiles import profile_named
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import LoadTrace, RequestTrace
+from simulator.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from simulator.mesh.agents import StartTimes
+from simulator.mesh.run import Simulation
+from simulator.report import Outcome
+from simulator.workloads.traces import read_trace
 
 NAMES = ("one", "two", "three")
 CAN: frozenset[Capability] = frozenset({"preempt", "migrate"})

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import machine
-from services.scheduler.domain.policies.profiles import PROFILES
-from services.scheduler.simulation.config import (
+from simulator.config import (
     Batching,
     ClusterFile,
     Fixed,
@@ -29,9 +28,10 @@ from services.scheduler.simulation.config import (
     Startup,
     names_of,
 )
-from services.scheduler.simulation.plots import interval
-from services.scheduler.simulation.simulate import simulate
-from services.scheduler.simulation.workloads.synthetic import DATASETS, LOCALITY, Synthetic, synthetic
+from simulator.plots import interval
+from simulator.policies import PROFILES
+from simulator.simulate import simulate
+from simulator.workloads.synthetic import DATASETS, LOCALITY, Synthetic, synthetic
 
 
 @dataclass(frozen=True, slots=True)

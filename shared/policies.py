@@ -1,24 +1,22 @@
-"""The names of the scheduling policies: what `scheduler.policy` in thaw.yaml, THAW_POLICY and `thaw simulate --policy` may say.
+"""Names of scheduling policies: values of `scheduler.policy`, THAW_POLICY and `thaw simulate --policy`.
 
-What they do is in services/scheduler/domain/policies; a test keeps both lists the same.
+A package registers a policy with an entry point in the group `thaw.policies`, whose value is a `Profile`. The `simulator` package registers
+the papers' policies this way, so the scheduler never imports it.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, entry_points
+
+ENTRY_POINTS = "thaw.policies"
 DEFAULT_POLICY = "thaw"
-POLICIES = (
-    "thaw",
-    "fifo",
-    "hydraserve",
-    "infless-ka",
-    "keep-alive",
-    "lru",
-    "native",
-    "serverless-random",
-    "serverlessllm",
-    "shepherd",
-    "simple-swap",
-    "swapservellm",
-    "tangram",
-    "torpor",
-)
+
+
+def registered_policies() -> dict[str, EntryPoint]:
+    """Return the registered policies by name, without importing them."""
+    return {e.name: e for e in entry_points(group=ENTRY_POINTS)}
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return every name that may be configured, the default first."""
+    return (DEFAULT_POLICY, *sorted(registered_policies().keys() - {DEFAULT_POLICY}))

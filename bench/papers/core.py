@@ -11,14 +11,14 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from services.scheduler.domain.policies.port import Profile, Resident
-from services.scheduler.simulation.config import ClusterFile, ModelGroup
-from services.scheduler.simulation.controller import Controller
-from services.scheduler.simulation.failures import schedule
-from services.scheduler.simulation.hardware import SimDevice
-from services.scheduler.simulation.instances import Instance
-from services.scheduler.simulation.report import Outcome
-from services.scheduler.simulation.workloads.request import Request
-from services.scheduler.simulation.world import World
+from simulator.config import ClusterFile, ModelGroup
+from simulator.controller import Controller
+from simulator.failures import schedule
+from simulator.hardware import SimDevice
+from simulator.instances import Instance
+from simulator.report import Outcome
+from simulator.workloads.request import Request
+from simulator.world import World
 
 CLOSE = 0.25
 """A figure of ours agrees with the paper's if it is within this share of it, or if the confidence interval holds the paper's."""

@@ -10,11 +10,10 @@ from statistics import fmean
 from bench.papers.constants import hydraserve as c
 from bench.papers.core import Case, Figures, label, varied
 from bench.papers.traffic import azure_like
-from services.scheduler.domain.policies import baselines, hydraserve, serverlessllm
 from services.scheduler.domain.policies.autoscaling import scale
 from services.scheduler.domain.policies.common import evict_nobody, keep_setting
 from services.scheduler.domain.policies.port import Ask, Option, Profile
-from services.scheduler.simulation.config import (
+from simulator.config import (
     Batching,
     ClusterFile,
     LinkSpeeds,
@@ -24,8 +23,9 @@ from services.scheduler.simulation.config import (
     Startup,
     names_of,
 )
-from services.scheduler.simulation.report import Outcome
-from services.scheduler.simulation.workloads.request import Request
+from simulator.policies import baselines, hydraserve, serverlessllm
+from simulator.report import Outcome
+from simulator.workloads.request import Request
 
 VLLM = varied(baselines.FIFO, "serverless-vllm", clear=evict_nobody, keep=keep_setting, scale=scale)
 """Section 8.1: "iterates through all GPU servers and selects the one with sufficient GPU resources"; the autoscaler is HydraServe's."""

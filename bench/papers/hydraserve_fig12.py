@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bench.papers import hydraserve as h
 from bench.papers.core import Case, Options, Result, estimate, label, varied
-from services.scheduler.simulation.report import Outcome
-from services.scheduler.simulation.workloads.request import Request
+from simulator.report import Outcome
+from simulator.workloads.request import Request
 
 NAME = "hydraserve-fig12"
 TOKENS = 512

@@ -6,8 +6,8 @@ from bench.papers import hydraserve as h
 from bench.papers.constants import hydraserve as c
 from bench.papers.core import Case, Options, Result, estimate, label, varied
 from services.scheduler.domain.policies.port import Profile
-from services.scheduler.simulation.report import Outcome
-from services.scheduler.simulation.workloads.request import Request
+from simulator.report import Outcome
+from simulator.workloads.request import Request
 
 NAME = "hydraserve-fig7"
 PROFILES: dict[str, Profile] = {

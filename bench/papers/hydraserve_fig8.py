@@ -9,8 +9,8 @@ from bench.papers.constants import hydraserve as c
 from bench.papers.core import Case, Options, Result, label, varied
 from bench.papers.core import run as run_case
 from bench.papers.hydraserve_fig7 import PROMPT, measure
-from services.scheduler.simulation.config import Startup
-from services.scheduler.simulation.workloads.request import Request
+from simulator.config import Startup
+from simulator.workloads.request import Request
 
 NAME = "hydraserve-fig8"
 STEPS = ("vLLM", "+Prefetch", "+Stream", "+Overlap", "+Parallel")

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from bench.papers.constants import serverlessllm as c
 from bench.papers.core import Case, Figures, label
 from bench.papers.traffic import DENSER, azure_like
-from services.scheduler.domain.policies import baselines, serverlessllm, shepherd
 from services.scheduler.domain.policies.port import Profile
-from services.scheduler.simulation.config import (
+from simulator.config import (
     Batching,
     ClusterFile,
     LinkSpeeds,
@@ -19,8 +18,9 @@ from services.scheduler.simulation.config import (
     Startup,
     names_of,
 )
-from services.scheduler.simulation.report import Outcome, percentile
-from services.scheduler.simulation.workloads.request import Request
+from simulator.policies import baselines, serverlessllm, shepherd
+from simulator.report import Outcome, percentile
+from simulator.workloads.request import Request
 
 SYSTEMS = ("ServerlessLLM", "Ray Serve", "Ray Serve with cache")
 WARM_UP = 2

@@ -8,12 +8,12 @@ from statistics import fmean
 
 from bench.papers.constants import tangram as c
 from bench.papers.core import Case, Figures, label, varied
-from services.scheduler.domain.policies import baselines, tangram
 from services.scheduler.domain.policies.common import evict_lru
 from services.scheduler.domain.policies.port import Profile
-from services.scheduler.simulation.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
-from services.scheduler.simulation.report import Outcome, percentile
-from services.scheduler.simulation.workloads.request import Request
+from simulator.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from simulator.policies import baselines, tangram
+from simulator.report import Outcome, percentile
+from simulator.workloads.request import Request
 
 
 def release(keep_alive: float, load_s: float) -> float:

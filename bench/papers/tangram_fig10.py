@@ -10,7 +10,7 @@ from time import perf_counter
 from bench.papers import tangram as t
 from bench.papers.constants import tangram as c
 from bench.papers.core import Options, Result, Row
-from services.scheduler.domain.policies.tangram_packing import Packing, Region, evict, merge_all, pack, without
+from simulator.policies.tangram_packing import Packing, Region, evict, merge_all, pack, without
 
 NAME = "tangram-fig10"
 LAYERS = {"gpt20B": 44, "opt13B": 40, "yi9B": 48, "llama8B": 32, "opt6.7B": 32, "llama3B": 28, "qwen3B": 36, "opt1.3B": 24}

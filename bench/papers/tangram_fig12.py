@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.papers import tangram as t
 from bench.papers.constants import tangram as c
 from bench.papers.core import Options, Result, Row, estimate
-from services.scheduler.simulation.report import Outcome
+from simulator.report import Outcome
 
 NAME = "tangram-fig12"
 BATCHES = (1, 16, 64)

@@ -18,12 +18,12 @@ from bench.papers.constants import torpor as oc
 from bench.papers.core import Case, Figures, Measure, Options, Result, Row, label, varied
 from bench.papers.tangram_fig12 import part
 from bench.simulator import mixed
-from services.scheduler.domain.policies import serverlessllm, thaw
+from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Profile
-from services.scheduler.domain.policies.profiles import PROFILES
-from services.scheduler.simulation.config import names_of
-from services.scheduler.simulation.report import Outcome, percentile
-from services.scheduler.simulation.workloads.synthetic import synthetic
+from simulator.config import names_of
+from simulator.policies import PROFILES, serverlessllm
+from simulator.report import Outcome, percentile
+from simulator.workloads.synthetic import synthetic
 
 NAME = "thaw-beside"
 FUNCTIONS = 160

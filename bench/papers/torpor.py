@@ -8,12 +8,12 @@ from random import Random
 from bench.papers.constants import torpor as c
 from bench.papers.core import Case, Figures, label, varied
 from bench.papers.traffic import bursts
-from services.scheduler.domain.policies import baselines, torpor
 from services.scheduler.domain.policies.common import arrivals, evict_lru
 from services.scheduler.domain.policies.port import Ask, Option, Profile, drawn
-from services.scheduler.simulation.config import ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
-from services.scheduler.simulation.report import Outcome, percentile
-from services.scheduler.simulation.workloads.request import Request
+from simulator.config import ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from simulator.policies import baselines, torpor
+from simulator.report import Outcome, percentile
+from simulator.workloads.request import Request
 
 WARM_UP_S = 60.0
 """Every function is asked for once in the first minute, "warmed up before running the test workloads"; these requests are not counted."""

@@ -9,8 +9,8 @@ from bench.papers import torpor as t
 from bench.papers.constants import torpor as c
 from bench.papers.core import Options, Result
 from bench.papers.traffic import bursts
-from services.scheduler.domain.policies import baselines
-from services.scheduler.domain.policies.baselines import infless_keep
+from simulator.policies import baselines
+from simulator.policies.baselines import infless_keep
 
 NAME = "torpor-fig10"
 FUNCTIONS = 160

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.papers import torpor as t
 from bench.papers.constants import torpor as c
 from bench.papers.core import Options, Result
-from services.scheduler.domain.policies import baselines
+from simulator.policies import baselines
 
 NAME = "torpor-fig14"
 FUNCTIONS = (500, 1000)

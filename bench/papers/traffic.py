@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import log, sqrt
 from random import Random
 
-from services.scheduler.simulation.workloads.request import Request
+from simulator.workloads.request import Request
 
 DENSER = 64.0
 """The published generator has about 900; 1 keeps all bursts as they are."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, SecretStr, field_validator
 
-from services.scheduler.domain.policies.profiles import profile_named
 from services.scheduler.domain.policy import Policy
+from services.scheduler.profiles import profile_named
 from shared.errors import InvalidRequest
 from shared.policies import DEFAULT_POLICY
 from shared.settings import CommonSettings

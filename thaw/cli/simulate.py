@@ -153,7 +153,7 @@ def _burst(text: str) -> list[float]:
 
 def _simulate(order: dict[str, Any], out: Console) -> Document:
     """The simulation's own document. A process of its own: the command line does not import services."""
-    command = [sys.executable, "-m", "services.scheduler.simulation"]
+    command = [sys.executable, "-m", "simulator"]
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     last = ""
     with (

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
-from shared.policies import POLICIES
+from shared.policies import policy_names
 from thaw.config.faults import ConfigError, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
 from thaw.config.tree import Tree, read_tree
@@ -73,8 +73,8 @@ class SchedulerConfig(Strict):
     @field_validator("policy")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        if value is not None and value not in POLICIES:
-            raise ValueError(f"given {value!r}; allowed: {', '.join(POLICIES)}")
+        if value is not None and value not in policy_names():
+            raise ValueError(f"given {value!r}; allowed: {', '.join(policy_names())}")
         return value
 
 

@@ -14,10 +14,10 @@ from bench.papers.core import Case, Measure, Options, run
 from bench.simulator import torpor as torpor_small
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Profile
-from services.scheduler.domain.policies.profiles import PROFILES
-from services.scheduler.simulation.config import names_of
-from services.scheduler.simulation.simulate import simulate
-from services.scheduler.simulation.workloads.synthetic import synthetic
+from simulator.config import names_of
+from simulator.policies import PROFILES
+from simulator.simulate import simulate
+from simulator.workloads.synthetic import synthetic
 
 SHORT = Options(seeds=3, scale=0.2, sensitivity=False)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.policies.profiles import PROFILES, profile_named
 from services.scheduler.domain.policy import LIVE, Policy
+from services.scheduler.profiles import profile_named
 from services.scheduler.settings import SchedulerSettings
-from services.scheduler.simulation.config import (
+from simulator.config import (
     EVERY_CAPABILITY,
     Batching,
     ClusterFile,
@@ -18,10 +18,11 @@ from services.scheduler.simulation.config import (
     Runtime,
     names_of,
 )
-from services.scheduler.simulation.mesh.run import Simulation
-from services.scheduler.simulation.simulate import simulate
-from services.scheduler.simulation.workloads.request import Request
-from services.scheduler.simulation.workloads.synthetic import Synthetic, synthetic
+from simulator.mesh.run import Simulation
+from simulator.policies import PROFILES
+from simulator.simulate import simulate
+from simulator.workloads.request import Request
+from simulator.workloads.synthetic import Synthetic, synthetic
 
 NOT_LIVE = frozenset({"pipeline", "peer_copy", "reuse"})
 WAYS = {"hydraserve": "pipeline", "torpor": "peer", "tangram": "reuse"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from services.scheduler.domain.policies.profiles import PROFILES
+from simulator.policies import PROFILES
 from tests.unit.scheduler.test_machine import Cluster
 
 

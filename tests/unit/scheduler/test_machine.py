@@ -14,12 +14,12 @@ from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
 from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import Recovered
-from services.scheduler.domain.policies.profiles import PROFILES
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.retire import must_leave
 from services.scheduler.domain.state import ClusterState
 from shared.contracts.node import Capability, InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed
+from simulator.policies import PROFILES
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.objectives import alpha, book
-from services.scheduler.domain.policies.profiles import PROFILES
 from services.scheduler.domain.policies.torpor_queue import FIRST_ALPHA, PERIOD_S
 from services.scheduler.domain.policy import Policy
+from simulator.policies import PROFILES
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 

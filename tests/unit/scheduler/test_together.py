@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from services.scheduler.domain.events import DemandHeard, DemandsHeard, LoaderStatusHeard, Tick
 from services.scheduler.domain.indexes import keeping
-from services.scheduler.domain.policies.profiles import PROFILES
 from services.scheduler.domain.policy import Policy
 from services.scheduler.loop import together
 from shared.contracts.demand import Demand
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import InstanceState
+from simulator.policies import PROFILES
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 

@@ -24,8 +24,8 @@ from services.scheduler.domain.cost.cost import Clearing
 from services.scheduler.domain.policies import torpor_queue
 from services.scheduler.domain.policies.autoscaling import predicted
 from services.scheduler.domain.policies.common import bounded
+from services.scheduler.domain.policies.knapsack import Departure, least_time, ways_out
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Profile, Resident, Usage
-from services.scheduler.domain.policies.serverlessllm import Departure, least_time, ways_out
 
 
 def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.policies import baselines, swapservellm
 from services.scheduler.domain.policies.common import (
     evict_lru,
     keep_load_time,
@@ -14,6 +13,7 @@ from services.scheduler.domain.policies.common import (
     per_request,
 )
 from services.scheduler.domain.policies.port import Clearance, Demand, Resident
+from simulator.policies import baselines, swapservellm
 from tests.unit.scheduler.policies.views import ask, device, option
 
 

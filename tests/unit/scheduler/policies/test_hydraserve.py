@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.domain.policies import hydraserve
 from services.scheduler.domain.policies.autoscaling import groups, scale
-from services.scheduler.domain.policies.hydraserve import Server, Times, allocate, schemes, tpot, ttft_in_turn, ttft_overlapped
-from services.scheduler.domain.policies.hydraserve_ledger import Ledger, accepts, begun, ended, settled, share
 from services.scheduler.domain.policies.port import Demand
+from simulator.policies import hydraserve
+from simulator.policies.hydraserve import Server, Times, allocate, schemes, tpot, ttft_in_turn, ttft_overlapped
+from simulator.policies.hydraserve_ledger import Ledger, accepts, begun, ended, settled, share
 from tests.unit.scheduler.policies.views import ask, option
 
 GB = 10**9

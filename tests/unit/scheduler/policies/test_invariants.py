@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.policies.port import Ask, DeviceView, Usage
-from services.scheduler.domain.policies.profiles import PROFILES, profile_named
+from services.scheduler.profiles import profile_named
 from shared.errors import InvalidRequest
+from simulator.policies import PROFILES
 from tests.unit.scheduler.policies.views import ask, devices, option
 
 

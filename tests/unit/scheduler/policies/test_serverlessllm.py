@@ -7,9 +7,9 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.domain.policies import serverlessllm, shepherd
+from services.scheduler.domain.policies.knapsack import Departure, least_time
 from services.scheduler.domain.policies.port import Clearance, Move, Resident
-from services.scheduler.domain.policies.serverlessllm import Departure, least_time
+from simulator.policies import serverlessllm, shepherd
 from tests.unit.scheduler.policies.views import ask, device, option
 
 FREE = {"a/0": 10, "b/0": 16}

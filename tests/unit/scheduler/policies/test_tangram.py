@@ -7,9 +7,9 @@ from itertools import combinations, pairwise, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.domain.policies import tangram
 from services.scheduler.domain.policies.port import Ask, Clearance, Resident
-from services.scheduler.domain.policies.tangram_packing import Packing, Region, evict, merge_all, pack
+from simulator.policies import tangram
+from simulator.policies.tangram_packing import Packing, Region, evict, merge_all, pack
 from tests.unit.scheduler.policies.views import ask, device, option
 
 

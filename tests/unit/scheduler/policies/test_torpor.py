@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.domain.policies import torpor
 from services.scheduler.domain.policies.port import Ask, Clearance, Resident, Usage
 from services.scheduler.domain.policies.torpor_queue import (
     FLOOR,
@@ -16,6 +15,7 @@ from services.scheduler.domain.policies.torpor_queue import (
     order,
     required_requests,
 )
+from simulator.policies import torpor
 from tests.unit.scheduler.policies.views import ask, device, option
 
 

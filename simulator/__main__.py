@@ -1,0 +1,47 @@
+"""`python -m simulator < order.json`: what `thaw simulate` runs. Prints one JSON document; a refusal is `{"error": …}` and
+status 1. How far it is goes to standard error, a JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.errors import InvalidRequest, ThawError
+from simulator.order import Order, document, outcomes
+
+
+def told(done: int, total: int) -> None:
+    sys.stderr.write(json.dumps({"done": done, "of": total}) + "\n")
+    sys.stderr.flush()
+
+
+def ordered(text: str) -> dict[str, Any]:
+    try:
+        order = Order.model_validate_json(text)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise InvalidRequest(f"{'.'.join(map(str, first['loc'])) or 'the order'}: {first['msg']}") from e
+    if order.plots is not None:
+        from simulator import plots
+
+        plots.available()
+    runs = outcomes(order, told)
+    made = [str(p) for p in plots.draw(runs, order.plots)] if order.plots is not None else []
+    return {**document(runs), "plots": made}
+
+
+def main() -> int:
+    try:
+        found, status = ordered(sys.stdin.read()), os.EX_OK
+    except ThawError as e:
+        found, status = {"error": e.body().model_dump()}, 1
+    sys.stdout.write(json.dumps(found) + "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

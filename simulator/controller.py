@@ -1,0 +1,352 @@
+"""The controller of the simulation: it queues requests, asks the profile's five functions, and has the machines carry out what they say.
+
+Warm requests go to the instance with the fewest running ones, without asking. All other decisions are the profile's: in which order models that wait
+are considered, who leaves, which option is taken, how long idle instances stay and how many there should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from services.scheduler.domain.policies import torpor_queue
+from services.scheduler.domain.policies.port import Ask, Option, Usage
+from simulator.departures import Departures
+from simulator.hardware import SimDevice
+from simulator.instances import Instance, Run
+from simulator.migrations import Migrations
+from simulator.models import SimModel
+from simulator.options import Options
+from simulator.pipelines import Pipelines
+from simulator.report import Outcome, Served
+from simulator.starts import Start, Starts
+from simulator.workloads.request import Request
+from simulator.world import World
+
+_NO_BOOK: Mapping[str, Usage] = {}
+
+
+class Controller:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.options = Options(world)
+        self.starts = Starts(world, self.options)
+        self.departures = Departures(world, self.options, self.starts, self.requeue)
+        self.migrations = Migrations(
+            world, self.starts, self._start_at, self.departures.leave, self._served_out, self._grant, self.requeue
+        )
+        self.departures.migrations = self.migrations
+        self.pipelines = Pipelines(world, self.starts, self.options, self.departures, self._in_service)
+        self._hungry: dict[SimModel, None] = {}
+        self._open = 0
+        self._requests: Sequence[Request] = ()
+        self._next = 0
+        self._pumping = self._again = False
+        self._alpha, self._ratio = world.runtime.alpha, 1.0
+        self._last_ended = 0.0
+
+    # Requests.
+
+    def run(self, requests: Sequence[Request]) -> Outcome:
+        world = self.world
+        self._requests, self._open = requests, len(requests)
+        if requests:
+            world.clock.at(requests[0].at, self._arrive)
+            if world.profile.slo_queue:
+                world.clock.after(world.runtime.alpha_period_s, self._adapt)
+            world.clock.run(until=lambda: self._open == 0)
+        self._close()
+        return world.outcome
+
+    def _arrive(self) -> None:
+        world, now = self.world, self.world.clock.now
+        request = self._requests[self._next]
+        number, self._next = self._next, self._next + 1
+        if self._next < len(self._requests):
+            world.clock.at(self._requests[self._next].at, self._arrive)
+        model = world.models[request.model]
+        run = Run(request, number, model)
+        world.arrived += 1
+        model.asked(now, run.output, world.runtime.window_s)
+        if self._fits_nowhere(model):
+            self._give_up(run, timed_out=False)
+            return
+        model.queue.append(run)
+        self._hungry[model] = None
+        if not world.runtime.exclusive:
+            self.dispatch(model)
+        if run.waiting:
+            model.tried = -1
+            self.pump()
+        if run.waiting:
+            run.cold = True
+            world.clock.after(world.runtime.timeout_s, lambda: self._timed_out(run))
+
+    def _fits_nowhere(self, model: SimModel) -> bool:
+        return not any(model.need <= d.budget for n in model.nodes for d in n.devices)
+
+    def _timed_out(self, run: Run) -> None:
+        if run.waiting and run.begun is None:
+            run.model.queue.remove(run)
+            self._give_up(run, timed_out=True)
+
+    def _give_up(self, run: Run, *, timed_out: bool) -> None:
+        run.waiting = False
+        outcome = self.world.outcome
+        if timed_out:
+            outcome.timed_out += 1
+        else:
+            outcome.failed += 1
+        outcome.given_up.append((run.model.name, run.arrived, run.number))
+        self._used(run.model, met=False)
+        self._ended()
+
+    def requeue(self, runs: list[Run]) -> None:
+        """Interrupted requests wait again, before all others of their model."""
+        for run in reversed(runs):
+            run.waiting = True
+            run.model.queue.appendleft(run)
+            self._hungry[run.model] = None
+            run.model.tried = -1
+        for model in dict.fromkeys(r.model for r in runs):
+            self.dispatch(model)
+        self.pump()
+
+    def dispatch(self, model: SimModel) -> None:
+        """Waiting requests go to instances that take them, the least busy first."""
+        if self.world.runtime.exclusive:
+            return
+        queue = model.queue
+        while queue:
+            best: Instance | None = None
+            for instance in model.instances.values():
+                if instance.open and (best is None or len(instance.runs) < len(best.runs)):
+                    best = instance
+            if best is None or not self._grant(best, queue[0]):
+                return
+            self._serve(best, queue.popleft())
+        self._hungry.pop(model, None)
+
+    def _serve(self, instance: Instance, run: Run, since: float | None = None) -> None:
+        first = not instance.runs
+        instance.admit(run, since)
+        if first or self.world.runtime.exclusive:
+            for part in instance.parts:
+                self.world.touch(part.device)
+
+    def _grant(self, instance: Instance, run: Run) -> bool:
+        """Memory for the request's KV cache, where instances have none of their own; weights left behind make room for it."""
+        world, model = self.world, instance.model
+        if not world.runtime.elastic_kv or not model.kv_per_token or run.kv_bytes:
+            return True
+        device = instance.parts[0].device
+        wanted = min(int(model.kv_per_token * (run.prompt + run.output)), device.budget - model.need)
+        short = wanted - world.free(device)
+        if short > 0:
+            ask = Ask(model.name, wanted, 0.0)
+            found = world.profile.clear(ask, world.view(device), short, world.clock.now)
+            if found is None:
+                return False
+            for key in found.victims:
+                if key.startswith("weights:") and short > 0:
+                    short -= device.drop(key.removeprefix("weights:"), short)
+            if short > 0:
+                self.departures.clear(device, found)
+                if world.free(device) < wanted:
+                    return False
+        run.kv_bytes, run.kv_device = wanted, device
+        device.booked += wanted
+        world.touch(device)
+        return True
+
+    def finished(self, run: Run) -> None:
+        """An instance has answered a request."""
+        world, now, instance, model = self.world, self.world.clock.now, run.instance, run.model
+        assert instance is not None
+        assert run.begun is not None
+        run.release_kv()
+        first = run.first_at if run.first_at is not None else now
+        ttft = first - run.arrived
+        tpot = (now - first) / (run.output - 1) if run.output > 1 and now > first else 0.0
+        met = ttft <= model.group.slo_ttft
+        world.outcome.served.append(
+            Served(model.name, run.arrived, run.begun - run.arrived, ttft, tpot, met, run.pause, now, run.cold, run.number)
+        )
+        self._used(model, met)
+        run.instance = None
+        if instance.runs:
+            self.dispatch(model)
+            if self._hungry:
+                self.pump()
+        else:
+            self._served_out(instance)
+        self._ended()
+
+    def _served_out(self, instance: Instance) -> None:
+        """An instance has nothing to do."""
+        if instance.state != "ready":
+            return
+        for part in instance.parts:
+            self.world.touch(part.device)
+        if not self.departures.emptied(instance):
+            self.dispatch(instance.model)
+            if not instance.runs:
+                self.departures.keep(instance)
+        for part in instance.parts:
+            self.starts.room(part.device)
+        if self._hungry:
+            self.pump()
+
+    def _used(self, model: SimModel, met: bool) -> None:
+        usage = self.world.book[model.name]
+        self.world.book[model.name] = Usage(model.name, usage.total + 1, usage.met + met, usage.percentile)
+
+    def _ended(self) -> None:
+        self._open -= 1
+        self._last_ended = self.world.clock.now
+
+    def _adapt(self) -> None:
+        ratio = torpor_queue.compliant_ratio(u for u in self.world.book.values() if u.total)
+        self._alpha, self._ratio = torpor_queue.next_alpha(self._alpha, self._ratio, ratio), ratio
+        self.world.clock.after(self.world.runtime.alpha_period_s, self._adapt)
+
+    # Decisions.
+
+    def pump(self) -> None:
+        """Ask the profile about every model that waits, until it has nothing more to say."""
+        if self._pumping:
+            self._again = True
+            return
+        self._pumping = self._again = True
+        try:
+            while self._again:
+                self._again = False
+                self._consider()
+        finally:
+            self._pumping = False
+
+    def _consider(self) -> None:
+        world = self.world
+        if world.runtime.exclusive and not any(_available(d) for d in world.devices.values()):
+            return
+        asks = [world.ask_of(m) for m in list(self._hungry) if self._wants(m)]
+        if not asks:
+            return
+        profile = world.profile
+        if len(asks) > 1:
+            asks = profile.order(asks, world.book if profile.slo_queue else _NO_BOOK, self._alpha)
+        hopeless: dict[SimModel, int] = {}
+        for ask in asks:
+            model = world.models[ask.model]
+            version = world.version
+            if model.tried == version or not model.queue:
+                continue
+            if any(v == version and model.alike(m) for m, v in hopeless.items()) and self._nowhere(model):
+                model.tried = version  # one like it has just been found no device
+                continue
+            world.outcome.decisions += 1
+            world.asking = ask.priority
+            options = self.options.of(ask, model)
+            option = profile.choose(ask, options, f"{world.seed}:{world.plans}") if options else None
+            if option is None:
+                model.tried = version
+                if not options and self._nowhere(model):
+                    hopeless[model] = version
+                continue
+            self._carry_out(model, option)
+            self._again = True
+            if world.runtime.exclusive and not any(_available(d) for d in world.devices.values()):
+                return
+
+    def _nowhere(self, model: SimModel) -> bool:
+        """Nothing of it is on any device, so that it may go wherever another one may."""
+        if any(k[1] == model.name for k in self.options.snapshots):
+            return False
+        return not model.instances and not any(model.name in d.kept for d in self.world.devices.values())
+
+    def _wants(self, model: SimModel) -> bool:
+        """Whether there should be one more instance of it; with devices that execute one at a time, whether anybody waits."""
+        if not model.queue:
+            self._hungry.pop(model, None)
+            return False
+        if model.tried == self.world.version:
+            return False
+        if self.world.runtime.exclusive:
+            return True
+        demand = self.world.demand_of(model)
+        return self.world.profile.scale(demand) > demand.live
+
+    def _carry_out(self, model: SimModel, option: Option) -> None:
+        world = self.world
+        world.plans += 1
+        if option.way == "ready":
+            device = world.devices[option.key[0]]
+            instance = next(i for i in device.instances.values() if i.model is model)
+            world.outcome.loads["ready"] = world.outcome.loads.get("ready", 0) + 1
+            self._take(instance, world.clock.now)
+            return
+        start = self.starts.new(model, option, f"i{world.plans}", self.finished, self._in_service)
+        if world.runtime.exclusive:
+            run = start.instance.bound = model.queue.popleft()
+            run.waiting = False
+            run.cold = True
+            if not model.queue:
+                self._hungry.pop(model, None)
+        for key in option.key:
+            self.departures.clear(world.devices[key], option.clearance)
+        self.starts.begin(start)
+
+    def _take(self, instance: Instance, since: float) -> None:
+        """The next request executes on a device that is its own until it ends."""
+        run = instance.model.queue.popleft()
+        if not instance.model.queue:
+            self._hungry.pop(instance.model, None)
+        self._serve(instance, run, since)
+
+    def _start_at(self, source: Instance, device: SimDevice, ready: Callable[[Instance], None]) -> Start | None:
+        """An instance for what another one serves; None without room."""
+        world, model = self.world, source.model
+        if not device.node.alive or world.free(device) < model.need:
+            return None
+        world.plans += 1
+        path = device.node.tier(model.name)
+        option = self.options.plain(model, device, path)
+        return self.starts.new(model, option, f"i{world.plans}", self.finished, ready)
+
+    def _in_service(self, instance: Instance) -> None:
+        """An instance is ready."""
+        world = self.world
+        if instance.predicted is not None and not world.runtime.exclusive:
+            first = instance.model.prefill_seconds(instance.prompt_predicted, instance.service)
+            world.outcome.prediction_errors.append(instance.load_s + first - instance.predicted)
+        if instance.bound is not None:
+            run, instance.bound = instance.bound, None
+            late = world.runtime.late_execution
+            self._serve(instance, run, instance.loading_since if late else world.clock.now)
+            return
+        self.dispatch(instance.model)
+        if len(instance.parts) > 1:
+            self.pipelines.consolidate(instance)
+        if not instance.runs and instance.state == "ready":
+            self.departures.keep(instance)
+        if self._hungry:
+            self.pump()
+
+    def _close(self) -> None:
+        """The end: what instances held, and how busy devices were."""
+        world = self.world
+        now = world.clock.now = max(self._last_ended, 0.0)
+        world.outcome.ended_at = now
+        seen = {}
+        for device in world.devices.values():
+            if device.busy:
+                device.busy_s += max(0.0, now - device.busy_since)
+            seen.update({i.key: i for i in device.instances.values()})
+        for instance in seen.values():
+            self.departures.count(instance)
+        for node in world.nodes.values():
+            world.outcome.device_loads[node.name] = tuple(d.busy_s / now if now else 0.0 for d in node.devices)
+        world.outcome.lost = self._open
+
+
+def _available(device: SimDevice) -> bool:
+    return device.node.alive and not device.busy and not any(i.state == "starting" for i in device.instances.values())

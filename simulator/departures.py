@@ -1,0 +1,176 @@
+"""Instances that leave: for good, to a snapshot, interrupted, or after what they serve has moved elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.scheduler.domain.policies.port import Clearance
+from simulator.clock import Timer
+from simulator.config import GB
+from simulator.hardware import SimDevice
+from simulator.instances import Instance, Run
+from simulator.migrations import Migrations
+from simulator.options import Options
+from simulator.starts import Starts
+from simulator.world import World
+
+
+class Departures:
+    def __init__(self, world: World, options: Options, starts: Starts, requeue: Callable[[list[Run]], None]) -> None:
+        self._world, self._options, self._starts, self._requeue = world, options, starts, requeue
+        self.migrations: Migrations | None = None
+        self._suspending: set[str] = set()
+        """Instances that are to be suspended as soon as what they serve is answered."""
+
+    def clear(self, device: SimDevice, clearance: Clearance) -> None:
+        """Carry out what a plan needs first. Weights left behind go when the bytes are taken."""
+        for key in clearance.victims:
+            instance = device.instances.get(key)
+            if instance is None or instance.state != "ready":
+                continue
+            if clearance.how == "migrate" and key in clearance.moves and instance.runs:
+                assert self.migrations is not None
+                self.migrations.begin(instance, self._world.devices[clearance.moves[key]])
+            elif clearance.how == "preempt" and instance.runs:
+                self.preempt(instance)
+            elif clearance.how == "suspend":
+                self.suspend(instance)
+            elif not instance.runs:
+                self.leave(instance)
+            else:  # chosen as idle, and serving by now: it leaves when it has answered
+                self._close(instance)
+
+    def _close(self, instance: Instance) -> None:
+        instance.moving = True
+        for part in instance.parts:
+            self._world.touch(part.device)
+
+    def emptied(self, instance: Instance) -> bool:
+        """Its last request has been answered; whether it leaves for that."""
+        if instance.key in self._suspending:
+            self._suspending.discard(instance.key)
+            self._snapshot(instance)
+            return True
+        if instance.moving and self.migrations is not None and not self.migrations.concerns(instance):
+            self.leave(instance)
+            return True
+        return False
+
+    def keep(self, instance: Instance) -> None:
+        """An idle instance stays for as long as the policy says."""
+        world, group = self._world, instance.model.group
+        seconds = world.profile.keep(group.keep_alive, instance.load_s)
+        if seconds < 0 or seconds == float("inf") or len(instance.model.instances) <= group.replicas_min:
+            return
+
+        def over() -> None:
+            instance.keep_timer = None
+            if instance.state == "ready" and not instance.runs and not instance.moving:
+                if "suspend" in world.can and self._comes_back_sooner(instance):
+                    self.suspend(instance)
+                else:
+                    self.leave(instance)
+
+        instance.keep_timer, instance.leaves_at = world.clock.after(seconds, over), world.clock.now + seconds
+
+    def _comes_back_sooner(self, instance: Instance) -> bool:
+        """From a snapshot than by a new start, of which weights that stay on the device are no part."""
+        world, model, path = self._world, instance.model, instance.parts[0].device.path
+        stays = "reuse" in world.can and not world.runtime.exclusive
+        load = 0.0 if stays else model.weights / min(link.bandwidth for link in path)
+        back = world.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in path)
+        return back < world.startup_seconds(0.0, load)
+
+    def leave(self, instance: Instance) -> None:
+        """It serves nobody any more; its memory is free when that is proved."""
+        self._out_of_service(instance)
+        self._world.outcome.stops += 1
+        seconds = self._world.runtime.startup.leave_s
+        if seconds > 0:
+            self._world.clock.after(seconds, lambda: self._gone(instance))
+        else:
+            self._gone(instance)
+
+    def _out_of_service(self, instance: Instance) -> None:
+        instance.state = "leaving"
+        instance.model.instances.pop(instance.key, None)
+        _cancel(instance.keep_timer)
+        instance.keep_timer = None
+        for part in instance.parts:
+            self._world.touch(part.device)
+
+    def _gone(self, instance: Instance, keep_weights: bool = True) -> None:
+        if instance.state == "gone":
+            return
+        instance.state = "gone"
+        world, model = self._world, instance.model
+        self.count(instance)
+        for part in instance.parts:
+            device = part.device
+            device.instances.pop(instance.key, None)
+            device.booked -= part.nbytes
+            if keep_weights and "reuse" in world.can and not world.runtime.exclusive and len(instance.parts) == 1:
+                device.keep(model.name, min(model.weights, device.room), world.clock.now)
+            world.touch(device)
+        for part in instance.parts:
+            self._starts.room(part.device)
+
+    def preempt(self, instance: Instance) -> None:
+        """What it serves begins again elsewhere, from the prompt."""
+        runs = list(instance.runs)
+        for run in runs:
+            instance.take(run)
+            run.pause += self._world.clock.now - run.admitted_at  # until it is where it was, beside what it waits
+            run.tokens = 0
+        self._world.outcome.preemptions += len(runs)
+        self.leave(instance)
+        self._requeue(runs)
+
+    def suspend(self, instance: Instance) -> None:
+        """To host memory, when what it serves is answered; without room there it is stopped."""
+        if instance.runs:
+            self._close(instance)
+            self._suspending.add(instance.key)
+        else:
+            self._snapshot(instance)
+
+    def _snapshot(self, instance: Instance) -> None:
+        world, model, part = self._world, instance.model, instance.parts[0]
+        node, name = part.device.node, f"snapshot:{instance.model.name}"
+        if len(instance.parts) > 1 or name in node.dram or not node.dram.add(name, model.snapshot):
+            self.leave(instance)
+            return
+        node.dram.pin(name)
+        world.outcome.suspensions += 1
+        self._out_of_service(instance)
+        seconds = model.snapshot / min(link.bandwidth for link in part.device.path)
+
+        def over() -> None:
+            if instance.state != "gone":
+                self._options.snapshots[node.name, model.name] = model.snapshot
+                self._gone(instance, keep_weights=False)
+
+        world.clock.after(seconds + world.runtime.startup.leave_s, over)
+
+    def count(self, instance: Instance) -> None:
+        """What it held, until now."""
+        seconds = self._world.clock.now - instance.began
+        self._world.outcome.device_seconds += seconds * len(instance.parts)
+        self._world.outcome.device_memory_gb_seconds += seconds * instance.nbytes / GB
+
+    def drop(self, instance: Instance) -> list[Run]:
+        """Its node is gone, and it with it. Returns what it served."""
+        runs = list(instance.runs)
+        for run in runs:
+            instance.take(run)
+        self._suspending.discard(instance.key)
+        if instance.state == "ready":
+            self._out_of_service(instance)
+        if instance.state == "leaving":
+            self._gone(instance, keep_weights=False)
+        return runs
+
+
+def _cancel(timer: Timer | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,203 @@
+"""Simulated nodes: their memories, what lies in them, and the links to them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Literal
+
+from simulator.clock import Clock
+from simulator.config import GB, NodeGroup
+from simulator.links import Link, Network
+
+if TYPE_CHECKING:
+    from services.scheduler.domain.policies.port import DeviceView
+    from simulator.instances import Instance
+
+Tier = Literal["dram", "ssd", "remote"]
+
+
+class Cache:
+    """Things in a memory of `capacity` bytes, least recently used first out; what is pinned stays."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.used = capacity, 0
+        self.held: OrderedDict[str, int] = OrderedDict()
+        self._pins: dict[str, int] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.held
+
+    def add(self, name: str, nbytes: int) -> bool:
+        """Whether it is there now: not if what is pinned leaves too little room."""
+        if name in self.held:
+            self.held.move_to_end(name)
+            return True
+        if nbytes > self.capacity:
+            return False
+        if self.used + nbytes > self.capacity:
+            leaving, freed = [], 0
+            for other, size in self.held.items():
+                if self.used - freed + nbytes <= self.capacity:
+                    break
+                if other not in self._pins:
+                    leaving.append(other)
+                    freed += size
+            if self.used - freed + nbytes > self.capacity:
+                return False
+            for other in leaving:
+                self.remove(other)
+        self.held[name] = nbytes
+        self.used += nbytes
+        return True
+
+    def touch(self, name: str) -> None:
+        if name in self.held:
+            self.held.move_to_end(name)
+
+    def remove(self, name: str) -> None:
+        self.used -= self.held.pop(name, 0)
+
+    def pin(self, name: str) -> None:
+        self._pins[name] = self._pins.get(name, 0) + 1
+
+    def unpin(self, name: str) -> None:
+        left = self._pins.pop(name, 0) - 1
+        if left > 0:
+            self._pins[name] = left
+
+    def clear(self) -> None:
+        self.held.clear()
+        self._pins.clear()
+        self.used = 0
+
+
+class Kept:
+    """Weights of a model that an ended instance left on a device (Tangram's reuse store), all or some of them."""
+
+    __slots__ = ("last_used", "model", "nbytes")
+
+    def __init__(self, model: str, nbytes: int, last_used: float) -> None:
+        self.model, self.nbytes, self.last_used = model, nbytes, last_used
+
+
+class SimDevice:
+    """`booked`: bytes that instances hold; `promised`: bytes that planned ones will, once there is room; `kept`: weights left behind."""
+
+    __slots__ = (
+        "booked",
+        "budget",
+        "bus",
+        "busy",
+        "busy_s",
+        "busy_since",
+        "index",
+        "instances",
+        "kept",
+        "kept_bytes",
+        "key",
+        "link",
+        "loading",
+        "neighbours",
+        "node",
+        "promised",
+        "version",
+        "view",
+        "view_of",
+    )
+
+    def __init__(self, node: SimNode, index: int, group: NodeGroup) -> None:
+        self.key, self.node, self.index = f"{node.name}/{index}", node, index
+        self.budget = int(group.device_gb * GB)
+        self.booked = self.promised = self.kept_bytes = 0
+        self.instances: dict[str, Instance] = {}
+        self.kept: dict[str, Kept] = {}
+        self.link = Link(f"{self.key} device", group.links.device * GB, "device" in group.links.sequential)
+        self.bus: Link | None = None
+        self.neighbours: tuple[SimDevice, ...] = ()
+        self.loading: dict[str, bool] = {}
+        """Instances that load over the bus, and whether they are heavy."""
+        self.busy, self.busy_since, self.busy_s = 0, 0.0, 0.0
+        self.version = 1
+        self.view_of: tuple[int, float, int] = (0, 0.0, 0)
+        self.view: DeviceView | None = None
+
+    @property
+    def path(self) -> tuple[Link, ...]:
+        return (self.link,) if self.bus is None else (self.bus, self.link)
+
+    @property
+    def room(self) -> int:
+        """Bytes that nobody holds now; less than 0 never."""
+        return self.budget - self.booked - self.kept_bytes
+
+    def keep(self, model: str, nbytes: int, now: float) -> None:
+        self.drop(model)
+        if nbytes > 0:
+            self.kept[model] = Kept(model, nbytes, now)
+            self.kept_bytes += nbytes
+
+    def drop(self, model: str, nbytes: int | None = None) -> int:
+        """Give up weights left behind: all, or as many bytes. Returns how many went."""
+        kept = self.kept.get(model)
+        if kept is None:
+            return 0
+        gone = kept.nbytes if nbytes is None else min(nbytes, kept.nbytes)
+        kept.nbytes -= gone
+        self.kept_bytes -= gone
+        if kept.nbytes <= 0:
+            del self.kept[model]
+        return gone
+
+    def begin(self, now: float) -> None:
+        """A request begins to execute."""
+        if self.busy == 0:
+            self.busy_since = now
+        self.busy += 1
+
+    def end(self, now: float) -> None:
+        self.busy -= 1
+        if self.busy == 0:
+            self.busy_s += now - self.busy_since
+
+
+class SimNode:
+    def __init__(self, name: str, group: NodeGroup, clock: Clock) -> None:
+        self.name, self.group, self.alive = name, group, True
+        self.network = Network(clock)
+        self.dram, self.ssd = Cache(int(group.dram_gb * GB)), Cache(int(group.ssd_gb * GB))
+        links = group.links
+        self.nic = Link(f"{name} remote", links.remote * GB, "remote" in links.sequential)
+        self.disk = Link(f"{name} ssd", links.ssd * GB, "ssd" in links.sequential)
+        self.peers: dict[tuple[int, int], Link] = {}
+        self.devices = tuple(SimDevice(self, n, group) for n in range(group.devices))
+        if links.bus is not None:
+            for first in range(0, group.devices, links.bus_devices):
+                neighbours = self.devices[first : first + links.bus_devices]
+                bus = Link(f"{name} bus {first}", links.bus * GB, "bus" in links.sequential)
+                for device in neighbours:
+                    device.bus, device.neighbours = bus, tuple(d for d in neighbours if d is not device)
+
+    def tier(self, model: str) -> Tier:
+        """Where the model's weights are nearest."""
+        if model in self.dram:
+            return "dram"
+        return "ssd" if model in self.ssd else "remote"
+
+    def source(self, tier: Tier) -> tuple[Link, ...]:
+        """The links from a tier to the node's memory."""
+        if tier == "dram":
+            return ()
+        return (self.disk,) if tier == "ssd" else (self.nic,)
+
+    def peer(self, source: SimDevice, target: SimDevice) -> Link | None:
+        speed = self.group.links.between(source.index, target.index)
+        if speed <= 0:
+            return None
+        pair = (source.index, target.index)
+        if pair not in self.peers:
+            self.peers[pair] = Link(f"{self.name} {pair[0]} to {pair[1]}", speed * GB)
+        return self.peers[pair]
+
+    def links(self) -> list[Link]:
+        buses = {id(d.bus): d.bus for d in self.devices if d.bus is not None}
+        return [self.nic, self.disk, *(d.link for d in self.devices), *buses.values(), *self.peers.values()]

@@ -1,0 +1,316 @@
+"""Requests as they run, and the instances that run them: prompts one after the other, then tokens in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Literal
+
+from simulator.clock import Clock, Timer
+from simulator.config import Batching, Fixed, Runtime
+from simulator.hardware import SimDevice
+from simulator.models import SimModel
+from simulator.workloads.request import Request
+
+State = Literal["starting", "ready", "leaving", "parked", "gone"]
+
+
+class Run:
+    """One request. `tokens`: made so far; `paused_at`: since when it is interrupted; `prepared`: tokens whose keys and values are
+    already where it goes on."""
+
+    __slots__ = (
+        "admitted_at", "arrived", "begun", "cold", "decode_end", "first_at", "instance", "kv_bytes", "kv_device", "model", "number",
+        "output", "pause", "paused_at", "prepared", "prompt", "timer", "tokens", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, number: int, model: SimModel) -> None:
+        self.arrived, self.number, self.model = request.at, number, model
+        self.prompt, self.output = request.prompt_tokens, max(1, request.output_tokens)
+        self.begun: float | None = None
+        self.first_at: float | None = None
+        self.instance: Instance | None = None
+        self.tokens = self.prepared = 0
+        self.admitted_at = 0.0
+        self.decode_end = 0.0
+        self.pause = 0.0
+        self.paused_at: float | None = None
+        self.timer: Timer | None = None
+        self.kv_bytes = 0
+        self.kv_device: SimDevice | None = None
+        self.cold = False
+        self.waiting = True
+
+    def release_kv(self) -> None:
+        """Its KV cache, where it had memory of its own, is no more."""
+        if self.kv_device is not None:
+            self.kv_device.booked -= self.kv_bytes
+        self.kv_bytes, self.kv_device = 0, None
+
+
+class Part:
+    """What an instance books on one device."""
+
+    __slots__ = ("device", "nbytes")
+
+    def __init__(self, device: SimDevice, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+
+
+class Instance:
+    """One engine. With several parts a pipeline; `virtual` counts the tokens that each running request has got from it."""
+
+    def __init__(
+        self, key: str, model: SimModel, parts: list[Part], clock: Clock, runtime: Runtime, finished: Callable[[Run], None]
+    ) -> None:
+        self.key, self.model, self.parts = key, model, parts
+        self._clock, self._runtime, self.finished = clock, runtime, finished
+        self.service = model.service_on(parts[0].device.node.group.kind)
+        self.capacity = 1 if isinstance(self.service, Fixed) else self.service.concurrency
+        self.state: State = "starting"
+        self.began, self.ready_at, self.idle_since, self.load_s = clock.now, 0.0, clock.now, 0.0
+        self.predicted: float | None = None
+        """Seconds to the first token of a prompt of `prompt_predicted` tokens."""
+        self.prompt_predicted = 0
+        self.loading_since = clock.now
+        self.done: list[Part] = []
+        """Stages of a pipeline that have the whole model."""
+        self.source = ""
+        self.bound: Run | None = None
+        """The request that it was made for, on devices that execute one at a time."""
+        self.moving = False
+        """What it serves is being moved elsewhere: it takes nothing new."""
+        self.runs: dict[Run, None] = {}
+        self.keep_timer: Timer | None = None
+        self.leaves_at: float | None = None
+        """Of an idle one: when its keep-alive ends."""
+        self._decoding: list[tuple[float, int, Run]] = []
+        self._virtual, self._since, self._speed = 0.0, clock.now, 0.0
+        self._next: Timer | None = None
+        self._prompts_until = 0.0
+        self._pending: list[Run] = []
+        """Prompts that wait for the next pass, where several are computed together."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes one more request."""
+        return self.state == "ready" and not self.moving and len(self.runs) < self.capacity
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.parts)
+
+    def slowness(self) -> float:
+        """How much longer everything takes than alone on one device: each stage does its share of the work at its share of the device."""
+        parts = self.parts
+        if not self._runtime.share_compute:
+            return 1.0
+        if len(parts) == 1:
+            return _share(parts[0], self)
+        return sum(_share(p, self) for p in parts) / len(parts)
+
+    def _hops(self) -> float:
+        return self._runtime.hop_s * len(self.parts) if len(self.parts) > 1 else 0.0
+
+    def prompt_seconds(self, run: Run) -> float:
+        if isinstance(self.service, Fixed):
+            return self.service.seconds * self.slowness() + self._hops()
+        if run.tokens:
+            there, run.prepared = run.prepared, 0
+            return self.model.resume_seconds(max(0, run.prompt + run.tokens - there), self.service)
+        return (
+            self.service.prefill_ms / 1e3 + run.prompt / self.service.prefill_tokens_per_second
+        ) * self.slowness() + self._hops()
+
+    def admit(self, run: Run, since: float | None = None) -> None:
+        """Begin to serve a request, or go on with it. `since`: it has been executing since then, behind the bytes that came."""
+        now = self._clock.now
+        idle = not self.runs
+        self.runs[run] = None
+        run.instance, run.waiting = self, False
+        if run.begun is None:
+            run.begun = now if since is None else since
+        if run.paused_at is not None:
+            run.pause += now - run.paused_at
+            run.paused_at = None
+        if self.keep_timer is not None:
+            self.keep_timer.cancel()
+            self.keep_timer = self.leaves_at = None
+        for part in self.parts:
+            part.device.begin(now if since is None else since)
+        if idle:
+            self._others_share()
+        if isinstance(self.service, Batching) and self.service.prefill_together and since is None:
+            run.admitted_at, run.timer = now, Timer(lambda: None)
+            self._pending.append(run)
+            self._clock.after(0.0, self._pass)  # those that come at once are computed together
+            return
+        begin = max(now, self._prompts_until) if since is None else since
+        seconds = self.prompt_seconds(run)
+        if run.tokens:
+            run.pause += seconds
+        end = self._prompts_until = max(now, begin + seconds)
+        run.admitted_at = now
+        run.timer = self._clock.at(end, lambda: self._prompted(run))
+
+    def _pass(self) -> None:
+        """Compute all prompts that wait, unless some are being computed."""
+        now = self._clock.now
+        if not self._pending or now < self._prompts_until:
+            return
+        assert isinstance(self.service, Batching)
+        runs, self._pending = self._pending, []
+        fixed = self.service.prefill_ms / 1e3 * self.slowness()
+        alone = [self.prompt_seconds(run) for run in runs]
+        tokens = sum(seconds if run.tokens else seconds - fixed for run, seconds in zip(runs, alone, strict=True))
+        end = self._prompts_until = now + tokens + (fixed if any(not run.tokens for run in runs) else 0.0)
+        for run in runs:
+            if run.tokens:
+                run.pause += end - now
+            run.timer = self._clock.at(end, lambda run=run: self._prompted(run))  # type: ignore[misc]
+        self._clock.at(end, self._pass)
+
+    def _prompted(self, run: Run) -> None:
+        run.timer = None
+        if run.tokens == 0:
+            run.tokens = 1
+            if run.first_at is None:
+                run.first_at = self._clock.now
+        left = run.output - run.tokens
+        if left <= 0 or isinstance(self.service, Fixed):
+            self._end(run)
+            return
+        self._advance()
+        run.decode_end = self._virtual + left
+        heappush(self._decoding, (run.decode_end, run.number, run))
+        self.respeed()
+
+    def _advance(self) -> None:
+        now = self._clock.now
+        if now > self._since:  # `_since` lies ahead while the KV cache is gathered
+            self._virtual += (now - self._since) * self._speed
+            self._since = now
+
+    def respeed(self) -> None:
+        """Who runs here, or beside it, has changed."""
+        self._advance()
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if not self._decoding:
+            return
+        assert isinstance(self.service, Batching)
+        base = self.service.tpot_ms + self.service.tpot_ms_more * (len(self._decoding) - 1)
+        self._speed = 1.0 / (base / 1e3 * self.slowness() * (1.0 + self._overhead()) + self._hops())
+        left = max(0.0, self._decoding[0][0] - self._virtual)
+        pause = max(0.0, self._since - self._clock.now)
+        self._next = self._clock.after(pause + left / self._speed, self._decoded)
+
+    def _overhead(self) -> float:
+        return self._runtime.kv_overhead if self._runtime.elastic_kv else 0.0
+
+    def _decoded(self) -> None:
+        self._next = None
+        self._advance()
+        ended = []
+        while self._decoding and self._decoding[0][0] <= self._virtual + 1e-6:
+            ended.append(heappop(self._decoding)[2])
+        for run in ended:
+            run.tokens = run.output
+            self._forget(run)
+        self.respeed()
+        for run in ended:
+            self.finished(run)
+
+    def _end(self, run: Run) -> None:
+        run.tokens = run.output if isinstance(self.service, Batching) else max(1, run.tokens)
+        self._forget(run)
+        self.finished(run)
+
+    def _forget(self, run: Run) -> None:
+        now = self._clock.now
+        del self.runs[run]
+        for part in self.parts:
+            part.device.end(now)
+        if not self.runs:
+            self.idle_since = now
+            self._others_share()
+
+    def take(self, run: Run) -> None:
+        """Take a running request away, with the tokens that it has by now."""
+        run.tokens = self.tokens_of(run)
+        if run.timer is not None:
+            run.timer.cancel()
+            run.timer = None
+        if run in self._pending:
+            self._pending.remove(run)
+        self._decoding = [d for d in self._decoding if d[2] is not run]
+        self._decoding.sort()
+        if not any(r.timer is not None for r in self.runs if r is not run):
+            self._prompts_until = self._clock.now
+        self._forget(run)
+        run.instance = None
+        run.release_kv()
+        run.paused_at = self._clock.now
+        self.respeed()
+
+    def become(self, parts: list[Part], pause: float) -> None:
+        """A pipeline goes on as one of its stages; what decodes pauses while its KV cache is gathered."""
+        now = self._clock.now
+        for run in self.runs:
+            for part in self.parts:
+                part.device.end(now)
+            for part in parts:
+                part.device.begin(now)
+            if run.timer is None:
+                run.pause += pause
+        self._advance()
+        self._since += pause
+        self.parts = parts
+        self.respeed()
+
+    def tokens_of(self, run: Run) -> int:
+        """Tokens that a request has so far."""
+        if run.timer is not None or isinstance(self.service, Fixed):
+            return run.tokens
+        self._advance()
+        return max(run.tokens, min(run.output - 1, int(run.output - (run.decode_end - self._virtual) + 1e-6)))
+
+    def progress(self) -> tuple[float, int]:
+        """Of all that it serves: expected seconds until the last is done, and tokens (prompt and output) of the longest."""
+        if isinstance(self.service, Fixed):
+            left = max(0.0, self._prompts_until - self._clock.now) if self.runs else 0.0
+            return left, max((r.prompt for r in self.runs), default=0)
+        self._advance()
+        virtual, longest, remaining = self._virtual, 0, 0.0
+        for run in self.runs:
+            left = run.output - run.tokens if run.timer is not None else run.decode_end - virtual
+            if left > remaining:
+                remaining = left
+            tokens = run.prompt + run.output - left
+            if tokens > longest:
+                longest = int(tokens)
+        speed = self._speed or 1e3 / self.service.tpot_ms
+        return remaining / speed, longest
+
+    def _others_share(self) -> None:
+        if self._runtime.share_compute:
+            for part in self.parts:
+                if len(part.device.instances) > 1:
+                    for other in part.device.instances.values():
+                        if other is not self and other.runs:
+                            other.respeed()
+
+
+def _share(part: Part, instance: Instance) -> float:
+    """By how much a device is slower for one instance for the busy ones beside it: by the memory that they have booked (HydraServe §4.1)."""
+    instances = part.device.instances
+    if len(instances) <= 1:
+        return 1.0
+    total = own = 0
+    for other in instances.values():
+        if other is instance or other.runs:
+            here = sum(p.nbytes for p in other.parts if p.device is part.device)
+            total += here
+            own += here if other is instance else 0
+    return total / own if own else 1.0

@@ -1,0 +1,318 @@
+"""What nodeagents and engines do with the scheduler's commands, in simulated time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.scheduler.domain.events import Event, LoaderStatusHeard, NodeStatusHeard, StartRefused, StopRefused
+from shared.contracts.node import InstanceState, ResumeInstance, StartInstance, StopInstance, SuspendInstance
+from shared.contracts.phases import Phase
+from shared.errors import InstanceBusy, InsufficientMemory, NotFound, ThawError, Unavailable
+from simulator.config import GB
+from simulator.instances import Instance, Part, Run
+from simulator.mesh.machine import MeshInstance, MeshNode
+from simulator.mesh.weights import Weights
+from simulator.world import World
+
+Spans = tuple[tuple[Phase, float, float], ...]
+LOADS_COALESCE_S = 0.1
+"""How long a nodeagent waits with changes of load alone (services/nodeagent/publisher.py)."""
+
+
+class Listener(Protocol):
+    """The gateway, as agents know it."""
+
+    def routed(self, instance: MeshInstance) -> None:
+        """It is ready for requests."""
+
+    def unrouted(self, instance: MeshInstance) -> None:
+        """It takes no new ones."""
+
+    def answered(self, run: Run) -> None:
+        """The last token of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """Seconds of one start. `more`: from ready to the first request's being with it, beyond messages, and what a first prompt takes longer."""
+
+    engine: float
+    init: float
+    warm_up: float
+    more: float = 0.0
+
+
+Recorded = Mapping[str, Sequence[StartTimes]]
+"""By model, what its starts took, in their order."""
+
+
+class Agents:
+    """`post`: an event on its way to the scheduler. `recorded`: in place of `usual`, as far as it goes."""
+
+    def __init__(
+        self,
+        world: World,
+        nodes: dict[str, MeshNode],
+        post: Callable[[Event], None],
+        usual: StartTimes | None = None,
+        recorded: Recorded | None = None,
+    ) -> None:
+        self._world, self._nodes, self._post = world, nodes, post
+        s = world.runtime.startup
+        self._usual = usual or StartTimes(s.container_s + s.context_s + s.libraries_s, s.init_s, s.warm_up_s)
+        self._recorded = {name: deque(times) for name, times in (recorded or {}).items()}
+        self._delay = world.runtime.message_ms / 1e3
+        self._dirty: dict[str, None] = {}
+        self._by_engine: dict[str, MeshInstance] = {}
+        self.listener: Listener
+        self.started: list[str] = []
+        """Models, in the order of their starts and resumptions."""
+        self.weights = Weights(world, self.report_loader)
+
+    # Reports.
+
+    def report(self, node: MeshNode) -> None:
+        """Its status, at once."""
+        self._dirty.pop(node.name, None)
+        if node.alive:
+            self._post(NodeStatusHeard(self._world.clock.now + self._delay, node.status(self._world.clock.now)))
+
+    def report_loader(self, node: MeshNode) -> None:
+        if node.alive:
+            self._post(LoaderStatusHeard(self._world.clock.now + self._delay, node.loader_status()))
+
+    def loads_changed(self, node: MeshNode) -> None:
+        if node.name not in self._dirty:
+            self._dirty[node.name] = None
+            self._world.clock.after(LOADS_COALESCE_S, lambda: self.report(node) if node.name in self._dirty else None)
+
+    # Commands.
+
+    def start(self, node: MeshNode, command: StartInstance, before: Spans = ()) -> None:
+        """`before`: what it waited for until it was sent."""
+        device = node.device(command.device_ids[0])
+        if not node.alive:
+            self._refuse_start(command.instance_id, Unavailable(f"nobody listens on {node.name}", should_retry=True))
+            return
+        if not node.fits(device, command.reserve_bytes):
+            self._refuse_start(command.instance_id, InsufficientMemory(f"{node.name} has no room for {command.card.name}"), node)
+            return
+        world, model = self._world, self._world.models[command.card.name]
+        engine = Instance(
+            command.instance_id, model, [Part(device, command.reserve_bytes)], world.clock, world.runtime, self._answered
+        )
+        instance = MeshInstance(command, engine, device, world.clock.now, suspendable="suspend" in world.can, phases=before)
+        instance.resume_s = world.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in device.path)
+        device.instances[engine.key] = engine
+        node.instances[instance.key] = instance
+        self._by_engine[engine.key] = instance
+        self.started.append(instance.model)
+        self._load(node, instance)
+        self.report(node)
+        self.report_loader(node)
+
+    def _refuse_start(self, key: str, error: ThawError, node: MeshNode | None = None) -> None:
+        if node is not None:
+            self.report(node)
+        self._post(StartRefused(self._world.clock.now + self._delay, key, error.body()))
+
+    def _load(self, node: MeshNode, instance: MeshInstance) -> None:
+        """Bytes come over every link they pass, beside the making of the engine. After the last of these to end it is initialised, then warmed up."""
+        clock, now = self._world.clock, self._world.clock.now
+        recorded = self._recorded.get(instance.model)
+        times = recorded.popleft() if recorded else self._usual
+        outstanding = [3]
+
+        def came(phase: Phase) -> None:
+            if self._by_engine.get(instance.key) is not instance:
+                return
+            instance.phases += ((phase, now, clock.now),)
+            outstanding[0] -= 1
+            if not outstanding[0]:
+                clock.after(times.init, lambda: initialised(clock.now - times.init))
+
+        def initialised(began: float) -> None:
+            instance.phases += ((Phase.INIT, began, clock.now),)
+            clock.after(times.warm_up, lambda: warmed_up(clock.now - times.warm_up))
+
+        def warmed_up(began: float) -> None:
+            if times.warm_up:
+                instance.phases += ((Phase.PROFILE, began, clock.now),)
+            clock.after(times.more, lambda: self._started(node, instance))
+
+        self.weights.bring(node, instance, came)
+        clock.after(times.engine, lambda: came(Phase.CONTAINER))
+
+    def _started(self, node: MeshNode, instance: MeshInstance) -> None:
+        if self._by_engine.get(instance.key) is not instance or instance.then == "stop":
+            return
+        self._world.outcome.startup.append(self._world.clock.now - instance.began)
+        self._ready(node, instance)
+        if instance.command.park and instance.suspendable:
+            self._drain(node, instance, "suspend")
+
+    def _ready(self, node: MeshNode, instance: MeshInstance) -> None:
+        clock = self._world.clock
+        instance.state, instance.engine.state = InstanceState.READY, "ready"
+        instance.engine.ready_at = instance.engine.idle_since = clock.now
+        self.report(node)
+        clock.after(self._delay, lambda: self.listener.routed(instance) if instance.state is InstanceState.READY else None)
+
+    def stop(self, node: MeshNode, command: StopInstance) -> None:
+        self._asked_to_leave(node, command.instance_id, "stop", command.only_if_idle)
+
+    def suspend(self, node: MeshNode, command: SuspendInstance) -> None:
+        self._asked_to_leave(node, command.instance_id, "suspend", command.only_if_idle)
+
+    def _asked_to_leave(self, node: MeshNode, key: str, then: str, only_if_idle: bool) -> None:
+        instance, now = node.instances.get(key), self._world.clock.now
+        if not node.alive or instance is None or instance.state in (InstanceState.DRAINING, InstanceState.STOPPED):
+            return
+        if only_if_idle and instance.engine.runs:
+            self._post(StopRefused(now + self._delay, key, InstanceBusy("it is serving").body()))
+            return
+        if instance.state.parked:
+            if then == "stop":
+                self._gone(node, instance)
+            return
+        if instance.state is not InstanceState.READY:
+            self.weights.end(instance)
+            then = "stop"
+        self._drain(node, instance, then if instance.suspendable else "stop")
+
+    def _drain(self, node: MeshNode, instance: MeshInstance, then: str) -> None:
+        self.listener.unrouted(instance)
+        instance.state, instance.then = InstanceState.DRAINING, "suspend" if then == "suspend" else "stop"
+        instance.engine.state = "leaving"
+        self.report(node)
+        if not instance.engine.runs:
+            self._drained(node, instance)
+
+    def _drained(self, node: MeshNode, instance: MeshInstance) -> None:
+        """It serves nobody any more: to host memory, if there is room for it, else for good."""
+        world, model, s = self._world, self._world.models[instance.model], self._world.runtime.startup
+        if instance.then == "suspend" and node.sim.dram.add(f"snapshot:{instance.key}", model.snapshot):
+            node.sim.dram.pin(f"snapshot:{instance.key}")
+            seconds = s.leave_s + model.snapshot / min(link.bandwidth for link in instance.device.path)
+            world.clock.after(seconds, lambda: self._suspended(node, instance))
+            return
+        world.outcome.stops += 1
+        world.clock.after(s.leave_s, lambda: self._gone(node, instance))
+
+    def _suspended(self, node: MeshNode, instance: MeshInstance) -> None:
+        if self._by_engine.get(instance.key) is not instance:
+            return
+        self.count(instance)
+        instance.state, instance.engine.state = InstanceState.SUSPENDED, "parked"
+        instance.snapshot = self._world.models[instance.model].snapshot
+        node.snapshots += instance.snapshot
+        self.weights.let_go(instance)
+        self._world.outcome.suspensions += 1
+        self.report(node)
+
+    def resume(self, node: MeshNode, command: ResumeInstance, before: Spans = ()) -> None:
+        instance, world = node.instances.get(command.instance_id), self._world
+        if not node.alive or instance is None or not instance.state.parked:
+            missing = Unavailable(f"nobody listens on {node.name}") if not node.alive else NotFound("it is not suspended here")
+            self._refuse_start(command.instance_id, missing)
+            return
+        if not node.fits(instance.device, instance.command.reserve_bytes):
+            self._refuse_start(command.instance_id, InsufficientMemory(f"{node.name} has no room for {instance.model}"), node)
+            return
+        instance.state, instance.then = InstanceState.RESUMING, ""
+        instance.command = instance.command.model_copy(update={"plan_id": command.plan_id, "token": command.token})
+        instance.began = began = world.clock.now
+        self.started.append(instance.model)
+        world.outcome.loads["snapshot"] = world.outcome.loads.get("snapshot", 0) + 1
+        self.report(node)
+
+        def back() -> None:
+            world.clock.after(world.runtime.startup.restore_s, restored)
+
+        def restored() -> None:
+            if self._by_engine.get(instance.key) is not instance or instance.state is not InstanceState.RESUMING:
+                return
+            self._drop_snapshot(node, instance)
+            self.weights.hold(instance)
+            instance.phases = (*before, (Phase.RESTORE, began, world.clock.now))
+            instance.resume_s = world.clock.now - began
+            world.outcome.startup.append(world.clock.now - began)
+            self._ready(node, instance)
+
+        instance.flows.append(node.sim.network.start(instance.device.path, instance.snapshot, back))
+
+    # What becomes of requests and instances.
+
+    def _answered(self, run: Run) -> None:
+        assert run.instance is not None
+        instance = self._by_engine[run.instance.key]
+        instance.completed += 1
+        self.listener.answered(run)
+        self.emptied(instance)
+
+    def emptied(self, instance: MeshInstance) -> None:
+        """Something that it served has left it."""
+        node = self._nodes[instance.node.name]
+        self.loads_changed(node)
+        if instance.state is InstanceState.DRAINING and not instance.engine.runs:
+            self._drained(node, instance)
+
+    def _gone(self, node: MeshNode, instance: MeshInstance) -> None:
+        if self._by_engine.pop(instance.key, None) is None:
+            return
+        if instance.state.parked or instance.snapshot:
+            self._drop_snapshot(node, instance)
+        else:
+            self.count(instance)
+        self.weights.let_go(instance)
+        instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
+        instance.device.instances.pop(instance.key, None)
+        self.report(node)
+        del node.instances[instance.key]
+
+    def _drop_snapshot(self, node: MeshNode, instance: MeshInstance) -> None:
+        node.sim.dram.unpin(f"snapshot:{instance.key}")
+        node.sim.dram.remove(f"snapshot:{instance.key}")
+        node.snapshots -= instance.snapshot
+        instance.snapshot = 0
+
+    def fail(self, node: MeshNode) -> list[Run]:
+        """The node is gone with all that is in its memories; its disk is not. Returns what it served."""
+        runs: list[Run] = []
+        for instance in list(node.instances.values()):
+            self.listener.unrouted(instance)
+            self.weights.end(instance)
+            for run in list(instance.engine.runs):
+                instance.engine.take(run)
+                runs.append(run)
+            if not instance.state.parked:
+                self.count(instance)
+            self._by_engine.pop(instance.key, None)
+            instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
+            instance.device.instances.pop(instance.key, None)
+        self.weights.drop_prefetches(node)
+        for flow in list(node.sim.network.flows):
+            node.sim.network.cancel(flow)
+        node.instances.clear()
+        node.sim.dram.clear()
+        node.snapshots, node.sim.alive = 0, False
+        return runs
+
+    def recover(self, node: MeshNode) -> None:
+        """Its nodeagent and loader begin anew."""
+        node.sim.alive = True
+        node.boot, node.seq = node.boot + 1, 0
+        self.report(node)
+        self.report_loader(node)
+
+    def find(self, key: str) -> MeshInstance | None:
+        return self._by_engine.get(key)
+
+    def count(self, instance: MeshInstance) -> None:
+        """What it held of its device, until now."""
+        seconds = self._world.clock.now - instance.began
+        self._world.outcome.device_seconds += seconds
+        self._world.outcome.device_memory_gb_seconds += seconds * instance.command.reserve_bytes / GB

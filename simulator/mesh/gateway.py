@@ -1,0 +1,166 @@
+"""One gateway: requests wait by model, go to the ready instance with the fewest, and the scheduler hears of demand as real ones tell it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.contracts.demand import ARRIVALS_WINDOW_S, DEMAND_INTERVAL_S, Demand
+from shared.contracts.phases import Phase, PhaseSpan
+from shared.telemetry.critical_path import critical_path
+from simulator.instances import Run
+from simulator.mesh.machine import MeshInstance
+from simulator.models import SimModel
+from simulator.report import Served
+from simulator.workloads.request import Request
+from simulator.world import World
+
+WINDOWS = 8
+"""So many whole windows are looked back upon for the fullest (services/gateway/domain/arrivals.py)."""
+
+
+@dataclass
+class _Queue:
+    """Of a model: what waits, and the instances that take requests."""
+
+    model: SimModel
+    waiting: deque[Run] = field(default_factory=deque)
+    routes: dict[str, MeshInstance] = field(default_factory=dict)
+    told_at: float | None = None
+    came: deque[float] = field(default_factory=deque)
+
+    def arrivals(self, now: float) -> tuple[int, int]:
+        """Requests of the last window, and of the fullest of the last whole ones."""
+        present = int(now // ARRIVALS_WINDOW_S)
+        while self.came and self.came[0] // ARRIVALS_WINDOW_S < present - WINDOWS:
+            self.came.popleft()
+        whole = Counter(n for at in self.came if (n := int(at // ARRIVALS_WINDOW_S)) < present)
+        return sum(at > now - ARRIVALS_WINDOW_S for at in self.came), max(whole.values(), default=0)
+
+
+class Gateway:
+    """`tell`: demand on its way to the scheduler. `loads_changed`: a node's engines have more or less to do."""
+
+    def __init__(self, world: World, tell: Callable[[Demand], None], loads_changed: Callable[[MeshInstance], None]) -> None:
+        self._world, self._tell_scheduler, self._loads_changed = world, tell, loads_changed
+        self._queues = {name: _Queue(model) for name, model in world.models.items()}
+        self.open = 0
+        """Requests that are neither answered nor given up."""
+
+    def arrive(self, request: Request, number: int) -> None:
+        model = self._world.models[request.model]
+        run = Run(request, number, model)
+        self.open += 1
+        queue = self._queues[model.name]
+        queue.waiting.append(run)
+        queue.came.append(self._world.clock.now)
+        self._dispatch(queue)
+        if run.waiting:
+            self._world.clock.after(self._world.runtime.timeout_s, lambda: self._timed_out(queue, run))
+
+    def requeue(self, runs: list[Run]) -> None:
+        """They lost their instance: before all others of their model, in the order of their arrival."""
+        for run in sorted(runs, key=lambda r: r.number, reverse=True):
+            run.waiting = True
+            self._queues[run.model.name].waiting.appendleft(run)
+        for name in dict.fromkeys(r.model.name for r in runs):
+            self._dispatch(self._queues[name])
+
+    def routed(self, instance: MeshInstance) -> None:
+        queue = self._queues[instance.model]
+        queue.routes[instance.key] = instance
+        self._dispatch(queue)
+
+    def unrouted(self, instance: MeshInstance) -> None:
+        self._queues[instance.model].routes.pop(instance.key, None)
+
+    def answered(self, run: Run) -> None:
+        now, model = self._world.clock.now, run.model
+        assert run.begun is not None
+        first = (run.first_at if run.first_at is not None else now) + self._world.runtime.reply_ms / 1e3
+        ttft = first - run.arrived
+        ended = now + self._world.runtime.reply_ms / 1e3
+        tpot = (ended - first) / (run.output - 1) if run.output > 1 and ended > first else 0.0
+        in_time = ttft <= model.group.slo_ttft
+        self._world.outcome.served.append(
+            Served(model.name, run.arrived, run.begun - run.arrived, ttft, tpot, in_time, run.pause, ended, run.cold, run.number)
+        )
+        self._trace(run, first)
+        run.instance = None
+        self.open -= 1
+        self._dispatch(self._queues[model.name])
+
+    def _trace(self, run: Run, first: float) -> None:
+        """The critical path of its TTFT, as real gateways find it (services/gateway/recording.py)."""
+        arrived, queue = run.arrived, self._queues[run.model.name]
+        route = queue.routes.get(run.instance.key) if run.instance is not None else None
+        begun = run.begun if run.begun is not None else first
+        spans = [(Phase.PREFILL, begun, first)]
+        if run.cold and route is not None:
+            spans += [*route.phases, (Phase.QUEUE, route.engine.ready_at, begun)]
+        else:
+            spans += [(Phase.QUEUE, arrived, begun)]
+        measured = (PhaseSpan(phase=p, start_ms=(b - arrived) * 1e3, duration_ms=max(0.0, e - b) * 1e3) for p, b, e in spans)
+        path = self._world.outcome.paths[run.number] = {}
+        for part in critical_path(measured, 0.0, (first - arrived) * 1e3):
+            path[part.phase.value] = path.get(part.phase.value, 0.0) + part.duration_ms / 1e3
+
+    def failed(self, name: str) -> None:
+        """The scheduler gives up on a model: those who wait are told."""
+        queue = self._queues[name]
+        for run in queue.waiting:
+            self._give_up(run)
+            self._world.outcome.failed += 1
+        queue.waiting.clear()
+        self._tell(queue)
+
+    def _timed_out(self, queue: _Queue, run: Run) -> None:
+        if run.waiting and run.begun is None:
+            queue.waiting.remove(run)
+            self._give_up(run)
+            self._world.outcome.timed_out += 1
+            if not queue.waiting:
+                self._tell(queue)
+
+    def _give_up(self, run: Run) -> None:
+        run.waiting = False
+        self.open -= 1
+        self._world.outcome.given_up.append((run.model.name, run.arrived, run.number))
+
+    def _dispatch(self, queue: _Queue) -> None:
+        while queue.waiting:
+            free = [i for i in queue.routes.values() if i.engine.open]
+            if not free:
+                break
+            self._serve(min(free, key=lambda i: (len(i.engine.runs), i.key)), queue.waiting.popleft())
+        if (queue.told_at is None) == bool(queue.waiting):
+            self._tell(queue)
+
+    def _serve(self, instance: MeshInstance, run: Run) -> None:
+        if run.begun is None:
+            run.cold = instance.engine.ready_at > run.arrived
+        instance.engine.admit(run)
+        self._loads_changed(instance)
+
+    def _tell(self, queue: _Queue) -> None:
+        """Demand is a level: told when the first one waits, every second while any does, and once when none does any more."""
+        now, waiting = self._world.clock.now, len(queue.waiting)
+        queue.told_at = now if waiting else None
+        oldest = (now - min(r.arrived for r in queue.waiting)) * 1e3 if waiting else 0.0
+        flying = sum(len(i.engine.runs) for i in queue.routes.values())
+        window, peak = queue.arrivals(now)
+        self._tell_scheduler(
+            Demand(
+                gateway="g",
+                model=queue.model.name,
+                waiting=waiting,
+                in_flight=flying,
+                oldest_wait_ms=int(oldest),
+                window=window,
+                peak=peak,
+            )
+        )
+        if waiting:
+            told = queue.told_at
+            self._world.clock.after(DEMAND_INTERVAL_S, lambda: self._tell(queue) if queue.told_at == told else None)

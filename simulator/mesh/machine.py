@@ -1,0 +1,168 @@
+"""Simulated nodes: what their devices hold, what their links bring when, and what they report, in the mesh's own messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared.contracts.engine import EngineLoad
+from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
+from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus, StartInstance, Suspension
+from shared.contracts.phases import Phase, PhaseSpan
+from simulator.hardware import SimDevice, SimNode
+from simulator.instances import Instance
+from simulator.links import Flow, Link
+
+
+@dataclass(eq=False)
+class MeshInstance:
+    """`engine` serves; `state` is what its node says of it. `then`: what becomes of it when it has drained. `snapshot`: bytes in host memory."""
+
+    command: StartInstance
+    engine: Instance
+    device: SimDevice
+    began: float
+    tier: str = ""
+    state: InstanceState = InstanceState.LOADING
+    then: Literal["", "stop", "suspend"] = ""
+    completed: int = 0
+    snapshot: int = 0
+    resume_s: float = 0.0
+    """What coming back is expected to take."""
+    suspendable: bool = False
+    holds: bool = False
+    """Whether the weights are kept in its node's memory for it."""
+    phases: tuple[tuple[Phase, float, float], ...] = ()
+    """Begin and end, in seconds of the simulation."""
+    flows: list[Flow] = field(default_factory=list)
+    leaves: list[Callable[[], None]] = field(default_factory=list)
+    """How to leave the fetches that it waits for."""
+
+    @property
+    def key(self) -> str:
+        return self.command.instance_id
+
+    @property
+    def model(self) -> str:
+        return self.command.card.name
+
+    @property
+    def node(self) -> SimNode:
+        return self.device.node
+
+    @property
+    def reserved(self) -> int:
+        return 0 if self.state.parked or self.state is InstanceState.STOPPED else self.command.reserve_bytes
+
+
+class MeshNode:
+    """`boot`: how often its nodeagent has started."""
+
+    def __init__(self, sim: SimNode) -> None:
+        self.sim, self.name = sim, sim.name
+        self.instances: dict[str, MeshInstance] = {}
+        self.boot, self.seq = 1, 1
+        self.snapshots = 0
+
+    @property
+    def alive(self) -> bool:
+        return self.sim.alive
+
+    def device(self, device_id: str) -> SimDevice:
+        return self.sim.devices[int(device_id.partition(":")[2])]
+
+    def reserved(self, device: SimDevice) -> int:
+        return sum(i.reserved for i in self.instances.values() if i.device is device)
+
+    def fits(self, device: SimDevice, nbytes: int) -> bool:
+        return self.reserved(device) + nbytes <= device.budget
+
+    def status(self, now: float) -> NodeStatus:
+        self.seq += 1
+        return NodeStatus(
+            node=self.name,
+            boot_id=f"b{self.boot}",
+            seq=self.seq,
+            devices=tuple(
+                DeviceStatus(
+                    device_id=f"cuda:{d.index}", kind="cuda", budget_bytes=d.budget, reserved_bytes=min(d.budget, self.reserved(d))
+                )
+                for d in self.sim.devices
+            ),
+            instances=tuple(_report(i, now) for i in self.instances.values()),
+            snapshot_bytes=self.snapshots,
+            snapshot_budget_bytes=self.sim.dram.capacity,
+        )
+
+    def loader_status(self) -> LoaderStatus:
+        sim = self.sim
+        held = {i.command.card.info.revision for i in self.instances.values() if not i.state.parked}
+        cached = [
+            CachedModel(weights_id=w, tier="dram", nbytes=n)
+            for w, n in sim.dram.held.items()
+            if w not in held and not w.startswith("snapshot:")
+        ]
+        cached += [CachedModel(weights_id=w, tier="ssd", nbytes=n) for w, n in sim.ssd.held.items()]
+        links = [_link("remote:store", sim, sim.nic), _link("ssd:disk", sim, sim.disk)]
+        links += [_link(f"bus:cuda:{d.index}", sim, d.link) for d in sim.devices]
+        return LoaderStatus(
+            node=self.name,
+            boot_id=f"b{self.boot}",
+            bytes_per_second=sim.nic.bandwidth,  # of what a node has none of; what it has comes over its own links
+            segments=tuple(
+                SegmentStatus(weights_id=w, model=w, segment=w, total_bytes=n, loaded_bytes=n, holders=())
+                for w, n in sim.dram.held.items()
+                if w in held
+            ),
+            links=tuple(links),
+            cached=tuple(cached),
+            dram_budget_bytes=sim.dram.capacity,
+            ssd_bytes=sim.ssd.used,
+            ssd_budget_bytes=sim.ssd.capacity,
+        )
+
+
+def _link(name: str, node: SimNode, link: Link) -> LinkStatus:
+    queued = sum(f.left for f in link.flows)
+    finish = node.network.expected((link,), 0.0) if link.sequential else queued / link.bandwidth
+    return LinkStatus(
+        link=name, bytes_per_second=link.bandwidth, queued_bytes=int(queued), loads=len(link.flows), finish_ms=finish * 1e3
+    )
+
+
+def _report(i: MeshInstance, now: float) -> InstanceStatus:
+    c, runs = i.command, i.engine.runs
+    alive = i.state in (InstanceState.READY, InstanceState.DRAINING)
+    return InstanceStatus(
+        instance_id=c.instance_id,
+        plan_id=c.plan_id,
+        token=c.token,
+        model=i.model,
+        generation=c.card.generation,
+        revision=c.card.info.revision,
+        device_ids=c.device_ids,
+        state=i.state,
+        capacity=i.engine.capacity,
+        memory=InstanceMemory(reserved=i.reserved),
+        load=EngineLoad(
+            active=len(runs),
+            completed=i.completed,
+            idle_ms=0 if runs else int((now - i.engine.idle_since) * 1e3),
+            kv_bytes_used=sum(r.prompt + i.engine.tokens_of(r) for r in runs) * c.card.info.kv_bytes_per_token if alive else 0,
+        ),
+        phases=tuple(
+            PhaseSpan(phase=p, start_ms=(begin - now) * 1e3, duration_ms=(end - begin) * 1e3, process="engine")
+            for p, begin, end in i.phases
+        )
+        if i.state is InstanceState.READY
+        else (),
+        suspension=Suspension(
+            possible=i.suspendable,
+            way="cuda" if i.suspendable else None,
+            freed_bytes=c.reserve_bytes if i.snapshot else 0,
+            snapshot_bytes=i.snapshot,
+            need_bytes=c.reserve_bytes,
+            resume_ms=i.resume_s * 1e3,
+        ),
+    )

@@ -1,0 +1,77 @@
+"""A migrator: rounds at the destination while the source goes on, then the hand-over (docs/migration.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.scheduler.domain.events import Event, MigrationHeard
+from shared.contracts.migration import MigrationRecord, MigrationRound, MigrationState, MovedRequest
+from shared.contracts.node import InstanceState
+from simulator.instances import Run
+from simulator.mesh.agents import Agents
+from simulator.mesh.gateway import Gateway
+from simulator.mesh.machine import MeshInstance
+from simulator.migrations import ROUNDS
+from simulator.world import World
+
+
+class Migrator:
+    def __init__(self, world: World, agents: Agents, gateway: Gateway, post: Callable[[Event], None]) -> None:
+        self._world, self._agents, self._gateway, self._post = world, agents, gateway, post
+
+    def ordered(self, record: MigrationRecord) -> None:
+        _Migration(self._world, self._agents, self._gateway, self._post, record).round()
+
+
+class _Migration:
+    def __init__(
+        self, world: World, agents: Agents, gateway: Gateway, post: Callable[[Event], None], record: MigrationRecord
+    ) -> None:
+        self._world, self._agents, self._gateway, self._post, self._record = world, agents, gateway, post, record
+        self._began = world.clock.now
+        self._rounds: list[MigrationRound] = []
+        self._number = 0
+        self._prepared: dict[Run, int] = {}
+
+    def round(self) -> None:
+        """Keys and values for the tokens that came since the last round; again until what is left costs little more than a round's least."""
+        source, destination = self._agents.find(self._record.source_instance), self._agents.find(self._record.instance_id)
+        if source is None or destination is None or destination.state is not InstanceState.READY:
+            self._end("failed")
+            return
+        model, runs = source.engine.model, source.engine.runs
+        if not runs:
+            self._end("done")
+            return
+        gaps = {r: r.prompt + source.engine.tokens_of(r) - self._prepared.get(r, 0) for r in runs}
+        seconds = max(model.resume_seconds(gap) for gap in gaps.values())
+        if self._prepared and (seconds <= 2 * model.resume_seconds(0) + 0.01 or self._number >= ROUNDS):
+            self._hand_over(source, destination)
+            return
+        self._number += 1
+        for run, gap in gaps.items():
+            self._prepared[run] = self._prepared.get(run, 0) + gap
+            took = model.resume_seconds(gap) * 1e3
+            self._rounds.append(MigrationRound(request_id=str(run.number), number=self._number, tokens=gap, took_ms=took, gap=0))
+        self._world.clock.after(seconds, self.round)
+
+    def _hand_over(self, source: MeshInstance, destination: MeshInstance) -> None:
+        """What the destination has no slot for waits at the gateway, with its tokens."""
+        moved, homeless = [], []
+        for run in list(source.engine.runs):
+            source.engine.take(run)
+            self._world.outcome.migrations += 1
+            moved.append(MovedRequest(request_id=str(run.number), outcome="moved", tokens=run.tokens))
+            if destination.engine.open:
+                run.prepared = self._prepared.get(run, 0)
+                destination.engine.admit(run)
+            else:
+                homeless.append(run)
+        self._gateway.requeue(homeless)
+        self._agents.emptied(source)
+        self._end("done", tuple(moved))
+
+    def _end(self, state: MigrationState, moved: tuple[MovedRequest, ...] = ()) -> None:
+        now = self._world.clock.now
+        update = {"state": state, "rounds": tuple(self._rounds), "requests": moved, "duration_ms": (now - self._began) * 1e3}
+        self._post(MigrationHeard(now, self._record.model_copy(update=update)))

@@ -1,0 +1,292 @@
+"""The mesh in simulated time: every decision is the scheduler's own `decide`, on its own state, by the mesh's own messages.
+
+One gateway and one migrator; a message takes `message_ms`, a decision `decision_ms`. Nodes report at once what changes, within a tenth of a
+second what their engines have to do, and every second while anything is open. Machines are those of the plain simulator: links that are shared,
+engines that batch, nodes that fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from math import inf
+
+from services.scheduler.domain.changes import Put, apply
+from services.scheduler.domain.decide import decide
+from services.scheduler.domain.effects import (
+    CallOffMigration,
+    Effect,
+    LoadEnded,
+    OrderMigration,
+    PublishLoadFailed,
+    SendCancelPrefetch,
+    SendPrefetch,
+    SendResume,
+    SendStart,
+    SendStop,
+    SendSuspend,
+)
+from services.scheduler.domain.entities import Device, Model, Node
+from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, Recovered, Tick
+from services.scheduler.domain.policies.port import Profile
+from services.scheduler.domain.policy import LIVE, Policy
+from services.scheduler.domain.ranks import Dues
+from services.scheduler.domain.state import ClusterState
+from shared.contracts.demand import Demand
+from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.node import NODE_LOST_AFTER_S, STATUS_INTERVAL_S
+from shared.contracts.phases import Phase
+from simulator.config import GB, ClusterFile, ModelGroup
+from simulator.failures import drawn
+from simulator.hardware import SimNode
+from simulator.instances import Run
+from simulator.mesh.agents import Agents, Recorded, Spans, StartTimes
+from simulator.mesh.gateway import Gateway
+from simulator.mesh.machine import MeshNode
+from simulator.mesh.moves import Migrator
+from simulator.report import Outcome
+from simulator.workloads.request import Request
+from simulator.world import World
+
+TICK_S = 0.25
+WAITED_S = 0.1
+"""A plan made later than this after its demand was heard: there was no room before."""
+Job = Callable[[], None]
+
+
+def card_of(name: str, group: ModelGroup) -> ModelCard:
+    spec = ModelSpec(
+        name=name,
+        source=f"s3://simulated/{name}",
+        max_concurrency=group.capacity,
+        keep_alive=group.keep_alive,
+        memory=int((group.weights_gb + group.kv_gb) * GB),
+        priority=group.priority,
+        replicas={"min": group.replicas_min, "max": group.replicas_max},
+    )
+    info = ModelInfo(
+        source=spec.source,
+        revision=name,
+        architecture="simulated",
+        model_type="simulated",
+        task="generate",
+        weights_bytes=int(group.weights_gb * GB),
+        parameters=int(group.weights_gb * GB) // 2,
+        dtype="bfloat16",
+        context_length=4096,
+        kv_bytes_per_token=1,
+    )
+    return ModelCard(spec=spec, info=info, created=0)
+
+
+class Simulation:
+    def __init__(
+        self,
+        cluster: ClusterFile,
+        groups: Sequence[ModelGroup],
+        profile: Profile | None = None,
+        seed: int = 0,
+        policy: Policy | None = None,
+        usual: StartTimes | None = None,
+        recorded: Recorded | None = None,
+    ) -> None:
+        """`policy`: the recorded mesh's, if it is not the default. `usual`, `recorded`: what starts took, in place of the cluster's own."""
+        given = policy or Policy()
+        live = cluster.runtime.capabilities & LIVE
+        fails = bool(cluster.failures.events) or cluster.failures.mtbf_s is not None
+        self._policy = replace(
+            given,
+            profile=profile or given.profile,
+            capabilities=live,
+            # Nodes and the gateway are heard of as long as there is something to say; only one that has failed falls silent.
+            node_lost_after=NODE_LOST_AFTER_S if fails else inf,
+            demand_lost_after=inf,
+            # Its nodes keep no queue of reservations: what a status message takes is all that one would save.
+            grant_wait=0.0,
+            recovery_window=0.0,
+            demand_settle=0.0,
+        )
+        self.world = World(cluster, groups, self._policy.profile, seed)
+        self.world.can = live
+        self.outcome = self.world.outcome
+        self._clock, self._delay = self.world.clock, cluster.runtime.message_ms / 1e3
+        self._decision = cluster.runtime.decision_ms / 1e3
+        self._ticking, self._fails, self._coming = False, fails, 0
+        self._heard: list[Event] = []
+        self._deciding, self._sent = False, 0
+        self.nodes = {name: MeshNode(sim) for name, sim in self.world.nodes.items()}
+        self.agents = Agents(self.world, self.nodes, self._later, usual, recorded)
+        self._gateway = Gateway(self.world, self._told, lambda i: self.agents.loads_changed(self.nodes[i.node.name]))
+        self.agents.listener = self._gateway
+        self._migrator = Migrator(self.world, self.agents, self._gateway, self._later)
+        self.state = ClusterState(epoch=1, recovered_at=-1e6)
+        apply(self.state, [Put(Model(card_of(m.name, m.group))) for m in self.world.models.values()])
+        for node in self.nodes.values():
+            devices = tuple(Device(f"cuda:{d.index}", "cuda", "", d.budget) for d in node.sim.devices)
+            apply(self.state, [Put(Node(node.name, "b1", {}, devices))])
+
+    @property
+    def started(self) -> list[str]:
+        """Models, in the order of their starts and resumptions."""
+        return self.agents.started
+
+    def run(self, requests: Sequence[Request]) -> Outcome:
+        self._decide(Recovered(0.0))
+        for node in self.nodes.values():
+            self.agents.report_loader(node)
+            self.agents.report(node)
+        self._clock.after(STATUS_INTERVAL_S, self._beat)
+        for number, request in enumerate(requests):
+            self._clock.at(request.at, partial(self._arrive, request, number))
+        drawn(self.world, self._fail)
+        self._coming = len(requests)
+        if requests:
+            self._clock.run(until=lambda: not self._coming and not self._gateway.open)
+        self._close(len(requests))
+        return self.outcome
+
+    def _arrive(self, request: Request, number: int) -> None:
+        self._coming -= 1
+        self._gateway.arrive(request, number)
+
+    def _close(self, requests: int) -> None:
+        now, outcome = self._clock.now, self.outcome
+        outcome.ended_at = now
+        for node in self.nodes.values():
+            for instance in node.instances.values():
+                if not instance.state.parked:
+                    self.agents.count(instance)
+            for device in node.sim.devices:
+                device.busy_s += now - device.busy_since if device.busy else 0.0
+            outcome.device_loads[node.name] = tuple(d.busy_s / now if now else 0.0 for d in node.sim.devices)
+        outcome.lost = requests - len(outcome.served) - outcome.failed - outcome.timed_out
+
+    def _beat(self) -> None:
+        """Nodes report every second while anything is open: else there is nothing to learn from them."""
+        if self._gateway.open or self._fails or self.state.unmet or self.state.claimed:
+            for node in self.nodes.values():
+                self.agents.report(node)
+                if node.sim.network.flows:
+                    self.agents.report_loader(node)
+        self._clock.after(STATUS_INTERVAL_S, self._beat)
+
+    # Nodes that fail.
+
+    def _fail(self, sim: SimNode, seconds: float) -> None:
+        node = self.nodes[sim.name]
+        if not node.alive:
+            return
+        runs = self.agents.fail(node)
+        self.outcome.restarts += len(runs)
+        if self.world.runtime.failover == "restart":
+            for run in runs:
+                run.pause += self._clock.now - run.admitted_at if run.tokens else 0.0
+                run.tokens = 0
+        self._clock.after(self.world.runtime.noticed_s, lambda: self._requeue(runs))
+        self._clock.after(seconds, lambda: self.agents.recover(node))
+
+    def _requeue(self, runs: list[Run]) -> None:
+        self._gateway.requeue(runs)
+
+    # The scheduler.
+
+    def _told(self, demand: Demand) -> None:
+        delay = self.world.runtime.gateway_ms / 1e3 + self._delay
+        self._clock.after(delay, lambda: self._hear(DemandHeard(self._clock.now, demand, "w")))
+
+    def _later(self, event: Event) -> None:
+        self._clock.after(self._delay, lambda: self._hear(event))
+
+    def _hear(self, event: Event) -> None:
+        """What is heard while a decision is on its way is decided after it: demand in a row together (services/scheduler/loop.py)."""
+        self._heard.append(event)
+        if not self._deciding:
+            self._deciding = True
+            self._clock.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        heard, self._heard = self._heard, []
+        before = self._sent
+        for is_demand, run in groupby(heard, key=lambda e: isinstance(e, DemandHeard)):
+            some = list(run)
+            demands = tuple(e for e in some if isinstance(e, DemandHeard))
+            for event in (DemandsHeard(self._clock.now, demands),) if is_demand and len(some) > 1 else some:
+                self._decide(event)
+        if self._sent > before or self._heard:
+            self._clock.after(self._decision if self._sent > before else 0.0, self._turned)
+        else:
+            self._deciding = False
+
+    def _turned(self) -> None:
+        if self._heard:
+            self._turn()
+        else:
+            self._deciding = False
+
+    def _decide(self, event: Event) -> None:
+        decision = decide(self.state, event, self._clock.now, self._policy)
+        apply(self.state, decision.changes)
+        self.outcome.decisions += 1
+        for effect in decision.effects:
+            self._carry_out(effect)
+        self._wake_timer()
+
+    def _carry_out(self, effect: Effect) -> None:
+        agents, nodes = self.agents, self.nodes
+        match effect:
+            case SendStart(node=node, command=start):
+                self._send(partial(agents.start, nodes[node], start, self._before(effect)))
+            case SendResume(node=node, command=resume):
+                self._send(partial(agents.resume, nodes[node], resume, self._before(effect)))
+            case SendStop(node=node, command=stop):
+                self._send(partial(agents.stop, nodes[node], stop))
+            case SendSuspend(node=node, command=suspend):
+                self._send(partial(agents.suspend, nodes[node], suspend))
+            case SendPrefetch(node=node, command=prefetch):
+                self._send(partial(agents.weights.prefetch, nodes[node], prefetch))
+            case SendCancelPrefetch(node=node, command=cancelled):
+                self._send(partial(agents.weights.cancel_prefetch, nodes[node], cancelled.weights_id))
+            case OrderMigration(record=record):
+                self._send(partial(self._migrator.ordered, record))
+            case PublishLoadFailed(event=failed):
+                self._send(partial(self._gateway.failed, failed.model))
+            case LoadEnded(plan=plan) if plan.outcome == "ready" and plan.chosen and plan.chosen.predicted_ms and plan.measured_ms:
+                self.outcome.prediction_errors.append((plan.measured_ms - plan.chosen.predicted_ms) / 1e3)
+            case CallOffMigration():
+                raise AssertionError("a migrator takes up every order at once")
+            case _:
+                pass
+
+    def _send(self, job: Job) -> None:
+        self._sent += 1
+        self._clock.after(self._decision + self._delay, job)
+
+    def _before(self, effect: SendStart | SendResume) -> Spans:
+        """What the start waits for until it is sent: the decision, and bytes that others hold (services/scheduler/adapters/outbox.py)."""
+        now, since = self._clock.now, effect.requested_at
+        spans: Spans = ()
+        if effect.planned_at - effect.requested_at > WAITED_S:
+            spans, since = ((Phase.RESERVE, effect.requested_at, effect.planned_at),), effect.planned_at
+        if effect.claimed:
+            decided = min(now, effect.planned_at + self._decision)
+            spans += ((Phase.SCHEDULE, since, decided), (Phase.RESERVE, decided, now))
+            since = now
+        return (*spans, (Phase.SCHEDULE, since, now + self._decision))
+
+    def _wake_timer(self) -> None:
+        """The scheduler's timer, left out while nothing depends on the time."""
+        if self._ticking:
+            return
+        state, dues = self.state, self.state.dues
+        first = dues.order[0][0] if isinstance(dues, Dues) and dues.order else inf
+        if state.unmet or state.claimed or state.pauses or state.pressure or state.moves or self._fails:
+            first = self._clock.now
+        if first < inf:
+            self._ticking = True
+            self._clock.at(max(self._clock.now + TICK_S, first), self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._decide(Tick(self._clock.now))

@@ -1,0 +1,96 @@
+"""A node's loader in simulated time: weights on their way to its memory and its devices, what stays there, and what is brought ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared.contracts.loader import PrefetchWeights
+from shared.contracts.phases import Phase
+from simulator.links import Flow
+from simulator.mesh.machine import MeshInstance, MeshNode
+from simulator.world import World
+
+Came = Callable[[Phase], None]
+
+
+class Weights:
+    """`report`: a loader has something to say."""
+
+    def __init__(self, world: World, report: Callable[[MeshNode], None]) -> None:
+        self._world, self._report = world, report
+        self._prefetches: dict[tuple[str, str], Flow] = {}
+        """By node and model."""
+
+    def bring(self, node: MeshNode, instance: MeshInstance, came: Came) -> None:
+        """To the node's memory (`fetch`) and to its device (`load`), chunk by chunk: both begin now."""
+        world, sim, name = self._world, node.sim, instance.model
+        nbytes = world.models[name].weights
+        instance.tier = sim.tier(name)
+        world.outcome.loads[instance.tier] = world.outcome.loads.get(instance.tier, 0) + 1
+        missing = self.drop_prefetches(node).get(name, float(nbytes))
+
+        def fetched() -> None:
+            sim.dram.add(name, nbytes)
+            sim.ssd.add(name, nbytes)
+            self.hold(instance)
+            came(Phase.FETCH)
+
+        path = sim.source(instance.tier) if instance.tier != "dram" else ()
+        if path:
+            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, missing, fetched))
+        else:
+            sim.dram.touch(name)
+            world.clock.after(0.0, fetched)
+        instance.flows.append(sim.network.start(instance.device.path, nbytes, lambda: came(Phase.LOAD)))
+
+    @staticmethod
+    def end(instance: MeshInstance) -> None:
+        """It needs nothing more."""
+        for leave in instance.leaves:
+            leave()
+        for flow in instance.flows:
+            instance.node.network.cancel(flow)
+
+    @staticmethod
+    def hold(instance: MeshInstance) -> None:
+        """Weights that an instance uses stay in its node's memory."""
+        if not instance.holds:
+            instance.holds = True
+            instance.node.dram.pin(instance.model)
+
+    @staticmethod
+    def let_go(instance: MeshInstance) -> None:
+        if instance.holds:
+            instance.holds = False
+            instance.node.dram.unpin(instance.model)
+
+    def prefetch(self, node: MeshNode, command: PrefetchWeights) -> None:
+        """Behind everything else on its links."""
+        name, sim = command.card.name, node.sim
+        if not node.alive or (node.name, name) in self._prefetches or self._world.fetches.under_way((node.name, name, 0, 1)):
+            return
+        path, nbytes = sim.source(sim.tier(name)), self._world.models[name].weights
+        if not path or (command.tier == "ssd" and name in sim.ssd):
+            return
+
+        def there() -> None:
+            del self._prefetches[node.name, name]
+            if command.tier == "dram":
+                sim.dram.add(name, nbytes)
+            sim.ssd.add(name, nbytes)
+            self._report(node)
+
+        self._prefetches[node.name, name] = sim.network.start(path, nbytes, there, background=True)
+
+    def cancel_prefetch(self, node: MeshNode, name: str) -> None:
+        if (flow := self._prefetches.pop((node.name, name), None)) is not None:
+            node.sim.network.cancel(flow)
+
+    def drop_prefetches(self, node: MeshNode) -> dict[str, float]:
+        """They end where somebody waits for the link. Returns what each lacked: what has come of a model is not fetched again."""
+        lacking = {}
+        for name in [n for where, n in self._prefetches if where == node.name]:
+            flow = self._prefetches.pop((node.name, name))
+            node.sim.network.cancel(flow)
+            lacking[name] = flow.left
+        return lacking

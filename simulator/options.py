@@ -1,0 +1,211 @@
+"""Every way for a model to become ready on the simulated machines, with its predicted cost. Ways that need a capability which is not
+there are not made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from services.scheduler.domain.cost.cost import Cost, Way
+from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Capability, Clearance, Option
+from simulator.config import Batching
+from simulator.hardware import SimDevice
+from simulator.models import SimModel
+from simulator.policies import hydraserve
+from simulator.policies.hydraserve_ledger import Ledger, accepts, begun, ended, share
+from simulator.world import World
+
+_NEEDS: dict[str, Capability] = {"suspend": "suspend", "preempt": "preempt", "migrate": "migrate"}
+
+
+class Options:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.ledgers = {n: Ledger(node.nic.bandwidth) for n, node in world.nodes.items()}
+        """Fetches under way, as HydraServe's placement keeps them (Eq. 3 and 4)."""
+        self.snapshots: dict[tuple[str, str], int] = {}
+        """Suspended instances by node and model, in bytes."""
+
+    def fetch_begun(self, node: str, key: str, nbytes: float, model: SimModel) -> None:
+        now = self._world.clock.now
+        self.ledgers[node] = begun(self.ledgers[node], key, int(nbytes), now + model.group.slo_ttft, now)
+
+    def fetch_ended(self, node: str, key: str) -> None:
+        self.ledgers[node] = ended(self.ledgers[node], key, self._world.clock.now)
+
+    def of(self, ask: Ask, model: SimModel) -> list[Option]:
+        world = self._world
+        found: list[Option] = []
+        for node in model.nodes:
+            if node.alive:
+                for device in node.devices:
+                    if world.runtime.exclusive:
+                        found += self._exclusive(ask, model, device)
+                    elif not any(i.model is model for i in device.instances.values()):
+                        found += self._shared(ask, model, device)
+        if "pipeline" in world.can and not world.runtime.exclusive:
+            found += self._pipelines(ask, model)
+        return found
+
+    # Devices that execute one request at a time (Torpor).
+
+    def _exclusive(self, ask: Ask, model: SimModel, device: SimDevice) -> Iterator[Option]:
+        if device.busy or any(i.state == "starting" for i in device.instances.values()):
+            return
+        world = self._world
+        here = next((i for i in device.instances.values() if i.model is model), None)
+        if here is not None:
+            if here.open:
+                yield Option((world.view(device),), "ready", Cost(ask.exec_s), resident_bytes=model.weights, source="ready")
+            return
+        clearance = self._clearance(ask, device, model.need)
+        if clearance is None:
+            return
+        if "peer_copy" in world.can:
+            holders = [
+                (link.bandwidth, d.key, link)
+                for d in device.node.devices
+                if d is not device and any(i.model is model and i.state == "ready" for i in d.instances.values())
+                if (link := device.node.peer(d, device)) is not None
+            ]
+            if holders:
+                _, key, link = max(holders, key=lambda h: (h[0], h[1]))
+                took = device.node.network.expected((link,), model.weights)
+                yield self._option(device, model, "peer_copy", clearance, {"load": took}, max(took, ask.exec_s), source=key)
+                return
+        tier = device.node.tier(model.name)
+        took = world.start_seconds(device, model, model.weights)
+        total = max(took, ask.exec_s) if world.runtime.late_execution else took + ask.exec_s
+        yield self._option(device, model, "load", clearance, {"load": took}, total, source=tier)
+
+    # Devices that instances share by memory.
+
+    def _shared(self, ask: Ask, model: SimModel, device: SimDevice) -> Iterator[Option]:
+        world, node = self._world, device.node
+        kept = device.kept.get(model.name) if "reuse" in world.can else None
+        resident = min(kept.nbytes, model.weights) if kept is not None else 0
+        clearance = self._clearance(ask, device, model.need - resident)
+        if clearance is None:
+            return
+        first = model.prefill_seconds(ask.prompt_tokens, model.service_on(node.group.kind))
+        clear = clearance.delay_s + (world.runtime.startup.leave_s if clearance.how != "none" else 0.0)
+        snapshot = self.snapshots.get((node.name, model.name))
+        if snapshot is not None and "suspend" in world.can:
+            took = node.network.expected(device.path, snapshot) + world.runtime.startup.restore_s
+            phases = {"clear": clear, "restore": took, "prefill": first}
+            yield self._option(device, model, "restore", clearance, phases, clear + took + first, source="snapshot")
+        missing = model.weights - resident
+        tier = node.tier(model.name)
+        path = node.source(tier)
+        fetch = world.fetches.expected(node, None if resident else model.name, path, missing)
+        load = node.network.expected(device.path, missing)
+        merge = self.merge_seconds(device, model) if resident or device.kept else 0.0
+        total = clear + world.startup_seconds(fetch, load) + merge + first
+        phases = {"clear": clear, "fetch": fetch, "load": load, "merge": merge, "prefill": first}
+        way: Way = "reuse" if resident else "load"
+        yield self._option(device, model, way, clearance, phases, total, source=tier, resident=resident)
+
+    def plain(self, model: SimModel, device: SimDevice, tier: str) -> Option:
+        """Loading it where there is room, without asking anybody."""
+        total = self._world.start_seconds(device, model, model.weights)
+        return Option((self._world.view(device),), "load", Cost(total), source=tier)
+
+    def merge_seconds(self, device: SimDevice, model: SimModel) -> float:
+        """Moving what lies in the way of new tensors (Tangram §3.2.2 stage 2), as far as a speed for it is stated."""
+        speed = self._world.runtime.merge_gb_per_second
+        if speed is None:
+            return 0.0
+        lying = device.kept_bytes - (device.kept[model.name].nbytes if model.name in device.kept else 0)
+        return lying * self._world.runtime.merge_share / (speed * 1e9)
+
+    def _clearance(self, ask: Ask, device: SimDevice, need: int) -> Clearance | None:
+        """What must happen before `need` bytes are free there; None: they cannot be, or not yet."""
+        world = self._world
+        if need > device.budget:
+            return None
+        short = need - world.free(device)
+        if short <= 0:
+            return NOTHING_TO_CLEAR
+        if short > self._at_most(device):
+            return None
+        view = world.view(device)
+        leaving = sum(r.nbytes for r in view.residents if r.state == "leaving")
+        if short <= leaving:
+            return Clearance("leaving", freed=leaving)
+        found = world.profile.clear(ask, view, short - leaving, world.clock.now)
+        if found is None or (needed := _NEEDS.get(found.how)) is None or needed in world.can:
+            return found
+        return replace(found, how="evict") if found.how == "suspend" and self._all_idle(device, found) else None
+
+    def _at_most(self, device: SimDevice) -> int:
+        """Bytes that could come free there at the very most."""
+        found = device.kept_bytes
+        for instance in device.instances.values():
+            if instance.state == "leaving" or (instance.state == "ready" and (self._world.interrupts or not instance.runs)):
+                parts = instance.parts
+                found += parts[0].nbytes if len(parts) == 1 else sum(p.nbytes for p in parts if p.device is device)
+        return found
+
+    @staticmethod
+    def _all_idle(device: SimDevice, found: Clearance) -> bool:
+        return not any(i.runs for k, i in device.instances.items() if k in found.victims)
+
+    def _option(
+        self,
+        device: SimDevice,
+        model: SimModel,
+        way: Way,
+        clearance: Clearance,
+        phases: dict[str, float],
+        total: float,
+        source: str,
+        resident: int = 0,
+    ) -> Option:
+        service = model.service_on(device.node.group.kind)
+        tpot = service.tpot_ms / 1e3 if isinstance(service, Batching) else 0.0
+        exclusive = self._world.runtime.exclusive  # nobody computes beside another there
+        sharing = 0 if exclusive else len(device.instances) - sum(k in clearance.victims for k in device.instances)
+        view = self._world.view(device)
+        return Option((view,), way, Cost(total, phases), clearance, resident, source, tpot_s=tpot, sharing=max(0, sharing))
+
+    # Pipelines (HydraServe's Algorithm 1).
+
+    def _pipelines(self, ask: Ask, model: SimModel) -> Iterator[Option]:
+        world, now, s = self._world, self._world.clock.now, self._world.runtime.startup
+        servers = []
+        for node in model.nodes:
+            if node.alive and node.tier(model.name) == "remote" and accepts(self.ledgers[node.name], now):
+                for device in node.devices:
+                    if not any(i.model is model for i in device.instances.values()) and (free := world.free(device)) > 0:
+                        network = share(self.ledgers[node.name], now)
+                        speed = min(link.bandwidth for link in device.path)
+                        servers.append(hydraserve.Server(device.key, node.name, free, network, speed, len(device.instances)))
+        if not servers:
+            return
+        service = model.group.service
+        first = model.prefill_seconds(ask.prompt_tokens)
+        times = hydraserve.Times(
+            first,
+            service.tpot_ms / 1e3 if isinstance(service, Batching) else 0.0,
+            world.runtime.hop_s,
+            s.container_s + s.context_s + s.libraries_s,
+            s.container_s,
+            s.context_s,
+            s.libraries_s,
+        )
+        overlapped = s.prefetch and s.stream and s.overlap
+        for scheme in hydraserve.schemes(model.weights, model.need, servers, times, overlapped=overlapped):
+            if scheme.stages > 1:
+                devices = tuple(world.view(world.devices[x.key]) for x in scheme.servers)
+                total = scheme.ttft + s.init_s + s.warm_up_s
+                cost = Cost(total, {"fetch": total - first, "prefill": first})
+                yield Option(
+                    devices,
+                    "pipeline",
+                    cost,
+                    source="remote",
+                    stages=scheme.stages,
+                    full_workers=scheme.full,
+                    tpot_s=scheme.tpot,
+                    sharing=scheme.sharing,
+                )

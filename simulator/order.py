@@ -1,0 +1,123 @@
+"""What `thaw simulate` asks for: one document on standard input, and the runs that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.scheduler.domain.policies.port import Profile
+from services.scheduler.profiles import profile_named
+from shared.errors import InvalidRequest
+from simulator.config import ClusterFile, ModelGroup, ModelsFile, names_of, read
+from simulator.mesh.run import Simulation
+from simulator.report import Outcome
+from simulator.simulate import simulate
+from simulator.workloads.request import Request
+from simulator.workloads.synthetic import DATASETS, LOCALITY, Burst, Synthetic, synthetic
+from simulator.workloads.traces import read_trace
+
+
+class Order(BaseModel):
+    """The defaults are `thaw simulate`'s own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cluster: Path
+    models: Path
+    policies: tuple[str, ...] = Field(default=("thaw",), min_length=1)
+    seeds: int = Field(default=1, ge=1)
+    mesh: bool = False
+    trace: Path | None = None
+    speed: float = 1.0
+    rps: float = 1.0
+    duration: float = 600.0
+    cv: float | None = None
+    zipf: float = Field(default=1.0, ge=0)
+    popularity: Literal["zipf", "azure"] = "zipf"
+    each: bool = False
+    locality: str | None = None
+    lengths: str | None = None
+    prompt_tokens: float = 256.0
+    output_tokens: float = 128.0
+    length_cv: float = Field(default=0.0, ge=0)
+    bursts: tuple[tuple[float, float, float], ...] = ()
+    plots: Path | None = None
+
+
+Told = Callable[[int, int], None]
+
+
+def requests_of(order: Order, models: Sequence[str], seed: int) -> list[Request]:
+    if order.trace is not None:
+        return read_trace(order.trace, models, seed, order.speed, order.zipf)
+    level = None
+    if order.locality is not None:
+        if order.locality not in LOCALITY:
+            raise InvalidRequest(f"--locality: {order.locality!r} is none of {', '.join(LOCALITY)}")
+        level = LOCALITY[order.locality]
+    prompt, output, length_cv = order.prompt_tokens, order.output_tokens, order.length_cv
+    if order.lengths is not None:
+        if order.lengths not in DATASETS:
+            raise InvalidRequest(f"--lengths: {order.lengths!r} is none of {', '.join(DATASETS)}")
+        like = DATASETS[order.lengths]
+        prompt, output, length_cv = like.prompt, like.output, like.cv
+    what = Synthetic(
+        order.rps,
+        order.duration,
+        order.cv if order.cv is not None else level.cv if level is not None else 1.0,
+        order.zipf,
+        prompt,
+        output,
+        length_cv,
+        order.popularity,
+        level.run if level is not None else None,
+        order.each,
+        bursts=tuple(Burst(*b) for b in order.bursts),
+    )
+    return synthetic(what, models, seed)
+
+
+def fitting(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> None:
+    """Raises `InvalidRequest` for a model that is larger than every device that it may be on: nothing would come of its requests."""
+    for number, group in enumerate(models):
+        rooms = [n.device_gb for n in cluster.nodes if not group.kinds or n.kind in group.kinds]
+        where = f"{path}: models.{number}: {group.name}"
+        if not rooms:
+            raise InvalidRequest(
+                f"{where} may only be on devices of kind {', '.join(sorted(group.kinds))}, and the cluster has none"
+            )
+        need = group.weights_gb + group.kv_gb
+        if need > max(rooms):
+            raise InvalidRequest(
+                f"{where} needs {need:g} GB (weights_gb + kv_gb); the largest device that it may be on has {max(rooms):g} GB"
+            )
+
+
+def outcomes(order: Order, told: Told) -> list[tuple[str, int, Outcome]]:
+    """A run for each policy and seed. `told`: how many are done, of how many. Policies meet the same requests."""
+    cluster, models = read(order.cluster, ClusterFile), read(order.models, ModelsFile).models
+    fitting(order.models, cluster, models)
+    profiles = [profile_named(name) for name in order.policies]
+    names = names_of(models)
+    found = []
+    total, done = len(profiles) * order.seeds, 0
+    for seed in range(order.seeds):
+        requests = requests_of(order, names, seed)
+        for profile in profiles:
+            told(done, total)
+            run = _mesh if order.mesh else simulate
+            found.append((profile.name, seed, run(cluster, models, requests, profile, seed)))
+            done += 1
+    told(done, total)
+    return sorted(found, key=lambda f: order.policies.index(f[0]))
+
+
+def _mesh(cluster: ClusterFile, models: Sequence[ModelGroup], requests: Sequence[Request], profile: Profile, seed: int) -> Outcome:
+    return Simulation(cluster, models, profile, seed=seed).run(requests)
+
+
+def document(runs: Sequence[tuple[str, int, Outcome]]) -> dict[str, Any]:
+    return {"runs": [{"policy": name, "seed": seed, **outcome.figures()} for name, seed, outcome in runs]}

@@ -1,0 +1,52 @@
+"""ServerlessLLM §6: the server with the least estimated start-up time, over loading here and migrating away first.
+
+`soonest` over the options is §6.3's "the one offering the lowest estimated startup time". The cost of an option is q + n/b (§6.1); an option
+that migrates first includes the time of the migration. The victims come from the knapsack of §6.2 (`policies/knapsack.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.scheduler.domain.policies.common import arrivals, inactive, keep_load_time, movable, per_request, soonest
+from services.scheduler.domain.policies.knapsack import Departure, least_time, ways_out
+from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile
+
+
+def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
+    """Those that serve nobody are unloaded, those that serve move, in the least total time. Loads on one node come one after another,
+    on several at once: the bytes are free after the longest of these queues. The penalty is the total time.
+    """
+    idle = [Departure(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in inactive(device, ask.model)]
+    serving = [Departure(r.key, r.nbytes, r.last_used, ways_out(r)) for r in movable(device, ask.model)]
+    found = least_time([*idle, *serving], short)
+    if found is None:
+        return None
+    moves = {key: to for key, to in found.moves if to}
+    seconds = {(v.key, m.device): (m.node, m.seconds) for v in serving for m in v.moves}
+    queues: dict[str, float] = {}
+    for pair in moves.items():
+        node, took = seconds[pair]
+        queues[node] = queues.get(node, 0.0) + took
+    delay = max(queues.values(), default=0.0)
+    return Clearance(
+        "migrate" if moves else "evict", tuple(k for k, _ in found.moves), found.freed, delay, penalty=found.seconds, moves=moves
+    )
+
+
+def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    """§6.3: "evaluates all servers for loading the forthcoming model, selecting the one offering the lowest estimated startup time";
+    none, "even after considering migration": "the loading task is held pending"."""
+    return soonest(ask, options, seed)
+
+
+PROFILE = Profile(
+    "serverlessllm",
+    order=arrivals,
+    clear=clear,
+    choose=choose,
+    keep=keep_load_time,
+    scale=per_request,
+    uses=frozenset({"migrate"}),
+    about="Least estimated startup time; those that serve move elsewhere with their tokens (ServerlessLLM, section 6).",
+)

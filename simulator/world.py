@@ -1,0 +1,283 @@
+"""All that is simulated, and how a policy sees it: views of devices, made again only when something there has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+
+from services.scheduler.domain.cost.formulas import likely_again
+from services.scheduler.domain.policies.port import Ask, Capability, Demand, DeviceView, Move, Profile, Resident, Usage
+from simulator.clock import Clock
+from simulator.config import ClusterFile, ModelGroup, names_of
+from simulator.fetches import Fetches
+from simulator.hardware import SimDevice, SimNode
+from simulator.instances import Instance
+from simulator.models import SimModel
+from simulator.report import Outcome
+
+HORIZON_S = 60.0
+"""As the live scheduler's (`Policy.horizon`)."""
+
+
+class World:
+    """`version` counts changes of devices; a model that was tried in vain is not tried again before there is one."""
+
+    def __init__(self, cluster: ClusterFile, groups: Sequence[ModelGroup], profile: Profile, seed: int) -> None:
+        self.clock, self.profile, self.seed = Clock(), profile, seed
+        self.cluster, self.runtime = cluster, cluster.runtime
+        self.can: frozenset[Capability] = cluster.runtime.capabilities & profile.uses
+        # A device that executes one request at a time is asked about when it executes none: nobody there could be interrupted.
+        self.interrupts = not self.runtime.exclusive and not self.can.isdisjoint(("migrate", "preempt", "suspend"))
+        self.outcome = Outcome()
+        self.version = 0
+        self.asking = 0
+        """Priority of the model that is asked for now."""
+        self.fetches = Fetches()
+        self._roomy: dict[int, list[SimDevice]] = {}
+        self._roomy_version = -1
+        self.plans = 0
+        self.arrived = 0
+        self.nodes = {name: SimNode(name, group, self.clock) for name, group in cluster.each()}
+        self.devices = {d.key: d for node in self.nodes.values() for d in node.devices}
+        nodes = tuple(self.nodes.values())
+        owners = [g for g in groups for _ in range(g.copies)]
+        self.models: dict[str, SimModel] = {}
+        for number, (name, group) in enumerate(zip(names_of(list(groups)), owners, strict=True)):
+            homes = (nodes[number % len(nodes)],) if self.runtime.homes else nodes
+            allowed = tuple(n for n in homes if not group.kinds or n.group.kind in group.kinds)
+            self.models[name] = SimModel(name, number, group, allowed)
+        self.outcome.percentiles = {n: m.group.percentile for n, m in self.models.items()}
+        self.book: dict[str, Usage] = {n: Usage(n, percentile=m.group.percentile) for n, m in self.models.items()}
+        self._fill()
+
+    def _fill(self) -> None:
+        """Disks hold the models beforehand, round robin over the nodes that may serve them, the most popular first; with `in_dram` memories do."""
+        passes = max(len(m.nodes) for m in self.models.values()) if self.runtime.ssd_copies == "full" else 1
+        for round_ in range(passes):
+            for model in self.models.values():
+                turn = (model.number + round_) % len(model.nodes) if model.nodes else 0
+                for node in model.nodes[turn:] + model.nodes[:turn]:
+                    if model.name not in node.ssd and node.ssd.used + model.weights <= node.ssd.capacity:
+                        node.ssd.add(model.name, model.weights)
+                        break
+        for model in self.models.values() if self.runtime.in_dram else ():
+            for node in model.nodes:
+                if node.dram.used + model.weights <= node.dram.capacity:
+                    node.dram.add(model.name, model.weights)
+
+    def touch(self, device: SimDevice) -> None:
+        """Something there has changed."""
+        self.version += 1
+        device.version += 1
+
+    def touch_node(self, node: SimNode) -> None:
+        for device in node.devices:
+            self.touch(device)
+
+    def free(self, device: SimDevice) -> int:
+        """Bytes that nobody holds or is promised; negative while those that make room are still there."""
+        return device.budget - device.booked - device.kept_bytes - device.promised
+
+    def view(self, device: SimDevice) -> DeviceView:
+        """Where those that serve may be moved or interrupted, their progress is in the view, which is then of one moment only."""
+        made = (device.version, self.clock.now, self.asking) if self.interrupts else (device.version, 0.0, 0)
+        if device.view is None or device.view_of != made:
+            device.view, device.view_of = self._view(device), made
+        return device.view
+
+    def _view(self, device: SimDevice) -> DeviceView:
+        free = self.free(device)
+        residents = [self._resident(device, i) for i in device.instances.values()]
+        coming = sum(r.nbytes for r in residents if r.state == "leaving")
+        residents += [self._kept(device, k) for k in device.kept]
+        loads = [heavy for d in device.neighbours for heavy in d.loading.values()]
+        starting = self.runtime.exclusive and any(i.state == "starting" for i in device.instances.values())
+        return DeviceView(
+            device.key,
+            device.node.name,
+            device.budget,
+            max(0, free),
+            max(0, free + coming),
+            tuple(residents),
+            device.busy + starting,
+            "none" if not loads else "heavy" if any(loads) else "light",
+        )
+
+    def _resident(self, device: SimDevice, instance: Instance) -> Resident:
+        model, runs = instance.model, instance.runs
+        parts = instance.parts
+        nbytes = parts[0].nbytes if len(parts) == 1 else sum(p.nbytes for p in parts if p.device is device)
+        state = instance.state
+        serving = state == "ready" and bool(runs or instance.moving)
+        resume: float | None = None
+        moves: tuple[Move, ...] = ()
+        left = 0.0
+        if serving and self.interrupts:
+            left, tokens = instance.progress()
+            if not instance.moving and len(instance.parts) == 1:
+                resume = model.resume_seconds(tokens)
+                moves = self._moves(device, instance, resume)
+        return Resident(
+            instance.key,
+            model.name,
+            nbytes,
+            "leaving" if state == "leaving" else "starting" if state == "starting" else "serving" if serving else "idle",
+            last_used=max(instance.idle_since, instance.ready_at),
+            ready_at=instance.ready_at,
+            active=len(runs),
+            queued=len(model.queue),
+            priority=model.group.priority,
+            heavy=model.group.heavy,
+            sensitivity=model.group.sensitivity,
+            miss=self.popularity(model),
+            again=self._again(model, instance.leaves_at),
+            reload_s=(reload := self.reload_seconds(device, model, model.weights)),
+            later_s=self._later_seconds(model, reload),
+            resume_s=resume if not moves else min(m.seconds for m in moves),
+            move_to=min(moves, key=lambda m: (m.seconds, m.device)).device if moves else "",
+            moves=moves,
+            left_s=left,
+            copies=len(model.instances),
+            protected=self._protected(instance, moves),
+        )
+
+    def _protected(self, instance: Instance, moves: tuple[Move, ...]) -> str:
+        """Who serves is interrupted only for a higher priority, or if its requests can go on or begin again elsewhere: two that interrupt
+        each other for ever serve nobody. To be suspended is no interruption: what runs is answered first."""
+        interrupted = "suspend" not in self.can or "preempt" in self.can
+        if instance.runs and not moves and interrupted and instance.model.group.priority >= self.asking:
+            return "serves, and could go on nowhere else"
+        if instance.moving:
+            return "its requests are being moved"
+        if instance.state in ("starting", "leaving"):
+            return instance.state
+        if len(instance.parts) > 1 and instance.runs:
+            return "a stage of a pipeline that serves"
+        if instance.state == "ready" and len(instance.model.instances) <= instance.model.group.replicas_min:
+            return "min replicas"
+        return ""
+
+    def _kept(self, device: SimDevice, name: str) -> Resident:
+        kept, model = device.kept[name], self.models[name]
+        wanted = any(i.model is model and i.state == "starting" for i in device.instances.values())
+        return Resident(
+            f"weights:{name}",
+            name,
+            kept.nbytes,
+            "weights",
+            last_used=kept.last_used,
+            sensitivity=model.group.sensitivity,
+            heavy=model.group.heavy,
+            miss=self.popularity(model),
+            again=self._again(model),
+            reload_s=self.reload_seconds(device, model, kept.nbytes),
+            copies=len(model.instances) + 1,
+            protected="wanted" if wanted else "",
+        )
+
+    def _moves(self, device: SimDevice, instance: Instance, resume: float) -> tuple[Move, ...]:
+        """Devices with room for the instance's model: to load it there, and to take its requests over."""
+        model = instance.model
+        found = [
+            Move(i.parts[0].device.key, resume, model.need + max(0, self.free(i.parts[0].device)))
+            for i in model.instances.values()
+            if i is not instance and i.open and len(i.runs) + len(instance.runs) <= i.capacity
+        ]
+        for other in self.roomy(model.need):
+            if other is not device and other.node in model.nodes and not any(i.model is model for i in other.instances.values()):
+                seconds = resume + self.start_seconds(other, model, model.weights)
+                found.append(Move(other.key, seconds, self.free(other)))
+        return tuple(found)
+
+    def roomy(self, need: int) -> list[SimDevice]:
+        """Devices where so many bytes are free."""
+        if self._roomy_version != self.version:
+            self._roomy_version = self.version
+            self._roomy.clear()
+        found = self._roomy.get(need)
+        if found is None:
+            found = self._roomy[need] = [d for d in self.devices.values() if d.node.alive and self.free(d) >= need]
+        return found
+
+    def popularity(self, model: SimModel) -> float:
+        """Share of the requests so far that were for it; all alike before the first."""
+        return model.total / self.arrived if self.arrived else 1.0 / len(self.models)
+
+    def _again(self, model: SimModel, leaves_at: float | None = None) -> float:
+        """How likely it is asked for within `HORIZON_S`, or until it would leave by itself: by how long it has not been, and by how often it
+        has been (as the live scheduler has it for prefetching)."""
+        now = self.clock.now
+        horizon = HORIZON_S if leaves_at is None else min(HORIZON_S, max(0.0, leaves_at - now))
+        if not model.total or horizon <= 0:
+            return 0.0
+        unused = now - model.last_asked
+        every = max(now / model.total, unused / 2, 1e-3)
+        return min(likely_again(unused, horizon), 1 - exp(-horizon / every))
+
+    def reload_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
+        """Bytes over the slowest link passed, alone on it."""
+        node = device.node
+        links = (*node.source(node.tier(model.name)), *device.path)
+        return nbytes / min(link.bandwidth for link in links)
+
+    def _later_seconds(self, model: SimModel, reload: float) -> float | None:
+        """By how much a request is later that executes behind the bytes; None: by all that they take."""
+        behind = self.runtime.exclusive and self.runtime.late_execution
+        return max(0.0, reload - model.exec_seconds(0, model.mean_output)) if behind else None
+
+    def start_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
+        """Until an instance that is started now is ready, by what its links have to do already (q + n/b)."""
+        node = device.node
+        fetch = self.fetches.expected(node, model.name, node.source(node.tier(model.name)), nbytes)
+        return self.startup_seconds(fetch, node.network.expected(device.path, nbytes))
+
+    def startup_seconds(self, fetch: float, load: float) -> float:
+        """HydraServe's Eq. 5 with every overlap, Eq. 1 with none; without the terms of the first prompt."""
+        s = self.runtime.startup
+        context = s.container_s + s.context_s
+        engine = context + s.libraries_s
+        if not s.prefetch:
+            fetched = engine + fetch
+            loaded = max(fetched, engine + load) if s.stream else fetched + load
+        else:
+            begin = context if s.overlap else engine
+            loaded = max(begin + load, fetch) if s.stream else max(begin, fetch) + load
+        return max(loaded, engine) + s.init_s + s.warm_up_s
+
+    def ask_of(self, model: SimModel) -> Ask:
+        now, first, group = self.clock.now, model.queue[0], model.group
+        heavy = group.heavy
+        return Ask(
+            model.name,
+            model.need,
+            now - first.arrived,
+            len(model.queue),
+            f"{model.name}#{first.number}",
+            deadline=first.arrived + group.slo_ttft - now,
+            slo_ttft=group.slo_ttft,
+            slo_tpot=group.slo_tpot,
+            priority=group.priority,
+            heavy=heavy,
+            extra=bool(model.instances) and not self.runtime.exclusive,
+            exec_s=model.exec_seconds(first.prompt, model.mean_output),
+            prompt_tokens=first.prompt,
+            output_tokens=model.mean_output,
+        )
+
+    def demand_of(self, model: SimModel) -> Demand:
+        live = running = 0
+        for instance in model.instances.values():
+            if not instance.moving:
+                live += len(instance.parts)  # of a pipeline as many may become instances of their own (HydraServe §6.1)
+                running += len(instance.runs)
+        return Demand(
+            model.name,
+            len(model.queue),
+            running,
+            live,
+            model.capacity,
+            model.in_window(self.clock.now, self.runtime.window_s),
+            model.group.replicas_min,
+            model.group.replicas_max,
+            model.peak,
+        )

@@ -1,0 +1,168 @@
+"""The scheduler itself on machines that suspend, move and fail: reckoned by hand, and what must hold of any run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.profiles import profile_named
+from shared.contracts.loader import PrefetchWeights
+from simulator.config import (
+    GB,
+    Batching,
+    ClusterFile,
+    Failure,
+    Failures,
+    LinkSpeeds,
+    ModelGroup,
+    NodeGroup,
+    Runtime,
+    Startup,
+    names_of,
+)
+from simulator.mesh.machine import MeshNode
+from simulator.mesh.run import Simulation, card_of
+from simulator.report import Outcome
+from simulator.workloads.request import Request
+from simulator.workloads.synthetic import Synthetic, synthetic
+
+SERVICE = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=4)
+MODEL = ModelGroup(name="m", weights_gb=10, kv_gb=5, service=SERVICE, slo_ttft=10, keep_alive=-1)
+
+
+def machines(
+    count: int,
+    *,
+    can: frozenset[str] = frozenset(),
+    failures: Failures | None = None,
+    runtime: dict[str, object] | None = None,
+    **more: object,
+) -> ClusterFile:
+    links = LinkSpeeds(remote=1, ssd=5, device=20)
+    node = NodeGroup.model_validate(
+        {"count": count, "devices": 1, "device_gb": 20, "dram_gb": 100, "ssd_gb": 100, "links": links, **more}
+    )
+    startup = Startup(container_s=4, init_s=0.5, leave_s=0.3, restore_s=0.2)
+    with_all = {"startup": startup, "message_ms": 0, "capabilities": can, **(runtime or {})}
+    return ClusterFile(nodes=(node,), runtime=Runtime.model_validate(with_all), failures=failures or Failures())
+
+
+def ask(at: float, model: str, output: int = 2) -> Request:
+    return Request(at, model, 100, output)
+
+
+def run(cluster: ClusterFile, models: Sequence[ModelGroup], requests: Sequence[Request], profile: str = "thaw") -> Outcome:
+    return Simulation(cluster, models, profile_named(profile)).run(requests)
+
+
+def test_who_is_suspended_comes_back_from_its_snapshot() -> None:
+    requests = [ask(0, "m-0"), ask(60, "m-1"), ask(120, "m-0")]
+    pair = [MODEL.model_copy(update={"copies": 2})]
+    outcome = run(machines(1, can=frozenset({"suspend"})), pair, requests)
+    served = sorted(outcome.served, key=lambda s: s.at)
+    assert (outcome.suspensions, outcome.stops) == (2, 0)
+    assert outcome.loads == {"ssd": 2, "snapshot": 1}
+    assert served[0].queued == pytest.approx(4.5)
+    # 10 GB to host memory and the proof, then 10 GB back and what a restoration takes beside.
+    assert served[2].queued == pytest.approx(0.5 + 0.3 + 0.5 + 0.2, abs=0.3)
+    without = run(machines(1), pair, requests)
+    assert (without.suspensions, without.stops) == (0, 2)
+    assert sorted(without.served, key=lambda s: s.at)[2].queued == pytest.approx(0.3 + 4.5, abs=0.3)
+
+
+def test_without_room_for_its_snapshot_it_is_stopped() -> None:
+    outcome = run(
+        machines(1, can=frozenset({"suspend"}), dram_gb=11),
+        [MODEL.model_copy(update={"copies": 2})],
+        [ask(0, "m-0"), ask(60, "m-1")],
+    )
+    assert (outcome.suspensions, outcome.stops) == (0, 1)
+    assert len(outcome.served) == 2
+
+
+@pytest.mark.parametrize(("ahead", "queued"), [(None, 10.5), ("m-0", 6.5), ("m-1", 10.5)])
+def test_what_is_brought_ahead_is_not_fetched_again_and_gives_way(ahead: str | None, queued: float) -> None:
+    pair = [MODEL.model_copy(update={"copies": 2})]
+    simulation = Simulation(machines(1, ssd_gb=0), pair, profile_named("thaw"))
+    if ahead is not None:
+        order = PrefetchWeights(token=1, card=card_of(ahead, pair[0]))
+        simulation.world.clock.at(1.0, lambda: simulation.agents.weights.prefetch(simulation.nodes["node-0"], order))
+    (served,) = simulation.run([ask(5, "m-0")]).served
+    assert served.queued == pytest.approx(queued)  # 10 GB over 1 GB/s, four of them in the four seconds before
+
+
+@pytest.mark.parametrize("profile", ["thaw", "serverlessllm"])
+def test_what_serves_moves_and_goes_on_with_its_tokens(profile: str) -> None:
+    # The large one is on node-0's disk alone, where the small one serves; either would have to fetch from afar on node-1.
+    small = MODEL.model_copy(update={"name": "small", "weights_gb": 2.0, "resume_s": 0.1})
+    other, large = small.model_copy(update={"name": "other"}), MODEL.model_copy(update={"name": "large", "weights_gb": 14.5})
+    cluster = machines(2, can=frozenset({"migrate"}), links=LinkSpeeds(remote=0.1, ssd=5, device=20))
+    outcome = run(cluster, [small, other, large], [ask(0, "small", 601), ask(20, "large")], profile)
+    moved, came = sorted(outcome.served, key=lambda s: s.at)
+    assert (outcome.migrations, outcome.preemptions, outcome.restarts) == (1, 0, 0)
+    assert came.queued == pytest.approx(20.5 + 0.7 + 0.3 + 4.5, abs=1.5)  # fetched, moved in rounds, left, then loaded
+    assert 0.1 <= moved.pause <= 0.5
+    assert moved.ended == pytest.approx(moved.queued + 0.1 + 60.0 + moved.pause, abs=0.2)
+
+
+@pytest.mark.parametrize("failover", ["resume", "restart"])
+def test_requests_of_a_node_that_fails_go_on_elsewhere(failover: str) -> None:
+    failures = Failures(events=(Failure(node="node-0", at=10, seconds=30),))
+    cluster = machines(2, failures=failures, runtime={"failover": failover, "ssd_copies": "full"})
+    outcome = run(cluster, [MODEL], [ask(0, "m", 101)])
+    (served,) = outcome.served
+    assert (outcome.restarts, outcome.loads) == (1, {"ssd": 2})
+    # The gateway asks for it after ten seconds of silence, when the scheduler has long taken the node for lost. Then a start.
+    ready = pytest.approx(20.3 + 4.5, abs=0.3)
+    tokens = {"resume": 55, "restart": 0}[failover]
+    prompt = (100 + tokens) / 1000
+    assert served.ended - (101 - (tokens or 1)) * 0.1 - prompt == ready
+    assert served.pause > 14
+
+
+def test_a_node_that_comes_back_is_used_again() -> None:
+    failures = Failures(events=(Failure(node="node-0", at=10, seconds=20),))
+    outcome = run(machines(1, failures=failures), [MODEL], [ask(0, "m"), ask(40, "m")])
+    first, second = outcome.served
+    assert outcome.loads == {"ssd": 2}
+    assert [first.queued, second.queued] == pytest.approx([4.5, 4.5], abs=0.3)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.05, 1.0),
+    st.sampled_from([1.0, 4.0]),
+    st.sampled_from([-1.0, 5.0]),
+    st.sampled_from(
+        [frozenset({"preempt"}), frozenset({"suspend", "preempt"}), frozenset({"suspend", "migrate", "preempt", "sleep"})]
+    ),
+    st.sampled_from([None, 60.0]),
+    st.sampled_from(["thaw", "serverlessllm", "swapservellm", "lru"]),
+)
+def test_whatever_they_can_nothing_is_lost_or_booked_twice(
+    seed: int, rps: float, cv: float, keep_alive: float, can: frozenset[str], mtbf: float | None, profile: str
+) -> None:
+    groups = [MODEL.model_copy(update={"copies": 5, "keep_alive": keep_alive})]
+    requests = synthetic(Synthetic(rps, 60, cv, prompt_tokens=100, output_tokens=40), names_of(groups), seed)
+    cluster = machines(
+        2, can=can, failures=Failures(mtbf_s=mtbf, mttr_s=20), devices=2, runtime={"timeout_s": 1e5, "message_ms": 1}
+    )
+    before, booked = MeshNode.status, list[int]()
+
+    def watched(node: MeshNode, now: float) -> object:
+        booked.extend(node.reserved(d) for d in node.sim.devices)
+        return before(node, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MeshNode, "status", watched)
+        first, again = (run(cluster, groups, requests, profile) for _ in range(2))
+    assert max(booked, default=0) <= 20 * GB
+    assert first.lost == 0
+    if mtbf is None:
+        assert len(first.served) == len(requests)
+    assert all(s.queued >= -1e-9 for s in first.served)
+    assert first == again

@@ -1,0 +1,191 @@
+"""Each way of becoming ready, and each way of making room, reckoned by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.domain.policies.common import (
+    arrivals,
+    evict_lru,
+    keep_setting,
+    keep_until_needed,
+    one_each,
+    per_request,
+    soonest,
+)
+from services.scheduler.domain.policies.port import Ask, Option, Profile
+from simulator.config import (
+    Batching,
+    ClusterFile,
+    Failure,
+    Failures,
+    Fixed,
+    LinkSpeeds,
+    ModelGroup,
+    NodeGroup,
+    Runtime,
+    Startup,
+)
+from simulator.policies import serverlessllm, shepherd, swapservellm
+from simulator.report import Outcome
+from simulator.simulate import simulate
+from simulator.workloads.request import Request
+
+PLAIN = Profile("plain", arrivals, evict_lru, soonest, keep_setting, one_each)
+LONG = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=1)
+
+
+def cluster(
+    runtime: Runtime | None = None, *, links: LinkSpeeds | None = None, failures: Failures | None = None, **more: float
+) -> ClusterFile:
+    speeds = links or LinkSpeeds(remote=1, ssd=5, device=20)
+    node = NodeGroup.model_validate({"devices": 1, "device_gb": 20, "dram_gb": 100, "links": speeds, **more})
+    return ClusterFile(nodes=(node,), runtime=runtime or Runtime(in_dram=True), failures=failures or Failures())
+
+
+def model(name: str, **more: object) -> ModelGroup:
+    return ModelGroup.model_validate({"name": name, "weights_gb": 10, "service": Fixed(seconds=1), "slo_ttft": 10, **more})
+
+
+def ask(at: float, name: str, prompt: int = 100, output: int = 101) -> Request:
+    return Request(at, name, prompt, output)
+
+
+def loads(outcome: Outcome) -> dict[str, int]:
+    return {k: v for k, v in outcome.loads.items() if v}
+
+
+def pipelined(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+    return max(options, key=lambda o: (o.stages, -o.full_workers, o.key), default=None)
+
+
+def test_what_was_left_behind_is_not_loaded_again() -> None:
+    profile = replace(PLAIN, uses=frozenset({"reuse"}))
+    models = [model("a", keep_alive=1), model("b", weights_gb=14, keep_alive=1)]
+    outcome = simulate(cluster(), models, [ask(0, "a"), ask(10, "a"), ask(20, "b"), ask(30, "a")], profile)
+    # 0.5 s for 10 GB; none; 14 GB leave 6 of the other's 10 GB there; 4 GB are missing
+    assert [s.queued for s in outcome.served] == pytest.approx([0.5, 0.0, 0.7, 0.2])
+    assert loads(outcome) == {"dram": 2, "reuse": 2}
+
+
+def test_moving_what_lies_in_the_way_takes_time_where_it_is_stated() -> None:
+    profile = replace(PLAIN, uses=frozenset({"reuse"}))
+    runtime = Runtime(in_dram=True, merge_gb_per_second=100, merge_share=0.5)
+    outcome = simulate(cluster(runtime), [model("a", keep_alive=1), model("b", weights_gb=4)], [ask(0, "a"), ask(10, "b")], profile)
+    assert [s.queued for s in outcome.served] == pytest.approx([0.5, 0.2 + 10 * 0.5 / 100])
+
+
+def test_elastic_kv_takes_memory_with_the_request_and_weights_make_room() -> None:
+    profile = replace(PLAIN, uses=frozenset({"reuse"}))
+    runtime = Runtime(in_dram=True, elastic_kv=True)
+    service = Batching(prefill_tokens_per_second=1e6, tpot_ms=1, concurrency=4)
+    models = [model("a", keep_alive=1), model("b", weights_gb=9, service=service, kv_mb_per_token=10, keep_alive=1)]
+    requests = [ask(0, "a"), ask(10, "b", 100, 200), ask(20, "a")]
+    outcome = simulate(cluster(runtime), models, requests, profile)
+    assert outcome.served[2].queued == pytest.approx(2 / 20)  # 3 GB of cache pushed out 2 of its 10 GB
+    assert outcome.lost == 0
+
+
+def test_bytes_come_from_a_peer_while_the_model_executes_there() -> None:
+    profile = replace(PLAIN, keep=keep_until_needed, uses=frozenset({"peer_copy"}))
+    links = LinkSpeeds(remote=1, ssd=1, device=10, bus=10, peer=40)
+    runtime = Runtime(in_dram=True, exclusive=True)
+    outcome = simulate(cluster(runtime, links=links, devices=2), [model("a")], [ask(0, "a"), ask(1.5, "a"), ask(1.6, "a")], profile)
+    # From the host in 1 s while it executes; there already; copied in 0.25 s while it executes.
+    assert [s.ttft for s in outcome.served] == pytest.approx([1.0, 1.0, 1.0])
+    assert loads(outcome) == {"dram": 1, "ready": 1, "peer": 1}
+
+
+def test_neighbours_share_their_bus() -> None:
+    links = LinkSpeeds(remote=1, ssd=1, device=10, bus=10)
+    runtime = Runtime(in_dram=True, exclusive=True)
+    profile = replace(PLAIN, keep=keep_until_needed)
+    slow = simulate(cluster(runtime, links=links, devices=2), [model("a"), model("b")], [ask(0, "a"), ask(0, "b")], profile)
+    assert [s.ttft for s in slow.served] == pytest.approx([2.0, 2.0])
+
+
+def test_who_can_go_on_elsewhere_is_preempted_or_moves_and_its_pause_is_counted() -> None:
+    node = {"devices": 1, "device_gb": 12, "dram_gb": 100, "ssd_gb": 0}
+    slow = NodeGroup.model_validate({"name": "slow", **node, "kind": "slow", "links": LinkSpeeds(remote=1, ssd=1, device=20)})
+    other = NodeGroup.model_validate({"name": "other", **node, "kind": "other", "links": LinkSpeeds(remote=5, ssd=1, device=20)})
+    machines = ClusterFile(nodes=(slow, other))
+    models = [model("free", service=LONG), model("bound", kinds=["other"])]
+    outcome = simulate(machines, models, [ask(0, "free", 100, 201), ask(10, "bound", 1, 1)], shepherd.PROFILE)
+    assert outcome.preemptions == 1
+    first = next(s for s in outcome.served if s.model == "free")
+    # It began at 2 s; at 10 s it is interrupted, loads for 10 s on the slow node, and is where it was 8 s later.
+    assert first.pause == pytest.approx(10 + 8)
+    assert first.ended == pytest.approx(20 + 0.1 + 20)
+    moved = simulate(machines, models, [ask(0, "free", 100, 201), ask(10, "bound", 1, 1)], serverlessllm.PROFILE)
+    assert (moved.migrations, moved.preemptions) == (1, 0)
+    pause = next(s for s in moved.served if s.model == "free").pause
+    assert 0 < pause < 0.2  # what is left to compute in the last round
+    assert next(s for s in moved.served if s.model == "bound").queued > 10  # it waits until the other one has moved
+
+
+def test_who_is_suspended_comes_back_from_its_snapshot() -> None:
+    models = [model("a", snapshot_gb=4), model("b", weights_gb=15)]
+    runtime = Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1))
+    outcome = simulate(cluster(runtime), models, [ask(0, "a"), ask(10, "b"), ask(20, "a")], swapservellm.PROFILE)
+    # Containers take 3 s, in which a's 4 GB make room for b. b's 15 GB at 20 GB/s make room for a, which comes back in 0.2 s.
+    assert [s.queued for s in outcome.served] == pytest.approx([3.5, 3.75, 0.75 + 0.2 + 0.1])
+    assert outcome.suspensions == 2
+    assert loads(outcome) == {"dram": 2, "snapshot": 1}
+
+
+def pipeline(tpot_ms: float = 100, kv: float = 0.0, gather: float = 1.0, **more: object) -> ModelGroup:
+    service = Batching(prefill_tokens_per_second=1e6, tpot_ms=tpot_ms, concurrency=4)
+    return model("p", service=service, kv_mb_per_token=kv, slo_ttft=60, slo_tpot=1, **more)
+
+
+def spread_out(**runtime: object) -> ClusterFile:
+    links = LinkSpeeds(remote=1, ssd=1, device=100)
+    node = NodeGroup(count=4, devices=1, device_gb=20, dram_gb=0, links=links)
+    return ClusterFile(nodes=(node,), runtime=Runtime.model_validate({"cache_dram": False, "cache_ssd": False, **runtime}))
+
+
+def test_a_pipeline_fetches_a_quarter_on_each_server_and_goes_on_as_one() -> None:
+    profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
+    outcome = simulate(spread_out(), [pipeline()], [ask(0, "p", 100, 201)], profile)
+    (served,) = outcome.served
+    assert served.queued == pytest.approx(2.5)  # 10 GB over four links of 1 GB/s
+    assert loads(outcome) == {"pipeline": 1}
+    assert outcome.device_seconds == pytest.approx(4 * 10.0 + (served.ended - 10.0), rel=0.02)  # the rest is there after 7.5 s more
+
+
+def test_a_pipeline_becomes_as_many_instances_as_are_wanted() -> None:
+    profile = replace(PLAIN, choose=pipelined, scale=per_request, uses=frozenset({"pipeline"}))
+    requests = [ask(0, "p", 100, 401) for _ in range(16)]
+    outcome = simulate(spread_out(), [pipeline(replicas_max=4)], requests, profile)
+    assert len(outcome.served) == 16
+    assert outcome.loads["pipeline"] == 1
+    begun = sorted(s.queued for s in outcome.served)
+    assert begun[:4] == pytest.approx([2.5] * 4)
+    assert begun[-1] == pytest.approx(10.0)  # every stage has the rest, 7.5 GB, by then
+    assert outcome.lost == 0
+
+
+@pytest.mark.parametrize("failover", ["resume", "restart"])
+def test_requests_of_a_node_that_fails_go_on_or_begin_again(failover: str) -> None:
+    node = NodeGroup(count=2, devices=1, device_gb=20, dram_gb=100, links=LinkSpeeds(remote=1, ssd=1, device=20))
+    failures = Failures(events=(Failure(node="node-0", at=6, seconds=100),))
+    runtime = Runtime.model_validate({"in_dram": True, "failover": failover})
+    machines = ClusterFile(nodes=(node,), runtime=runtime, failures=failures)
+    outcome = simulate(machines, [model("a", service=LONG)], [ask(0, "a", 100, 101)], PLAIN)
+    (served,) = outcome.served
+    assert outcome.restarts == 1
+    # It began at 0.5 s. At 6 s the other node loads for 0.5 s; the prompt takes 0.1 s again, and with it the tokens that were there.
+    tokens = int((6 - 0.6) / 0.1) + 1
+    ends = {"resume": 6.5 + (100 + tokens) / 1000 + (101 - tokens) * 0.1, "restart": 6.5 + 0.1 + 10.0}
+    assert served.ended == pytest.approx(ends[failover], abs=0.02)
+    assert served.pause > 0.5
+
+
+def test_who_waits_too_long_is_given_up() -> None:
+    runtime = Runtime(in_dram=True, timeout_s=5)
+    outcome = simulate(cluster(runtime), [model("a", service=Fixed(seconds=9))], [ask(0, "a"), ask(0, "a"), ask(8, "a")], PLAIN)
+    assert (len(outcome.served), outcome.timed_out) == (2, 1)
+    assert outcome.figures()["slo_attainment"] == pytest.approx(1 / 3, abs=1e-3)  # the last one took 10.5 s

@@ -14,7 +14,9 @@ from services.gateway.adapters.idempotency import Claim, Entry, Found, Idempoten
 from services.gateway.adapters.keystore import KeyStore
 from services.gateway.adapters.lengths import Lengths
 from services.gateway.adapters.model_files import ModelFiles
+from services.gateway.domain.admission import Admission, ByteLimits
 from services.gateway.domain.ask import Ask
+from services.gateway.domain.bounds import Bounds
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.early import EarlyAdapters, Told
@@ -38,6 +40,22 @@ _STARTING_RETRY_MS = 1_000
 _STARTING_WAIT_S = 2.0
 
 
+def bounds_of(settings: GatewaySettings) -> Bounds:
+    return Bounds(
+        prompts=settings.max_prompts,
+        choices=settings.max_choices,
+        messages=settings.max_messages,
+        content_parts=settings.max_content_parts,
+        tools=settings.max_tools,
+        stops=settings.max_stops,
+        biases=settings.max_logit_biases,
+    )
+
+
+def byte_limits_of(settings: GatewaySettings) -> ByteLimits:
+    return ByteLimits(settings.max_open_bytes, settings.max_open_bytes_per_key, settings.max_open_bytes_per_model)
+
+
 class Gateway:
     """Implements the dispatcher's `Effects`. All methods run on the event loop; none of them waits."""
 
@@ -52,6 +70,8 @@ class Gateway:
         self._inquiries = Inquiries(mesh, self.dispatcher)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         self.keys = Keys(settings, KeyStore(mesh))
+        self.bounds = bounds_of(settings)
+        self.admission = Admission(byte_limits_of(settings))
         self.lengths = Lengths(ModelFiles(mesh, self.dispatcher.routes.nodes))
         self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
         self._early = EarlyAdapters()

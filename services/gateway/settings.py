@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
+from shared.contracts.openai import MAX_BIASES
 from shared.messaging.bounds import KEYED_REPLIES_BYTES
 from shared.settings import CommonSettings
 
@@ -21,6 +22,28 @@ class GatewaySettings(CommonSettings):
         ge=1024,
         description="Largest HTTP body taken; what one NATS message may carry bounds it too.",
     )
+    max_body_values: int = Field(
+        default=160 * 1024,
+        ge=1024,
+        description="Most values in a JSON body; beyond 413. A member of an object counts as 8, an array or object as 32, text as nothing.",
+    )
+    max_prompts: int = Field(default=2048, ge=1, description="Most prompts of a completion, or inputs of an embedding request.")
+    max_choices: int = Field(default=1024, ge=1, description="Most choices of a request: its prompts times n (or best_of).")
+    max_messages: int = Field(default=2048, ge=1, description="Most messages of a chat.")
+    max_content_parts: int = Field(default=4096, ge=1, description="Most content parts of all messages of a chat together.")
+    max_tools: int = Field(default=512, ge=1, description="Most tools of a chat.")
+    max_stops: int = Field(default=64, ge=1, description="Most stop strings and stop token ids of a request.")
+    max_logit_biases: int = Field(default=1024, ge=1, le=MAX_BIASES, description="Most entries of logit_bias.")
+    max_open_bytes: int = Field(
+        default=512 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="Bytes of open requests (read, waiting, being answered) that a gateway holds; beyond it answers 429.",
+    )
+    max_open_bytes_per_key: int = Field(
+        default=128 * 1024 * 1024, ge=1024 * 1024, description="The same for one API key, or one address that comes without a key."
+    )
+    max_open_bytes_per_model: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024, description="The same for one model.")
+    body_timeout: float = Field(default=120.0, gt=0, description="Seconds that the body of a request may take to arrive.")
     waking_comment_after: float = Field(
         default=5.0, gt=0, description="Seconds without a token after which a stream gets SSE comments about what it waits for."
     )

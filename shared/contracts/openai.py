@@ -6,7 +6,7 @@ Fields outside the schema are kept (`extra="allow"`) and go to the engine. Names
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -47,6 +47,15 @@ NOT_HONOURED: dict[str, tuple[Any, ...]] = {
 they change nothing."""
 
 
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+"""Every list stops at its first invalid entry: a body of 160,000 nulls is one error, not 160,000 (140 MB)."""
+MAX_BIASES = 4096
+"""Most entries of `logit_bias`, counted before they are validated: pydantic reports each invalid entry of a dictionary."""
+
+
 class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -66,9 +75,11 @@ class _Generation(_Open):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(default=None, ge=1)
     stop: (
-        Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16, fail_fast=True)]
+        | None
     ) = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool = False
     n: int | None = Field(default=None, ge=1, le=128)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -79,6 +90,13 @@ class _Generation(_Open):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     user: str | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:
+            raise ValueError(f"at most {MAX_BIASES} entries are allowed")
+        return value
 
     @field_validator("stream_options")
     @classmethod
@@ -96,7 +114,7 @@ class _Generation(_Open):
 
 class ChatMessage(_Open):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
 
     @model_validator(mode="after")
     def _content(self) -> Self:
@@ -106,11 +124,11 @@ class ChatMessage(_Open):
 
 
 class ChatCompletionRequest(_Generation):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -129,7 +147,7 @@ class ChatCompletionRequest(_Generation):
 
 
 class CompletionRequest(_Generation):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
     suffix: str | None = None
@@ -142,7 +160,7 @@ class CompletionRequest(_Generation):
 
 class EmbeddingRequest(_Open):
     model: str
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     user: str | None = None
@@ -166,5 +184,6 @@ def prompts_of(value: str | list[str] | list[int] | list[list[int]]) -> list[str
     """One prompt or a batch of them, each as text or as token ids."""
     if isinstance(value, str):
         return [value]
-    ids = [item for item in value if isinstance(item, int)]
-    return [ids] if ids else [item for item in value if not isinstance(item, int)]
+    if value and isinstance(value[0], int):  # validated: all of them are, and there may be hundreds of thousands
+        return [value]
+    return list(cast("list[str | list[int]]", value))

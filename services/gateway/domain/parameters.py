@@ -54,7 +54,7 @@ def _check_bias(request: ChatCompletionRequest | CompletionRequest, card: ModelC
 
 def _check_known(tokens: list[int], param: str, card: ModelCard) -> None:
     size = card.info.vocab_size
-    if size and any(not 0 <= token < size for token in tokens):
+    if size and tokens and not 0 <= min(tokens) <= max(tokens) < size:
         raise InvalidRequest(f"{param} has a token id outside the vocabulary of {size}", param=param)
 
 

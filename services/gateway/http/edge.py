@@ -11,14 +11,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.domain.admission import Reservation
 from services.gateway.http.dialects import dialect_of
-from services.gateway.http.errors import error_response, from_http
+from services.gateway.http.errors import RequestTimeout, error_response, from_http
 from services.gateway.service import Gateway
 from shared.errors import InvalidRequest, PayloadTooLarge, ShuttingDown, ThawError
 from shared.telemetry.logs import request_id as log_request_id
 
 log = logging.getLogger(__name__)
 _DISCARDED_BYTES = 256 * 1024 * 1024
+_BODY_TIMEOUT_S = 120.0
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -88,23 +90,69 @@ class Edge:
                 await error_response(fault, dialect)(scope, receive, send_noted)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `PayloadTooLarge` for one over `limit` bytes, after the client has had a chance to send it: a connection
-    closed while a body is on its way loses the answer too."""
-    parts: list[bytes] = []
-    size = 0
-    more = True
-    while more:
-        message = await receive()
+async def read_body(
+    scope: Scope, receive: Receive, limit: int, held: Reservation | None = None, within: float = _BODY_TIMEOUT_S
+) -> bytes:
+    """Read the whole body. One over a limit is refused after the client has had a chance to send it: a connection closed while a body is
+    on its way loses the answer too.
+
+    Args:
+        limit: Most bytes of the body.
+        held: The account of the gateway's memory that the bytes are added to.
+        within: Seconds that the body may take.
+
+    Raises:
+        PayloadTooLarge: The body is over `limit` bytes.
+        QueueFull: The gateway holds as many bytes of requests as it may.
+        RequestTimeout: The body was not complete in time.
+    """
+    body = _Body(limit, held)
+    message = await receive()
+    if not body.add(message):
+        try:
+            async with asyncio.timeout(within):
+                while not body.add(await receive()):
+                    pass
+        except TimeoutError:
+            raise RequestTimeout(f"The body was not complete within {within:g} s, so it was given up") from None
+    return body.whole()
+
+
+class _Body:
+    """What has come of a body; the bytes of one that is refused are passed over."""
+
+    def __init__(self, limit: int, held: Reservation | None) -> None:
+        self._limit = limit
+        self._held = held
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._refusal: ThawError | None = None
+
+    def add(self, message: Message) -> bool:
+        """Take a message of the server's; True: it was the last."""
         if message["type"] == "http.disconnect":
             raise InvalidRequest("The client left before its request was whole")
         part = message.get("body", b"")
-        size += len(part)
-        if size <= limit:
-            parts.append(part)
-        elif size > limit + _DISCARDED_BYTES:
-            break
-        more = message.get("more_body", False)
-    if size > limit:
-        raise PayloadTooLarge(f"The body is over the limit of {limit} bytes")
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        self._size += len(part)
+        if self._size > self._limit:
+            self._refuse(PayloadTooLarge(f"The body is over the limit of {self._limit} bytes"))
+        elif self._refusal is None:
+            self._keep(part)
+        return self._size > self._limit + _DISCARDED_BYTES or not message.get("more_body", False)
+
+    def _keep(self, part: bytes) -> None:
+        try:
+            if self._held is not None:
+                self._held.grow(len(part))
+            self._parts.append(part)
+        except ThawError as e:
+            self._refuse(e)
+
+    def _refuse(self, error: ThawError) -> None:
+        self._refusal = error
+        self._parts.clear()
+
+    def whole(self) -> bytes:
+        if self._refusal is not None:
+            raise self._refusal
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)

@@ -20,6 +20,12 @@ class MethodNotAllowed(InvalidRequest):
     code, status = "method_not_allowed", 405
 
 
+class RequestTimeout(InvalidRequest):
+    """The request did not arrive in time."""
+
+    code, status = "request_timeout", 408
+
+
 def error_headers(error: ThawError) -> dict[str, str]:
     headers: dict[str, str] = {}
     if error.should_retry is not None:
@@ -31,7 +37,7 @@ def error_headers(error: ThawError) -> dict[str, str]:
         headers["x-thaw-queue-position"] = str(error.position)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status == 413:
+    if error.status in (408, 413):
         # The rest of the body is still on its way; nobody is going to read it.
         headers["connection"] = "close"
     return headers

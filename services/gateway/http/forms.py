@@ -2,40 +2,107 @@
 
 from __future__ import annotations
 
-import re
-from email.message import Message
+from typing import TYPE_CHECKING
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from services.gateway.http.pace import Pace
 from shared.errors import InvalidRequest
 
+if TYPE_CHECKING:  # the library has it only there
+    from python_multipart.multipart import MultipartCallbacks
+
 MULTIPART = "multipart/form-data"
-_NAME = re.compile(rb'content-disposition:[^\r\n]*?;\s*name="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
-_FILE = re.compile(rb"content-disposition:[^\r\n]*?;\s*filename\*?=", re.IGNORECASE)
-_LONGEST_FIELD = 64 * 1024
+_LONGEST_FIELD_BYTES = 64 * 1024
+_SLICE_BYTES = 16 * 1024
+_MAX_PARTS = 128
+_MAX_HEADERS = 8
+_MAX_HEADER_BYTES = 4096
+_MAX_TYPE_BYTES = 1024
 
 
 def is_form(content_type: str) -> bool:
     return content_type.split(";", 1)[0].strip().lower() == MULTIPART
 
 
-def text_fields(content_type: str, body: bytes) -> dict[str, str]:
-    """The fields that are no files, each by its last value. Raises `InvalidRequest` for a body that is not such a form."""
-    boundary = _boundary(content_type)
-    parts = (b"\r\n" + body).split(b"\r\n--" + boundary)
-    if len(parts) < 3 or not parts[-1].startswith(b"--"):
-        raise InvalidRequest("The body is not the multipart form that its Content-Type announces, or is not whole")
-    fields: dict[str, str] = {}
-    for part in parts[1:-1]:
-        head, separator, value = part.partition(b"\r\n\r\n")
-        name = _NAME.search(head)
-        if separator and name is not None and not _FILE.search(head) and len(value) <= _LONGEST_FIELD:
-            fields[name[1].decode(errors="replace")] = value.decode(errors="replace")
-    return fields
+async def text_fields(content_type: str, body: bytes) -> dict[str, str]:
+    """The fields of a form that are no files, each by its last value; the event loop runs between slices of a large body.
 
-
-def _boundary(content_type: str) -> bytes:
-    header = Message()
-    header["content-type"] = content_type
-    boundary = header.get_boundary()
+    Raises:
+        InvalidRequest: The body is not such a form, is not complete, or has too many or too large parts.
+    """
+    boundary = parse_options_header(content_type)[1].get(b"boundary") if len(content_type) <= _MAX_TYPE_BYTES else None
     if not boundary:
-        raise InvalidRequest("The Content-Type of a multipart form names its boundary")
-    return boundary.encode("latin-1", "replace")
+        raise InvalidRequest("The Content-Type of a multipart form has no boundary. Send one, as HTTP clients do by themselves")
+    fields = _Fields()
+    pace = Pace()
+    try:
+        parser = MultipartParser(boundary, fields.callbacks(), max_header_count=_MAX_HEADERS, max_header_size=_MAX_HEADER_BYTES)
+        for at in range(0, len(body), _SLICE_BYTES):
+            parser.write(body[at : at + _SLICE_BYTES])
+            await pace.rest()
+    except FormParserError as e:
+        raise InvalidRequest(f"The body is not the multipart form that its Content-Type announces: {e}") from e
+    if not fields.complete:
+        raise InvalidRequest("The multipart form is not complete: its closing boundary is missing")
+    return fields.values
+
+
+class _Fields:
+    """Collects the parser's events; the bytes of files are passed over."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.complete = False
+        self._parts = 0
+        self._name: bytes | None = None
+        self._value = bytearray()
+        self._header, self._header_value = bytearray(), bytearray()
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._begin_part,
+            "on_part_data": self._add_data,
+            "on_part_end": self._end_part,
+            "on_header_field": self._add_header,
+            "on_header_value": self._add_header_value,
+            "on_header_end": self._end_header,
+            "on_end": self._end,
+        }
+
+    def _begin_part(self) -> None:
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise InvalidRequest(f"The multipart form has more than {_MAX_PARTS} parts, which is the limit")
+        self._name = None
+        self._value.clear()
+
+    def _add_header(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _add_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            _, options = parse_options_header(bytes(self._header_value))
+            is_file = b"filename" in options or b"filename*" in self._header_value.lower()
+            self._name = None if is_file else options.get(b"name")
+        self._header.clear()
+        self._header_value.clear()
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name is None:
+            return
+        if len(self._value) + end - start > _LONGEST_FIELD_BYTES:
+            self._name = None  # not one that the gateway reads
+            return
+        self._value += data[start:end]
+
+    def _end_part(self) -> None:
+        if self._name is not None:
+            self.values[self._name.decode(errors="replace")] = self._value.decode(errors="replace")
+
+    def _end(self) -> None:
+        self.complete = True

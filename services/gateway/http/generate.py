@@ -11,8 +11,10 @@ from opentelemetry.trace import SpanKind
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.access import Keys
 from services.gateway.adapters.engines import ENVELOPE_BYTES
 from services.gateway.adapters.idempotency import Claim, Entry, Found, digest
+from services.gateway.domain.admission import Reservation
 from services.gateway.exchange import Exchange
 from services.gateway.http.answers import Answer
 from services.gateway.http.collect import Collected, Embedded, NoTokens, Whole
@@ -24,6 +26,7 @@ from services.gateway.http.parse import Parsed, check, parse, parse_other
 from services.gateway.http.shapes import Head
 from services.gateway.http.sse import EventStream
 from services.gateway.http.waking import progress_of
+from services.gateway.http.weight import require_light
 from services.gateway.keyed import joinable
 from services.gateway.recording import Origin
 from services.gateway.service import Gateway
@@ -36,6 +39,13 @@ from shared.telemetry.tracing import context_of, tracer
 log = logging.getLogger(__name__)
 _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-", "embedding": "embd-", "other": ""}
 _SPAN = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings", "other": "other"}
+
+
+def client_of(scope: Scope) -> str:
+    """Whose share of the gateway's memory a request takes: its key's, or, without one, its address's."""
+    key = Keys.of(Headers(scope=scope))
+    client = scope.get("client")
+    return key or (f"address {client[0]}" if client else "")
 
 
 class Generate:
@@ -53,16 +63,27 @@ class Generate:
             carried -= 6 * (len(scope["query_string"]) + sum(len(headers.get(name, "")) for name in FORWARDED))
             if is_form(headers.get("content-type", "")):
                 carried = carried * 3 // 4
-        return max(0, min(self._gateway.settings.max_body_bytes, carried))
+        settings = self._gateway.settings
+        together = min(settings.max_open_bytes, settings.max_open_bytes_per_key, settings.max_open_bytes_per_model)
+        return max(0, min(settings.max_body_bytes, together, carried))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = time.monotonic()
-        parsed = self._parse(scope, await read_body(scope, receive, self.body_limit(scope)))
+        arrived, gateway = time.monotonic(), self._gateway
+        with gateway.admission.begin(client_of(scope)) as held:
+            body = await read_body(scope, receive, self.body_limit(scope), held, gateway.settings.body_timeout)
+            parsed = await self._parse(scope, body)
+            await self._generate(parsed, held, arrived, scope, receive, send)
+
+    async def _generate(
+        self, parsed: Parsed, held: Reservation, arrived: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         card = self._gateway.catalog.resolve(parsed.request.model)
+        held.name_model(card.name)
         if (adapter := self._gateway.catalog.adapter(parsed.request.model)) is not None:
             parsed = replace(parsed, ask=replace(parsed.ask, adapter=adapter))
         check(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
+            self._gateway.bounds.check(parsed.request)
             await self._gateway.lengths.check(parsed.request, card)
         answer_id, created = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time())
         key: tuple[Claim | Found, Entry] | None = None
@@ -76,12 +97,14 @@ class Generate:
         sink = self._sink(parsed, answer_id, created, keyed=key is not None)
         await self._answer(parsed, card, arrived, sink, key, scope, receive, send)
 
-    def _parse(self, scope: Scope, body: bytes) -> Parsed:
+    async def _parse(self, scope: Scope, body: bytes) -> Parsed:
+        if not is_form(Headers(scope=scope).get("content-type", "")):
+            await require_light(body, self._gateway.settings.max_body_values)
         if self._endpoint != "other":
             return parse(self._endpoint, body)
         route = scope["path"]
         try:
-            return parse_other(body, route, scope["query_string"].decode("latin-1"), Headers(scope=scope))
+            return await parse_other(body, route, scope["query_string"].decode("latin-1"), Headers(scope=scope))
         except InvalidRequest:
             # A body of a route that is nobody's: what is wrong with it is where it was sent.
             if any(route in card.routes for card in self._gateway.catalog.cards()):

@@ -43,13 +43,13 @@ def parse(endpoint: Endpoint, body: bytes) -> Parsed:
     return Parsed(validated(REQUESTS[endpoint], body), Ask(endpoint, body))
 
 
-def parse_other(body: bytes, route: str, query: str, headers: Mapping[str, str]) -> Parsed:
+async def parse_other(body: bytes, route: str, query: str, headers: Mapping[str, str]) -> Parsed:
     """A request of a route that is not ours: JSON or a multipart form, with a model in it."""
     forwarded = {name: headers[name] for name in FORWARDED if name in headers}
     kind = headers.get("content-type", "")
     if not is_form(kind):
         return Parsed(validated(OtherRequest, body), Ask("other", body, route, query, forwarded))
-    fields = text_fields(kind, body)
+    fields = await text_fields(kind, body)
     if not fields.get("model"):
         raise InvalidRequest("Missing required parameter: 'model'.", param="model")
     request = OtherRequest(model=fields["model"], stream=fields.get("stream", "").lower() in ("true", "1"))

@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from services.gateway.access import is_exposed
 from services.gateway.adapters.catalog import CatalogCopy
 from services.gateway.finding import answer_finds
 from services.gateway.http.admin import Admin
@@ -104,7 +105,7 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
         sys.stderr.write(f"gateway: cannot listen on {where}: {e.strerror}; choose another with THAW_GATEWAY_PORT\n")
         return 1
     mesh, metrics = Mesh(settings, "gateway"), Metrics()
-    gateway = Gateway(mesh, settings, Recorder(mesh, metrics))
+    gateway = Gateway(mesh, settings, Recorder(mesh, metrics), exposed=is_exposed(settings, listener))
     metrics.observe(gateway.dispatcher)
     try:
         mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, gateway.on_status)
@@ -149,10 +150,8 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(sockets=[listener]), name="http")
         log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
-        if settings.admin_key is None:
-            log.warning(
-                "without THAW_ADMIN_KEY, or a key of `thaw keys add --admin`, whoever reaches this port administers the mesh"
-            )
+        gateway.keys.note_configured()
+        _warn_of_access(gateway)
         background = [
             group.create_task(_join(gateway, group), name="join"),
             group.create_task(gateway.recorder.run(), name="traces"),
@@ -162,6 +161,16 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         await _finish(gateway, server, serving)
         await end(*background, *gateway.tasks)
     return 1 if lost else 0
+
+
+def _warn_of_access(gateway: Gateway) -> None:
+    keys, where = gateway.keys, {"host": gateway.settings.gateway_host}
+    if not keys.guards_admin and keys.exposed:
+        log.warning("the admin API is off until THAW_ADMIN_KEY is set, or an admin key is found in the mesh", extra=where)
+    elif not keys.guards_admin:
+        log.warning("the admin API asks for no key: any program on this machine administers the mesh; set THAW_ADMIN_KEY")
+    if keys.exposed and gateway.settings.require_key is False and not keys.configured:
+        log.warning("THAW_REQUIRE_KEY=false: other machines may infer without a key as long as none exists", extra=where)
 
 
 async def _finish(gateway: Gateway, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ from services.gateway.access import Keys
 from services.gateway.adapters.demand import DemandSender
 from services.gateway.adapters.engines import Engines
 from services.gateway.adapters.idempotency import Claim, Entry, Found, IdempotencyStore
+from services.gateway.adapters.keymarker import KeyMarker
 from services.gateway.adapters.keystore import KeyStore
 from services.gateway.adapters.lengths import Lengths
 from services.gateway.adapters.model_files import ModelFiles
@@ -59,7 +60,10 @@ def byte_limits_of(settings: GatewaySettings) -> ByteLimits:
 class Gateway:
     """Implements the dispatcher's `Effects`. All methods run on the event loop; none of them waits."""
 
-    def __init__(self, mesh: Mesh, settings: GatewaySettings, recorder: Recorder, gateway_id: str | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, settings: GatewaySettings, recorder: Recorder, gateway_id: str | None = None, *, exposed: bool = False
+    ) -> None:
+        """`exposed`: whether other machines can reach the endpoint."""
         self.id = gateway_id or uuid.uuid4().hex
         self.mesh = mesh
         self.settings = settings
@@ -69,7 +73,7 @@ class Gateway:
         self.engines = Engines(mesh, self.id)
         self._inquiries = Inquiries(mesh, self.dispatcher)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
-        self.keys = Keys(settings, KeyStore(mesh))
+        self.keys = Keys(settings, KeyStore(mesh, KeyMarker(settings.state / "gateway")), exposed=exposed)
         self.bounds = bounds_of(settings)
         self.admission = Admission(byte_limits_of(settings))
         self.lengths = Lengths(ModelFiles(mesh, self.dispatcher.routes.nodes))

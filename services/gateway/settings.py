@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from shared.contracts.openai import MAX_BIASES
 from shared.messaging.bounds import KEYED_REPLIES_BYTES
@@ -57,8 +58,15 @@ class GatewaySettings(CommonSettings):
         description="Bytes kept for a client that reads slower than its model writes; beyond, it fails.",
     )
     drain_timeout: float = Field(default=30.0, ge=0, description="Seconds that open requests may take to finish after SIGTERM.")
+    published_address: str = Field(
+        default="",
+        description="Address of the host that a container's port is published on, as 127.0.0.1: whether the endpoint is beyond loopback is told "
+        "by it. Empty: by the address that the gateway listens on.",
+    )
     admin_key: SecretStr | None = Field(
-        default=None, description="Bearer key of the admin API; none: open to whoever reaches the port."
+        default=None,
+        description="Bearer key of the admin API. None: beyond loopback the admin API is off, and on loopback it takes no admin keys, commands or "
+        "code.",
     )
     api_keys: SecretStr | None = Field(
         default=None,
@@ -67,8 +75,10 @@ class GatewaySettings(CommonSettings):
     api_keys_file: Path | None = Field(
         default=None, description="File with one such hash a line (`#` starts a comment); read again when it changes."
     )
-    require_key: bool = Field(
-        default=False, description="Refuse inference without a key also where no key has been made, or all are revoked or lost."
+    require_key: bool | None = Field(
+        default=None,
+        description="true: inference always needs a key. false: only while there is one. Unset: once there has been one, and always beyond "
+        "loopback.",
     )
     idempotency_ttl: float = Field(default=24 * 3600.0, gt=0, description="Seconds that the answer to an Idempotency-Key is kept.")
     idempotency_bytes: int = Field(
@@ -79,3 +89,9 @@ class GatewaySettings(CommonSettings):
     )
     tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; with it the endpoint speaks HTTPS.")
     tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")
+
+    @field_validator("require_key", mode="before")
+    @classmethod
+    def _unset(cls, value: Any) -> Any:
+        """An empty variable is as good as none: compose passes those that are not set on so."""
+        return None if value == "" else value

@@ -18,6 +18,15 @@ ENGINE_SOURCE = "engine://"
 OPERATORS_FIELDS = ("command", "env", "container")
 """Options that decide what a node runs: taken from a thaw.yaml or the admin API, and there only where the operator allows it."""
 
+_HARMLESS_FIELDS = frozenset(
+    {
+        "name", "source", "aliases", "base", "engine", "keep_alive", "replicas", "priority", "park", "pin", "placement", "max_model_len",
+        "max_concurrency", "dtype", "queue", "slo", "latency_sensitivity", "isolation", "init_timeout", "response_timeout", "memory",
+        "health", "ready_timeout", "stop_signal", "routes",
+    }
+)  # fmt: skip
+"""Options of a model that can make no node run code of the caller's choice. An option that is new here counts as one that can."""
+
 
 class Strict(Frozen):
     """A value that a person writes: unknown keys are faults, not future fields."""
@@ -330,3 +339,9 @@ class ModelCard(Frozen):
 def routes_of(spec: ModelSpec) -> tuple[str, ...]:
     """The paths under /v1/ that the model's engine serves besides chat and text completions and embeddings."""
     return tuple(dict.fromkeys((*CAPABILITIES[spec.engine].routes, *spec.routes)))
+
+
+def code_fields(spec: ModelSpec) -> tuple[str, ...]:
+    """The options set in `spec` by which a node can be made to run code: arguments of the builtin engine are not among them."""
+    fields = (f for f in ModelSpec.model_fields if f not in _HARMLESS_FIELDS)
+    return tuple(f for f in fields if getattr(spec, f) and not (f == "engine_args" and spec.engine == "builtin"))

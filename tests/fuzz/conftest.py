@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,13 +22,13 @@ from tests.support.servers import NatsServer, free_port
 
 
 @asynccontextmanager
-async def _running(nats_url: str, port: int) -> AsyncIterator[None]:
+async def _running(nats_url: str, port: int, home: Path) -> AsyncIterator[None]:
     cards = (card_of("alpha"), card_of("vectors", task="embed"))
     node, stop = FakeNode(nats_url), asyncio.Event()
     await node.start(*cards)
     for card in cards:
         await node.engine(card.name, capacity=64)
-    settings = GatewaySettings(nats_url=SecretStr(nats_url), gateway_port=port, drain_timeout=1.0)
+    settings = GatewaySettings(nats_url=SecretStr(nats_url), gateway_port=port, drain_timeout=1.0, home=home)
     serving = asyncio.create_task(app(settings, stop))
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(20):
@@ -48,15 +49,15 @@ async def _ready(client: httpx.AsyncClient) -> bool:
 
 
 @pytest.fixture(scope="session")
-def endpoint() -> Iterator[str]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The base URL of a gateway that serves `alpha` and `vectors`, and traces as one does that is a process."""
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         trace.set_tracer_provider(TracerProvider(id_generator=SystemIds()))
-    nats, port = NatsServer(), free_port()
+    nats, port, home = NatsServer(), free_port(), tmp_path_factory.mktemp("home")
     begun, end = threading.Event(), threading.Event()
 
     async def run() -> None:
-        async with _running(nats.url, port):
+        async with _running(nats.url, port, home):
             begun.set()
             await asyncio.to_thread(end.wait)
 

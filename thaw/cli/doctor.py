@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from thaw.cli import exposure
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.config.units import format_size
 from thaw.launcher import swap
@@ -22,7 +24,7 @@ def doctor(
     fix: Annotated[bool, typer.Option("--fix", help="Set up swap, which suspending engines on cpu needs (as root).")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Check ports, disk, memory, swap, shared memory, GPUs, NATS, PostgreSQL, versions, and what dead meshes left behind.
+    """Check ports, disk, memory, swap, shared memory, GPUs, NATS, PostgreSQL, versions, who may use the endpoint, and what dead meshes left behind.
 
     Example: [bold]thaw doctor[/]
     """
@@ -31,7 +33,7 @@ def doctor(
     fixed = _set_up_swap(home, out) if fix else None
     findings: list[Finding] = []
     with out.status("looking"):
-        for finding in examine(home):
+        for finding in chain(examine(home), (exposure.of_home(home),)):
             findings.append(finding)
             out.print(f"{_MARKS[finding.level]} [bold]{finding.subject}[/]  {escape(finding.text)}")
             if finding.remedy:

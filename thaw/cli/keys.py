@@ -64,8 +64,8 @@ def list_keys(as_json: Json = False) -> Document:
     out.print(table)
     if found.configured:
         out.print(f"[dim]and {found.configured} from the gateway's settings[/]")
-    if _open(found):
-        out.print("[dim]no key for inference: whoever reaches the endpoint may use it[/]")
+    if not _any(found):
+        out.print(f"[dim]no key for inference: {_without_keys(found)}[/]")
     return found.model_dump(mode="json")
 
 
@@ -79,11 +79,17 @@ def revoke(name: Name, as_json: Json = False) -> Document:
     api, out = Api.find(), screen(as_json)
     revoked = ApiKey.model_validate(api.request("DELETE", f"/admin/v1/keys/{quote(name, safe='')}"))
     out.print(f"[green]✓[/] {revoked.name} is not valid any more")
-    if revoked.scope == "inference" and _open(KeyList.model_validate(api.request("GET", "/admin/v1/keys"))):
-        out.print("[yellow]it was the last one for inference: now whoever reaches the endpoint may use it[/]")
+    if revoked.scope == "inference" and not _any(left := KeyList.model_validate(api.request("GET", "/admin/v1/keys"))):
+        out.print(f"[yellow]it was the last one for inference: {_without_keys(left)}[/]")
     return revoked.model_dump(mode="json")
 
 
-def _open(keys: KeyList) -> bool:
-    """Whether inference asks for no key."""
-    return not keys.required and not keys.configured and not any(key.scope == "inference" for key in keys.keys)
+def _any(keys: KeyList) -> bool:
+    return bool(keys.configured) or any(key.scope == "inference" for key in keys.keys)
+
+
+def _without_keys(keys: KeyList) -> str:
+    """What becomes of requests while no key for inference exists."""
+    if keys.required:
+        return "every request is refused until `thaw keys add NAME` makes one (THAW_REQUIRE_KEY=false would open the endpoint)"
+    return "whoever reaches the endpoint may use it"

@@ -14,6 +14,7 @@ from rich.console import Console
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.models import ModelSpec
 from thaw.cli import demo as demos
+from thaw.cli import exposure
 from thaw.cli.api import Api
 from thaw.cli.apply import apply_models, await_ready, differences
 from thaw.cli.output import Document, Json, screen, verb
@@ -23,7 +24,7 @@ from thaw.errors import CommandError
 from thaw.launcher import control
 from thaw.launcher.home import Home
 from thaw.launcher.leftovers import describe
-from thaw.launcher.plan import MeshPlan, NodePlan
+from thaw.launcher.plan import MeshPlan, NodePlan, read_plan
 from thaw.launcher.planning import Wanted, make_plan
 from thaw.launcher.preflight import SERVICES_BYTES, available_memory, check_room
 from thaw.launcher.processes import Identity
@@ -100,6 +101,7 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
     document: Document = {"endpoint": f"{api.url}/v1", "already_running": True, "restart_needed": waiting}
     await_ready(api, home, out)
     document["models"] = _apply_file(api, home, file, out)
+    document["warnings"] = _warn(api, read_plan(home), out)
     if demo:
         specs = demos.make_models(home, out)
         apply_models(api, home, specs, out, declared=False)
@@ -111,6 +113,8 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
 
 def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console, detach: bool) -> tuple[Identity, Document]:
     """Whatever goes wrong, nothing is left running; but with `detach` a mesh that is up stays up if a model cannot be registered."""
+    if demo:
+        exposure.require_usable_demo(wanted)
     control.check_unused(home, wanted.host_or_default, wanted.port_or_default)
     specs: tuple[ModelSpec, ...] = ()
     budget = 0
@@ -153,7 +157,17 @@ def _furnish(
             out.print(
                 "  next      thaw models add NAME SOURCE   (a directory in Hugging Face layout, hf://org/name, https://…, s3://…)"
             )
+    document["warnings"] = _warn(api, plan, out)
     return document
+
+
+def _warn(api: Api, plan: MeshPlan, out: Console) -> list[str]:
+    """Say loudly, and last, if strangers can use the endpoint."""
+    finding = exposure.of_running(api, plan)
+    if finding.level == "ok":
+        return []
+    out.print(f"\n[bold red]![/] [bold]{finding.text}[/]\n  {finding.remedy}")
+    return [finding.text]
 
 
 def _apply_file(api: Api, home: Home, file: ThawFile | None, out: Console) -> Document:

@@ -40,7 +40,7 @@ from shared.contracts.admin import (
 from shared.contracts.base import Done, Message
 from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, KeyList, NewKey
-from shared.contracts.models import OPERATORS_FIELDS, ModelSpec
+from shared.contracts.models import ModelSpec, code_fields
 from shared.contracts.traces import RequestTrace, TracePage
 from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDown, Unavailable
 
@@ -126,6 +126,11 @@ class Admin:
 
     async def add_key(self, request: Request) -> Response:
         asked = validated(NewKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        if asked.scope == "admin" and not self._gateway.keys.guards_admin:
+            raise PermissionDenied(
+                "An admin API without a key makes no admin keys. Start the gateway with THAW_ADMIN_KEY, and bring that key.",
+                param="scope",
+            )
         key = ApiKey(name=asked.name, scope=asked.scope, created=int(time.time()))
         await self._gateway.keys.store.add(asked.sha256, key)
         return json_response(key.model_dump(mode="json"))
@@ -220,10 +225,9 @@ def _refuse_commands(specs: Iterable[ModelSpec]) -> None:
     """What a node is to run is the operator's to say: an admin API that is open to whoever reaches its port takes no commands, and no code
     that comes with a model. Options of other engines can name code as well (vLLM's plug-ins and middleware)."""
     for spec in specs:
-        fields = (*OPERATORS_FIELDS, "trust_remote_code", *(() if spec.engine == "builtin" else ("engine_args",)))
-        if named := [field for field in fields if getattr(spec, field)]:
+        if named := code_fields(spec):
             raise PermissionDenied(
-                f"{spec.name}: {' and '.join(named)} is taken by an admin API with a key only; start the gateway with THAW_ADMIN_KEY",
+                f"{spec.name}: an admin API without a key takes no {' and no '.join(named)}. Start the gateway with THAW_ADMIN_KEY.",
                 param=named[0],
             )
 

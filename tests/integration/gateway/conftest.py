@@ -7,6 +7,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -64,10 +65,15 @@ ServeFn = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 @pytest.fixture
-def serve(own_nats: NatsServer) -> ServeFn:
+def serve(own_nats: NatsServer, tmp_path: Path) -> ServeFn:
     @asynccontextmanager
     async def serving(**settings: Any) -> AsyncIterator[Served]:
-        defaults: dict[str, Any] = {"nats_url": SecretStr(own_nats.url), "gateway_port": free_port(), "drain_timeout": 2.0}
+        defaults: dict[str, Any] = {
+            "nats_url": SecretStr(own_nats.url),
+            "gateway_port": free_port(),
+            "drain_timeout": 2.0,
+            "home": tmp_path / "home",
+        }
         fields: dict[str, Any] = defaults | settings
         served = Served(GatewaySettings(**fields))
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shared.contracts.models import ContainerOptions, ModelSpec, code_fields
 from tests.integration.gateway.conftest import CARDS, ServeFn, until_listed
 from tests.support.fake_engine import FakeNode
 
@@ -17,6 +18,20 @@ SPECS: list[dict[str, Any]] = [
     {"name": "own", "source": "/m", "engine": "vllm", "engine_args": {"middleware": "evil.Middleware"}},
     {"name": "own", "source": "hf://someone/theirs", "trust_remote_code": True},
 ]
+
+
+RUNS_CODE = {"command", "env", "container", "trust_remote_code", "engine_args"}
+"""Of every option of a model. One that is new makes this test fail: decide whether it can make a node run code."""
+
+
+def test_every_option_that_can_run_code_is_known() -> None:
+    example = {
+        "command": ("sh",), "env": {"A": "b"}, "container": ContainerOptions(image="i"), "trust_remote_code": True, "engine_args": {"a": 1}
+    }  # fmt: skip
+    for field in ModelSpec.model_fields:
+        spec = ModelSpec(name="m", source="/m", engine="vllm").model_copy(update={field: example.get(field, "x")})
+        assert (field in code_fields(spec)) == (field in RUNS_CODE), field
+    assert not code_fields(ModelSpec(name="m", source="/m", engine_args={"kv_cache_bytes": 1}))
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -51,7 +51,13 @@ class ServingNode(FakeNode):
 @asynccontextmanager
 async def gateway(site: Site, **settings: Any) -> AsyncIterator[Served]:
     """A gateway of the site, which knows every model that is registered by now."""
-    fields: dict[str, Any] = {"nats_url": site.settings.nats_url, "gateway_port": free_port(), "drain_timeout": 1.0} | settings
+    fields: dict[str, Any] = {
+        "nats_url": site.settings.nats_url,
+        "gateway_port": free_port(),
+        "drain_timeout": 1.0,
+        "home": site.settings.home,
+    }
+    fields |= settings
     served = Served(GatewaySettings(**fields))
     try:
         await served.until_ready()

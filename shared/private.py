@@ -1,0 +1,93 @@
+"""Private directories, and files that survive a power cut.
+
+A directory that somebody else can write or replace must hold neither a secret nor a socket: whoever owns it reads the one and answers on the
+other. `make_private` and `require_private` refuse such a directory instead of repairing it, since its content cannot be trusted either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+
+class UntrustedDirectory(OSError):
+    """A directory that another user could have made, or could change."""
+
+
+def require_private(directory: Path, mode: int = 0o700) -> None:
+    """Raise `UntrustedDirectory` unless `directory` is a directory of this process's user and nobody else can write it or replace it.
+
+    Args:
+        directory: It must not be a symbolic link itself.
+        mode: The most permissions it may have. 0o755 lets others read.
+    """
+    status = directory.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise UntrustedDirectory(f"{directory} is a symbolic link")
+    if not stat.S_ISDIR(status.st_mode):
+        raise UntrustedDirectory(f"{directory} is not a directory")
+    if status.st_uid != os.geteuid():
+        raise UntrustedDirectory(f"{directory} belongs to user {status.st_uid}, not to user {os.geteuid()}")
+    if excess := stat.S_IMODE(status.st_mode) & 0o777 & ~mode:
+        raise UntrustedDirectory(
+            f"{directory} gives others access (mode {stat.S_IMODE(status.st_mode):04o}, {excess:04o} too many)"
+        )
+    require_safe_parents(directory)
+
+
+def require_safe_parents(path: Path) -> None:
+    """Raise `UntrustedDirectory` if another user can replace `path` or a directory above it.
+
+    A directory above may belong to this process's user or to root. One that others can write must be sticky, as /tmp is.
+    """
+    trusted = {os.geteuid(), 0}
+    for parent in path.absolute().parents:
+        status = parent.stat()
+        if status.st_uid not in trusted:
+            raise UntrustedDirectory(f"{parent}, above {path}, belongs to user {status.st_uid}")
+        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            raise UntrustedDirectory(f"{parent}, above {path}, can be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
+
+
+def make_private(directory: Path, mode: int = 0o700) -> None:
+    """Make `directory` and what is missing above it, then check it as `require_private` does. Raises `OSError`."""
+    missing = [directory]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for made in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            made.mkdir(mode=mode)
+    require_private(directory, mode)
+
+
+def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace `path` with `data`, all or nothing, also through a power cut: its bytes are synced before its name, and then its directory.
+
+    Raises `OSError`.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(handle, mode)
+            os.fsync(handle)
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Put the directory's entries on the disk. Raises `OSError`."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,57 @@
+"""What `thaw up` and `thaw doctor` say of who may use the endpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.addresses import is_loopback
+from shared.contracts.keys import ApiKey, KeyList
+from thaw.cli.exposure import judge, of_wanted, require_usable_demo
+from thaw.config.load import MeshConfig
+from thaw.errors import CommandError
+from thaw.launcher.planning import Wanted
+
+ALICE = KeyList(keys=(ApiKey(name="alice", created=1),))
+OPS = KeyList(keys=(ApiKey(name="ops", scope="admin", created=1),))
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("THAW_GATEWAY_HOST", "THAW_REQUIRE_KEY", "THAW_API_KEYS", "THAW_API_KEYS_FILE", "THAW_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
+def test_only_this_machine_reaches_loopback(host: str) -> None:
+    assert is_loopback(host)
+    assert judge(host, KeyList()).level == "ok"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.7", "gpu-box.example"])
+def test_an_endpoint_that_strangers_reach_is_warned_of_until_there_is_a_key(host: str) -> None:
+    for keys in (KeyList(), OPS):
+        opened = judge(host, keys)
+        assert opened.level == "warn"
+        assert "OPEN" in opened.text
+        refused = judge(host, keys.model_copy(update={"required": True}))
+        assert (refused.level, "OPEN" in refused.text) == ("warn", False)
+        assert "thaw keys add" in refused.remedy
+    assert judge(host, ALICE).level == judge(host, KeyList(configured=1)).level == "ok"
+
+
+def test_what_is_going_to_be_started_is_judged_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_wanted(Wanted()).level == "ok"
+    assert "OPEN" not in of_wanted(Wanted(host="0.0.0.0")).text
+    assert "OPEN" in of_wanted(Wanted(host="0.0.0.0", mesh=MeshConfig(environment={"THAW_REQUIRE_KEY": "false"}))).text
+    monkeypatch.setenv("THAW_REQUIRE_KEY", "false")
+    monkeypatch.setenv("THAW_GATEWAY_HOST", "0.0.0.0")
+    assert "OPEN" in of_wanted(Wanted()).text
+    assert of_wanted(Wanted(mesh=MeshConfig(api_keys=("sk-1",)))).level == "ok"
+
+
+def test_a_demo_that_would_be_refused_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_usable_demo(Wanted())
+    with pytest.raises(CommandError, match="key"):
+        require_usable_demo(Wanted(host="0.0.0.0"))
+    monkeypatch.setenv("THAW_API_KEY", "sk-1")
+    require_usable_demo(Wanted(host="0.0.0.0"))

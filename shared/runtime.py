@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from shared.settings import CommonSettings
 from shared.telemetry.logs import setup_logs
 from shared.telemetry.tracing import setup_tracing, shutdown_tracing
+from shared.watchdog.heartbeat import Heart
 
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound=CommonSettings)
@@ -32,14 +34,20 @@ def run_service(
             variable = "THAW_" + "_".join(str(p) for p in fault["loc"]).upper()
             print(f"{name}: {variable}: {fault['msg']}", file=sys.stderr)
         return 2
+    heart = Heart.from_environment()
+    faulthandler.enable()  # a watchdog's SIGABRT writes the stack of every thread into the log
     setup_logs(settings, name)
     setup_tracing(settings, name)
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
+            if heart is not None:
+                heart.beat_on(runner.get_loop())
             return runner.run(_until_stopped(name, settings, app))
     except KeyboardInterrupt:
         return 130
     finally:
+        if heart is not None:
+            heart.end()
         shutdown_tracing()
 
 

@@ -26,6 +26,8 @@ class Victim(Thaw):
     """Three small models on a device that holds two of them."""
 
     def begin(self, sizes: dict[str, str] | None = None) -> None:
+        # Tests stop processes to hold a moment; on a busy machine for longer than the watchdog allows.
+        self.environment.setdefault("THAW_WATCHDOG_S", "60")
         self.environment.setdefault("THAW_DRAM_BYTES", "0")  # memory that no instance holds is a fault in the books
         sizes = sizes or dict.fromkeys(MODELS, "test")
         models = self.home / "models"

@@ -60,7 +60,7 @@ class Api:
         self.url = url.rstrip("/")
         self._admin_key = admin_key
         self.api_key = api_key
-        self._own = own
+        self.own = own
 
     @classmethod
     def find(cls, home: Home | None = None) -> Api:
@@ -86,7 +86,7 @@ class Api:
         return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, verify=self._trusted())
 
     def _trusted(self) -> ssl.SSLContext | bool:
-        if self._own or not self.url.startswith("https:"):
+        if self.own or not self.url.startswith("https:"):
             return False
         named = any(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"))
         return ssl.create_default_context() if named else True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +20,8 @@ from thaw.cli.models import adapters_after_bases, shown_name
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.park import park_line
 from thaw.config.units import format_duration, format_size
+from thaw.launcher.home import Home
+from thaw.launcher.status import ServiceStatus, running_status
 
 _COLOURS = {
     InstanceState.READY: "green",
@@ -43,7 +46,10 @@ def ps(as_json: Json = False) -> Document:
     show_models(out, cluster, migrations)
     show_devices(out, cluster)
     show_migrations(out, migrations)
+    services = _services(api)
+    show_hangs(out, services, time.time())
     document = cluster.model_dump(mode="json")
+    document["services"] = {name: s.model_dump(mode="json") for name, s in services.items()}
     document["migrated"] = summary(migrations)
     document["migrations"] = [m.model_dump(mode="json") for m in migrations if not m.over]
     document["instances"] = [facts_of(node, i) for node in cluster.nodes for i in node.instances]
@@ -54,6 +60,24 @@ def ps(as_json: Json = False) -> Document:
         else:
             shown["state"] = "loaded" if loads_of(view, _instances(cluster)[base]) else COLD
     return document
+
+
+def _services(api: Api) -> dict[str, ServiceStatus]:
+    """Return the processes of a mesh on this machine; empty where another starts them (systemd, containers)."""
+    status = running_status(Home.from_environment()) if api.own else None
+    return status.services if status is not None else {}
+
+
+def show_hangs(out: Console, services: Mapping[str, ServiceStatus], now: float) -> None:
+    """Show which services hung and were restarted. `now`: Unix seconds."""
+    for name, service in services.items():
+        if service.hangs:
+            ago = f" {format_duration(max(0.0, now - service.last_hang_at))} ago" if service.last_hang_at else ""
+            times = f", {service.hangs} times so far" if service.hangs > 1 else ""
+            out.print(
+                f"[yellow]{escape(name)} hung and was restarted{ago}{times}: {escape(service.last_hang or '')}.[/]"
+                f" `thaw logs {escape(name)}` shows its stack traces."
+            )
 
 
 def _instances(cluster: ClusterView) -> dict[str, list[tuple[NodeView, InstanceStatus]]]:

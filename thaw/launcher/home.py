@@ -70,6 +70,10 @@ class Home:
         """Locked by a `thaw up` that is starting the mesh; the supervisor holds `lock_file` as long as it lives."""
         return self.run / "start.lock"
 
+    def heartbeat_socket(self, service: str) -> Path:
+        """Where the supervisor receives the heartbeats of a service."""
+        return self.run / f"{service}.beat"
+
     @property
     def digest(self) -> str:
         return hashlib.sha256(str(self.root).encode()).hexdigest()[:8]

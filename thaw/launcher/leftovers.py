@@ -104,5 +104,5 @@ def describe(leftovers: Leftovers) -> dict[str, Any]:
 
 def forget(home: Home) -> None:
     """Remove the files that say a mesh runs here."""
-    for path in (home.supervisor_file, home.endpoints_file):
+    for path in (home.supervisor_file, home.endpoints_file, *home.run.glob("*.beat")):
         path.unlink(missing_ok=True)

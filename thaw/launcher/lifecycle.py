@@ -2,6 +2,7 @@
 
 waiting ──(what it starts after is ready)──> starting ──Ready──> ready
    starting, ready ──Exited──> backing_off ──(delay over)──> starting
+   starting, ready ──Hung──> hung ──(time to write stack traces over)──> killed ──Exited──> backing_off
 once stopping, rank by rank: starting, ready ──Terminate──> terminating ──(bound over)──> killed ──Exited──> stopped
 """
 
@@ -16,8 +17,11 @@ LONGEST_DELAY_S = 5.0
 STEADY_AFTER_S = 10.0
 """A process that ran this long before it ended starts counting its failures anew."""
 
-Status = Literal["waiting", "starting", "ready", "backing_off", "terminating", "killed", "stopped"]
-RUNNING: frozenset[Status] = frozenset({"starting", "ready", "terminating", "killed"})
+DUMP_S = 1.0
+"""Time that a hung process has to write its stack traces before it is killed."""
+
+Status = Literal["waiting", "starting", "ready", "hung", "backing_off", "terminating", "killed", "stopped"]
+RUNNING: frozenset[Status] = frozenset({"starting", "ready", "hung", "terminating", "killed"})
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,9 @@ class Service:
     failures: int = 0
     restarts: int = 0
     last_exit: int | None = None
+    hangs: int = 0
+    last_hang: str | None = None
+    """Why it was ended the last time that it hung."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,14 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class Hung:
+    """The process lives and makes no progress."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class StopRequested:
     pass
 
@@ -59,7 +74,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Ready | Exited | StopRequested | Tick
+Event = Ready | Exited | Hung | StopRequested | Tick
 
 
 @dataclass(frozen=True)
@@ -73,8 +88,18 @@ class Terminate:
 
 
 @dataclass(frozen=True)
-class Kill:
+class Abort:
+    """Have a hung process write its stack traces and end."""
+
     name: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """`group`: its whole process group; a hung nodeagent's engines are left alive, to be adopted."""
+
+    name: str
+    group: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,7 +107,7 @@ class Finished:
     """Every service has stopped."""
 
 
-Effect = Launch | Terminate | Kill | Finished
+Effect = Launch | Terminate | Abort | Kill | Finished
 
 
 @dataclass(frozen=True)
@@ -116,10 +141,23 @@ def decide(mesh: Mesh, event: Event, now: float) -> tuple[Mesh, tuple[Effect, ..
             services[name] = replace(services[name], status="ready")
         case Exited(name, returncode) if name in services and services[name].status in RUNNING:
             services[name] = _exited(services[name], returncode, now, stopping)
+        case Hung(name, reason) if not stopping and name in services and services[name].status in ("starting", "ready"):
+            services[name] = _hung(services[name], reason, now)
+            return Mesh(services), (Abort(name),)
         case _:
             pass
-    after = Mesh(services, stopping)
-    return _stop(after, now) if stopping else _start(after, now)
+    killed = tuple(Kill(s.name, group=False) for s in services.values() if s.status == "hung" and _due(s, now))
+    services |= {k.name: replace(services[k.name], status="killed", deadline=None) for k in killed}
+    after, effects = (_stop if stopping else _start)(Mesh(services, stopping), now)
+    return after, (*killed, *effects)
+
+
+def _due(service: Service, now: float) -> bool:
+    return service.deadline is not None and service.deadline <= now
+
+
+def _hung(service: Service, reason: str, now: float) -> Service:
+    return replace(service, status="hung", deadline=now + DUMP_S, hangs=service.hangs + 1, last_hang=reason)
 
 
 def _exited(service: Service, returncode: int | None, now: float, stopping: bool) -> Service:
@@ -140,7 +178,7 @@ def _start(mesh: Mesh, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
     services = dict(mesh.services)
     effects: list[Effect] = []
     for service in mesh.services.values():
-        due = service.status == "backing_off" and service.deadline is not None and service.deadline <= now
+        due = service.status == "backing_off" and _due(service, now)
         first = service.status == "waiting" and all(mesh.services[n].status == "ready" for n in service.starts_after)
         if due or first:
             restarts = service.restarts + (1 if due else 0)
@@ -165,7 +203,7 @@ def _stop(mesh: Mesh, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
         if service.status in ("starting", "ready"):
             services[service.name] = replace(service, status="terminating", deadline=now + service.stop_bound_s)
             effects.append(Terminate(service.name))
-        elif service.status == "terminating" and service.deadline is not None and service.deadline <= now:
+        elif service.status == "terminating" and _due(service, now):
             services[service.name] = replace(service, status="killed", deadline=None)
             effects.append(Kill(service.name))
     return Mesh(services, True), tuple(effects)

@@ -13,13 +13,17 @@ from thaw.launcher.processes import Identity
 
 
 class ServiceStatus(BaseModel):
-    """`process` is None while the service does not run."""
+    """`process` is None while the service does not run. `hangs`: how often it was ended because it hung; `last_hang`: why, the
+    last time; `last_hang_at`: when, in Unix seconds."""
 
     status: Status
     process: Identity | None = None
     restarts: int = 0
     failures: int = 0
     last_exit: int | None = None
+    hangs: int = 0
+    last_hang: str | None = None
+    last_hang_at: float | None = None
 
 
 class MeshStatus(BaseModel):

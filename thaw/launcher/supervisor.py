@@ -1,6 +1,6 @@
 """The process that keeps a one-machine mesh running: `python -m thaw.launcher.supervisor`, started by `thaw up`.
 
-Starts the servers, then every service at once; restarts what crashes; on SIGTERM or SIGINT stops everything in order (gateway,
+Starts the servers, then every service at once; restarts what crashes or hangs; on SIGTERM or SIGINT stops everything in order (gateway,
 nodeagents with their engines, loaders, scheduler, PostgreSQL, NATS), then ends whatever is left and frees the shared memory.
 A supervisor that was killed leaves its services running; the next one takes them over. Decisions: `lifecycle`.
 """
@@ -23,7 +23,21 @@ import thaw
 from thaw.errors import CommandError
 from thaw.launcher.home import Home, write_private
 from thaw.launcher.leftovers import forget, sweep
-from thaw.launcher.lifecycle import Event, Exited, Finished, Kill, Launch, Mesh, Ready, StopRequested, Terminate, Tick, decide
+from thaw.launcher.lifecycle import (
+    Abort,
+    Event,
+    Exited,
+    Finished,
+    Hung,
+    Kill,
+    Launch,
+    Mesh,
+    Ready,
+    StopRequested,
+    Terminate,
+    Tick,
+    decide,
+)
 from thaw.launcher.listeners import VARIABLE, Listeners
 from thaw.launcher.logfiles import bound_logs
 from thaw.launcher.plan import MeshPlan, read_plan
@@ -32,6 +46,7 @@ from thaw.launcher.processes import MARK, Identity, identify
 from thaw.launcher.servers import Postgres, locate_postgres, prepare_postgres, write_nats_config
 from thaw.launcher.services import Program, programs_of
 from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
+from thaw.launcher.watching import LOOK_S, Watcher, limits_of
 
 log = logging.getLogger("thaw.supervisor")
 _LOG_CHECK_S = 30.0
@@ -41,9 +56,15 @@ Wait = Callable[[], Awaitable[int | None]]
 
 
 class Supervisor:
-    """Carries out what `lifecycle.decide` says. `programs`: what to run; `survivors`: processes of a supervisor that was killed."""
+    """Carries out what `lifecycle.decide` says.
 
-    def __init__(self, home: Home, programs: tuple[Program, ...], survivors: dict[str, Identity]) -> None:
+    Args:
+        programs: What to run.
+        survivors: Processes of a supervisor that was killed, by name.
+        watcher: Finds those that hang.
+    """
+
+    def __init__(self, home: Home, programs: tuple[Program, ...], survivors: dict[str, Identity], watcher: Watcher) -> None:
         self._home = home
         self._programs = {p.name: p for p in programs}
         self._survivors = survivors
@@ -53,18 +74,28 @@ class Supervisor:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._finished = False
         self._listeners = Listeners()
+        self._watcher = watcher
+        self._hung_at: dict[str, float] = {}
 
     async def run(self) -> None:
         """Until every service has stopped."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._events.put_nowait, StopRequested())
+        watching = asyncio.create_task(self._find_hung(), name="find hung processes")
         event: Event = Tick()
         while not self._finished:
             await self._apply(event)
             event = await self._next_event()
-        for task in self._tasks.values():
+        for task in (watching, *self._tasks.values()):
             task.cancel()
+        self._watcher.close()
+
+    async def _find_hung(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for hung in self._watcher.look():
+                self._events.put_nowait(hung)
 
     async def _next_event(self) -> Event:
         if self._finished:
@@ -80,8 +111,12 @@ class Supervisor:
     async def _apply(self, event: Event) -> None:
         if isinstance(event, Exited):
             self._processes.pop(event.name, None)
+            self._watcher.forget(event.name)
             if not self._mesh.stopping:
                 log.warning("%s ended with status %s", event.name, event.returncode)
+        elif isinstance(event, Hung) and not self._mesh.stopping:
+            self._hung_at[event.name] = time.time()
+            log.warning("%s hangs and is restarted: %s", event.name, event.reason)
         before = self._mesh
         self._mesh, effects = decide(self._mesh, event, time.monotonic())
         if self._mesh.stopping:
@@ -92,19 +127,23 @@ class Supervisor:
                     await self._launch(self._programs[name])
                 case Terminate(name):
                     self._signal(name, self._programs[name].stop_signal)
-                case Kill(name):
+                case Abort(name):
+                    self._signal(name, signal.SIGABRT)
+                case Kill(name, group):
                     log.warning("%s does not stop; killing it", name)
-                    self._signal(name, signal.SIGKILL, group=True)
+                    self._signal(name, signal.SIGKILL, group=group)
                 case Finished():
                     self._finished = True
         if self._mesh != before or effects:
             self._write_status()
 
     async def _launch(self, program: Program) -> None:
+        heartbeat = self._watcher.prepare(program)
         survivor = self._survivors.pop(program.name, None)
         if survivor is not None and survivor.alive():
             log.info("taking over %s (pid %d)", program.name, survivor.pid)
             self._processes[program.name] = survivor
+            self._watcher.begin(program, survivor.pid)
             self._watch(program, _until_gone(survivor))
             return
         handed = self._handed(program)
@@ -115,7 +154,7 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**_environment(program), **handed},
+                    env={**_environment(program), **heartbeat, **handed},
                     pass_fds=tuple(int(fd) for fd in handed.values()),
                     cwd=self._home.root,
                     start_new_session=True,
@@ -127,6 +166,7 @@ class Supervisor:
         identity = identify(child.pid)
         if identity is not None:
             self._processes[program.name] = identity
+        self._watcher.begin(program, child.pid)
         log.info("started %s (pid %d)", program.name, child.pid)
         self._watch(program, child.wait)
 
@@ -171,6 +211,9 @@ class Supervisor:
                 restarts=s.restarts,
                 failures=s.failures,
                 last_exit=s.last_exit,
+                hangs=s.hangs,
+                last_hang=s.last_hang,
+                last_hang_at=self._hung_at.get(s.name),
             )
             for s in self._mesh.services.values()
         }
@@ -256,12 +299,13 @@ def _supervise(home: Home) -> int:
         bound_logs(home)
         postgres = _prepare(home, plan)
         programs = programs_of(home, plan, postgres)
+        limits = limits_of({**os.environ, **plan.environment})
     except CommandError as e:
         log.error("%s %s", e.what, e.remedy)
         _tell(home, MeshStatus(supervisor=_self(), stopping=True, error=e.what, remedy=e.remedy))
         return 1
     write_private(home.endpoints_file, json.dumps(plan.endpoints(), indent=1))
-    asyncio.run(Supervisor(home, programs, survivors).run())
+    asyncio.run(Supervisor(home, programs, survivors, Watcher(home, limits)).run())
     left = sweep(home)
     if left:
         log.warning("cleaned up %d processes and %d segments", len(left.processes), len(left.segments))

@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from thaw.launcher.lifecycle import (
+    DUMP_S,
     FIRST_DELAY_S,
     LONGEST_DELAY_S,
     RUNNING,
     STEADY_AFTER_S,
+    Abort,
     Effect,
     Event,
     Exited,
     Finished,
+    Hung,
     Kill,
     Launch,
     Mesh,
@@ -111,6 +114,41 @@ def test_what_does_not_stop_is_killed_once() -> None:
     assert effects == (Terminate("nodeagent"),)
 
 
+def test_a_hung_service_writes_its_stacks_is_killed_alone_and_restarted() -> None:
+    mesh, effects = decide(running(), Hung("nodeagent", "event loop made no progress for 10 s"), 50.0)
+    assert effects == (Abort("nodeagent"),)
+    assert decide(mesh, Hung("nodeagent", "again"), 50.1)[1] == ()
+    mesh, effects = decide(mesh, Tick(), 50.0 + DUMP_S / 2)
+    assert effects == ()
+    mesh, effects = decide(mesh, Tick(), 50.0 + DUMP_S)
+    assert effects == (Kill("nodeagent", group=False),)  # its engines are adopted by the next one
+    assert decide(mesh, Tick(), 60.0)[1] == ()
+    mesh, _ = decide(mesh, Exited("nodeagent", -9), 60.0)
+    mesh, effects = decide(mesh, Tick(), 61.0)
+    assert effects == (Launch("nodeagent"),)
+    service = mesh.services["nodeagent"]
+    assert (service.restarts, service.hangs, service.last_hang) == (1, 1, "event loop made no progress for 10 s")
+
+
+def test_a_hung_service_that_ends_by_itself_is_not_killed() -> None:
+    mesh, _ = decide(running(), Hung("loader", "silent"), 50.0)
+    mesh, effects = decide(mesh, Exited("loader", -6), 50.2)
+    assert effects == ()
+    mesh, effects = decide(mesh, Tick(), 50.0 + DUMP_S)
+    assert effects == (Launch("loader"),)
+
+
+def test_a_hung_service_is_killed_although_the_mesh_stops_meanwhile() -> None:
+    mesh, _ = decide(running(), Hung("scheduler", "silent"), 50.0)
+    mesh, effects = decide(mesh, StopRequested(), 50.1)
+    assert effects == (Terminate("gateway"),)
+    mesh, effects = decide(mesh, Tick(), 51.0)
+    assert effects == (Kill("scheduler", group=False),)
+    assert mesh.next_deadline is not None
+    assert mesh.next_deadline > 51.0  # nothing is due again and again
+    assert decide(mesh, Hung("gateway", "silent"), 52.0)[1] == ()  # one that stops has its own bound
+
+
 def test_a_stop_while_backing_off_does_not_restart() -> None:
     mesh, _ = play(running(), [Exited("gateway", 1)], 1.0)
     mesh, effects = decide(mesh, StopRequested(), 1.1)
@@ -141,9 +179,15 @@ class Supervision(RuleBasedStateMachine):
                     assert name not in self.alive
                     assert not self.mesh.stopping
                     self.alive.add(name)
-                case Terminate(name) | Kill(name):
+                case Terminate(name):
                     assert name in self.alive
                     assert self.mesh.stopping
+                case Abort(name):
+                    assert name in self.alive
+                    assert not self.mesh.stopping
+                case Kill(name, group):
+                    assert name in self.alive
+                    assert self.mesh.stopping or not group
                 case Finished():
                     self.finished = True
 
@@ -164,6 +208,16 @@ class Supervision(RuleBasedStateMachine):
     def a_process_answers(self, data: st.DataObject) -> None:
         self.feed(Ready(data.draw(st.sampled_from(sorted(self.alive)))))
 
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def a_process_hangs(self, data: st.DataObject) -> None:
+        self.feed(Hung(data.draw(st.sampled_from(sorted(self.alive))), "silent"))
+
+    @invariant()
+    def a_deadline_that_is_over_has_been_met(self) -> None:
+        self.feed(Tick())
+        assert self.mesh.next_deadline is None or self.mesh.next_deadline > self.now
+
     @rule()
     def a_stop_is_asked_for(self) -> None:
         self.feed(StopRequested())
@@ -180,7 +234,7 @@ class Supervision(RuleBasedStateMachine):
         self.feed(StopRequested())
         for _ in range(len(self.mesh.services) + 1):
             for name in sorted(self.alive):
-                if self.mesh.services[name].status in ("terminating", "killed"):
+                if self.mesh.services[name].status in ("terminating", "killed", "hung"):
                     self.alive.discard(name)
                     self.feed(Exited(name, 0))
         assert self.finished

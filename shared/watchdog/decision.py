@@ -1,0 +1,74 @@
+"""Whether a process hangs: a pure function of what was observed of it, second by second.
+
+1. A heartbeat since the last look: the event loop runs, and the count of silent seconds starts anew.
+2. Otherwise the time since the last look counts as silence, except
+   a. more than `LONGEST_STEP_S` of it: the watcher itself did not run (suspended laptop, stopped process tree);
+   b. what the process spent waiting for a processor: the machine is busy;
+   c. all of it while the process waits for a disk, where killing does not help, or a debugger holds it,
+   d. all of it where one of the two looks does not know how long the process waited.
+3. A process hangs once its silence exceeds the limit; until its first heartbeat, and after its last, a longer limit holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LONGEST_STEP_S = 2.0
+_EXCUSED = frozenset("DtZX")
+"""States of /proc/PID/stat: waiting for a disk, held by a debugger, ended."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds of silence that are allowed. `loop_s` of 0 turns the watchdog off."""
+
+    loop_s: float = 10.0
+    outside_loop_s: float = 60.0
+    """Before the first heartbeat (imports) and after the last (flushing traces)."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One observation. `beats`: heartbeats received so far; `in_loop`: the last message was a heartbeat, not the end of the loop.
+
+    `state`: letter of /proc/PID/stat; `cpu_wait_s`: seconds that the main thread was runnable without a processor, in total;
+    None: the kernel was not asked.
+    """
+
+    at: float
+    beats: int
+    in_loop: bool
+    state: str = "S"
+    cpu_wait_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is known of one process."""
+
+    last: Look
+    silent_s: float = 0.0
+
+
+def observe(watch: Watch | None, look: Look) -> Watch:
+    """Return the watch after one more look; None begins one."""
+    if watch is None or look.beats != watch.last.beats or look.in_loop != watch.last.in_loop:
+        return Watch(look)
+    step = min(max(0.0, look.at - watch.last.at), LONGEST_STEP_S)
+    if look.state in _EXCUSED or look.cpu_wait_s is None or watch.last.cpu_wait_s is None:
+        return Watch(look, watch.silent_s)
+    waited = max(0.0, look.cpu_wait_s - watch.last.cpu_wait_s)
+    return Watch(look, watch.silent_s + max(0.0, step - waited))
+
+
+def is_hung(watch: Watch, limits: Limits) -> bool:
+    if limits.loop_s <= 0:
+        return False
+    limit = limits.loop_s if watch.last.in_loop else max(limits.loop_s, limits.outside_loop_s)
+    return watch.silent_s >= limit
+
+
+def describe(watch: Watch) -> str:
+    """Return the reason for ending a hung process, as logs and `thaw ps` show it."""
+    state = ", the process is stopped" if watch.last.state == "T" else ""
+    return f"event loop made no progress for {watch.silent_s:.0f} s{state}"

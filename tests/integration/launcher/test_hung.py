@@ -1,0 +1,85 @@
+"""Processes of a real mesh that are stopped or blocked: each is restarted, the reason is shown, and engines go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from shared.contracts.models import ModelSpec
+from tests.support.launcher import Thaw, until
+from thaw.cli.demo import budget_for_two
+from thaw.demo.models import make_demo_model
+
+LIMIT_S = 3
+SERVICES = ("gateway", "scheduler", "migrator", "nodeagent.node-0", "loader.node-0", "nats", "postgres")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Thaw]:
+    thaw = Thaw(THAW_WATCHDOG_S=str(LIMIT_S))
+    source = make_demo_model(thaw.home / "models" / "one", "test")
+    budget = budget_for_two((ModelSpec(name="one", source=str(source)),) * 3)
+    config = thaw.home / "thaw.yaml"
+    config.write_text(
+        f"mesh:\n  port: {thaw.port}\n  nodes:\n    node-0: {{cpu:0: {budget}}}\n"
+        f"models:\n  - {{name: one, source: {source}, keep_alive: -1}}\n"
+    )
+    try:
+        thaw.json("up", "--detach", "--config", str(config))
+        yield thaw
+    finally:
+        thaw.close()
+
+
+def ask(mesh: Thaw) -> str:
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=60, max_retries=5) as client:
+        answer = client.completions.create(model="one", prompt="hello", max_tokens=4, temperature=0)
+    return answer.choices[0].text
+
+
+def status(mesh: Thaw, name: str) -> dict[str, Any]:
+    found = json.loads((mesh.home / "run" / "supervisor.json").read_text())["services"][name]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_stopped_process_is_restarted_and_engines_go_on(mesh: Thaw, name: str) -> None:
+    answer = ask(mesh)
+    (engine,) = (i["pids"] for i in mesh.instances("one"))
+    hangs = status(mesh, name)["hangs"]
+    old = mesh.pid(name)
+    os.kill(old, signal.SIGSTOP)
+    until(lambda: mesh.replaced(name, old), within=60, what=f"{name} is started again")
+    until(mesh.ready, what="the gateway is ready")
+    assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
+    assert ask(mesh) == answer
+    until(lambda: [i["pids"] for i in mesh.instances("one")] == [engine], what="the live engine is kept")
+    after = status(mesh, name)
+    assert after["hangs"] == hangs + 1
+    assert "the process is stopped" in after["last_hang"]
+    shown = mesh.json("ps")["services"][name]
+    assert (shown["status"], shown["hangs"]) == ("ready", hangs + 1)
+    assert f"{name} hung and was restarted" in mesh.inside("ps")[1]
+    assert f"{name} hangs and is restarted" in (mesh.home / "logs" / "supervisor.log").read_text()
+
+
+def test_a_supervisor_that_was_killed_and_its_successor_blame_nobody(mesh: Thaw) -> None:
+    """Heartbeats go to the new supervisor's sockets; services that lived on are watched again."""
+    before = {name: mesh.pid(name) for name in SERVICES}
+    mesh.kill("supervisor")
+    mesh.json("up", "--detach", "--config", str(mesh.home / "thaw.yaml"))
+    assert {name: mesh.pid(name) for name in SERVICES} == before
+    old = mesh.pid("loader.node-0")
+    os.kill(old, signal.SIGSTOP)
+    until(lambda: mesh.replaced("loader.node-0", old), within=90, what="the loader is started again")
+    assert {name: mesh.pid(name) for name in SERVICES if name != "loader.node-0"} == {
+        name: pid for name, pid in before.items() if name != "loader.node-0"
+    }

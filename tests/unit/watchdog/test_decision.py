@@ -1,0 +1,93 @@
+"""Which silence counts as a hang, and which is the machine's or the watcher's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.watchdog.decision import LONGEST_STEP_S, Limits, Look, Watch, describe, is_hung, observe
+
+LIMITS = Limits(loop_s=10.0, outside_loop_s=60.0)
+
+
+def silent(seconds: Iterable[float], state: str = "S", waited: float = 0.0, beats: int = 5, in_loop: bool = True) -> list[Look]:
+    """Looks at `seconds` without a heartbeat between them; `waited`: part of the time that was spent waiting for a processor."""
+    return [Look(at, beats, in_loop, state, at * waited) for at in seconds]
+
+
+def play(looks: Iterable[Look]) -> Watch:
+    watch = None
+    for look in looks:
+        watch = observe(watch, look)
+    assert watch is not None
+    return watch
+
+
+def hung_at(looks: Iterable[Look], limits: Limits = LIMITS) -> float | None:
+    watch = None
+    for look in looks:
+        watch = observe(watch, look)
+        if is_hung(watch, limits):
+            return look.at
+    return None
+
+
+@pytest.mark.parametrize("state", ["S", "R", "T"])
+def test_ten_seconds_without_a_heartbeat_are_a_hang(state: str) -> None:
+    assert hung_at(silent(range(30), state)) == 10
+
+
+def test_a_heartbeat_starts_the_count_anew() -> None:
+    looks = [*silent(range(10)), *silent(range(10, 19), beats=6), *silent(range(19, 40), beats=7)]
+    assert hung_at(looks) == 29
+
+
+def test_a_watcher_that_did_not_run_blames_nobody() -> None:
+    """A laptop that slept an hour, or a stopped process tree, costs the longest step and no more."""
+    assert play(silent([0, 3600])).silent_s == LONGEST_STEP_S
+    assert hung_at(silent([0, 1, 3601, 3602])) is None
+
+
+@pytest.mark.parametrize("state", ["D", "t", "Z"])
+def test_a_process_that_waits_for_a_disk_or_is_debugged_is_left_alone(state: str) -> None:
+    assert hung_at(silent(range(1000), state)) is None
+
+
+def test_a_process_that_gets_no_processor_is_merely_slow() -> None:
+    assert hung_at(silent(range(1000), "R", waited=1.0)) is None
+    assert hung_at(silent(range(1000), "R", waited=0.75)) == 40
+
+
+def test_a_look_that_did_not_ask_the_kernel_is_not_charged() -> None:
+    looks = [Look(0.0, 5, True), *silent(range(1, 20), "T")]
+    assert hung_at(looks) == 11
+
+
+def test_before_and_after_the_loop_a_longer_limit_holds() -> None:
+    assert hung_at(silent(range(100), beats=0, in_loop=False)) == 60
+    after = [*silent(range(5)), *silent(range(5, 100), in_loop=False)]
+    assert hung_at(after) == 65
+
+
+def test_zero_turns_it_off() -> None:
+    assert hung_at(silent(range(1000), "T"), Limits(0.0)) is None
+
+
+def test_the_reason_says_how_long_and_whether_it_is_stopped() -> None:
+    assert describe(play(silent(range(12), "S"))) == "event loop made no progress for 11 s"
+    assert describe(play(silent(range(12), "T"))) == "event loop made no progress for 11 s, the process is stopped"
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.booleans(), st.sampled_from("SRDTt"), st.floats(0, 5)), max_size=60))
+def test_silence_never_exceeds_the_time_since_the_last_heartbeat(steps: list[tuple[float, bool, str, float]]) -> None:
+    now, beats, waited, last_beat = 0.0, 0, 0.0, 0.0
+    watch = observe(None, Look(0.0, 0, True, "S", 0.0))
+    for step, beat, state, wait in steps:
+        now, waited = now + step, waited + wait
+        if beat:
+            beats, last_beat = beats + 1, now
+        watch = observe(watch, Look(now, beats, True, state, waited))
+        assert 0.0 <= watch.silent_s <= now - last_beat + 1e-6

@@ -48,7 +48,7 @@ _COMMAND_LINE = """\
 | `THAW_NATS_URL` |  | NATS servers of yours: `thaw up` then starts none. |
 | `THAW_DATABASE_URL` |  | PostgreSQL of yours (`postgresql+asyncpg://…`): `thaw up` then starts none. |
 | `THAW_GATEWAY_HOST`, `THAW_GATEWAY_PORT` | `127.0.0.1`, `8080` | Where `thaw up` has its gateway listen; `--host` and `--port` go before them. |
-| `THAW_WATCHDOG_S` | `10` | Seconds without progress of a service's event loop after which `thaw up`, or a container's parent process, restarts it; 0: never. |
+| `THAW_WATCHDOG_S` | `10` | Seconds without progress after which a hung service is restarted, by `thaw up` or in its container; 0: never. |
 """
 
 _MODELS = """\

@@ -42,7 +42,7 @@ from thaw.launcher.listeners import VARIABLE, Listeners
 from thaw.launcher.logfiles import bound_logs
 from thaw.launcher.plan import MeshPlan, read_plan
 from thaw.launcher.probes import until_ready
-from thaw.launcher.processes import MARK, Identity, identify
+from thaw.launcher.processes import MARK, Identity, descendants, identify
 from thaw.launcher.servers import Postgres, locate_postgres, prepare_postgres, write_nats_config
 from thaw.launcher.services import Program, programs_of
 from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
@@ -131,7 +131,7 @@ class Supervisor:
                     self._signal(name, signal.SIGABRT)
                 case Kill(name, group):
                     log.warning("%s does not stop; killing it", name)
-                    self._signal(name, signal.SIGKILL, group=group)
+                    self._kill(name, group=group)
                 case Finished():
                     self._finished = True
         if self._mesh != before or effects:
@@ -202,6 +202,14 @@ class Supervisor:
         if process is None or not process.alive():
             return
         process.send(signum, group=group)
+
+    def _kill(self, name: str, *, group: bool) -> None:
+        """With a server go its children: PostgreSQL does not start while a backend of the last one lives, stopped or not."""
+        process, is_server = self._processes.get(name), self._programs[name].port is not None
+        children = descendants(process) if process is not None and is_server else []
+        self._signal(name, signal.SIGKILL, group=group)
+        for child in children:
+            child.send(signal.SIGKILL)
 
     def _write_status(self) -> None:
         services = {

@@ -56,7 +56,9 @@ def test_a_stopped_process_is_restarted_and_engines_go_on(mesh: Thaw, name: str)
     (engine,) = (i["pids"] for i in mesh.instances("one"))
     hangs = status(mesh, name)["hangs"]
     old = mesh.pid(name)
-    os.kill(old, signal.SIGSTOP)
+    children = psutil.Process(old).children(recursive=True) if name == "postgres" else []
+    for pid in (old, *(c.pid for c in children)):
+        os.kill(pid, signal.SIGSTOP)
     until(lambda: mesh.replaced(name, old), within=60, what=f"{name} is started again")
     until(mesh.ready, what="the gateway is ready")
     assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE

@@ -63,7 +63,7 @@ def make_private(directory: Path, mode: int = 0o700) -> None:
     require_private(directory, mode)
 
 
-def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write_durably(path: Path, data: bytes | bytearray, mode: int = 0o600) -> None:
     """Replace `path` with `data`, all or nothing, also through a power cut: its bytes are synced before its name, and then its directory.
 
     Raises `OSError`.

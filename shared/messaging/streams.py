@@ -6,7 +6,7 @@ import logging
 
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StoreCompression, StreamConfig
+from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StoreCompression, StreamConfig
 from nats.js.client import KV_PRE_TEMPLATE, KV_STREAM_TEMPLATE
 from nats.js.errors import APIError, NotFoundError
 from nats.js.kv import KeyValue
@@ -38,6 +38,8 @@ async def ensure_trace_stream(js: JetStreamContext, replicas: int = 1) -> None:
         max_msgs=TRACE_MAX_COUNT,
         max_bytes=MAX_BYTES[subjects.TRACE_STREAM],
         num_replicas=replicas,
+        # Every request writes one: it does not wait for the disk, and a power cut may take the last of them.
+        persist_mode=PersistMode.ASYNC if replicas == 1 else None,
         allow_direct=True,
     )
     await _ensure(js, config, ("max_age", "max_msgs", "max_bytes"))

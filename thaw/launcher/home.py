@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.private import write_durably
 from thaw.errors import CommandError
 
 SOCKET_PATH_LIMIT = 107
@@ -118,17 +119,8 @@ class Home:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace `path` at once with `text`, readable by its owner only."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w") as f:
-            f.write(text)
-        temporary.chmod(0o600)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Replace `path` at once and durably with `text`, readable by its owner only."""
+    write_durably(path, text.encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.messaging.bounds import MAX_MEMORY_STORE_BYTES, max_file_store
+from shared.private import sync_directory
 from thaw.errors import CommandError
 from thaw.launcher import unprivileged
 from thaw.launcher.home import SOCKET_PATH_LIMIT, Home, write_private
@@ -40,7 +41,9 @@ def write_nats_config(home: Home, plan: MeshPlan) -> Path:
         f'listen: "127.0.0.1:{plan.nats_port}"\n'
         f"max_payload: {MAX_PAYLOAD}\n"
         f'authorization {{ user: "{NATS_USER}", password: "{plan.credentials.nats_password}" }}\n'
-        f'jetstream {{ store_dir: "{store}", max_file_store: {_max_file_store(plan)}, max_memory_store: {MAX_MEMORY_STORE_BYTES} }}\n',
+        # A write is on the disk before it is acknowledged (docs/adr/0048): API keys and finished answers survive a power cut.
+        f'jetstream {{ store_dir: "{store}", sync_interval: always, '
+        f"max_file_store: {_max_file_store(plan)}, max_memory_store: {MAX_MEMORY_STORE_BYTES} }}\n",
     )
     return path
 
@@ -147,12 +150,13 @@ def prepare_postgres(postgres: Postgres, plan: MeshPlan) -> None:
             postgres,
             postgres.command(
                 "initdb", "-D", str(draft), "-U", DATABASE_USER, f"--pwfile={password}",
-                "--auth=scram-sha-256", "-E", "UTF8", "--no-locale", "--no-sync",
+                "--auth=scram-sha-256", "-E", "UTF8", "--no-locale",
             ),
         )  # fmt: skip
     finally:
         password.unlink(missing_ok=True)
     draft.rename(postgres.data)
+    sync_directory(postgres.data.parent)
 
 
 def _make_directory(postgres: Postgres, directory: Path) -> None:

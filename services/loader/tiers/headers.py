@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
+import functools
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,36 +23,61 @@ from services.loader.format.safetensors import read_header
 from services.loader.tiers.names import is_code, is_safe, is_small
 from services.loader.tiers.port import Tier, TierFile
 from shared.errors import CheckpointInvalid
+from shared.private import write_durably
+
+_SUMS = ".thaw-sha256.json"
+"""Beside the small files: their checksums as they were fetched."""
 
 
 def bring_small_files(tier: Tier, directory: Path, *, trust_remote_code: bool) -> None:
     """Write the configuration and tokenizer files (and Python code, if trusted) of `tier` into `directory`, each whole or not at all.
 
-    What is there already is kept. Raises what reading raises, and `OSError`.
+    A file that is there already is kept if its size and its checksum are right; else it is fetched again. The checksum is the source's, or the
+    one that was recorded when the file was fetched. Raises what reading raises, and `OSError`.
     """
+    recorded = _read_sums(directory)
+    sums: dict[str, str] = {}
     for file in tier.files():
         target = directory / file.name
-        if not is_small(file.name, file.size) or (is_code(file.name) and not trust_remote_code):
+        if not is_small(file.name, file.size) or (is_code(file.name) and not trust_remote_code) or not is_safe(file.name):
             continue
-        if not is_safe(file.name) or target.exists():
-            continue
-        data = bytearray(file.size)
-        tier.read(file, 0, memoryview(data))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(target, data)
+        expected = file.sha256 or recorded.get(file.name)
+        if expected is None or _checksum(target, file.size) != expected:
+            data = bytearray(file.size)
+            tier.read(file, 0, memoryview(data))
+            expected = hashlib.sha256(data).hexdigest()
+            if file.sha256 not in (None, expected):
+                raise CheckpointInvalid(f"{tier.source}/{file.name} arrived with a wrong SHA-256. Try again, or repair the source.")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(target, data, mode=0o644)
+        sums[file.name] = expected
+    if sums.items() - recorded.items():
+        write_durably(directory / _SUMS, json.dumps(recorded | sums).encode(), mode=0o644)
 
 
-def _write_whole(target: Path, data: bytes | bytearray) -> None:
-    fd, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+def _read_sums(directory: Path) -> dict[str, str]:
+    """SHA-256 by file name, as recorded by an earlier fetch; empty if that cannot be read."""
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        Path(draft).chmod(0o644)
-        Path(draft).replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(draft).unlink()
-        raise
+        found = json.loads((directory / _SUMS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
+
+
+def _checksum(path: Path, size: int) -> str | None:
+    """The SHA-256 of `path`; None if it is no file of `size` bytes. A file that has not changed since is not read twice."""
+    try:
+        status = path.stat()
+        if status.st_size != size:
+            return None
+        return _hash(path, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _hash(path: Path, _inode: int, _mtime_ns: int, _ctime_ns: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def checkpoint_of(tier: Tier, directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:

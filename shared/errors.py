@@ -19,6 +19,7 @@
     │   └── UnsupportedArchitecture
     ├── QueueFull 429
     ├── EngineFailed 500
+    │   ├── EngineKilled          from outside, not for want of memory
     │   └── DeviceFailed          its GPU's driver does not answer
     ├── DeviceMissing 500
     ├── Unavailable 503
@@ -197,6 +198,12 @@ class EngineFailed(ThawError):
     """The engine stopped while it was starting or serving; `thaw logs nodeagent` says why."""
 
     code = "engine_failed"
+
+
+class EngineKilled(EngineFailed):
+    """The engine was killed from outside, or ended unseen, and not for want of memory: it says nothing of the model."""
+
+    code = "engine_killed"
 
 
 class DeviceFailed(EngineFailed):

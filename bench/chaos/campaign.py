@@ -215,13 +215,14 @@ class Campaign:
     def _find(self, strike: Strike) -> psutil.Process | None:
         """A living process of the kind; waits for one where a previous fault has taken it."""
         deadline = time.monotonic() + _FIND_WITHIN_S
-        while time.monotonic() < deadline:
+        while True:
             if found := self._bed.victims(strike.victim):
                 return found[strike.choose(len(found))]
+            if time.monotonic() > deadline:
+                return None
             if strike.victim in ("engine host", "hosted engine"):
                 self._probe("llama")
             time.sleep(0.1)
-        return None
 
     def _strike(self, strike: Strike, process: psutil.Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):

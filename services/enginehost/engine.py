@@ -24,7 +24,7 @@ from shared.contracts.engine import EngineStart, HostedEngine
 from shared.contracts.phases import Phase
 from shared.enginelog import log_tail
 from shared.environment import REFERENCE, referenced
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, EngineKilled
 from shared.processes import mark_of
 from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
@@ -288,7 +288,8 @@ class Engine:
 
     def _died(self, ended: Ended) -> EngineFailed:
         words = self._last_words()
-        return EngineFailed(f"the engine {ended}{words}{self.driver.not_here(words)}")
+        kind = EngineKilled if ended.by_others else EngineFailed
+        return kind(f"the engine {ended}{words}{self.driver.not_here(words)}")
 
     def _last_words(self) -> str:
         words = log_tail(Path(self._start.log_path))

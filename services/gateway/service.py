@@ -38,7 +38,7 @@ from shared.telemetry.tracing import traceparent
 
 TICK_S = 0.1
 _STARTING_RETRY_MS = 1_000
-_STARTING_WAIT_S = 2.0
+_ADMIN_WAIT_S = 2.0
 
 
 def bounds_of(settings: GatewaySettings) -> Bounds:
@@ -223,14 +223,15 @@ class Gateway:
         return [fault for fault, so in wrong.items() if so]
 
     async def require_knowledge(self, path: str) -> None:
-        """Wait a moment for what must be read from the mesh before `path` can be answered: models, and who may do what.
+        """Wait for what must be read from the mesh before `path` can be answered: models, and who may do what.
 
         Raises `Unavailable` if it does not come: a gateway that has just been restarted must not use up its clients' few retries.
         """
         if self._knows(path):
             return
+        wait_s = self.settings.starting_timeout
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._informed.wait(), _STARTING_WAIT_S)
+            await asyncio.wait_for(self._informed.wait(), min(wait_s, _ADMIN_WAIT_S) if path.startswith("/admin/") else wait_s)
         if not self._knows(path):
             faults = ", ".join(self.faults())
             raise Unavailable(f"The gateway is starting: {faults}", retry_after_ms=_STARTING_RETRY_MS, should_retry=True)

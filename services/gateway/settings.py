@@ -57,6 +57,12 @@ class GatewaySettings(CommonSettings):
         ge=64 * 1024,
         description="Bytes kept for a client that reads slower than its model writes; beyond, it fails.",
     )
+    starting_timeout: float = Field(
+        default=30.0,
+        ge=0,
+        description="Seconds that a request may wait while this gateway, just started, waits for NATS; then 503. "
+        "A client's few retries are to last through a restart of NATS.",
+    )
     drain_timeout: float = Field(default=30.0, ge=0, description="Seconds that open requests may take to finish after SIGTERM.")
     published_address: str = Field(
         default="",

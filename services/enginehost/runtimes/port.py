@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,11 @@ class Ended:
 
     returncode: int | None
     oom: bool | None = None
+
+    @property
+    def by_others(self) -> bool:
+        """Whether it was killed, and as far as anybody can tell not for want of memory."""
+        return self.returncode == -signal.SIGKILL and not self.oom
 
     def __str__(self) -> str:
         if self.oom:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shared.contracts.base import ErrorBody
 from shared.enginelog import log_tail
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, EngineKilled
 from shared.logfiles import ASIDE, bound_logs
 
 _LOOK_S = 2.0
@@ -18,14 +18,17 @@ def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, 
     """`oom_kills`: the kernel's counter a little before and after. A rise is told as what it is: somewhere on the machine, at that time."""
     how = _how(returncode)
     before, after = oom_kills
-    if returncode in (None, -signal.SIGKILL) and before is not None and after is not None and after > before:
+    unseen = returncode in (None, -signal.SIGKILL)
+    out_of_memory = unseen and before is not None and after is not None and after > before
+    if out_of_memory and before is not None and after is not None:
         how += (
             f"; possibly out of memory: the kernel's out-of-memory killer struck {after - before} time(s) on this machine just then"
         )
     tail = log_tail(log_path)
     instance = log_path.name.removesuffix(".engine.log")
     told = f"; the end of its log:\n{tail}" if tail else f"; its log tells no reason (`thaw logs {instance}`)"
-    return EngineFailed(f"the engine (pid {pid}) {how}{told}").body()
+    kind = EngineKilled if unseen and not out_of_memory else EngineFailed
+    return kind(f"the engine (pid {pid}) {how}{told}").body()
 
 
 def _how(returncode: int | None) -> str:

@@ -54,7 +54,7 @@ def _keep(d: Draft, name: str, gateways: tuple[GatewayDemand, ...]) -> None:
         d.drop(ModelDemand, name)
         d.drop(Pressure, name)
         if (trouble := d.state.trouble.get(name)) is not None:
-            d.put(replace(trouble, attempts=0, avoid=()))
+            d.put(replace(trouble, attempts=0, killed=0, avoid=()))
 
 
 def forget_old_demand(d: Draft) -> None:

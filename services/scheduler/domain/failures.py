@@ -11,10 +11,10 @@ from services.scheduler.domain.lifecycle import conclude, finish_plan, leave, re
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import LoadFailed
-from shared.errors import InsufficientMemory, InvalidModel, Unavailable, from_body
+from shared.errors import EngineKilled, InsufficientMemory, InvalidModel, Unavailable, from_body
 
-MAX_ATTEMPTS = 2
-"""Starts tried before those who wait are told."""
+MAX_ATTEMPTS, MAX_KILLED = 2, 6
+"""Starts tried before those who wait are told: a start that fails by itself is likely to fail again, one that was killed is not."""
 
 
 def start_failed(d: Draft, i: Instance, error: ErrorBody) -> None:
@@ -38,16 +38,20 @@ def _count_failure(d: Draft, i: Instance, error: ErrorBody) -> None:
         return
     trouble = d.state.trouble.get(i.model) or Trouble(i.model)
     here = tuple(f"{i.node}/{device}" for device in i.device_ids)
-    hopeless = isinstance(from_body(error), InvalidModel)
+    cause = from_body(error)
+    hopeless, killed = isinstance(cause, InvalidModel), isinstance(cause, EngineKilled)
     if i.trigger == ahead.TRIGGER:
         ahead.failed(d, i.model, error.message, hopeless=hopeless)
         d.put(replace(model, error=error.message))
         return
-    if not hopeless and trouble.attempts + 1 < MAX_ATTEMPTS:
+    if killed and trouble.killed + 1 < MAX_KILLED:
+        d.put(replace(trouble, killed=trouble.killed + 1, error=error))
+    elif not (hopeless or killed) and trouble.attempts + 1 < MAX_ATTEMPTS:
         d.put(replace(trouble, attempts=trouble.attempts + 1, avoid=trouble.avoid + here, error=error))
-        d.put(replace(model, error=error.message))
+    else:
+        give_up(d, model, error, i.plan_id)
         return
-    give_up(d, model, error, i.plan_id)
+    d.put(replace(model, error=error.message))
 
 
 def crashed(d: Draft, i: Instance, error: ErrorBody) -> None:
@@ -69,7 +73,7 @@ def give_up(d: Draft, model: Model, error: ErrorBody, plan_id: str | None) -> No
     """Nobody need wait any longer: the model cannot be made ready now. Its next request may try again."""
     trouble = d.state.trouble.get(model.key) or Trouble(model.key)
     failures = trouble.failures + 1
-    d.put(Trouble(model.key, 0, (), failures, d.now, d.now + d.policy.backoff(failures), error))
+    d.put(Trouble(model.key, failures=failures, failed_at=d.now, not_before=d.now + d.policy.backoff(failures), error=error))
     if error.code != Unavailable.code:  # that there is no node is no failure of the model's, and over when one is there
         d.put(replace(model, error=error.message))
     d.emit(PublishLoadFailed(LoadFailed(model=model.key, plan_id=plan_id, error=error)))

@@ -158,12 +158,14 @@ class Pressure:
 
 @value(frozen=True, slots=True)
 class Trouble:
-    """Failures of a model in a row. `attempts`: failed starts of the present try; `avoid`: the devices they were on, as node/device."""
+    """Failures of a model in a row. `attempts`: failed starts of the present try; `avoid`: the devices they were on, as node/device;
+    `killed`: starts of the present try whose engine was killed."""
 
     model: str
     attempts: int = 0
     avoid: tuple[str, ...] = ()
     failures: int = 0
+    killed: int = 0
     failed_at: float | None = None
     not_before: float = 0.0
     error: ErrorBody | None = None

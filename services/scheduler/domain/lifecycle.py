@@ -223,7 +223,7 @@ def became_ready(d: Draft, i: Instance, status: InstanceStatus) -> None:
         count_late(d, i, model)
         d.put(replace(model, error=None))
     if trouble := d.state.trouble.get(i.model):
-        d.put(replace(trouble, attempts=0, avoid=()))
+        d.put(replace(trouble, attempts=0, killed=0, avoid=()))
 
 
 def _learn(d: Draft, plan: PlanRecord) -> None:

@@ -110,7 +110,7 @@ def wish_of(d: Draft, model: Model) -> Wish | None:
     if live == 0 and d.state.waiting(name):
         woken = [w.since for w in d.state.waiters.values() if w.kind == "wake" and w.model == name]
         trouble = d.state.trouble.get(name)
-        trigger = "retry" if trouble and trouble.attempts else "demand" if demand and demand.waiting else "wake"
+        trigger = "retry" if trouble and (trouble.attempts or trouble.killed) else "demand" if demand and demand.waiting else "wake"
         since = min([*woken, *([demand.since] if demand and demand.since is not None else [])], default=d.now)
         heard = min([*woken, *([g.heard_at for g in demand.gateways if g.waiting] if demand else [])], default=d.now)
         return Wish(model, trigger, since, unmet.since if unmet else heard)

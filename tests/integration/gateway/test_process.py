@@ -71,7 +71,7 @@ async def test_it_can_be_stopped_while_nats_is_not_there() -> None:
 async def test_before_nats_is_up_it_says_so_and_nothing_hangs() -> None:
     port, nats_port = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
-    process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port))
+    process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port), THAW_STARTING_TIMEOUT="1")
     await until(lambda: answers(base, "/health"), within=20)
     async with httpx.AsyncClient(base_url=base, timeout=15) as client:
         assert (await client.get("/metrics")).status_code == 200
@@ -116,3 +116,29 @@ async def test_sigterm_ends_it_in_order_and_logs_no_prompt(node: FakeNode, own_n
     assert status == 0, said
     assert '"message": "answered"' in said
     assert "secret" not in said
+
+
+async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would() -> None:
+    """Chaos seed 5: a gateway restarted while NATS stood still refused a client's three attempts within eight seconds."""
+    port, nats_port = free_port(), free_port()
+    base = f"http://127.0.0.1:{port}"
+    process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port))
+    await until(lambda: answers(base, "/health"), within=20)
+    async with httpx.AsyncClient(base_url=base, timeout=60) as client:
+        asked = asyncio.create_task(client.get("/v1/models/alpha"))
+        done, _ = await asyncio.wait([asked], timeout=3.0)
+        assert not done
+        late = NatsServer(port=nats_port)
+        try:
+            # Without a scheduler there is no catalogue yet: what is told is that, and no longer that NATS is away.
+            await until(lambda: joined(base), within=20)
+        finally:
+            asked.cancel()
+            process.send_signal(signal.SIGTERM)
+            await ended(process)
+            late.close()
+
+
+async def joined(base: str) -> bool:
+    async with httpx.AsyncClient(base_url=base) as client:
+        return "not connected to NATS yet" not in (await client.get("/ready")).text

@@ -114,6 +114,9 @@ def test_an_exit_says_only_what_was_seen(tmp_path: Path) -> None:
     assert "possibly out of memory" in explain_exit(5, None, (1, 2), log).message
     assert "memory" not in explain_exit(5, -signal.SIGKILL, (None, 2), log).message
     assert explain_exit(5, None, (None, None), log).message.endswith("line 98\nline 99")
+    codes = [explain_exit(5, *how, log).code for how in ((3, (1, 1)), (-signal.SIGSEGV, (1, 1)), (-signal.SIGKILL, (1, 2)))]
+    assert codes == ["engine_failed"] * 3, "by itself, or for want of memory"
+    assert explain_exit(5, -signal.SIGKILL, (1, 1), log).code == explain_exit(5, None, (None, None), log).code == "engine_killed"
     assert len(log_tail(log).splitlines()) == 8
     assert "`thaw logs none`" in explain_exit(5, 0, (None, None), tmp_path / "none.engine.log").message
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import LoadEnded, PublishLoadFailed, SendRelease, StepDown
 from services.scheduler.domain.events import StartRefused
-from shared.errors import CheckpointInvalid, EngineFailed, Unreachable
+from services.scheduler.domain.failures import MAX_KILLED
+from shared.errors import CheckpointInvalid, EngineFailed, EngineKilled, Unreachable
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World, no_room
 
@@ -27,6 +28,31 @@ def test_a_failed_start_is_tried_once_more_elsewhere(w: World) -> None:
     w.demand("a")
     w.get_ready()
     assert w.state.models["a"].error is None
+
+
+def test_a_start_whose_engine_was_killed_is_tried_more_often(w: World) -> None:
+    """Chaos seed 2: an engine host that was killed twice while it started had its waiting requests fail."""
+    w.node("n1")
+    w.model("a")
+    w.demand("a")
+    for tried in range(1, MAX_KILLED):
+        w.fail("a", EngineKilled("killed by signal 9").body())
+        assert len(w.starts("a")) == tried + 1
+        assert not w.sent(PublishLoadFailed)
+    w.fail("a", EngineKilled("killed again").body())
+    (failed,) = w.sent(PublishLoadFailed)
+    assert failed.event.error.message == "killed again"
+
+
+def test_killed_starts_do_not_excuse_those_that_fail_by_themselves(w: World) -> None:
+    w.node("n1")
+    w.model("a")
+    w.demand("a")
+    w.fail("a", EngineKilled("killed by signal 9").body())
+    w.fail("a", EngineFailed("boom").body())
+    assert not w.sent(PublishLoadFailed)
+    w.fail("a", EngineFailed("boom").body())
+    assert w.sent(PublishLoadFailed)
 
 
 def test_an_invalid_model_is_told_at_once(w: World) -> None:

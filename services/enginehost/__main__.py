@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.enginehost.app import run_host
 from services.enginehost.drivers.registry import DRIVERS
+from services.enginehost.reach import ALONE, can_isolate
 from services.enginehost.runtimes.container import remove_containers
 from services.enginehost.runtimes.docker import Docker
 from services.enginehost.runtimes.process import clean_environment
@@ -72,7 +73,9 @@ def wait(engine: str) -> int:
         sys.stderr.write(f"enginehost: no interpreter of {engine} can wait\n")
         return 2
     python, _, module = command.argv
-    spare = Spare(python, module, clean_environment("", command.env), settings.engine_niceness)
+    network = "own" if driver is not None and driver.isolates and can_isolate() else ""
+    more = ALONE if network else {}
+    spare = Spare(python, module, clean_environment("", {**more, **command.env}), settings.engine_niceness, network)
     line = _first_line(spare)
     if not line:
         spare.close()

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.enginehost.drivers.port import Command, Driver, Launch
 from services.enginehost.drivers.registry import driver_of
 from services.enginehost.http1 import Address, Client, HttpError
 from services.enginehost.probe import said
+from services.enginehost.reach import ALONE, LOOPBACK, ON_LOOPBACK, choose_reach
 from services.enginehost.runtimes.container import start_container
 from services.enginehost.runtimes.port import Activity, Ended, Running
 from services.enginehost.runtimes.process import EngineProcess, free_port
@@ -30,7 +32,6 @@ from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)
-_LOOPBACK = "127.0.0.1"
 _PORT_ATTEMPTS = 3
 _POLL_S = 0.05
 _LOOK_S = 1.0
@@ -58,6 +59,7 @@ class Engine:
         self._reporter = reporter
         self._spare = spare
         self._running: Running | None = None
+        self._reach = ON_LOOPBACK
         self._given_up: asyncio.Future[EngineFailed] = asyncio.get_running_loop().create_future()
         self._expected: str | None = None
         self._signs = 0
@@ -108,36 +110,44 @@ class Engine:
             card=start.card,
             device=start.device,
             kv_bytes=start.kv_bytes,
-            host="0.0.0.0" if container is not None else _LOOPBACK,
-            port=container.port if container is not None else free_port(_LOOPBACK),
+            host="0.0.0.0" if container is not None else LOOPBACK,
+            port=container.port if container is not None else free_port(LOOPBACK),
             key=secrets.token_urlsafe(24),
             settings=self._settings,
             threads=int(os.environ.get("THAW_ENGINE_THREADS", "0") or 0),
             devices=start.devices,
         )
+        reach = ON_LOOPBACK
+        if container is None:
+            known = driver_of(launch)
+            reach = await asyncio.to_thread(choose_reach, launch, takes_socket=known.takes_socket, isolates=known.isolates)
+            launch = replace(launch, socket=str(reach.socket) if reach.is_engines else "", is_private=reach.is_private)
+        self._reach = reach
         self.driver = driver_of(launch)
-        env = {**_device_environment(launch), **self.driver.environment(), **_expanded(spec.env)}
+        more = ALONE if reach.has_own_network else {}
+        env = {**_device_environment(launch), **more, **self.driver.environment(), **_expanded(spec.env)}
         if container is not None:
             arguments = tuple(map(launch.fill, container.args)) if container.args is not None else self.driver.arguments()
             self._running = await start_container(launch, container, arguments, env, start, self._settings, self._fetching)
         else:
             argv = tuple(map(launch.fill, spec.command)) or self.driver.command().argv
-            address = Address(_LOOPBACK, launch.port)
             self._running = EngineProcess.start(
                 Command(argv, env),
                 mark_of(self._settings.scope, start.instance_id),
-                address,
+                Address(LOOPBACK, launch.port),
                 Path(start.log_path),
                 start.cgroup_procs,
                 0 if launch.on_cuda else self._settings.engine_niceness,
                 self._usable_spare(launch),
+                reach,
             )
         self.client = Client(self._running.address, self.driver.headers())
 
     def _usable_spare(self, launch: Launch) -> Spare | None:
         """It has read the environment: not where the model has one of its own, or what it reads of it differs."""
         spare, self._spare = self._spare, None
-        if spare is not None and (launch.card.spec.env or launch.remote):
+        differs = launch.card.spec.env or launch.remote
+        if spare is not None and (differs or spare.has_own_network != self._reach.has_own_network):
             spare.close()
             return None
         return spare
@@ -269,6 +279,7 @@ class Engine:
         if running is not None:
             ended = await running.stop(self._start.card.spec.stop_signal, self._spec_grace)
             log.info("the engine has ended", extra={"how": str(ended)})
+        self._reach.close()
 
     def hosted(self) -> HostedEngine | None:
         """What the nodeagent is told of it."""

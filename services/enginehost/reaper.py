@@ -5,8 +5,8 @@ its end, however it comes, is read here as the end of the file. Killed then is w
 variable NAME (a host that a nodeagent starts for the same instance meanwhile has another), and whatever is in the engine's session, of which the
 host has told through the pipe, "PID START": a process that gives itself another title, as vLLM's do, can lose its environment by that.
 Python's shared memory that those had mapped is removed after them, and what the host has told of it ("INODE PATH", further lines): nobody else
-does it for processes that were killed, and Python's own tracker not always before it is ended. This process leaves its parent at once: it belongs
-to no engine, is frozen with none, and in good order finds nothing to end.
+does it for processes that were killed, and Python's own tracker not always before it is ended. So is the directory of the engine's socket
+("directory PATH"). This process leaves its parent at once: it belongs to no engine, is frozen with none, and in good order finds nothing to end.
 
 Run by file name in a bare interpreter, as spawn.py.
 """
@@ -17,6 +17,8 @@ import sys
 import time
 
 VARIABLE = "THAW_INSTANCE_HOST"
+DIRECTORY = "directory"
+"""Begins the line that tells of a directory."""
 _WITHIN_S = 10.0
 _POLL_S = 0.05
 _LOOK_AGAIN_S = 0.5
@@ -113,6 +115,16 @@ def _inode(path: str) -> int | None:
         return None
 
 
+def remove_directory(path: str) -> None:
+    """With the sockets in it; harmless if it is gone."""
+    try:
+        for name in os.listdir(path):  # noqa: PTH208
+            os.unlink(os.path.join(path, name))  # noqa: PTH108, PTH118
+        os.rmdir(path)  # noqa: PTH106
+    except OSError:
+        pass
+
+
 def thaw(files: str) -> None:
     """cgroup v1 keeps a signal from what is frozen."""
     for path in filter(None, files.split(":")):
@@ -150,8 +162,12 @@ def main() -> int:
         told += read
     first, *more = told.decode().splitlines() or [""]
     leader, _, start = first.partition(" ")
-    known = {path: int(inode) for inode, _, path in (line.partition(" ") for line in more)}
+    lines = [line.partition(" ") for line in more]
+    known = {path: int(inode) for inode, _, path in lines if inode != DIRECTORY}
     end(entry, files, (int(leader), int(start)) if start else None, known)
+    for word, _, path in lines:
+        if word == DIRECTORY:
+            remove_directory(path)
     return 0
 
 

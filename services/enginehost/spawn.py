@@ -1,26 +1,46 @@
-"""`python -I spawn.py PARENT CGROUP_FILES NICENESS -- PROGRAM ARGUMENT…`: becomes PROGRAM, tied to its host.
+"""`python -I spawn.py PARENT CGROUP_FILES NICENESS NETWORK -- PROGRAM ARGUMENT…`: becomes PROGRAM, tied to its host.
 
 Run by file name in a bare interpreter, so that neither the host's modules nor code between fork and exec is needed: it puts itself into the control
-groups whose `cgroup.procs` files it is given (joined by colons), lets others go before it, asks the kernel to be killed when its parent dies, and
-executes the program.
+groups whose `cgroup.procs` files it is given (joined by colons), lets others go before it, gives itself a network of its own if NETWORK says so, asks
+the kernel to be killed when its parent dies, and executes the program.
+
+NETWORK is empty for the machine's, `own` for a namespace with nothing but a loopback, or `PORT:SOCKET` for one with a relay from the Unix socket
+SOCKET to that port of the loopback. `python -I spawn.py --try-network` ends with 0 where that is possible.
 """
 
 import ctypes
+import fcntl
 import os
 import signal
+import socket
+import struct
 import sys
 
 PR_SET_PDEATHSIG = 1
 NOT_STARTED = 127
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+SIOCSIFFLAGS = 0x8914
+IFF_UP = 1
+_TRY = "--try-network"
 
 
 def main() -> int:
-    parent, files, niceness, separator, *program = sys.argv[1:]
+    if sys.argv[1:] == [_TRY]:
+        _own_network()
+        return 0
+    parent, files, niceness, network, separator, *program = sys.argv[1:]
     assert separator == "--"
     for path in filter(None, files.split(":")):
         with open(path, "w") as file:  # noqa: PTH123  # no imports that are not needed
             file.write("0")
     _yield_to_others(int(niceness))
+    if network:
+        _own_network()
+        port, _, path = network.partition(":")
+        if path:
+            _relay(path, port)
+    # After the network: a change of credentials takes it back.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
         return NOT_STARTED  # the host died meanwhile: its end was not seen
@@ -31,6 +51,42 @@ def main() -> int:
     except OSError as e:
         sys.stderr.write(f"{program[0]} cannot be started: {e.strerror}\n")
         return NOT_STARTED
+
+
+def _own_network() -> None:
+    """Root needs no user namespace for it. Raises `OSError`."""
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        _unshare(CLONE_NEWNET)
+    except PermissionError:
+        _unshare(CLONE_NEWUSER | CLONE_NEWNET)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
+                file.write(text)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+
+
+def _unshare(flags: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).unshare(flags):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _relay(path: str, port: str) -> None:
+    """A process of the engine's session and control group, and nobody's child: engines may wait for any child of theirs."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(128)
+    child = os.fork()
+    if not child:
+        if os.fork():
+            os._exit(0)
+        listener.set_inheritable(True)
+        program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "relay.py")  # noqa: PTH100, PTH118, PTH120
+        os.execv(sys.executable, [sys.executable, "-I", program, str(listener.fileno()), port])
+    os.waitpid(child, 0)
+    listener.close()
 
 
 def _yield_to_others(niceness: int) -> None:

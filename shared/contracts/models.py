@@ -147,10 +147,15 @@ class ModelOptions(Strict):
     )
     command: tuple[str, ...] = Field(
         default=(),
-        description="Program and arguments of an engine of one's own; {model}, {name}, {host} and {port} are filled in.",
+        description="Program and arguments of an engine of one's own; {model}, {name}, {host}, {port} and {socket} are filled in.",
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="For the engine's processes; ${NAME} stands for the node's own variable of that name."
+    )
+    network: Literal["private", "host"] | None = Field(
+        default=None,
+        description="Network of the engine's processes: one of its own, or the machine's. By default its own, where the node may make one and "
+        "the engine needs no other: not with a `command`, hf://… or engine://….",
     )
     health: str = Field(
         default="", pattern=r"^(/\S*)?$", description="Path that answers 200 when the engine is up; the engine's own."
@@ -212,7 +217,7 @@ class ModelSpec(ModelOptions):
     @model_validator(mode="after")
     def _engine_options(self) -> Self:
         ours = self.engine == "builtin"
-        for name in (*OPERATORS_FIELDS, "health", "ready_timeout", "routes"):
+        for name in (*OPERATORS_FIELDS, "health", "ready_timeout", "routes", "network"):
             if ours and getattr(self, name):
                 raise ValueError(f"{name} is for engines other than builtin; name one with `engine:`")
         if self.engine == "openai" and not self.command and self.container is None:

@@ -48,6 +48,7 @@ _OPTIONS: dict[str, list[str]] = {
         "--served-model-name",
         "--host",
         "--port",
+        "--uds",
         "--max-model-len",
         "--max-num-seqs",
         "--dtype",
@@ -74,7 +75,7 @@ _OPTIONS: dict[str, list[str]] = {
     "llamacpp": ["--model", "--alias", "--host", "--port", "--ctx-size", "--parallel", "--n-gpu-layers", "--threads"],
     "tensorrt-llm": ["--host", "--port", "--served_model_name", "--max_seq_len", "--max_batch_size", "--tp_size"],
     "ollama": [],
-    "openai": ["--host", "--port"],
+    "openai": ["--host", "--port", "--uds"],
 }
 _SWITCHES: dict[str, list[str]] = {
     "vllm": ["--enforce-eager", "--enable-sleep-mode", "--trust-remote-code", "--no-enable-prefix-caching"],
@@ -364,9 +365,11 @@ def main() -> None:
     host, port = getattr(options, "host", None), getattr(options, "port", None)
     if options.like == "ollama":
         host, _, port = os.environ["OLLAMA_HOST"].partition(":")
-    config = uvicorn.Config(
-        Starlette(routes=Fake(options).routes()), host=host or "127.0.0.1", port=int(port or 0), log_level="warning"
-    )
+    path = getattr(options, "uds", None)
+    if options.like == "llamacpp" and str(host).endswith(".sock"):
+        path = host
+    app = Starlette(routes=Fake(options).routes())
+    config = uvicorn.Config(app, host=host or "127.0.0.1", port=int(port or 0), uds=path, log_level="warning")
     server = uvicorn.Server(config)
     if options.ignore_term:
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # older uvicorn

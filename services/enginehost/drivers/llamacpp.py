@@ -20,6 +20,10 @@ class LlamaCpp(Driver):
         return bool(self.launch.settings.llamacpp_server) or self.card.spec.container is not None
 
     @property
+    def takes_socket(self) -> bool:
+        return self._native
+
+    @property
     def health_path(self) -> str:  # type: ignore[override]  # the two servers differ
         return "/health" if self._native else "/v1/models"
 
@@ -46,7 +50,9 @@ class LlamaCpp(Driver):
         """Of llama-server. Its context is shared by its slots."""
         launch, spec = self.launch, self.card.spec
         slots = spec.max_concurrency
-        found = ["--model", self._file(), "--alias", self.served_name, "--host", launch.host, "--port", str(launch.port)]
+        # A host that ends with .sock is a Unix socket to it.
+        where = ["--host", launch.socket] if launch.socket else ["--host", launch.host, "--port", str(launch.port)]
+        found = ["--model", self._file(), "--alias", self.served_name, *where]
         found += ["--ctx-size", str(self.card.context_length * slots), "--parallel", str(slots), "--jinja"]
         if self.card.info.task == "embed" and not {"embedding", "embeddings"} & spec.engine_args.keys():
             found.append("--embeddings")

@@ -37,6 +37,10 @@ class Launch:
     threads: int = 0
     devices: tuple[str, ...] = ()
     """All of its devices, where there are several."""
+    socket: str = ""
+    """Unix socket that it is reached by; empty where it is reached by a port."""
+    is_private: bool = False
+    """Whether no other user of the machine reaches it."""
 
     @property
     def gpus(self) -> list[str]:
@@ -65,8 +69,8 @@ class Launch:
         return self.card.info.source.rpartition("@")[2] if self.remote and "@" in self.card.info.source else ""
 
     def fill(self, text: str) -> str:
-        """`text` with {model}, {name}, {host} and {port} filled in; other braces stay."""
-        known = {"model": self.model, "name": self.card.name, "host": self.host, "port": str(self.port)}
+        """`text` with {model}, {name}, {host}, {port} and {socket} filled in; other braces stay."""
+        known = {"model": self.model, "name": self.card.name, "host": self.host, "port": str(self.port), "socket": self.socket}
         for name, value in known.items():
             text = text.replace("{" + name + "}", value)
         return text
@@ -91,6 +95,14 @@ class Driver:
     module = ""
     program = ""
     """The module that an interpreter of it runs: one in waiting has that imported."""
+
+    isolates = True
+    """Whether it runs in a network of its own, unless the model says otherwise: it speaks to nobody but its host."""
+
+    @property
+    def takes_socket(self) -> bool:
+        """Whether the engine listens on a Unix socket where it is started by `command`; else on a port."""
+        return False
 
     @classmethod
     def in_waiting(cls, settings: HostSettings) -> Command | None:

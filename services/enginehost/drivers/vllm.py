@@ -26,6 +26,7 @@ class Vllm(Driver):
     program = "vllm.entrypoints.openai.api_server"
 
     tokens = VllmTokens()
+    takes_socket = True
 
     @property
     def caches_prefixes(self) -> bool:
@@ -61,16 +62,8 @@ class Vllm(Driver):
 
     def arguments(self) -> tuple[str, ...]:
         launch, spec = self.launch, self.card.spec
-        found = [
-            "--model",
-            launch.model,
-            "--served-model-name",
-            self.served_name,
-            "--host",
-            launch.host,
-            "--port",
-            str(launch.port),
-        ]
+        where = ["--uds", launch.socket] if launch.socket else ["--host", launch.host, "--port", str(launch.port)]
+        found = ["--model", launch.model, "--served-model-name", self.served_name, *where]
         found += ["--max-model-len", str(self.card.context_length), "--max-num-seqs", str(spec.max_concurrency)]
         found += ["--dtype", spec.dtype]
         if launch.revision:
@@ -87,7 +80,7 @@ class Vllm(Driver):
         if not launch.on_cuda and "enforce_eager" not in given:
             # Compiling takes a minute on cpu and gains little there.
             found.append("--enforce-eager")
-        if launch.on_cuda and "enable_sleep_mode" not in given:
+        if self.sleep_levels and "enable_sleep_mode" not in given:
             found.append("--enable-sleep-mode")
         if "scheduling_policy" not in given:
             found += ["--scheduling-policy", "priority"]  # what is computed ahead for a migration comes last
@@ -102,11 +95,9 @@ class Vllm(Driver):
         return self.card.spec.engine_args.get("load_format") == "thaw"
 
     def environment(self) -> dict[str, str]:
-        found = {
-            "VLLM_SERVER_DEV_MODE": "1",  # the sleep endpoints
-            **_QUIET,
-            "VLLM_API_KEY": self.launch.key,
-        }
+        found = {**_QUIET, "VLLM_API_KEY": self.launch.key}
+        if self.sleep_levels:
+            found["VLLM_SERVER_DEV_MODE"] = "1"  # the sleep endpoints
         if not self.launch.remote:
             found["HF_HUB_OFFLINE"] = "1"
         if not self.launch.on_cuda and 0 < self.launch.threads < (os.cpu_count() or 1):
@@ -129,8 +120,9 @@ class Vllm(Driver):
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:
+        """Its endpoints for that take no key, and run whatever they are sent: they are there only where nobody else reaches them."""
         enabled = self.card.spec.engine_args.get("enable_sleep_mode", True)
-        return (1, 2) if self.launch.on_cuda and enabled else ()
+        return (1, 2) if self.launch.on_cuda and self.launch.is_private and enabled else ()
 
     async def sleep(self, client: Client, level: int) -> None:
         await call(client, HttpRequest("POST", f"{_SLEEP_PATH}?level={level}"), f"putting vLLM to sleep at level {level}")

@@ -18,6 +18,7 @@ import psutil
 from services.enginehost import reaper, spawn
 from services.enginehost.drivers.port import Command
 from services.enginehost.http1 import Address
+from services.enginehost.reach import ON_LOOPBACK, Reach
 from services.enginehost.runtimes.port import Activity, Ended
 from services.enginehost.runtimes.spare import Spare
 from shared.environment import without_credentials
@@ -73,20 +74,25 @@ class EngineProcess:
         cgroup_procs: str | None,
         niceness: int = 0,
         spare: Spare | None = None,
+        reach: Reach = ON_LOOPBACK,
     ) -> EngineProcess:
-        """`spare`: becomes the engine if it can. Raises `EngineFailed`. The program itself is looked for by the child: a missing one ends with
-        status 127 and a line in the log."""
+        """`spare`: becomes the engine if it can. `address`: where it listens if `reach` has no socket. Raises `EngineFailed`. The program itself
+        is looked for by the child: a missing one ends with status 127 and a line in the log."""
         token = secrets.token_hex(8)
         env = {**clean_environment(mark, command.env), reaper.VARIABLE: token}
         try:
             held = _tie(token, cgroup_procs or "")
             child = spare.become(command, env, cgroup_procs, niceness, log_path) if spare is not None else None
-            child = child or _spawned(command, env, cgroup_procs, niceness)
-            os.write(held, f"{child.pid} {reaper.started(child.pid)}\n".encode())
+            child = child or _spawned(command, env, cgroup_procs, niceness, _network(reach, address.port))
+            told = f"{child.pid} {reaper.started(child.pid)}\n"
+            if reach.socket is not None:
+                told += f"{reaper.DIRECTORY} {reach.socket.parent}\n"
+            os.write(held, told.encode())
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
         groups = tuple(map(Path, filter(None, (cgroup_procs or "").split(":"))))
-        return cls(child, mark, address, log_path, groups, held)
+        where = Address(path=str(reach.socket)) if reach.socket is not None else address
+        return cls(child, mark, where, log_path, groups, held)
 
     def pids(self) -> tuple[int, ...]:
         if self._ended.done():
@@ -112,6 +118,8 @@ class EngineProcess:
         return Activity(cpu, read, _size(self._log_path))
 
     def owns_port(self) -> bool | None:
+        if self.address.path:
+            return True  # nobody else may enter its directory, nor its network
         try:
             for pid in descendants(self._child.pid):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,8 +169,17 @@ class EngineProcess:
         self._ended.set_result(Ended(returncode, struck if returncode == -signal.SIGKILL else False))
 
 
-def _spawned(command: Command, env: Mapping[str, str], cgroup_procs: str | None, niceness: int) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", str(niceness), "--", *command.argv]
+def _network(reach: Reach, port: int) -> str:
+    """As spawn.py takes it."""
+    if not reach.has_own_network:
+        return ""
+    return "own" if reach.is_engines else f"{port}:{reach.socket}"
+
+
+def _spawned(
+    command: Command, env: Mapping[str, str], cgroup_procs: str | None, niceness: int, network: str
+) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", str(niceness), network, "--", *command.argv]
     return subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
 
 

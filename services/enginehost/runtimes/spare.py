@@ -24,10 +24,23 @@ _PRELOAD = Path(preload.__file__)
 class Spare:
     """`python -m module` in waiting, a child of this process and gone with it. It serves once."""
 
-    def __init__(self, python: str, module: str, environment: Mapping[str, str], niceness: int) -> None:
-        """Raises `EngineFailed`. It imports from now on; what it is told meanwhile it reads then."""
+    def __init__(self, python: str, module: str, environment: Mapping[str, str], niceness: int, network: str = "") -> None:
+        """`network`: as spawn.py takes it. Raises `EngineFailed`. It imports from now on; what it is told meanwhile it reads then."""
         self._command = (python, "-m", module)
-        argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), "", str(niceness), "--", python, str(_PRELOAD), module]
+        self.has_own_network = bool(network)
+        argv = [
+            sys.executable,
+            "-I",
+            str(_SPAWN),
+            str(os.getpid()),
+            "",
+            str(niceness),
+            network,
+            "--",
+            python,
+            str(_PRELOAD),
+            module,
+        ]
         try:
             self.child = subprocess.Popen(argv, stdin=subprocess.PIPE, env=dict(environment), start_new_session=True)
         except (OSError, ValueError, subprocess.SubprocessError) as e:

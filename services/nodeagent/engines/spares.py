@@ -115,4 +115,5 @@ def _closed(host: subprocess.Popen[bytes]) -> None:
 def serves(card: ModelCard) -> bool:
     """Whether a host in waiting may host the model: what its interpreter has imported, it imported without knowing of it."""
     spec = card.spec
-    return spec.container is None and not spec.command and not spec.env and not card.info.source.startswith("hf://")
+    own = spec.container is None and not spec.command and not spec.env and spec.network != "host"
+    return own and not card.info.source.startswith("hf://")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,17 @@ async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
 
 
 @pytest.fixture
-async def hosts(mesh: Mesh, nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Hosts]:
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """State of the test's own, by a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="thaw-t-") as place:
+        monkeypatch.setenv("THAW_HOME", place)
+        yield Path(place)
+
+
+@pytest.fixture
+async def hosts(
+    mesh: Mesh, nats_server: NatsServer, home: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Hosts]:
     """Each test has a node of its own."""
     hosts = Hosts(mesh, f"n-{abs(hash(request.node.nodeid)) % 10**9}", nats_server.url, tmp_path)
     await hosts.start()

@@ -26,7 +26,7 @@ with open({imports!r}, "a") as file:
     file.write(f"{{__name__}} {{os.getpid()}}\\n")
 if __name__ == "__main__":
     from tests.support.fake_openai import main
-    print("environment", os.environ["VLLM_SERVER_DEV_MODE"], os.environ.get("OMP_NUM_THREADS"), flush=True)
+    print("environment", int(bool(os.environ["VLLM_API_KEY"])), os.environ.get("OMP_NUM_THREADS"), flush=True)
     sys.argv[1:1] = ["--like", "vllm"]
     main()
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,14 @@ class RealEngine:
     instance: str
     process: subprocess.Popen[bytes]
     log: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home() -> Iterator[Path]:
+    """State of these tests' own, by a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="thaw-t-") as place, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THAW_HOME", place)
+        yield Path(place)
 
 
 @pytest.fixture(scope="session")

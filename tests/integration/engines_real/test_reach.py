@@ -1,0 +1,43 @@
+"""Real vLLM and llama.cpp: reached by their host only, and with no credentials of the node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.enginehost.reach import can_isolate
+from shared.messaging import Mesh
+from tests.integration.engines_real.conftest import RealEngine, listening
+from tests.support.intruder import listening_sockets, tried_by_another_user
+from tests.support.servers import NatsServer
+
+# vLLM takes half a minute to start, and minutes where others compute too.
+pytestmark = pytest.mark.timeout(600)
+
+
+async def test_no_other_user_reaches_it(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+    if not can_isolate():
+        pytest.skip("needs network namespaces: root, or user namespaces")
+    hosts = await listening(mesh, nats_server.url, real)
+    pids = hosts.marked(real.instance)
+    assert listening_sockets(pids) == {}, "no port of the machine's, torch's rendezvous included"
+    (path,) = {
+        Path(line.split()[-1])
+        for pid in pids
+        for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()
+        if line.endswith("/engine.sock")
+    }
+    for above in path.parents[1:4]:
+        above.chmod(0o755)
+    for attack in ("/collective_rpc", "/sleep", "/v1/models", "/docs"):
+        assert tried_by_another_user(str(path), attack) == "PermissionError"
+    if real.engine == "vllm":
+        environment = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)
+        assert b"VLLM_SERVER_DEV_MODE" not in environment, "it does not sleep on cpu"
+        unserved = await hosts.other(real.instance, "/collective_rpc", "POST", method="reset")
+        assert unserved.status == 404
+    answer = await hosts.whole(real.instance, "completion", prompt="Hello", max_tokens=4)
+    assert answer.status == 200
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4

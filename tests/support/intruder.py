@@ -1,0 +1,64 @@
+"""What another user of the machine gets of an engine, and where that listens."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+NOBODY = 65534
+_WITHIN_S = 10.0
+_LISTENS = "0A"
+
+
+def listening_sockets(pids: Iterable[int], pid: int | None = None) -> dict[int, str]:
+    """TCP ports that the processes `pids` listen on in the network of `pid` (by default the test's own), and their addresses as the kernel writes
+    them."""
+    held = set()
+    for each in pids:
+        for link in Path(f"/proc/{each}/fd").iterdir():
+            try:
+                held.add(str(link.readlink()))
+            except OSError:
+                continue
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid or 'self'}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in held:
+                address, _, port = fields[1].partition(":")
+                found[int(port, 16)] = address
+    return found
+
+
+def tried_by_another_user(address: str | tuple[str, int], path: str) -> str:
+    """The first line of the answer to `GET path` at a Unix socket or a port, as user nobody; or the name of the error. Skips without root."""
+    if os.geteuid():
+        pytest.skip("needs root to become another user")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, _tried(address, path).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        told = file.read()
+    os.waitpid(child, 0)
+    return told
+
+
+def _tried(address: str | tuple[str, int], path: str) -> str:
+    try:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as s:
+            s.settimeout(_WITHIN_S)
+            s.connect(address)
+            s.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+            return s.recv(4096).decode(errors="replace").split("\r\n")[0]
+    except Exception as e:  # the name of any is the answer
+        return type(e).__name__

@@ -16,7 +16,7 @@ from services.enginehost.drivers.port import Command, Driver, Launch
 from services.enginehost.drivers.registry import driver_of
 from services.enginehost.http1 import Address, Client, HttpError
 from services.enginehost.probe import said
-from services.enginehost.reach import ALONE, LOOPBACK, ON_LOOPBACK, choose_reach
+from services.enginehost.reach import ALONE, CONTAINER_DIRECTORY, LOOPBACK, ON_LOOPBACK, Reach, choose_container_reach, choose_reach
 from services.enginehost.runtimes.container import start_container
 from services.enginehost.runtimes.port import Activity, Ended, Running
 from services.enginehost.runtimes.process import EngineProcess, free_port
@@ -117,18 +117,18 @@ class Engine:
             threads=int(os.environ.get("THAW_ENGINE_THREADS", "0") or 0),
             devices=start.devices,
         )
-        reach = ON_LOOPBACK
-        if container is None:
-            known = driver_of(launch)
-            reach = await asyncio.to_thread(choose_reach, launch, takes_socket=known.takes_socket, isolates=known.isolates)
-            launch = replace(launch, socket=str(reach.socket) if reach.is_engines else "", is_private=reach.is_private)
+        reach = await asyncio.to_thread(self._choose_reach, launch)
+        if reach.is_engines:
+            inside = f"{CONTAINER_DIRECTORY}/{reach.socket.name}" if reach.socket is not None else ""
+            launch = replace(launch, socket=str(reach.socket) if container is None else inside)
+        launch = replace(launch, is_private=reach.is_private)
         self._reach = reach
         self.driver = driver_of(launch)
-        more = ALONE if reach.has_own_network else {}
+        more = ALONE if reach.has_own_network and container is None else {}
         env = {**_device_environment(launch), **more, **self.driver.environment(), **_expanded(spec.env)}
         if container is not None:
             arguments = tuple(map(launch.fill, container.args)) if container.args is not None else self.driver.arguments()
-            self._running = await start_container(launch, container, arguments, env, start, self._settings, self._fetching)
+            self._running = await start_container(launch, container, arguments, env, start, self._settings, self._fetching, reach)
         else:
             argv = tuple(map(launch.fill, spec.command)) or self.driver.command().argv
             self._running = EngineProcess.start(
@@ -142,6 +142,12 @@ class Engine:
                 reach,
             )
         self.client = Client(self._running.address, self.driver.headers())
+
+    def _choose_reach(self, launch: Launch) -> Reach:
+        driver, container = driver_of(launch), launch.card.spec.container
+        if container is not None:
+            return choose_container_reach(launch, container, takes_socket=driver.takes_socket)
+        return choose_reach(launch, takes_socket=driver.takes_socket, isolates=driver.isolates)
 
     def _usable_spare(self, launch: Launch) -> Spare | None:
         """It has read the environment: not where the model has one of its own, or what it reads of it differs."""

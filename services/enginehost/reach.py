@@ -21,13 +21,16 @@ from pathlib import Path
 from services.enginehost import spawn
 from services.enginehost.drivers.port import Launch
 from services.enginehost.reaper import started
-from shared.contracts.models import ENGINE_SOURCE
+from shared.contracts.models import ENGINE_SOURCE, ContainerOptions
 from shared.errors import EngineFailed
 
 MAX_SOCKET_PATH = 107
 """Bytes that a Unix socket's address can hold."""
 LOOPBACK = "127.0.0.1"
 _NAME = "engine.sock"
+_SHARED = "s"
+CONTAINER_DIRECTORY = "/run/thaw"
+"""Where a container finds its socket's directory."""
 _TRIED_WITHIN_S = 30.0
 ALONE = {
     "VLLM_HOST_IP": LOOPBACK,
@@ -40,12 +43,13 @@ ALONE = {
 
 @dataclass(frozen=True)
 class Reach:
-    """`socket`: where the host connects to; None: the machine's loopback. `is_engines`: the engine itself listens there, not a relay.
+    """`socket`: where the host connects to, in `directory`; None: the machine's loopback. `is_engines`: the engine itself listens there, not a relay.
     `has_own_network`: the engine runs in a network namespace of its own."""
 
     socket: Path | None = None
     is_engines: bool = False
     has_own_network: bool = False
+    directory: Path | None = None
 
     @property
     def is_private(self) -> bool:
@@ -54,8 +58,8 @@ class Reach:
 
     def close(self) -> None:
         """Remove the socket and its directory."""
-        if self.socket is not None:
-            shutil.rmtree(self.socket.parent, ignore_errors=True)
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 ON_LOOPBACK = Reach()
@@ -74,8 +78,7 @@ def choose_reach(launch: Launch, *, takes_socket: bool, isolates: bool) -> Reach
     """
     spec = launch.card.spec
     is_engines = any("{socket}" in part for part in spec.command) if spec.command else takes_socket
-    is_local = not launch.remote and not launch.card.info.source.startswith(ENGINE_SOURCE)
-    wanted = spec.network == "private" or (spec.network is None and is_local and isolates and not spec.command)
+    wanted = spec.network == "private" or (spec.network is None and _is_local(launch) and isolates and not spec.command)
     has_own_network = wanted and can_isolate()
     if spec.network == "private" and not has_own_network:
         raise EngineFailed(
@@ -84,7 +87,29 @@ def choose_reach(launch: Launch, *, takes_socket: bool, isolates: bool) -> Reach
         )
     if not is_engines and not has_own_network:
         return ON_LOOPBACK
-    return Reach(make_directory(launch.settings.node_state) / _NAME, is_engines, has_own_network)
+    directory = make_directory(launch.settings.node_state)
+    return Reach(directory / _NAME, is_engines, has_own_network, directory)
+
+
+def choose_container_reach(launch: Launch, options: ContainerOptions, *, takes_socket: bool) -> Reach:
+    """Decide how an engine in a container is reached. Blocks for some milliseconds.
+
+    Only root may connect to a socket that another user's process has made, which the container's may be: other nodes use a port.
+    """
+    takes = any("{socket}" in part for part in options.args) if options.args is not None else takes_socket
+    if not takes or os.geteuid():
+        return ON_LOOPBACK
+    directory = make_directory(launch.settings.node_state)
+    inside = directory / _SHARED
+    inside.mkdir()
+    inside.chmod(0o777)  # whoever the container runs as; nobody else comes through the directory above
+    alone = launch.card.spec.network == "private" or (launch.card.spec.network is None and _is_local(launch))
+    return Reach(inside / _NAME, True, alone, directory)
+
+
+def _is_local(launch: Launch) -> bool:
+    """True if the engine has all of its model on this node."""
+    return not launch.remote and not launch.card.info.source.startswith(ENGINE_SOURCE)
 
 
 def make_directory(node_state: Path) -> Path:
@@ -93,7 +118,7 @@ def make_directory(node_state: Path) -> Path:
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _sweep(parent)
     name = f"{os.getpid()}-{started(os.getpid())}-{secrets.token_hex(4)}"
-    if len(os.fsencode(parent / name / _NAME)) > MAX_SOCKET_PATH:
+    if len(os.fsencode(parent / name / _SHARED / _NAME)) > MAX_SOCKET_PATH:
         return Path(tempfile.mkdtemp(prefix="thaw-engine-"))
     (parent / name).mkdir(mode=0o700)
     return parent / name

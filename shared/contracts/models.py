@@ -64,11 +64,20 @@ class ContainerOptions(Strict):
     args: tuple[str, ...] | None = Field(
         default=None, description="Arguments, with the same fill-ins as `command`; by default what the engine's driver passes."
     )
-    port: int = Field(default=8000, ge=1, le=65535, description="Port that the engine listens on inside.")
+    port: int = Field(
+        default=8000, ge=1, le=65535, description="Port that the engine listens on inside, where it does not listen on {socket}."
+    )
     mounts: tuple[str, ...] = Field(default=(), description="More of the host's paths, as /host:/inside or /host:/inside:rw.")
     shm_bytes: int = Field(default=1 << 30, gt=0, description="Size of /dev/shm inside.")
     runtime: str | None = None
     user: str | None = None
+    capabilities: tuple[str, ...] = Field(
+        default=(), description="Linux capabilities that it keeps, as DAC_OVERRIDE; by default none, root's of the image neither."
+    )
+    memory_limit_bytes: int | None = Field(
+        default=None, gt=0, description="Memory of the host that it may use; by default nine tenths of the machine's."
+    )
+    pids_limit: int = Field(default=8192, gt=0, description="Processes and threads that it may have.")
     pull: Literal["never", "missing"] = "missing"
 
     @field_validator("mounts")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,10 @@ from shared.contracts.node import InstanceState
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.docker.boxes import Boxes, docker_boxes, podman_boxes
-from tests.docker.engine import image_of
+from tests.docker.engine import CommandFailed, image_of
 from tests.integration.nodeagent.harness import running_node, start_command
 from tests.support.hosted import MIB, Hosts, hosted_card
+from tests.support.intruder import tried_by_another_user
 from tests.support.servers import NatsServer
 
 pytestmark = pytest.mark.timeout(120)
@@ -62,7 +65,17 @@ def image(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-async def hosts(boxes: Boxes, nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Hosts]:
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """State of the test's own, by a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="thaw-t-") as place:
+        monkeypatch.setenv("THAW_HOME", place)
+        yield Path(place)
+
+
+@pytest.fixture
+async def hosts(
+    boxes: Boxes, nats_server: NatsServer, home: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Hosts]:
     mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
     hosts = Hosts(mesh, f"n-{abs(hash(request.node.nodeid)) % 10**9}", nats_server.url, tmp_path)
@@ -97,6 +110,69 @@ async def test_from_start_to_removed(hosts: Hosts, boxes: Boxes, image: str) -> 
     await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
     assert boxes.containers(start.instance_id) == []
     assert "tiny: stopped by SIGTERM" in Path(start.log_path).read_text()
+
+
+async def test_what_a_container_may_do(hosts: Hosts, boxes: Boxes, image: str) -> None:
+    start = hosts.host(card(image, capabilities=["NET_BIND_SERVICE"], pids_limit=300, memory_limit_bytes=256 * MIB))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    assert report.hosted is not None
+    assert report.hosted.container is not None
+    status = boxes("exec", report.hosted.container, "cat", "/proc/1/status")
+    assert int(re.findall(r"CapBnd:\s+(\w+)", status)[0], 16) == 1 << 10, "the one that it was given"
+    assert re.findall(r"NoNewPrivs:\s+(\d)", status) == ["1"]
+    limits = json.loads(boxes("inspect", report.hosted.container))[0]["HostConfig"]
+    assert (limits["PidsLimit"], limits["Memory"]) == (300, 256 * MIB)
+    os.kill(report.pid, signal.SIGTERM)
+    await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
+
+
+async def test_a_published_port_is_the_loopbacks_and_no_other_container_reaches_the_engine(
+    hosts: Hosts, boxes: Boxes, image: str
+) -> None:
+    start = hosts.host(card(image))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    assert report.hosted is not None
+    assert report.hosted.container is not None
+    told = json.loads(boxes("inspect", report.hosted.container))[0]["NetworkSettings"]
+    assert [p["HostIp"] for p in told["Ports"]["9000/tcp"]] == ["127.0.0.1"]
+    assert list(told["Networks"]) == [container.NETWORK]
+    address = told["Networks"][container.NETWORK]["IPAddress"]
+    if boxes.command == "podman":
+        pytest.skip("containers of one network of Podman's reach each other")
+    ask = f"import urllib.request as u; u.urlopen('http://{address}:9000/health', timeout=3)"
+    assert boxes("exec", report.hosted.container, "python3", "-c", ask) == "", "or the rest proves nothing"
+    for network in (container.NETWORK, "bridge"):
+        with pytest.raises(CommandFailed, match=r"timed out|refused|unreachable|No route"):
+            boxes("run", "--rm", "--network", network, "--entrypoint", "python3", image, "-c", ask)
+
+
+async def test_one_that_listens_on_a_socket_has_no_network_and_no_other_user_reaches_it(
+    hosts: Hosts, boxes: Boxes, image: str, tmp_path: Path
+) -> None:
+    if os.geteuid():
+        pytest.skip("only root connects to the socket of a container's user")
+    options = {"image": image, "args": ["--socket", "{socket}"]}
+    start = hosts.host(hosted_card(tmp_path, "openai", memory=MIB, container=options))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    assert report.hosted is not None
+    assert report.hosted.container is not None
+    assert (await hosts.whole(start.instance_id, "chat", messages=[], stream=True)).text() == "a b c "
+    told = json.loads(boxes("inspect", report.hosted.container))[0]
+    assert told["HostConfig"]["NetworkMode"] == "none"
+    (path,) = (Path(m["Source"]) / "engine.sock" for m in told["Mounts"] if m["Destination"] == "/run/thaw")
+    for above in path.parents[2:6]:
+        above.chmod(0o755)
+    assert tried_by_another_user(str(path), "/health") == "PermissionError"
+    path.parent.parent.chmod(0o755)
+    path.chmod(0o777)
+    assert tried_by_another_user(str(path), "/health").startswith("HTTP/1.1 200"), "or the above proves nothing"
+    os.kill(report.pid, signal.SIGTERM)
+    await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
+    hosts.processes[-1].wait(20)
+    assert not path.parent.parent.exists()
 
 
 @pytest.mark.parametrize(

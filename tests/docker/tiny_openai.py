@@ -1,11 +1,12 @@
 """An OpenAI-compatible server of the standard library alone, for an image that has nothing else.
 
---exit N, --signal N: ends so at once. A body with "eat" has it take memory until it is killed.
+--exit N, --signal N: ends so at once. --socket PATH: listens there, and on no port. A body with "eat" has it take memory until it is killed.
 """
 
 import json
 import os
 import signal
+import socketserver
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -55,4 +56,7 @@ if __name__ == "__main__":
     if "--signal" in arguments:
         os.kill(os.getpid(), int(arguments[1]))
     signal.signal(signal.SIGTERM, on_term)
+    if "--socket" in arguments:
+        with socketserver.ThreadingUnixStreamServer(arguments[arguments.index("--socket") + 1], Handler) as server:
+            server.serve_forever()
     ThreadingHTTPServer(("0.0.0.0", 9000), Handler).serve_forever()

@@ -14,6 +14,7 @@ import psutil
 
 from services.enginehost.drivers.port import Launch
 from services.enginehost.http1 import Address, HttpError
+from services.enginehost.reach import CONTAINER_DIRECTORY, LOOPBACK, ON_LOOPBACK, Reach
 from services.enginehost.runtimes.docker import Docker, NoSuchImage
 from services.enginehost.runtimes.port import Activity, Ended
 from services.enginehost.runtimes.process import oom_kills
@@ -29,6 +30,10 @@ LABEL_MARK = "thaw.mark"
 LABEL_INSTANCE = "thaw.instance"
 LABEL_NODE = "thaw.node"
 _GPU_CAPABILITIES = [["gpu"]]
+NETWORK = "thaw-engines"
+"""A bridge of the engines' own, on which they do not reach each other, nor other containers them."""
+_MEMORY_SHARE = 0.9
+"""Of the machine's memory: an engine that takes more is killed before the kernel looks for a victim among the mesh's processes."""
 _LOG_WITHIN_S = 1.0
 _KILLED = 137
 """A shell's way to tell SIGKILL."""
@@ -130,12 +135,29 @@ async def start_container(
     start: EngineStart,
     settings: HostSettings,
     told: Told,
+    reach: Reach = ON_LOOPBACK,
 ) -> EngineContainer:
-    """Raises `EngineFailed`. An image that is not there is pulled, if that is allowed: a download, told as such."""
+    """Start one, and remove what an earlier host of the instance has left. An image that is not there is pulled, if that is allowed.
+
+    Args:
+        launch: What is started.
+        options: The model's options for its container.
+        arguments: What the image's entrypoint gets.
+        env: What is added to the image's environment.
+        start: The nodeagent's order.
+        settings: The host's.
+        told: Is told of a download.
+        reach: A socket in a directory of the host's; or a port, which is published on the loopback.
+
+    Raises:
+        EngineFailed: If it does not start.
+    """
     docker = Docker(settings.container_socket)
     mark = mark_of(settings.scope, start.instance_id)
     await remove_containers(docker, mark)
-    body = _body(launch, options, arguments, {**env, MARK_VARIABLE: mark}, start, mark)
+    if reach.socket is None or not reach.has_own_network:
+        await docker.ensure_network(NETWORK)
+    body = _body(launch, options, arguments, {**env, MARK_VARIABLE: mark}, start, mark, reach)
     name = f"thaw-{start.node}-{start.instance_id}-{time.monotonic_ns():x}"
     try:
         container = await docker.create(name, body)
@@ -152,9 +174,8 @@ async def start_container(
     try:
         await docker.start(container)
         found = await docker.inspect(container)
-        return EngineContainer(
-            docker, container, int(found["State"]["Pid"]), _address(found, f"{options.port}/tcp"), Path(start.log_path)
-        )
+        address = Address(path=str(reach.socket)) if reach.socket is not None else _address(found, f"{options.port}/tcp")
+        return EngineContainer(docker, container, int(found["State"]["Pid"]), address, Path(start.log_path))
     except (EngineFailed, KeyError, TypeError, ValueError) as e:
         await docker.remove(container)
         raise EngineFailed(f"the container did not start: {e}") from e
@@ -169,7 +190,13 @@ def _address(found: Mapping[str, Any], port: str) -> Address:
 
 
 def _body(
-    launch: Launch, options: ContainerOptions, arguments: tuple[str, ...], env: Mapping[str, str], start: EngineStart, mark: str
+    launch: Launch,
+    options: ContainerOptions,
+    arguments: tuple[str, ...],
+    env: Mapping[str, str],
+    start: EngineStart,
+    mark: str,
+    reach: Reach,
 ) -> dict[str, Any]:
     port = f"{options.port}/tcp"
     mounts = [m if m.count(":") == 2 else f"{m}:ro" for m in options.mounts]
@@ -178,12 +205,21 @@ def _body(
         mounts.append(f"{source}:{source}:ro")
     host: dict[str, Any] = {
         "Binds": mounts,
-        "PortBindings": {port: [{"HostIp": "127.0.0.1", "HostPort": ""}]},
         "ShmSize": options.shm_bytes,
         "Init": True,
         # What the container writes is copied to the instance's log; the container engine's own copy is bounded here.
         "LogConfig": {"Type": "json-file", "Config": {"max-size": "16m", "max-file": "2"}},
+        "CapDrop": ["ALL"],
+        "CapAdd": list(options.capabilities),
+        "SecurityOpt": ["no-new-privileges"],
+        "PidsLimit": options.pids_limit,
+        "Memory": options.memory_limit_bytes or int(_MEMORY_SHARE * psutil.virtual_memory().total),
+        "NetworkMode": "none" if reach.has_own_network else NETWORK,
     }
+    if reach.socket is None:
+        host["PortBindings"] = {port: [{"HostIp": LOOPBACK, "HostPort": ""}]}
+    else:
+        mounts.append(f"{reach.socket.parent}:{CONTAINER_DIRECTORY}")
     if options.runtime is not None:
         host["Runtime"] = options.runtime
     if launch.on_cuda:
@@ -194,11 +230,12 @@ def _body(
         "Image": options.image,
         "Cmd": list(arguments),
         "Env": [f"{k}={v}" for k, v in env.items()],
-        "ExposedPorts": {port: {}},
         "Labels": {LABEL_MARK: mark, LABEL_INSTANCE: start.instance_id, LABEL_NODE: start.node},
         "StopSignal": start.card.spec.stop_signal,
         "HostConfig": host,
     }
+    if reach.socket is None:
+        body["ExposedPorts"] = {port: {}}
     if options.entrypoint:
         body["Entrypoint"] = list(options.entrypoint)
     if options.user is not None:

@@ -37,6 +37,19 @@ class Docker:
             raise NoSuchImage(_message(body))
         return str(_checked(status, body, 201)["Id"])
 
+    async def ensure_network(self, name: str) -> None:
+        """Make a bridge whose containers do not reach each other, if it is not there. Podman has no such option; it goes without."""
+        status, _ = await self._ask(HttpRequest("GET", f"{_VERSION}/networks/{quote(name)}"))
+        if status == 200:
+            return
+        options = {"com.docker.network.bridge.enable_icc": "false"}
+        for more in ({"Options": options}, {}):
+            made = {"Name": name, "Driver": "bridge", "CheckDuplicate": True, **more}
+            status, body = await self._ask(json_request(f"{_VERSION}/networks/create", made))
+            if status in (200, 201, 409):  # another host was first
+                return
+        _checked(status, body, 201)
+
     async def pull(self, image: str) -> AsyncIterator[dict[str, Any]]:
         """Fetch an image; what the API tells of it meanwhile."""
         query = urlencode({"fromImage": image} if ":" in image.rpartition("/")[2] else {"fromImage": image, "tag": "latest"})

@@ -85,8 +85,8 @@ class EngineProcess:
             child = spare.become(command, env, cgroup_procs, niceness, log_path) if spare is not None else None
             child = child or _spawned(command, env, cgroup_procs, niceness, _network(reach, address.port))
             told = f"{child.pid} {reaper.started(child.pid)}\n"
-            if reach.socket is not None:
-                told += f"{reaper.DIRECTORY} {reach.socket.parent}\n"
+            if reach.directory is not None:
+                told += f"{reaper.DIRECTORY} {reach.directory}\n"
             os.write(held, told.encode())
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e

@@ -35,7 +35,7 @@ async def test_no_other_user_reaches_it(mesh: Mesh, nats_server: NatsServer, rea
     if real.engine == "vllm":
         environment = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)
         assert b"VLLM_SERVER_DEV_MODE" not in environment, "it does not sleep on cpu"
-        unserved = await hosts.other(real.instance, "/collective_rpc", "POST", method="reset")
+        unserved = await hosts.other(real.instance, "/collective_rpc", "POST")
         assert unserved.status == 404
     answer = await hosts.whole(real.instance, "completion", prompt="Hello", max_tokens=4)
     assert answer.status == 200

@@ -22,7 +22,7 @@ def require_private(directory: Path, mode: int = 0o700) -> None:
 
     Args:
         directory: It must not be a symbolic link itself.
-        mode: The most permissions it may have. 0o755 lets others read.
+        mode: The most permissions it may have. 0o755 lets others read; more is then accepted below a directory that others cannot enter.
     """
     status = directory.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -31,25 +31,33 @@ def require_private(directory: Path, mode: int = 0o700) -> None:
         raise UntrustedDirectory(f"{directory} is not a directory")
     if status.st_uid != os.geteuid():
         raise UntrustedDirectory(f"{directory} belongs to user {status.st_uid}, not to user {os.geteuid()}")
-    if excess := stat.S_IMODE(status.st_mode) & 0o777 & ~mode:
-        raise UntrustedDirectory(
-            f"{directory} gives others access (mode {stat.S_IMODE(status.st_mode):04o}, {excess:04o} too many)"
-        )
-    require_safe_parents(directory)
+    fault = None
+    if status.st_mode & 0o777 & ~mode:
+        fault = f"{directory} gives others too much access (mode {stat.S_IMODE(status.st_mode):04o})"
+        if mode == 0o700:
+            raise UntrustedDirectory(fault)
+    require_safe_parents(directory, fault)
 
 
-def require_safe_parents(path: Path) -> None:
+def require_safe_parents(path: Path, fault: str | None = None) -> None:
     """Raise `UntrustedDirectory` if another user can replace `path` or a directory above it.
 
-    A directory above may belong to this process's user or to root. One that others can write must be sticky, as /tmp is.
+    A directory above may belong to this process's user or to root. One that others can write must be sticky, as /tmp is, or lie below one
+    that only this user enters. `fault`: what is wrong with `path` itself, which the latter mends too.
     """
-    trusted = {os.geteuid(), 0}
+    ours = os.geteuid()
     for parent in path.absolute().parents:
+        if not parent.exists():
+            continue
         status = parent.stat()
-        if status.st_uid not in trusted:
-            raise UntrustedDirectory(f"{parent}, above {path}, belongs to user {status.st_uid}")
-        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-            raise UntrustedDirectory(f"{parent}, above {path}, can be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
+        if status.st_uid == ours and not status.st_mode & 0o077:
+            fault = None
+        elif status.st_uid not in (ours, 0):
+            fault = f"{parent}, above {path}, belongs to user {status.st_uid}"
+        elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            fault = f"{parent}, above {path}, can be written by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    if fault is not None:
+        raise UntrustedDirectory(fault)
 
 
 def make_private(directory: Path, mode: int = 0o700) -> None:

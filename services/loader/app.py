@@ -38,6 +38,7 @@ from shared.contracts.node import STATUS_INTERVAL_S, NodeStatus
 from shared.contracts.segment import segment_prefix
 from shared.errors import Conflict
 from shared.messaging import Mesh
+from shared.private import make_private
 from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,12 @@ _BETWEEN_STATUSES_S = 0.05
 async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
     """Serve until `stop` (status 0), or until NATS is lost for good (1)."""
     prefix = segment_prefix(settings.home, settings.node)
-    records = Records(settings.node_state / "loader", prefix)
+    try:
+        make_private(settings.node_state, 0o755)
+        records = Records(settings.node_state / "loader", prefix)
+    except OSError as e:
+        log.error(f"cannot start: {e}")
+        return 2
     try:
         with records.sole():
             return await _serve(settings, stop, records)

@@ -44,6 +44,7 @@ from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, StartInstance, StatusWanted, SuspendInstance
 from shared.errors import DeviceMissing
 from shared.messaging import Mesh
+from shared.private import make_private
 from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
         log.error(f"THAW_HOME is too long: {socket_path} has over {MAX_SOCKET_PATH} bytes, the most a Unix socket's path may have")
         return 2
     try:
+        make_private(settings.node_state, 0o755)
         (settings.node_state / "logs").mkdir(parents=True, exist_ok=True)
         records = Records(agent_directory)
         known = list(records.load())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,15 @@ def test_an_engine_gets_settings_that_it_can_read(tmp_path: Path, monkeypatch: p
     engine = NodeSettings()
     assert engine.nats_url.get_secret_value() == "nats://u:p@h:1"
     assert (engine.node, engine.state, engine.otlp_endpoint, engine.log_prompts) == ("n1", tmp_path, "http://c:4317", True)
+
+
+def test_a_state_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    """Its sockets and records could be another user's."""
+    home = Path(tempfile.mkdtemp(prefix="thaw-state-", dir="/tmp"))
+    try:
+        home.chmod(0o777)
+        done = run_agent(home)
+        assert done.returncode == 2
+        assert "can be written by others" in done.stderr
+    finally:
+        shutil.rmtree(home)

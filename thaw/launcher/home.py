@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.private import write_durably
+from shared.private import UntrustedDirectory, require_private, require_safe_parents, write_durably
 from thaw.errors import CommandError
 
 SOCKET_PATH_LIMIT = 107
@@ -26,7 +26,9 @@ class Home:
 
     @classmethod
     def from_environment(cls) -> Home:
-        return cls(Path(os.environ.get("THAW_HOME") or "~/.thaw").expanduser().resolve())
+        given = Path(os.environ.get("THAW_HOME") or "~/.thaw").expanduser().absolute()
+        # A link there is refused by `check`; one further up may be the system's own, as /var/run.
+        return cls(given if given.is_symlink() else given.resolve())
 
     @property
     def run(self) -> Path:
@@ -93,11 +95,32 @@ class Home:
         if longest > SOCKET_PATH_LIMIT:
             raise CommandError(
                 f"The state directory's path is {longest - SOCKET_PATH_LIMIT} bytes too long for the Unix sockets in it: {self.root}",
-                "Set THAW_HOME to a shorter path, e.g. THAW_HOME=/tmp/thaw.",
+                "Set THAW_HOME to a shorter path, e.g. THAW_HOME=~/t.",
                 code="state_directory",
             )
         if not self.existing.is_dir() or not os.access(self.existing, os.W_OK | os.X_OK):
             raise self._unwritable("permission denied" if self.existing.is_dir() else f"{self.existing} is a file")
+        try:
+            self._require_ours()
+        except OSError as e:
+            raise self._untrusted(e) from e
+
+    def _require_ours(self) -> None:
+        """Raise `UntrustedDirectory` if another user could have made the state directory, or could change what is in it."""
+        if not os.path.lexists(self.root):
+            require_safe_parents(self.root)
+            return
+        require_private(self.root, 0o755)
+        for directory in (self.run, self.logs, self.nodes):
+            if os.path.lexists(directory):
+                require_private(directory, 0o700 if directory == self.run else 0o755)
+
+    def _untrusted(self, why: OSError) -> CommandError:
+        return CommandError(
+            f"The state directory {self.root} cannot be trusted: {why}.",
+            "Set THAW_HOME to a directory of your own that nobody else can write (chmod 0700), and name it itself, not a link to it.",
+            code="state_directory",
+        )
 
     def _unwritable(self, why: str) -> CommandError:
         return CommandError(
@@ -112,8 +135,11 @@ class Home:
         try:
             for directory in (self.root, self.run, self.logs, self.models, self.nodes):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._require_ours()
             with tempfile.TemporaryFile(dir=self.run):
                 pass
+        except UntrustedDirectory as e:
+            raise self._untrusted(e) from e
         except OSError as e:
             raise self._unwritable(str(e.strerror)) from e
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from services.loader.cache.serve import PeerServer
 from services.loader.cache.store import SsdCache
@@ -36,7 +34,7 @@ class Sharing:
         root = (settings.cache_dir or settings.state / "cache").expanduser().resolve()
         self._speed_of: Callable[[str], float | None] = lambda link: None
         self.peers = Peers(settings.node)
-        small = (root / "small", settings.node_state / "loader" / "small", Path(tempfile.gettempdir()) / "thaw-small")
+        small = (root / "small", settings.node_state / "loader" / "small")
         self.sources = Sources(SsdCache(root, settings.cache_bytes), small, self.peers, lambda link: self._speed_of(link))
         self._server: PeerServer | None = None
         if settings.peer_host:

@@ -31,6 +31,7 @@ from services.loader.tiers.peers import Peers, peers_first
 from services.loader.tiers.port import Tier
 from shared.contracts.models import ModelInfo
 from shared.errors import CheckpointInvalid, ThawError, Unavailable
+from shared.private import require_private
 
 log = logging.getLogger(__name__)
 _MOST_PEERS = 2
@@ -106,6 +107,8 @@ class Sources:
             directory = root / tier.revision
             try:
                 directory.mkdir(parents=True, exist_ok=True)
+                # Configurations, templates and trusted code are read from here: nobody else may write or replace them.
+                require_private(directory, 0o755)
                 bring_small_files(tier, directory, trust_remote_code=trust_remote_code)
                 _point(root / "by-source" / _digest(tier.source), directory)
                 return directory

@@ -14,7 +14,8 @@ from shared.settings import CommonSettings
 class SchedulerSettings(CommonSettings):
     database_url: SecretStr = Field(
         default=SecretStr("postgresql://thaw@127.0.0.1:5432/thaw"),
-        description="PostgreSQL, as postgresql://user:password@host:port/name (postgresql+asyncpg:// is accepted too).",
+        description="PostgreSQL, as postgresql://user:password@host:port/name (postgresql+asyncpg:// is accepted too). Several servers, as "
+        "host:port,host:port: the one that takes writes is used.",
     )
     scheduler_name: str = Field(default="", description="Name of this scheduler in views and logs; host and process id by default.")
     scheduler_metrics_host: str = Field(default="127.0.0.1", description="Address of the scheduler's Prometheus endpoint.")

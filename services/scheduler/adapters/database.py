@@ -4,37 +4,62 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
+import asyncpg
 from alembic import command
 from alembic.config import Config
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, text
-from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 log = logging.getLogger(__name__)
 MIGRATION_LOCK = 0x7468_6177_0001
+CONNECT_TIMEOUT_S = 3
 LEADER_LOCK = 0x7468_6177_0002
 _MIGRATIONS = Path(__file__).parent.parent / "migrations"
 
 
-def async_url(url: str) -> str:
-    """The URL for SQLAlchemy's asyncpg driver; `postgresql://` and `postgres://` are accepted too."""
-    scheme, rest = url.split("://", 1)
-    return f"postgresql+asyncpg://{rest}" if scheme in ("postgresql", "postgres", "postgresql+asyncpg") else url
-
-
 def plain_url(url: str) -> str:
-    """The same for asyncpg itself."""
-    return make_url(async_url(url)).set(drivername="postgresql").render_as_string(hide_password=False)
+    """The URL as PostgreSQL's own clients take it; `postgresql+asyncpg://` and `postgres://` are accepted too."""
+    return f"postgresql://{url.split('://', 1)[1]}"
+
+
+def hosts_of(url: str) -> list[str]:
+    """One URL for each server of `postgresql://user:password@host:port,host:port/name`."""
+    parts = urlsplit(plain_url(url))
+    user, at, hosts = parts.netloc.rpartition("@")
+    return [urlunsplit(parts._replace(netloc=f"{user}{at}{host}")) for host in hosts.split(",")]
+
+
+async def open_connection(url: str, **options: Any) -> asyncpg.Connection:
+    """Connect to the first of the URL's servers that takes writes: the primary, wherever it is now.
+
+    asyncpg's own list of servers ends at the first one that answers with an error, as one does that is starting.
+
+    Raises:
+        OSError, asyncpg.PostgresError or asyncpg.InterfaceError: what the last server said, if none of them takes writes.
+    """
+    *others, last = hosts_of(url)
+    for server in others:
+        try:
+            return await _primary(server, options)
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as e:
+            log.debug("not the primary", extra={"server": urlsplit(server).netloc.rpartition("@")[2], "error": repr(e)})
+    return await _primary(last, options)
+
+
+async def _primary(server: str, options: dict[str, Any]) -> asyncpg.Connection:
+    return await asyncpg.connect(server, timeout=CONNECT_TIMEOUT_S, target_session_attrs="read-write", **options)
 
 
 def connect(url: str) -> AsyncEngine:
     return create_async_engine(
-        async_url(url),
+        "postgresql+asyncpg://",
+        async_creator=lambda: open_connection(url, command_timeout=10),
         pool_size=3,
         max_overflow=0,
-        connect_args={"timeout": 5, "command_timeout": 10},
         pool_pre_ping=True,
         json_serializer=_to_json,
         json_deserializer=from_json,

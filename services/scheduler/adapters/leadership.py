@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import asyncpg
 
-from services.scheduler.adapters.database import LEADER_LOCK
+from services.scheduler.adapters.database import LEADER_LOCK, open_connection
 
 log = logging.getLogger(__name__)
 PROBE_S = 1
@@ -48,7 +48,7 @@ async def leadership(url: str, above: int = 0) -> AsyncIterator[Term]:
 
     Raises OSError or asyncpg.PostgresError if the database cannot be reached or goes away while waiting.
     """
-    connection = await asyncpg.connect(url, timeout=5, server_settings=_SERVER_SIDE)
+    connection = await open_connection(url, server_settings=_SERVER_SIDE)
     try:
         _probe(connection)
         await connection.fetchval("SELECT pg_advisory_lock($1)", LEADER_LOCK)

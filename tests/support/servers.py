@@ -12,8 +12,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
+
+from shared.messaging.bounds import max_file_store
 
 
 def free_port() -> int:
@@ -166,4 +170,79 @@ class PostgresServer:
 
     def close(self) -> None:
         self.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class NatsCluster:
+    """Three nats-servers with JetStream that replicate to each other; `url` names them all."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="thaw-nats-cluster-"))
+        self.ports, self._routes, self._monitors = ([free_port() for _ in range(3)] for _ in range(3))
+        self.url = ",".join(f"nats://127.0.0.1:{port}" for port in self.ports)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
+        for i, port in enumerate(self.ports):
+            self._config(i).write_text(
+                f'server_name: "n{i}"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{self._monitors[i]}"\nmax_payload: 8MB\n'
+                f'jetstream {{ store_dir: "{self.directory}/n{i}", max_file_store: {max_file_store()} }}\n'
+                f'cluster {{ name: "thaw", listen: "127.0.0.1:{self._routes[i]}", routes: [{routes}] }}\n'
+            )
+            self._processes.append(self._spawn(i))
+        for port, process in zip(self.ports, self._processes, strict=True):
+            wait_for_port(port, process)
+        self.await_current()
+
+    def _config(self, i: int) -> Path:
+        return self.directory / f"n{i}.conf"
+
+    def _spawn(self, i: int) -> subprocess.Popen[bytes]:
+        command = [wheel_script("nats-server"), "-c", str(self._config(i))]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill(self, i: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._processes[i].pid).children(recursive=True):
+                child.kill()
+        self._processes[i].kill()
+        self._processes[i].wait()
+
+    def start(self, i: int) -> None:
+        """Start a killed server again; returns when it has caught up with the others."""
+        self._processes[i] = self._spawn(i)
+        wait_for_port(self.ports[i], self._processes[i])
+        self.await_current()
+
+    def leader(self) -> int | None:
+        """The server that leads the cluster's JetStream; None while there is none."""
+        for i, process in enumerate(self._processes):
+            if process.poll() is None and (name := self._seen_by(i).get("meta_cluster", {}).get("leader")):
+                return int(name.removeprefix("n"))
+        return None
+
+    def await_current(self, within: float = 60.0) -> None:
+        """Return when every server has every stream it keeps, up to date."""
+        deadline = time.monotonic() + within
+        while not (self.leader() is not None and all(self._healthy(i) for i in range(3))):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the cluster is not whole after {within} s")
+            time.sleep(0.05)
+
+    def _healthy(self, i: int) -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self._monitors[i]}/healthz", timeout=2).is_success
+        except httpx.HTTPError:
+            return False
+
+    def _seen_by(self, i: int) -> dict[str, Any]:
+        try:
+            found = httpx.get(f"http://127.0.0.1:{self._monitors[i]}/jsz", timeout=2).json()
+        except httpx.HTTPError:
+            return {}
+        assert isinstance(found, dict)
+        return found
+
+    def close(self) -> None:
+        for i in range(3):
+            self.kill(i)
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -29,6 +29,8 @@ _UPSERT = _UPSERT.on_conflict_do_update(
 _FORGET_UNKNOWN = (
     text("DELETE FROM parameters WHERE (model <> '' AND model NOT IN (SELECT name FROM models)) "
          "OR (node <> '' AND node NOT IN (SELECT name FROM nodes))"),
+    text("DELETE FROM profiles WHERE model NOT IN (SELECT name FROM models)"),
+    text("DELETE FROM devices WHERE node NOT IN (SELECT name FROM nodes)"),
     text("DELETE FROM residency WHERE node NOT IN (SELECT name FROM nodes)"),
     text("DELETE FROM links WHERE node NOT IN (SELECT name FROM nodes)"),
 )  # fmt: skip

@@ -39,6 +39,8 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
 }
 _REMEMBERED_PLANS = 1000
 """Plans read back for `thaw explain` without a database call."""
+PRUNE_BATCH = 1000
+"""Plans deleted in one transaction."""
 _PLAN_FIELDS = tuple(PlanRecord.model_fields)
 _TRACE_PLAN = update(tables.plans).where(tables.plans.c.plan_id == bindparam("key")).values(traceparent=bindparam("parent"))
 _TRACE_INSTANCE = (
@@ -116,17 +118,26 @@ class Repository:
         return _plan(dict(row)) if row else None
 
     async def prune(self, epoch: int, now: float) -> int:
-        """Forget plans over seven days old or beyond the newest ten thousand, but none that is pending; how many went.
+        """Delete plans over seven days old or beyond the newest ten thousand, but none that is pending; how many were deleted.
 
+        Deletes PRUNE_BATCH rows in each transaction, so that decisions wait for none of them for long.
         Raises `Deposed` if `epoch` is not the present one.
         """
-        plans = tables.plans.c
-        newest_first = select(plans.plan_id).order_by(plans.created.desc(), plans.plan_id.desc())
-        old = or_(plans.created < now - TRACE_MAX_AGE_S, plans.plan_id.in_(newest_first.offset(TRACE_MAX_COUNT)))
         async with self._engine.begin() as connection:
             await _fence(connection, epoch)
             await forget_unknown(connection)
-            return int((await connection.execute(delete(tables.plans).where(old, plans.outcome != "pending"))).rowcount)
+        plans = tables.plans.c
+        newest_first = select(plans.plan_id).order_by(plans.created.desc(), plans.plan_id.desc())
+        old = or_(plans.created < now - TRACE_MAX_AGE_S, plans.plan_id.in_(newest_first.offset(TRACE_MAX_COUNT)))
+        batch = select(plans.plan_id).where(old, plans.outcome != "pending").limit(PRUNE_BATCH)
+        pruned = 0
+        while True:
+            async with self._engine.begin() as connection:
+                await _fence(connection, epoch)
+                gone = int((await connection.execute(delete(tables.plans).where(plans.plan_id.in_(batch)))).rowcount)
+            pruned += gone
+            if gone < PRUNE_BATCH:
+                return pruned
 
 
 async def _fence(connection: AsyncConnection, epoch: int) -> None:

@@ -6,11 +6,14 @@ import asyncio
 import logging
 import signal
 import time
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
 from sqlalchemy import text
+from sqlalchemy.event import listen
 
+from services.scheduler.adapters import repository as repository_module
 from services.scheduler.adapters.database import connect, migrate
 from services.scheduler.adapters.repository import Deposed, Repository
 from services.scheduler.app import run
@@ -152,6 +155,45 @@ async def test_old_plans_are_pruned_by_age_and_count_but_none_that_is_pending(da
             await connection.execute(plans, {"tag": "newer", "now": now + 20_000, "age": 0, "last": TRACE_MAX_COUNT - 1})
         assert await repository.prune(7, now) == 99, "of 101 too many two are pending"
         assert (await kept())[TRACE_MAX_COUNT:] == ["new0", "old0"]
+    finally:
+        await engine.dispose()
+
+
+async def test_every_table_that_grows_is_pruned_in_bounded_batches(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of models and nodes that are gone, and more plans than fit one batch: all go, and no transaction is large."""
+    engine = connect(database_url)
+    monkeypatch.setattr(repository_module, "PRUNE_BATCH", 40)
+    monkeypatch.setattr(repository_module, "TRACE_MAX_COUNT", 10)
+    many = "FROM generate_series(1, 300) n"
+    rows = (
+        "INSERT INTO plans (plan_id, model, created, trigger, way, reason, outcome, candidates, predicted, measured) "
+        f"SELECT 'p' || n, 'm', n, 'demand', 'load', '', 'ready', '[]', '{{}}', '[]' {many}",
+        f"INSERT INTO parameters (model, node, quantity, value, error, count) SELECT 'm' || n, '', 'init', 1, 1, 1 {many}",
+        f"INSERT INTO parameters (model, node, quantity, value, error, count) SELECT '', 'n' || n, 'init', 1, 1, 1 {many}",
+        f"INSERT INTO profiles (model, generation, engine, by_kind) SELECT 'm' || n, 1, 'builtin', '{{}}' {many}",
+        f"INSERT INTO devices (node, device_id, kind, name, budget_bytes) SELECT 'n' || n, 'cpu:0', 'cpu', '', 1 {many}",
+        f"INSERT INTO residency (node, weights_id, tier, nbytes, heard_at) SELECT 'n' || n, 'w', 'ssd', 1, 1 {many}",
+        f"INSERT INTO links (node, link, queued_bytes, loads, heard_at) SELECT 'n' || n, 'l', 1, 1, 1 {many}",
+    )
+    growing = ("plans", "parameters", "profiles", "devices", "residency", "links")
+    deleted: list[int] = []
+
+    def note(_c: object, cursor: Any, statement: str, *_: object) -> None:
+        if statement.startswith("DELETE FROM plans"):
+            deleted.append(cursor.rowcount)
+
+    try:
+        await migrate(engine)
+        async with engine.begin() as connection:
+            await connection.execute(text("UPDATE leadership SET epoch = 7"))
+            for statement in rows:
+                await connection.execute(text(statement))
+        listen(engine.sync_engine, "after_cursor_execute", note)
+        assert await Repository(engine).prune(7, 300.0) == 290
+        assert deleted == [40] * 7 + [10]
+        async with engine.begin() as connection:
+            left = {t: (await connection.execute(text(f"SELECT count(*) FROM {t}"))).scalar() for t in growing}
+        assert left == {**dict.fromkeys(growing, 0), "plans": 10}
     finally:
         await engine.dispose()
 

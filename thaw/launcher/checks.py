@@ -267,7 +267,7 @@ async def _postgres(url: str) -> Finding:
     place = _without_secrets(url)
     try:
         connection = await asyncpg.connect(url.replace("+asyncpg", ""), timeout=_CONNECT_S, target_session_attrs="read-write")
-    except (OSError, TimeoutError, asyncpg.PostgresError, ValueError) as e:
+    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.TargetServerAttributeNotMatched, ValueError) as e:
         remedy = "Start it, or correct THAW_DATABASE_URL and its credentials."
         return Finding("postgres", "fail", f"{place} does not answer: {str(e) or type(e).__name__}", remedy)
     try:

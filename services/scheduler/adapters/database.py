@@ -39,7 +39,7 @@ async def open_connection(url: str, **options: Any) -> asyncpg.Connection:
     asyncpg's own list of servers ends at the first one that answers with an error, as one does that is starting.
 
     Raises:
-        OSError, asyncpg.PostgresError or asyncpg.InterfaceError: what the last server said, if none of them takes writes.
+        OSError, asyncpg.PostgresError or asyncpg.InterfaceError: what the last server said, if none of them accepts writes.
     """
     *others, last = hosts_of(url)
     for server in others:
@@ -51,7 +51,11 @@ async def open_connection(url: str, **options: Any) -> asyncpg.Connection:
 
 
 async def _primary(server: str, options: dict[str, Any]) -> asyncpg.Connection:
-    return await asyncpg.connect(server, timeout=CONNECT_TIMEOUT_S, target_session_attrs="read-write", **options)
+    try:
+        return await asyncpg.connect(server, timeout=CONNECT_TIMEOUT_S, target_session_attrs="read-write", **options)
+    except asyncpg.exceptions.TargetServerAttributeNotMatched as e:
+        place = urlsplit(server).netloc.rpartition("@")[2]
+        raise ConnectionRefusedError(f"PostgreSQL at {place} accepts no writes: it is a standby until it is promoted") from e
 
 
 def connect(url: str) -> AsyncEngine:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from urllib.parse import urlsplit, urlunsplit
 
+import pytest
 from sqlalchemy import text
 
-from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.database import connect, migrate, open_connection, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.changes import Drop, Put, Traced
@@ -17,6 +19,7 @@ from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, Segme
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.plans import Candidate, PlanRecord
 from tests.support.fake_node import model_info
+from tests.support.servers import free_port
 
 
 def card(name: str) -> ModelCard:
@@ -115,3 +118,23 @@ async def test_a_plan_keeps_its_prediction_and_by_how_much_it_was_wrong(database
         assert tuple(row) == (100.0, 30.0)
     finally:
         await engine.dispose()
+
+
+async def test_the_server_that_takes_writes_is_used_wherever_it_stands_in_the_list(database_url: str) -> None:
+    there = urlsplit(plain_url(database_url))
+    at = f"{there.username}@"
+    read_only = "default_transaction_read_only"
+
+    def listing(*hosts: str) -> str:
+        return urlunsplit(there._replace(netloc=at + ",".join(hosts)))
+
+    host = f"{there.hostname}:{there.port}"
+    nobody = f"127.0.0.1:{free_port()}"
+    for url in (listing(host), listing(nobody, host), listing(host, nobody)):
+        connection = await open_connection(url)
+        assert await connection.fetchval("SELECT 1") == 1
+        await connection.close()
+    with pytest.raises(OSError, match="Connect call failed"):
+        await open_connection(listing(nobody, nobody))
+    with pytest.raises(ConnectionRefusedError, match="until it is promoted"):
+        await open_connection(listing(nobody, host), server_settings={read_only: "on"})

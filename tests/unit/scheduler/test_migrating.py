@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.domain.accounting import booking
+from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import CallOffMigration, OrderMigration
+from services.scheduler.domain.elsewhere import ways_out
 from services.scheduler.domain.events import MigrateAsked, MigrationHeard, WaiterGone
 from services.scheduler.domain.moves import MoveTimes
 from shared.contracts.admin import MigrationsViewed
@@ -327,6 +330,76 @@ def test_requests_move_so_that_a_larger_model_gets_its_room() -> None:
     world.tick(0.25)
     assert world.of("large", InstanceState.LOADING)
     assert [node_of(world, r.command.instance_id) for r in world.of("small")] == ["little"]
+
+
+WIDE = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 2}}
+
+
+def wide_victim(*nodes: tuple[str, int, int], big: tuple[int, int] = (2, 600 * MIB)) -> World:
+    """A model over two devices of "big" serves where a larger one would have to start.
+
+    Args:
+        nodes: Further nodes: name, devices, and bytes of each.
+        big: Devices of "big", and bytes of each.
+    """
+    world = World()
+    world.node("big", big[1], devices=tuple(f"cuda:{n}" for n in range(big[0])))
+    world.model("wide", 200 * MIB, memory=700 * MIB, **WIDE)
+    serving(world, "wide")
+    for name, devices, size in nodes:
+        world.node(name, size, devices=tuple(f"cuda:{n}" for n in range(devices)))
+    world.model("large", 300 * MIB, memory=550 * MIB, engine="vllm", placement={"labels": {}, "devices": ["big/*"]})
+    return world
+
+
+def ways_of(world: World, device: str = "cuda:0") -> list[tuple[str, int]]:
+    """Where the victim's requests could go on, each with the bytes that are free there."""
+    (wide,) = world.of("wide")
+    draft = Draft(world.state, world.now, world.policy)
+    instance = world.state.instances[wide.command.instance_id]
+    found = ways_out(draft, instance, world.state.models["wide"], booking(world.state, "big", device))
+    return [(m.device, m.free) for m in found]
+
+
+def test_one_device_that_holds_the_whole_is_no_way_out_of_several() -> None:
+    """Nothing is drained for a destination that cannot exist: the larger model waits, or preempts when its time has come."""
+    world = wide_victim(("single", 1, 2000 * MIB))
+    assert ways_of(world) == []
+    world.demand("large", 1)
+    world.tick(0.25)
+    assert not world.stops("wide")
+    assert not world.state.moves
+
+
+def test_several_devices_of_one_node_are_a_way_out_if_each_has_room() -> None:
+    world = wide_victim(("narrow", 2, 340 * MIB), ("single", 1, 2000 * MIB), ("twin", 2, 400 * MIB), ("three", 3, 380 * MIB))
+    assert sorted(ways_of(world)) == [("three/", 380 * MIB), ("twin/", 400 * MIB)]
+
+
+def test_the_device_that_is_to_be_emptied_is_in_no_way_out() -> None:
+    assert ways_of(wide_victim(big=(3, 800 * MIB))) == [("big/", 450 * MIB)]
+    assert ways_of(wide_victim(big=(2, 800 * MIB))) == []
+
+
+def test_requests_over_several_devices_move_to_several() -> None:
+    world = wide_victim(("twin", 2, 400 * MIB))
+    world.demand("large", 1)
+    (stop,) = world.stops("wide")
+    assert stop.node == "big"
+    world.tick(0.25)
+    (destination,) = [r for r in world.of("wide") if node_of(world, r.command.instance_id) == "twin"]
+    assert destination.command.device_ids == ("cuda:0", "cuda:1")
+    world.get_ready("wide")
+    (record,) = orders(world)
+    assert (record.reason, record.node, record.instance_id) == ("placement", "twin", destination.command.instance_id)
+
+
+def test_placement_rules_hold_for_where_requests_go_on() -> None:
+    world = crowded()
+    world.model("small", 100 * MIB, placement={"devices": ["big/*"]})
+    world.model("large", 350 * MIB)
+    world.demand("large", 1)
+    assert not world.state.moves
 
 
 def test_without_the_capability_it_waits_for_its_turn_to_preempt() -> None:

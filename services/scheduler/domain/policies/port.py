@@ -44,7 +44,7 @@ class Ask:
 
 @value(frozen=True, slots=True)
 class Move:
-    """Somewhere that a resident's requests could go on. `seconds`: to load it there (0 if it is there already) and to take them over;
+    """Somewhere that a resident's requests could go on: a device, or for one that has several a node ("node/"). `seconds`: to load it there (0 if it is there already) and to take them over;
     `free`: bytes that are free there. Moves to devices of one node are loaded one after another."""
 
     device: str

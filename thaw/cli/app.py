@@ -10,10 +10,73 @@ from typing import Annotated, Any
 import typer
 
 import thaw
-from thaw.cli import chat, convert, docs, doctor, explain, keys, load, logs, migrate, models, node, ps, simulate, trace, up, wake
+from thaw.cli.lazy import Entry, group_of
+
+COMMANDS = (
+    Entry(
+        "up",
+        "up",
+        "up",
+        "Start the mesh on this machine: NATS, PostgreSQL, gateway, scheduler, and a nodeagent with a loader for each node.",
+    ),
+    Entry("down", "up", "down", "Stop the mesh of this machine in order, and clean up whatever is left of it, also after a crash."),
+    Entry(
+        "ps",
+        "ps",
+        "ps",
+        "Show models, instances, devices, memory, state, idle time; and requests on their way to another instance.",
+    ),
+    Entry("models", "models", "app", "Models: register, list, show, remove."),
+    Entry("keys", "keys", "app", "API keys of the endpoint: make one, list them, revoke one."),
+    Entry("wake", "wake", "wake", "Make a model ready on a device, and wait until it is."),
+    Entry("sleep", "wake", "sleep", "Have a model leave its devices; running requests finish first."),
+    Entry("chat", "chat", "chat", "Chat with a model; a sleeping one is woken."),
+    Entry(
+        "trace",
+        "trace",
+        "trace",
+        "Draw the waterfall of a request, and of the model load that it waited for; and how it moved between engines.",
+    ),
+    Entry(
+        "explain",
+        "explain",
+        "explain",
+        "Explain a placement decision: what was chosen, what was considered, why, and what came of it.",
+    ),
+    Entry("migrate", "migrate", "migrate", "Move a running request, or everything that an instance serves, to another node."),
+    Entry(
+        "logs",
+        "logs",
+        "logs",
+        "Show the log of a service (of every node, if it has several), or of an engine by its instance's id.",
+    ),
+    Entry(
+        "convert",
+        "convert",
+        "convert",
+        "Convert a checkpoint into aligned, hashed partitions that load straight into memory. Pickles are not executed.",
+    ),
+    Entry("load", "load", "load", "Time one load of a checkpoint into memory; the memory is given back."),
+    Entry(
+        "simulate",
+        "simulate",
+        "simulate",
+        "Simulate a cluster: scheduling policies on devices, links and requests that exist in time only.",
+    ),
+    Entry("node", "node", "app", "Nodes: list them, keep new instances off one, empty one."),
+    Entry(
+        "doctor",
+        "doctor",
+        "doctor",
+        "Check ports, disk, memory, swap, shared memory, GPUs, NATS, PostgreSQL, versions, "
+        "who may use the endpoint, and what dead meshes left behind.",
+    ),
+    Entry("docs", "docs", "app", "Generated references.", hidden=True),
+)
 
 app = typer.Typer(
     name="thaw",
+    cls=group_of(COMMANDS),
     help="Many LLMs on few devices: an idle model costs no device memory, and a request wakes it.",
     epilog="Start with `thaw up --demo`; every command explains itself with --help and prints JSON with --json.",
     no_args_is_help=True,
@@ -36,26 +99,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-app.command("up")(up.up)
-app.command("down")(up.down)
-app.command("ps")(ps.ps)
-app.add_typer(models.app, name="models")
-app.add_typer(keys.app, name="keys")
-app.command("wake")(wake.wake)
-app.command("sleep")(wake.sleep)
-app.command("chat")(chat.chat)
-app.command("trace")(trace.trace)
-app.command("explain")(explain.explain)
-app.command("migrate")(migrate.migrate)
-app.command("logs")(logs.logs)
-app.command("convert")(convert.convert)
-app.command("load")(load.load)
-app.command("simulate")(simulate.simulate)
-app.add_typer(node.app, name="node")
-app.command("doctor")(doctor.doctor)
-app.add_typer(docs.app, name="docs", hidden=True)
 
 
 def _asks_json(arguments: list[str]) -> bool:

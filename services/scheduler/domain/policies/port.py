@@ -44,8 +44,14 @@ class Ask:
 
 @value(frozen=True, slots=True)
 class Move:
-    """Somewhere that a resident's requests could go on: a device, or for one that has several a node ("node/"). `seconds`: to load it there (0 if it is there already) and to take them over;
-    `free`: bytes that are free there. Moves to devices of one node are loaded one after another."""
+    """Somewhere that a resident's requests could go on.
+
+    Attributes:
+        device: A device; for a resident on several devices a node ("node/"), whose placement chooses them.
+        seconds: To load it there (0 if it is there already) and to take its requests over. Moves to devices of one node are loaded
+            one after another.
+        free: Bytes that are free there, on each device.
+    """
 
     device: str
     seconds: float

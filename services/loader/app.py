@@ -30,6 +30,7 @@ from services.loader.handlers import Loader
 from services.loader.local_socket import LocalReaders, listening
 from services.loader.pool.giving_back import GivingBack
 from services.loader.pool.memory import PoolMemory
+from services.loader.pool.sweeping import sweep
 from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
 from shared.contracts.loader import LOADER_COMMAND, LoaderStatus, ReadModelFile
@@ -70,6 +71,7 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     gpus = _gpus(settings)
     hooks = {"on_populated": gpus.pin, "on_punch": gpus.unpin} if gpus is not None else {}
     pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, **hooks)
+    await asyncio.to_thread(sweep)
     sharing = Sharing(settings)
     held = True
     try:

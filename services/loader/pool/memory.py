@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -221,7 +222,13 @@ def _open(name: str | None, *, keep: bool) -> int:
     if name is None:
         return os.open(shm.SHM, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if keep else os.O_EXCL)
-    return os.open(shm.SHM / name, flags, 0o600)
+    while True:
+        fd = os.open(shm.SHM / name, flags, 0o600)
+        # Held as long as this process lives, or whoever it hands the descriptor to: nobody takes the pool for one that was left (sweeping.py).
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # it was swept meanwhile
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:

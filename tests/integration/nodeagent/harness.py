@@ -38,6 +38,7 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.messaging import Mesh, Responder
 from shared.settings import CommonSettings
 from shared.sizing import need_of
+from tests.support.groups import remove_groups
 
 MIB = 1024 * 1024
 WITHIN_S = 20.0
@@ -237,6 +238,7 @@ class Node:
                 # Engines know nothing of Thaw but their mark.
                 if self.name in (environment.get("THAW_NODE"), environment.get("THAW_INSTANCE", "").partition("-")[0]):
                     process.kill()
+        remove_groups(f"{self.name}-")
 
 
 async def start_command(node: Node, instance_id: str, card: ModelCard, *, token: int = 1) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from services.nodeagent.suspend.groups import Groups, open_groups
 from tests.integration.nodeagent.harness import Node, running_node
+from tests.support.groups import remove_groups
 from tests.support.paging import skip_unless_able
 from tests.support.servers import NatsServer
 
@@ -32,4 +33,4 @@ def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
     yield found
     for instance_id in list(found.known()):
         found.kill(instance_id)
-        found.remove(instance_id)
+    remove_groups(f"{found.scope}.")

@@ -1,0 +1,24 @@
+"""Control groups that tests make, removed after them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from services.nodeagent.suspend.groups import hierarchies
+
+_WITHIN_S = 10.0
+_POLL_S = 0.02
+
+
+def remove_groups(prefix: str) -> None:
+    """Remove groups named `thaw-PREFIX…` whose processes have been killed: the last of them may still be on its way out."""
+    deadline = time.monotonic() + _WITHIN_S
+    roots = [root for _, root in hierarchies()]
+    while left := [d for root in roots for d in root.glob(f"thaw-{prefix}*")]:
+        for directory in left:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_S)

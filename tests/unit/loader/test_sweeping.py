@@ -1,0 +1,64 @@
+"""Pools of loaders that are gone are removed; those that somebody has are not."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.loader.adapters import shm
+from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.pool.memory import PoolMemory
+from services.loader.pool.sweeping import sweep
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Stands for /dev/shm: what others have there is none of this test's business."""
+    found = Path(f"/dev/shm/thaw-sweeping-{uuid.uuid4().hex[:8]}")
+    found.mkdir()
+    monkeypatch.setattr(shm, "SHM", found)
+    yield found
+    for path in found.iterdir():
+        path.unlink()
+    found.rmdir()
+
+
+def left(place: Path, name: str = "thaw-0123abcd-pool") -> Path:
+    path = place / name
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    os.utime(path, (0, 0))
+    return path
+
+
+def test_a_pool_that_nobody_has_is_removed(place: Path) -> None:
+    left(place)
+    other = left(place, "somebody-elses-pool")
+    assert sweep() == ["thaw-0123abcd-pool"]
+    assert list(place.iterdir()) == [other]
+
+
+def test_a_pool_that_has_just_changed_stays(place: Path) -> None:
+    os.utime(left(place))
+    assert sweep() == []
+
+
+def test_a_pool_that_an_engine_has_mapped_stays(place: Path) -> None:
+    path = left(place)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        file.close()
+        assert sweep() == []
+    assert sweep() == [path.name], "now nobody has"
+
+
+def test_a_loaders_own_pool_stays(place: Path) -> None:
+    pool = PoolMemory("thaw-0123abcd-pool", CHUNK_BYTES, keep=True)
+    os.utime(pool.path, (0, 0))
+    try:
+        assert sweep() == []
+    finally:
+        pool.close(unlink=True)

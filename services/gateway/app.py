@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Generator
+from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -24,7 +28,9 @@ from services.gateway.finding import answer_finds
 from services.gateway.http.admin import Admin
 from services.gateway.http.edge import Edge, RequestIds
 from services.gateway.http.generate import Generate
+from services.gateway.http.guard import Guard
 from services.gateway.http.info import Info
+from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits, Connections
 from services.gateway.metrics import Metrics
 from services.gateway.moving import Mover
 from services.gateway.recording import Recorder
@@ -40,12 +46,12 @@ from shared.messaging.streams import catalog_bucket, keys_bucket
 from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
-_KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that it is they who close."""
+_OTHER_FILES = 256
+"""Open files of a gateway besides its connections."""
 _LAST_WORDS_S = 2.0
 
 
-def http_app(gateway: Gateway) -> ASGIApp:
+def http_app(gateway: Gateway, *, loopback: bool) -> ASGIApp:
     info = Info(gateway)
     routes = [
         Route("/v1/chat/completions", Generate(gateway, "chat"), methods=["POST"]),
@@ -62,10 +68,18 @@ def http_app(gateway: Gateway) -> ASGIApp:
         Route("/v1/{rest:path}", info.elsewhere, methods=["GET", "PUT", "PATCH", "DELETE"]),
     ]
     # A bare router: Starlette's own exception handlers would answer in another shape than the Edge.
-    app: ASGIApp = Edge(Router(routes, redirect_slashes=False), gateway)
+    app: ASGIApp = Edge(Router(routes, redirect_slashes=False), gateway, Guard(gateway.settings, gateway.keys, loopback=loopback))
     origins = [o.strip() for o in gateway.settings.cors_origins.split(",") if o.strip()]
     if origins:
-        exposed = ["x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-thaw-ignored", "x-thaw-queue-position"]
+        exposed = [
+            "x-request-id",
+            "x-client-request-id",
+            "retry-after",
+            "retry-after-ms",
+            "server-timing",
+            "x-thaw-ignored",
+            "x-thaw-queue-position",
+        ]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return RequestIds(app)
 
@@ -94,6 +108,30 @@ def _listen(settings: GatewaySettings) -> socket.socket:
         raise
     listener.setblocking(False)
     return listener
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine reaches the endpoint."""
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def _connection_limits(settings: GatewaySettings) -> ConnectionLimits:
+    """What the settings say, and as many connections as files may be open; the soft limit of those is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_connections + _OTHER_FILES
+    files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return ConnectionLimits(
+        connections=max(1, min(settings.max_connections, files - _OTHER_FILES)),
+        per_address=settings.max_connections_per_address,
+        head_bytes=settings.max_header_bytes,
+        headers=settings.max_headers,
+        head_timeout=settings.header_timeout,
+        write_timeout=settings.write_timeout,
+    )
 
 
 async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
@@ -134,14 +172,14 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     settings = gateway.settings
     server = _Server(
         uvicorn.Config(
-            http_app(gateway),
-            http="httptools",
+            http_app(gateway, loopback=_is_loopback(listener)),
+            http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
             loop="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=settings.idle_timeout,
             timeout_graceful_shutdown=int(settings.drain_timeout + _LAST_WORDS_S) + 1,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,

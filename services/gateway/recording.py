@@ -38,6 +38,8 @@ class Origin:
     span: Span
     arrived: float
     received: float = field(default_factory=time.time)
+    client_request_id: str | None = None
+    """The client's own name for it, which nothing is looked up by."""
 
 
 def spans_of(exchange: Exchange) -> tuple[PhaseSpan, ...]:
@@ -120,6 +122,7 @@ class Recorder:
                 "ttft_ms": round(trace.ttft_ms, 1) if trace.ttft_ms is not None else None,
                 "duration_ms": round(trace.duration_ms, 1),
                 "trace_id": trace.trace_id,
+                "client_request_id": origin.client_request_id,
             },
         )
 
@@ -136,6 +139,8 @@ class Recorder:
                 "thaw.request_id": origin.request_id,
             }
         )
+        if origin.client_request_id is not None:
+            span.set_attribute("thaw.client_request_id", origin.client_request_id)
         load = link_to(exchange.instance.traceparent) if exchange.instance is not None and exchange.cold_ready_at else None
         if load is not None:
             span.add_link(load.context, {"thaw.link": "model load"})

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
 from shared.contracts.openai import MAX_BIASES
 from shared.messaging.bounds import KEYED_REPLIES_BYTES
 from shared.settings import CommonSettings
+
+Exposure = Literal["auto", "open", "key", "off"]
 
 
 class GatewaySettings(CommonSettings):
@@ -45,6 +47,29 @@ class GatewaySettings(CommonSettings):
     )
     max_open_bytes_per_model: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024, description="The same for one model.")
     body_timeout: float = Field(default=120.0, gt=0, description="Seconds that the body of a request may take to arrive.")
+    max_connections: int = Field(
+        default=16384, ge=1, description="Most open connections; beyond 503. The limit of open files bounds it too."
+    )
+    max_connections_per_address: int = Field(default=4096, ge=1, description="Most open connections of one address; beyond 429.")
+    max_header_bytes: int = Field(default=32 * 1024, ge=1024, description="Most bytes of a request's line and headers; beyond 431.")
+    max_headers: int = Field(default=100, ge=8, description="Most headers of a request; beyond 431.")
+    header_timeout: float = Field(
+        default=20.0, gt=0, description="Seconds that a request's headers may take to arrive, and a new connection its first byte."
+    )
+    idle_timeout: int = Field(
+        default=75, ge=1, description="Seconds that a connection stays open between requests; longer than clients keep theirs."
+    )
+    write_timeout: float = Field(
+        default=120.0, gt=0, description="Seconds without a byte taken by a client that is being written to; then it is cut off."
+    )
+    allowed_hosts: str = Field(
+        default="",
+        description="Names in the Host header that are served, comma-separated, besides this machine's own on loopback; *: all.",
+    )
+    metrics_access: Exposure = Field(
+        default="auto", description="/metrics: open, key (any inference or admin key), off; auto: open on loopback, else key."
+    )
+    openapi_access: Exposure = Field(default="auto", description="/openapi.json: as metrics_access.")
     waking_comment_after: float = Field(
         default=5.0, gt=0, description="Seconds without a token after which a stream gets SSE comments about what it waits for."
     )

@@ -73,10 +73,10 @@ async def test_every_parameter(clients: openai.AsyncOpenAI) -> None:
     assert logprobs.content is not None
     assert all(len(t.top_logprobs) == 2 for t in logprobs.content)
     raw = await clients.chat.completions.with_raw_response.create(
-        model="one", messages=HELLO, max_tokens=1, extra_body={"nonsense": 1}, extra_headers={"x-request-id": "mine"}
+        model="one", messages=HELLO, max_tokens=1, extra_body={"nonsense": 1}, extra_headers={"x-client-request-id": "mine"}
     )
     assert raw.headers["x-thaw-ignored"] == "nonsense"
-    assert raw.headers["x-request-id"] == "mine"
+    assert raw.headers["x-client-request-id"] == "mine"
     assert "prefill;dur=" in raw.headers["server-timing"]
 
 

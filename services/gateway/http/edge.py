@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.domain.admission import Reservation
 from services.gateway.http.dialects import dialect_of
 from services.gateway.http.errors import RequestTimeout, error_response, from_http
+from services.gateway.http.guard import Guard
 from services.gateway.service import Gateway
 from shared.errors import InvalidRequest, PayloadTooLarge, ShuttingDown, ThawError
 from shared.telemetry.logs import request_id as log_request_id
@@ -24,8 +25,16 @@ _BODY_TIMEOUT_S = 120.0
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+def new_request_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
+
+
 class RequestIds:
-    """The outermost layer: every answer has an X-Request-Id, the client's own where that is fit to be echoed."""
+    """The outermost layer: every answer has an `x-request-id` of the gateway's making, by which traces, moves and explanations name it.
+
+    A client's own id (`x-client-request-id`, or `x-request-id` as proxies send it) names nothing here, so that nobody can take another
+    request's: it is sent back as `x-client-request-id` and noted in the request's span and record.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,13 +43,18 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _SAFE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        scope["thaw.request_id"] = request_id
+        headers = Headers(scope=scope)
+        given = headers.get("x-client-request-id") or headers.get("x-request-id", "")
+        client_id = given if _SAFE_ID.fullmatch(given) else None
+        request_id = new_request_id()
+        scope["thaw.request_id"], scope["thaw.client_request_id"] = request_id, client_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = request_id
+                if client_id is not None:
+                    answered["x-client-request-id"] = client_id
             await send(message)
 
         token = log_request_id.set(request_id)
@@ -53,9 +67,10 @@ class RequestIds:
 class Edge:
     """Wraps the router. Handlers raise; nothing they raise reaches the server."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway, guard: Guard) -> None:
         self._app = app
         self._gateway = gateway
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,6 +85,7 @@ class Edge:
             await send(message)
 
         try:
+            self._guard.check(scope)
             await self._gateway.require_knowledge(scope["path"])
             self._gateway.keys.check(scope["path"], Headers(scope=scope))
             await self._app(scope, receive, send_noted)

@@ -20,6 +20,12 @@ class MethodNotAllowed(InvalidRequest):
     code, status = "method_not_allowed", 405
 
 
+class UnsupportedMediaType(InvalidRequest):
+    """The body is of a kind that the route does not read."""
+
+    code, status = "unsupported_media_type", 415
+
+
 class RequestTimeout(InvalidRequest):
     """The request did not arrive in time."""
 

@@ -133,7 +133,7 @@ class Generate:
             body = parsed.ask.body.decode(errors="replace") if parsed.ask.is_json else parsed.ask.content_type
             log.info("a request", extra={"model": card.name, "body": body})
             span.set_attribute("thaw.request.body", body)
-        origin = Origin(scope["thaw.request_id"], span, arrived)
+        origin = Origin(scope["thaw.request_id"], span, arrived, client_request_id=scope.get("thaw.client_request_id"))
         exchange = gateway.open(parsed.ask, card, sink, origin, key)
         try:
             dialect = dialect_of(scope["path"])

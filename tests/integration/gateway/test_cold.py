@@ -199,7 +199,7 @@ async def test_lost_messages_are_noticed_and_the_request_asked_again_within_boun
 async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node: FakeNode) -> None:
     starting = await node.engine("alpha", ready=False)
     starting.traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
-    waiting = asyncio.create_task(gateway.http.post(URL, json=chat(), headers={"x-request-id": "cold-1"}))
+    waiting = asyncio.create_task(gateway.http.post(URL, json=chat(), headers={"x-client-request-id": "cold-1"}))
     await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 1)
     starting.phases = (
         PhaseSpan(phase=Phase.SCHEDULE, start_ms=-5000, duration_ms=20),
@@ -209,10 +209,11 @@ async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node:
     starting.state = InstanceState.READY
     await node.announce()
     answer = await waiting
-    assert answer.headers["x-request-id"] == "cold-1"
+    assert answer.headers["x-client-request-id"] == "cold-1"
+    request_id = answer.headers["x-request-id"]
     assert "load;dur=" in answer.headers["server-timing"]
-    await until(lambda: _traced(gateway, "cold-1"))
-    for which in ("cold-1", "last"):
+    await until(lambda: _traced(gateway, request_id))
+    for which in (request_id, "last"):
         trace = RequestTrace.model_validate_json((await gateway.http.get(f"/admin/v1/traces/{which}")).content)
         assert trace.cold
         assert trace.load_trace_id == "a" * 32
@@ -224,10 +225,12 @@ async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node:
 
 async def test_the_traces_that_are_kept_are_read_page_by_page(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
-    asked = [f"page-{n}" for n in range(3)]
-    for request_id in asked:
-        assert (await gateway.http.post(URL, json=chat(), headers={"x-request-id": request_id})).status_code == 200
-        await until(partial(_traced, gateway, request_id))
+    asked: list[str] = []
+    for _ in range(3):
+        answer = await gateway.http.post(URL, json=chat())
+        assert answer.status_code == 200
+        asked.append(answer.headers["x-request-id"])
+        await until(partial(_traced, gateway, asked[-1]))
     found: list[str] = []
     begin: int | None = 1
     while begin is not None:

@@ -125,9 +125,21 @@ async def test_a_body_as_large_as_a_message_may_be_does_not_cost_the_connection(
     assert (await gateway.http.get("/ready")).status_code == 200
 
 
-async def test_request_ids_are_echoed_or_made(gateway: Served) -> None:
-    assert (await gateway.http.get("/health", headers={"x-request-id": "mine-1"})).headers["x-request-id"] == "mine-1"
-    assert (await gateway.http.get("/health", headers={"x-request-id": "a b"})).headers["x-request-id"].startswith("req_")
+async def test_request_ids_are_the_gateways_own(gateway: Served, node: FakeNode) -> None:
+    """A client's id is sent back beside ours and names nothing: nobody takes another request's."""
+    for name, given, echoed in (
+        ("x-client-request-id", "mine-1", "mine-1"),
+        ("x-request-id", "mine-1", "mine-1"),
+        ("x-request-id", "a b", None),
+    ):
+        answer = await gateway.http.get("/health", headers={name: given})
+        assert answer.headers["x-request-id"].startswith("req_")
+        assert answer.headers.get("x-client-request-id") == echoed
+    await node.engine("alpha")
+    first = (await gateway.http.post(URL, json=chat())).headers["x-request-id"]
+    second = await gateway.http.post(URL, json=chat(), headers={"x-request-id": first})
+    assert second.headers["x-request-id"] != first
+    assert second.headers["x-client-request-id"] == first
 
 
 async def test_keys(node: FakeNode, serve: ServeFn, tmp_path: Any) -> None:

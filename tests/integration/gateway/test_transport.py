@@ -78,7 +78,7 @@ async def test_a_preflight_is_answered_without_a_key(shared: Served) -> None:
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert "authorization" in answer.headers["access-control-allow-headers"].lower()
     assert answer.headers["x-request-id"]
-    assert (await shared.http.options(URL, headers=asks | {"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+    assert (await shared.http.options(URL, headers=asks | {"x-request-id": "mine"})).headers["x-client-request-id"] == "mine"
     other = await shared.http.options(URL, headers=asks | {"origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
 

@@ -7,8 +7,10 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
+from services.gateway.http import edge
 from shared.contracts.admin import PlanExplained
 from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import Served, chat
@@ -62,11 +64,26 @@ async def busy(site: Site, node: ServingNode, *models: str) -> None:
     await site.until(heard)
 
 
+async def post_named(served: Served, monkeypatch: pytest.MonkeyPatch, request_id: str, model: str) -> asyncio.Task[httpx.Response]:
+    """Ask `model` in a request whose id is known before its answer: the gateway, which makes the ids, runs in this process."""
+    taken = asyncio.Event()
+
+    def give() -> str:
+        taken.set()
+        monkeypatch.undo()
+        return request_id
+
+    monkeypatch.setattr(edge, "new_request_id", give)
+    task = asyncio.create_task(served.http.post(URL, json=chat(model)))
+    await taken.wait()
+    return task
+
+
 async def test_a_request_and_the_plan_it_waited_for(served: Served, node: ServingNode) -> None:
-    answer = await served.http.post(URL, json=chat("a"), headers={"x-request-id": "first"})
+    answer = await served.http.post(URL, json=chat("a"))
     assert answer.status_code == 200
     (start,) = node.starts("a")
-    found = await known(served, "first")
+    found = await known(served, answer.headers["x-request-id"])
     assert (found.plan.plan_id, found.plan.instance_id, found.plan.outcome) == (start.plan_id, start.instance_id, "ready")
     assert found.request is not None
     assert (found.request.load_plan_id, found.request.cold, found.running) == (start.plan_id, True, None)
@@ -78,19 +95,22 @@ async def test_a_request_and_the_plan_it_waited_for(served: Served, node: Servin
     assert sum(chosen.predicted.values()) >= chosen.predicted_ms > 0
     assert chosen.error_ms == pytest.approx((chosen.took_ms or 0) - chosen.predicted_ms)
     assert {"schedule", "load"} <= found.plan.measured_phases.keys()
-    warm = await served.http.post(URL, json=chat("a"), headers={"x-request-id": "second"})
+    warm = await served.http.post(URL, json=chat("a"))
     assert warm.status_code == 200
-    again = await known(served, "second")
+    again = await known(served, warm.headers["x-request-id"])
     assert again.plan.plan_id == start.plan_id, "the plan that started what it met"
     assert again.request is not None
     assert not again.request.cold
     assert len(node.starts()) == 1
 
 
-async def test_a_request_that_is_not_over_is_explained(site: Site, served: Served, node: ServingNode) -> None:
+async def test_a_request_that_is_not_over_is_explained(
+    site: Site, served: Served, node: ServingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By what it runs on; and while it waits, by what its model waits for."""
     node.behaviour = hang
-    running = asyncio.create_task(served.http.post(URL, json=chat("a"), headers={"x-request-id": "runs"}))
+    running = await post_named(served, monkeypatch, "runs", "a")
+    await site.until(lambda: any(e.requests for e in node.engines.values()))
     more = asyncio.create_task(served.http.post(URL, json=chat("held")))
     await site.until(lambda: all(any(e.model == m and e.requests for e in node.engines.values()) for m in ("a", "held")))
     (start,) = node.starts("a")
@@ -99,7 +119,7 @@ async def test_a_request_that_is_not_over_is_explained(site: Site, served: Serve
     assert (found.running.request_id, found.running.model, found.running.instance_id) == ("runs", "a", start.instance_id)
     assert (found.plan.plan_id, found.request) == (start.plan_id, None)
     await busy(site, node, "a", "held")
-    waiting = asyncio.create_task(served.http.post(URL, json=chat("c"), headers={"x-request-id": "waits"}))
+    waiting = await post_named(served, monkeypatch, "waits", "c")
 
     async def queued() -> bool:
         return (await served.http.get(f"{ADMIN}/explain", params={"about": "waits"})).status_code == 200
@@ -121,7 +141,7 @@ async def test_thaw_explain_says_where_a_running_request_is(
     site: Site, served: Served, node: ServingNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.behaviour = hang
-    running = asyncio.create_task(served.http.post(URL, json=chat("a"), headers={"x-request-id": "runs"}))
+    running = await post_named(served, monkeypatch, "runs", "a")
     await site.until(lambda: any(e.requests for e in node.engines.values()))
     (start,) = node.starts("a")
     monkeypatch.setenv("THAW_URL", served.base)

@@ -1,0 +1,198 @@
+"""uvicorn's HTTP protocol with bounds: on connections, on a request's head in bytes and time, on pipelining, on clients that do not read.
+
+uvicorn has no option for these with httptools. What is refused here has no request yet, so it is written to the socket in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+_MAX_PIPELINED = 16
+"""Requests that one connection may have waiting: each costs a task, and 40 bytes to send."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Times are seconds. `head`: a request's line and headers."""
+
+    connections: int
+    per_address: int
+    head_bytes: int
+    headers: int
+    head_timeout: float
+    write_timeout: float
+
+
+@dataclass
+class Connections:
+    """Open connections of one server."""
+
+    limits: ConnectionLimits
+    total: int = 0
+    by_address: Counter[str] = field(default_factory=Counter)
+
+    def enter(self, address: str) -> tuple[int, str, str] | None:
+        """Count a connection in; if it is one too many, why (status, code, message)."""
+        self.total += 1
+        self.by_address[address] += 1
+        if self.total > self.limits.connections:
+            return 503, "unavailable", "The gateway has as many connections as it may. Repeat the request later"
+        if self.by_address[address] > self.limits.per_address:
+            return 429, "too_many_connections", "This address has as many connections as it may. Close some, or reuse them"
+        return None
+
+    def leave(self, address: str) -> None:
+        self.total -= 1
+        self.by_address[address] -= 1
+        if not self.by_address[address]:
+            del self.by_address[address]
+
+
+class _Refused(Exception):
+    """Ends the parsing of a request that has been refused."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Its phases: reading a head (`_head_timer` runs), serving, idle (uvicorn's keep-alive timer runs)."""
+
+    def __init__(self, *, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._all = connections
+        self._limits = connections.limits
+        self._address: str | None = None
+        self._received_bytes = self._head_bytes = self._head_fields = 0
+        self._in_head = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._refusal: tuple[int, str, str] | None = None
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        self._refusal = self._all.enter(self._address)
+        if self._refusal is not None:
+            self.send_400_response("")
+        else:
+            self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._address is not None:
+            self._all.leave(self._address)
+            self._address = None
+        self._stop_head_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            self._received_bytes += len(data)
+            if self._received_bytes > self._limits.head_bytes:
+                self._refuse(431, "headers_too_large", f"The headers are over the limit of {self._limits.head_bytes} bytes")
+        elif self.timeout_keep_alive_task is None and not self._answering:
+            self._start_head_timer()  # bytes that begin no request have ended the keep-alive timer
+
+    # A request's head.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self._refusal = 400, "invalid_request", f"More than {_MAX_PIPELINED} requests are pipelined. Wait for answers"
+            raise _Refused
+        self._in_head = True
+        self._received_bytes = self._head_bytes = self._head_fields = 0
+        self._start_head_timer()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_fields += 1
+        if self._head_fields > self._limits.headers:
+            self._refusal = 431, "headers_too_large", f"The request has more than {self._limits.headers} headers, the limit"
+            raise _Refused
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._limits.head_bytes:
+            self._refusal = 431, "headers_too_large", f"The headers are over the limit of {self._limits.head_bytes} bytes"
+            raise _Refused
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.head_timeout, self._head_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if self._in_head:
+            self._refuse(408, "request_timeout", f"The headers were not complete within {self._limits.head_timeout:g} s")
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    @property
+    def _answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    # Refusals.
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        self._refusal = status, code, message
+        self.send_400_response(message)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot become a request, and close; uvicorn calls it with its own words."""
+        if self.transport.is_closing():
+            return
+        status, code, message = self._refusal or (400, "invalid_request", msg)
+        self._refusal = status, code, message
+        if self._answering:  # an earlier request of this connection: words in between would be taken for its answer's
+            self.transport.close()
+            return
+        kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+        head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
+        head += b"retry-after: 1\r\n" if status in (429, 503) else b""
+        self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self.transport.close()
+
+    # Clients that do not read.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

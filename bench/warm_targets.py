@@ -86,14 +86,8 @@ def running(pace_ms: float, litellm: Path | None) -> Iterator[list[Target]]:
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
         home = Path(directory)
         processes = Processes(home, stack)
-        nats_port, engine_port, gateway_port = free_port(), free_port(), free_port()
-        nats_url = f"nats://127.0.0.1:{nats_port}"
-        config = home / "nats.conf"
-        config.write_text(
-            f'listen: "127.0.0.1:{nats_port}"\nmax_payload: {MAX_PAYLOAD}\njetstream {{ store_dir: "{home}/jetstream" }}\n'
-        )
-        nats = processes.start("nats", [nats_program(), "-c", str(config)])
-        _await_port(nats_port)
+        engine_port, gateway_port = free_port(), free_port()
+        nats_url, nats = start_nats(processes, home)
         engine_command = ["bench.prepared_engine", "--nats", nats_url, "--port", str(engine_port), "--pace", str(pace_ms)]
         engine = processes.start("engine", [sys.executable, "-m", *engine_command])
         gateway_settings = {"THAW_NATS_URL": nats_url, "THAW_GATEWAY_PORT": str(gateway_port), "THAW_HOME": str(home)}
@@ -110,6 +104,16 @@ def running(pace_ms: float, litellm: Path | None) -> Iterator[list[Target]]:
                 "engine" if target.name == DIRECT else "gateway" if target.name == THAW else LITELLM, target.port, FREE
             )
         yield targets
+
+
+def start_nats(processes: Processes, home: Path) -> tuple[str, psutil.Process]:
+    """A NATS server that answers: its URL and its process."""
+    port = free_port()
+    config = home / "nats.conf"
+    config.write_text(f'listen: "127.0.0.1:{port}"\nmax_payload: {MAX_PAYLOAD}\njetstream {{ store_dir: "{home}/jetstream" }}\n')
+    nats = processes.start("nats", [nats_program(), "-c", str(config)])
+    _await_port(port)
+    return f"nats://127.0.0.1:{port}", nats
 
 
 def _await_port(port: int) -> None:

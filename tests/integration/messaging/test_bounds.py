@@ -14,6 +14,7 @@ from nats.js.kv import KeyValue
 from pydantic import SecretStr
 
 from services.gateway.adapters.idempotency import Claim, Entry, IdempotencyStore
+from services.gateway.adapters.keymarker import KeyMarker
 from services.gateway.adapters.keystore import KeyStore
 from services.scheduler.adapters.catalog import Catalog
 from shared.contracts import subjects
@@ -123,8 +124,8 @@ async def test_migrations_beyond_the_bound_push_out_the_oldest(mesh: Mesh, small
     assert {"running", "99"} < set(await bucket.keys())
 
 
-async def test_a_full_store_of_api_keys_refuses_another_and_takes_revocations(mesh: Mesh, small: None) -> None:
-    store = KeyStore(mesh)
+async def test_a_full_store_of_api_keys_refuses_another_and_takes_revocations(mesh: Mesh, small: None, tmp_path: Path) -> None:
+    store = KeyStore(mesh, KeyMarker(tmp_path))
     made, full = await filled(lambda number: store.add(*a_key(number)))
     assert "thaw keys revoke" in full.message
     assert (full.status, full.should_retry) == (503, False)

@@ -67,6 +67,15 @@ def loader_files(node: str) -> str:
     return f"{PREFIX}.loader.{token(node)}.files"
 
 
+def instance_id(number: int, node: str) -> str:
+    """Return the id of a new instance.
+
+    The node's name is its last subject token, so that NATS can keep a node off the engines of others (thaw/permissions.conf). Ids of
+    instances that a scheduler before this version started are one token.
+    """
+    return f"i-{number:x}.{node}"
+
+
 def infer(instance_id: str) -> str:
     return f"{PREFIX}.engine.{instance_id}.infer"
 

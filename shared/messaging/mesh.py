@@ -19,6 +19,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from pydantic import TypeAdapter, ValidationError
 
 from shared.contracts.base import Failure, Message, Request
+from shared.contracts.subjects import token
 from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, ThawError, Unreachable, from_body
 from shared.messaging.responders import Draining, Responder
 from shared.settings import CommonSettings
@@ -150,12 +151,21 @@ class Mesh:
         return self._subscribe(subject, answer, queue, concurrent)
 
     def listen(self, subject: str, kind: type[E], handler: Callable[[E], Awaitable[None]]) -> Responder:
-        """Hear events of one kind, serially and in order. A malformed or failing one is logged and dropped."""
+        """Hear events of one kind, serially and in order. A malformed or failing one is logged and dropped.
+
+        So is one whose sender published it in another node's name: NATS keeps a node to the subjects of its own, and a subject with a
+        wildcard for the node is held against the event's `node`.
+        """
 
         async def hear(message: NatsMessage) -> None:
             with carried(message.headers):
                 try:
-                    await handler(kind.model_validate_json(message.body))
+                    event = kind.model_validate_json(message.body)
+                    sent_on = message.raw_message.subject
+                    if "*" in subject and sent_on != subject.replace("*", token(getattr(event, "node", ""))):
+                        log.warning("dropped an event in another node's name", extra={"subject": sent_on})
+                        return
+                    await handler(event)
                 except ValidationError as e:
                     log.warning("dropped a malformed event", extra={"subject": subject, "error": faults_of(e)})
                 except Exception:

@@ -9,7 +9,9 @@ from typing import Literal
 import pytest
 from pydantic import SecretStr, TypeAdapter
 
+from shared.contracts import subjects
 from shared.contracts.base import Message, Request
+from shared.contracts.loader import LoaderStatus
 from shared.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ThawError, Unreachable
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
@@ -161,3 +163,22 @@ async def test_events_arrive_in_order(mesh: Mesh) -> None:
         await mesh.publish("t.events", Answer(value=i))
     await asyncio.wait_for(done.wait(), 5)
     assert heard == list(range(100))
+
+
+async def test_a_status_in_another_nodes_name_is_dropped(mesh: Mesh) -> None:
+    """NATS keeps a node to its own subjects; the body of what it publishes there it could write as it likes."""
+    heard: list[str] = []
+    done = asyncio.Event()
+
+    async def hear(status: LoaderStatus) -> None:
+        heard.append(f"{status.node} {status.boot_id}")
+        if status.boot_id == "last":
+            done.set()
+
+    await mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, hear).start()
+    await mesh.nc.flush()
+    await mesh.publish(subjects.loader_status("node-0"), LoaderStatus(node="node-0", boot_id="b"))
+    await mesh.publish(subjects.loader_status("node-1"), LoaderStatus(node="node-0", boot_id="forged"))
+    await mesh.publish(subjects.loader_status("node-1"), LoaderStatus(node="node-1", boot_id="last"))
+    await asyncio.wait_for(done.wait(), 5)
+    assert heard == ["node-0 b", "node-1 last"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,32 +15,42 @@ from nats.aio.client import Client
 from shared.messaging.mesh import inbox_prefix
 from tests.docker.engine import ROOT
 from tests.support.servers import free_port, wait_for_port, wheel_script
-from thaw.secrets import NATS_USERS, make_secrets
+from thaw.secrets import SERVICES, make_secrets, node_user
 
 COMPOSE = ROOT / "compose"
+NODES = ("node-0", "node-1")
 
 
 class Guarded:
     """A server with compose/nats.conf, and its users' clients, each with what it was refused."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, peers: bool = False) -> None:
         self.port = free_port()
-        make_secrets(directory, nats=f"127.0.0.1:{self.port}")
+        self._directory = directory
+        self.add_nodes(*NODES, peers=peers)
         text = (COMPOSE / "nats.conf").read_text()
         for there, here in (
             ("0.0.0.0:4222", f"127.0.0.1:{self.port}"),
             ("127.0.0.1:8222", f"127.0.0.1:{free_port()}"),
             ('"/data"', f'"{directory}/js"'),
-            ('include "../../run/thaw-secrets/passwords.conf"', 'include "nats/passwords.conf"'),
+            ('include "../../run/thaw-secrets/authorization.conf"', 'include "nats/authorization.conf"'),
         ):
             assert there in text
             text = text.replace(there, here)
         (directory / "nats.conf").write_text(text)
-        self.urls = {user: (directory / user / "thaw_nats_url").read_text() for user in NATS_USERS}
         self.process = subprocess.Popen(
             [wheel_script("nats-server"), "-c", str(directory / "nats.conf")], stderr=subprocess.DEVNULL
         )
         wait_for_port(self.port, self.process)
+
+    def add_nodes(self, *nodes: str, peers: bool = False) -> None:
+        """Write credentials for `nodes` and no others; a server that runs goes by them after `reload`."""
+        make_secrets(self._directory, {node: node for node in nodes}, peers=peers, nats=f"127.0.0.1:{self.port}")
+        users = {service: service for service in SERVICES} | {node_user(node): node for node in nodes}
+        self.urls = {user: (self._directory / folder / "thaw_nats_url").read_text() for user, folder in users.items()}
+
+    def reload(self) -> None:
+        self.process.send_signal(signal.SIGHUP)
 
     @contextlib.asynccontextmanager
     async def client(self, user: str) -> AsyncIterator[tuple[Client, asyncio.Queue[str]]]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -101,44 +104,98 @@ def test_every_variable_is_in_the_example_with_its_default(document: dict[str, A
     }
 
 
+HERE = {"node": "node-0", "node-gpu": "gpu-0"}
+"""Nodes by folder, as compose.yaml has them."""
+
+
 def test_secrets_are_made_once_and_told_again(tmp_path: Path) -> None:
-    make_secrets(tmp_path)
+    make_secrets(tmp_path, HERE)
     first = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
     shutil.rmtree(tmp_path / "node")
     (tmp_path / "scheduler" / "thaw_nats_url").write_text("of another mesh")
-    make_secrets(tmp_path)
+    make_secrets(tmp_path, HERE)
     assert first == {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
-    assert {p.parts[0] for p in first} == {"nats", "postgres", "gateway", "scheduler", "node", "migrator"}
+    assert {p.parts[0] for p in first} == {"nats", "postgres", "gateway", "scheduler", "migrator", "node", "node-gpu"}
+
+
+def test_compose_makes_the_secrets_that_its_services_mount(document: dict[str, Any], tmp_path: Path) -> None:
+    services = document["services"]
+    command = [re.sub(r"\$\{\w+:-(.*?)}", r"\1", word) for word in services["secrets"]["command"][3:]]
+    assert command[0] == "/run/make-secrets"
+    subprocess.run([sys.executable, "-m", "thaw.secrets", str(tmp_path), *command[1:]], check=True, timeout=30)
+    made = dict(mount.split(":")[:2] for mount in services["secrets"]["volumes"])
+    assert set(made.values()) == {f"/run/make-secrets/{p.name}" for p in tmp_path.iterdir()}
+    dockerfile = (COMPOSE / "Dockerfile").read_text()
+    assert all(path.removeprefix("/run/") in dockerfile for path in made.values())  # else the volume belongs to root
+    for name, user in {
+        "gateway": "gateway",
+        "loader": "node-node-0",
+        "nodeagent-gpu": "node-gpu-0",
+        "loader-gpu": "node-gpu-0",
+    }.items():
+        (volume,) = [m.split(":")[0] for m in services[name]["volumes"] if m.endswith(":/run/thaw-secrets:ro")]
+        assert f"nats://{user}:" in (tmp_path / made[volume].removeprefix("/run/make-secrets/") / "thaw_nats_url").read_text()
+
+
+def test_every_node_has_a_user_and_a_password_of_its_own(tmp_path: Path) -> None:
+    make_secrets(tmp_path, HERE, remote_nodes=["far-1"])
+    folders = ("node", "node-gpu", "nats/nodes/far-1")
+    urls = [urlsplit((tmp_path / folder / "thaw_nats_url").read_text()) for folder in folders]
+    assert [u.username for u in urls] == ["node-node-0", "node-gpu-0", "node-far-1"]
+    assert len({u.password for u in urls}) == 3
+    make_secrets(tmp_path, HERE)
+    assert "far-1" not in (tmp_path / "nats" / "authorization.conf").read_text()
+
+
+@pytest.mark.parametrize("name", ["", "Node", "a.b", "*", "a b", '"', "-a"])
+def test_a_name_that_could_be_more_than_a_subject_token_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="is not a node's name"):
+        make_secrets(tmp_path, {"node": name})
 
 
 def test_a_user_that_came_with_a_newer_version_gets_a_password(tmp_path: Path) -> None:
-    make_secrets(tmp_path)
+    make_secrets(tmp_path, HERE)
     passwords = tmp_path / "nats" / "passwords.conf"
     old = "".join(line for line in passwords.read_text().splitlines(keepends=True) if not line.startswith("MIGRATOR"))
     passwords.write_text(old)
-    make_secrets(tmp_path)
+    make_secrets(tmp_path, HERE)
     assert passwords.read_text().startswith(old)
     assert "MIGRATOR_PASSWORD" in passwords.read_text()
 
 
+ENGINE_0 = subjects.instance_id(1, "node-0")
 DENIED = [
-    ("node", subjects.ADMIN, "commands the mesh"),
-    ("node", subjects.DEMAND, "asks for models"),
-    ("node", subjects.node_command("node-1"), "commands another node"),
-    ("node", f"$KV.{subjects.CATALOG_BUCKET}.x", "changes the catalogue"),
+    ("node-node-1", subjects.ADMIN, "commands the mesh"),
+    ("node-node-1", subjects.DEMAND, "asks for models"),
+    ("node-node-1", subjects.node_command("node-0"), "commands another node"),
+    ("node-node-1", subjects.loader_command("node-0"), "commands another loader"),
+    ("node-node-1", subjects.node_status("node-0"), "speaks for another node"),
+    ("node-node-1", subjects.loader_status("node-0"), "speaks for another loader"),
+    ("node-node-1", subjects.engine_report("node-0"), "speaks for another node's engine"),
+    ("node-node-1", subjects.engine_control(ENGINE_0), "commands another node's engine"),
+    ("node-node-1", subjects.infer(ENGINE_0), "infers on another node"),
+    ("node-node-1", subjects.infer(subjects.instance_id(1, "node-1")), "infers"),
+    ("node-node-1", f"$KV.{subjects.CATALOG_BUCKET}.x", "changes the catalogue"),
+    ("node-node-1", f"$KV.{subjects.KEYS_BUCKET}.x", "makes API keys"),
+    ("node-node-1", f"$JS.API.STREAM.MSG.GET.KV_{subjects.KEYS_BUCKET}", "reads API keys"),
+    ("node-node-1", f"$JS.API.DIRECT.GET.KV_{subjects.KEYS_BUCKET}.$KV.{subjects.KEYS_BUCKET}.x", "reads an API key"),
+    ("node-node-1", f"$JS.API.CONSUMER.CREATE.KV_{subjects.KEYS_BUCKET}", "watches API keys"),
+    ("node-node-1", f"$JS.API.CONSUMER.CREATE.{subjects.KEYED_STREAM}", "watches others' answers"),
+    ("node-node-1", f"$KV.{subjects.MIGRATIONS_BUCKET}.x", "orders migrations"),
+    ("node-node-1", subjects.gateway_control("g"), "moves requests"),
+    ("node-node-1", subjects.FIND_REQUEST, "looks for requests"),
     ("gateway", subjects.node_command("node-0"), "commands a node"),
     ("gateway", subjects.loader_command("node-0"), "commands a loader"),
     ("gateway", f"$KV.{subjects.CATALOG_BUCKET}.x", "changes the catalogue"),
     ("gateway", f"$JS.API.STREAM.DELETE.KV_{subjects.CATALOG_BUCKET}", "deletes the catalogue"),
     ("gateway", subjects.node_status("node-0"), "speaks for a node"),
-    ("scheduler", subjects.infer("i"), "infers"),
-    ("migrator", subjects.infer("i"), "infers"),
+    ("gateway", f"$KV.{subjects.MIGRATIONS_BUCKET}.x", "orders migrations"),
+    ("scheduler", subjects.infer(ENGINE_0), "infers"),
+    ("scheduler", subjects.reply("g", "r"), "answers clients"),
+    ("migrator", subjects.infer(ENGINE_0), "infers"),
     ("migrator", subjects.node_command("node-0"), "commands a node"),
     ("migrator", subjects.reply("g", "r"), "answers clients"),
     ("migrator", f"$KV.{subjects.CATALOG_BUCKET}.x", "changes the catalogue"),
-    ("gateway", f"$KV.{subjects.MIGRATIONS_BUCKET}.x", "orders migrations"),
-    ("node", f"$KV.{subjects.MIGRATIONS_BUCKET}.x", "orders migrations"),
-    ("scheduler", subjects.reply("g", "r"), "answers clients"),
 ]
 
 
@@ -149,10 +206,26 @@ async def test_publishing_is_refused(guarded: Guarded, user: str, subject: str, 
         assert "permissions violation for publish" in await asyncio.wait_for(refused.get(), 5)
 
 
-@pytest.mark.parametrize(
-    ("user", "subject"),
-    [("node", "thaw.v1.replies.>"), ("node", "_INBOX_gateway.>"), ("gateway", "_INBOX_scheduler.>"), ("scheduler", ">")],
-)
+LISTENING_IN = [
+    ("node-node-1", "thaw.v1.replies.>"),
+    ("node-node-1", "_INBOX_gateway.>"),
+    ("node-node-1", "_INBOX_node-node-0.>"),
+    ("node-node-1", subjects.node_command("node-0")),
+    ("node-node-1", "thaw.v1.node.*.command"),
+    ("node-node-1", subjects.loader_command("node-0")),
+    ("node-node-1", subjects.loader_files("node-0")),
+    ("node-node-1", subjects.ALL_LOADER_STATUS),
+    ("node-node-1", subjects.infer(ENGINE_0)),
+    ("node-node-1", subjects.engine_control(ENGINE_0)),
+    ("node-node-1", "thaw.v1.engine.*.*.infer"),
+    ("node-node-1", "thaw.v1.engine.>"),
+    ("node-node-1", f"$KV.{subjects.KEYS_BUCKET}.>"),
+    ("gateway", "_INBOX_scheduler.>"),
+    ("scheduler", ">"),
+]
+
+
+@pytest.mark.parametrize(("user", "subject"), LISTENING_IN, ids=[f"{u} {s}" for u, s in LISTENING_IN])
 async def test_listening_in_is_refused(guarded: Guarded, user: str, subject: str) -> None:
     async with guarded.client(user) as (client, refused):
         await client.subscribe(subject)
@@ -167,7 +240,7 @@ async def test_nobody_enters_without_a_password(guarded: Guarded) -> None:
 
 
 async def test_an_answer_may_take_its_time_and_is_one(guarded: Guarded) -> None:
-    async with guarded.client("node") as (node, refused), guarded.client("scheduler") as (scheduler, _):
+    async with guarded.client("node-node-0") as (node, refused), guarded.client("scheduler") as (scheduler, _):
 
         async def answer(message: Any) -> None:
             await message.respond(b"1")
@@ -207,6 +280,6 @@ async def test_gateway_and_scheduler_share_catalogue_keys_and_traces(guarded: Gu
 
 
 async def test_a_node_has_no_way_to_streams(guarded: Guarded) -> None:
-    async with guarded.client("node") as (node, _):
+    async with guarded.client("node-node-0") as (node, _):
         with pytest.raises((NatsTimeoutError, NoRespondersError, APIError, asyncio.TimeoutError)):
             await node.jetstream(timeout=0.5).stream_info(f"KV_{subjects.CATALOG_BUCKET}")

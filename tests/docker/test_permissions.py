@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from shared.contracts import subjects
 from shared.contracts.channels import CHANNELS
-from tests.docker.guarded import Guarded
+from tests.docker.guarded import NODES, Guarded
 from tests.support.launcher import ROOT, until
 from tests.support.servers import free_port
 from thaw.demo.models import make_demo_model
-from thaw.secrets import NATS_USERS
+from thaw.secrets import SERVICES, node_user
 
-NODES = ("node-0", "node-1")
-NOBODYS = "thaw.v1.nobodys"
-EVERYBODY = set(NATS_USERS)
+UNUSED = "thaw.v1.unused"
+USERS = (*SERVICES, *map(node_user, NODES))
+EVERYBODY = {*SERVICES, "node"}
 MAY_PUBLISH = {
     "demand": {"gateway"},
     "admin": {"gateway", "scheduler"},
@@ -68,25 +72,79 @@ MAY_HEAR = {
 }
 
 
-async def _refused(guarded: Guarded, user: str, hear: bool) -> set[str]:
-    """Channels on which the server refuses a user."""
-    addresses = {re.sub(r"\{\w+\}", "x", channel.address): channel.name for channel in CHANNELS}
+async def _refused(guarded: Guarded, user: str, node: str, hear: bool) -> set[str]:
+    """Channels on which the server refuses a user. `node`: whose channels."""
+    values = {"node": subjects.token(node), "instance": subjects.instance_id(1, node)}
+    addresses = {re.sub(r"\{(\w+)\}", lambda v: values.get(v[1], "x"), c.address): c.name for c in CHANNELS}
     said: list[str] = []
     async with guarded.client(user) as (client, errors):
-        for address in (*addresses, NOBODYS):
+        for address in (*addresses, UNUSED):
             await (client.subscribe(address) if hear else client.publish(address, b"{}"))
-        while not said or NOBODYS not in said[-1]:  # refusals come in the order of what they refuse
+        while not said or UNUSED not in said[-1]:  # refusals come in the order of what they refuse
             said.append(await asyncio.wait_for(errors.get(), 10))
     return {name for address, name in addresses.items() if any(f'"{address.lower()}"' in words for words in said)}
 
 
-@pytest.mark.parametrize("user", sorted(EVERYBODY))
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("node", NODES)
 @pytest.mark.parametrize(("hear", "allowed"), [(False, MAY_PUBLISH), (True, MAY_HEAR)], ids=["publishes", "hears"])
 async def test_no_channel_is_open_to_more_than_need_it(
-    guarded: Guarded, user: str, hear: bool, allowed: dict[str, set[str]]
+    guarded: Guarded, user: str, node: str, hear: bool, allowed: dict[str, set[str]]
 ) -> None:
+    """Neither to other services, nor to other nodes: of another node's channels a node uses none."""
     assert allowed.keys() == {channel.name for channel in CHANNELS}
-    assert await _refused(guarded, user, hear) == {name for name, users in allowed.items() if user not in users}
+    role = user if user in SERVICES else "node"
+    of_nodes = {c.name for c in CHANNELS if "{node}" in c.address or "{instance}" in c.address}
+    closed = of_nodes if role == "node" and user != node_user(node) else set()
+    assert await _refused(guarded, user, node, hear) == closed | {name for name, roles in allowed.items() if role not in roles}
+
+
+async def test_nodes_hear_each_others_loaders_only_where_models_are_copied(
+    guarded: Guarded, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert "loaderStatus" in await _refused(guarded, "node-node-1", "node-0", True)
+    with contextlib.closing(Guarded(tmp_path_factory.mktemp("nats"), peers=True)) as sharing:
+        heard = await _refused(sharing, "node-node-1", "node-0", True)
+        assert heard == await _refused(guarded, "node-node-1", "node-0", True) - {"loaderStatus"}
+        assert "loaderStatus" in await _refused(sharing, "node-node-1", "node-0", False)
+
+
+async def test_a_node_comes_and_goes_while_nats_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with contextlib.closing(Guarded(tmp_path_factory.mktemp("nats"))) as server:
+        kept = server.urls["gateway"]
+        server.add_nodes("node-0", "far-1")
+        assert server.urls["gateway"] == kept
+        async with server.client("gateway") as (gateway, _):
+            server.reload()
+            await _until_enters(server, "node-far-1", True)
+            assert gateway.is_connected
+            assert gateway.stats["reconnects"] == 0
+            url = server.urls["node-far-1"]
+            server.add_nodes("node-0")
+            server.urls["node-far-1"] = url
+            server.reload()
+            await _until_enters(server, "node-far-1", False)
+
+
+async def _until_enters(server: Guarded, user: str, wanted: bool) -> None:
+    deadline = time.monotonic() + 10
+    while await _enters(server.urls[user]) is not wanted:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def _enters(url: str) -> bool:
+    at = urlsplit(url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    try:
+        options = json.dumps({"verbose": False, "user": at.username, "pass": at.password})
+        writer.write(f"CONNECT {options}\r\nPING\r\n".encode())
+        await reader.readline()  # INFO
+        answer = await asyncio.wait_for(reader.readline(), 5)
+    finally:
+        writer.close()
+    assert answer.startswith((b"PONG", b"-ERR 'Authorization Violation'")), answer
+    return answer.startswith(b"PONG")
 
 
 class Site:
@@ -104,8 +162,8 @@ class Site:
         self._start("gateway", "gateway", THAW_GATEWAY_PORT=str(self.port), THAW_ADMIN_KEY="root")
         for node in NODES:
             on = {"THAW_NODE": node, "THAW_DEVICES": "cpu:0=1GiB", "THAW_ENGINE_THREADS": "1", "THAW_SUSPEND": "off"}
-            self._start("loader", "node", **on)
-            self._start("nodeagent", "node", **on)
+            self._start("loader", node_user(node), THAW_PEERS="false", **on)
+            self._start("nodeagent", node_user(node), **on)
 
     def _start(self, service: str, user: str, **environment: str) -> None:
         own = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")}

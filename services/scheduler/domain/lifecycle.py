@@ -24,6 +24,7 @@ from services.scheduler.domain.objectives import count_late
 from services.scheduler.domain.placement import Placement
 from services.scheduler.domain.suspending import gently, make_way, park
 from services.scheduler.domain.values import replace, unchecked
+from shared.contracts import subjects
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
@@ -83,7 +84,7 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
 
 def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int, trigger: str, since: float) -> Instance:
     return Instance(
-        instance_id=f"i-{number:x}",
+        instance_id=subjects.instance_id(number, chosen.node),
         plan_id=plan_id,
         model=model.key,
         generation=model.card.generation,

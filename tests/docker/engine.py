@@ -21,7 +21,7 @@ import yaml
 from tests.support.servers import free_port
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("shared", "services", "thaw")
+SOURCES = ("shared", "services", "simulator", "thaw")
 FILES = (
     "pyproject.toml",
     "constraints.txt",

@@ -51,3 +51,8 @@ class LoaderSettings(NodeSettings):
     )
     peer_port: int = Field(default=0, ge=0, le=65535, description="Port for that; 0: any free one.")
     peers: bool = Field(default=True, description="Whether models are read from other nodes' loaders that have them.")
+    cloud_identity: bool = Field(
+        default=False,
+        description="Ask the cloud's metadata address for the machine's identity where s3://, gs:// or az:// have no credentials (1 s to connect); "
+        "false: read anonymously.",
+    )

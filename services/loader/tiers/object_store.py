@@ -1,8 +1,9 @@
 """`s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`: obstore lists and signs, the bytes come over our own connections.
 
 obstore reads the stores' own variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL,
-GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, …) and, where there are none, asks the machine's
-instance metadata. Where nothing can sign (anonymous access, tokens without a key) obstore reads the bytes as well.
+GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, …). Where there are none it reads anonymously, or asks the
+machine's instance metadata if THAW_CLOUD_IDENTITY=true.
+Where nothing can sign (anonymous access, tokens without a key) obstore reads the bytes as well.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from http.client import HTTPMessage
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -29,7 +31,7 @@ from shared.errors import CheckpointInvalid, InvalidModel, ThawError, Unavailabl
 
 if TYPE_CHECKING:
     from obstore import GetOptions
-    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Config, S3Store
+    from obstore.store import AzureConfig, AzureStore, ClientConfig, GCSConfig, GCSStore, RetryConfig, S3Config, S3Store
 
     Store = S3Store | GCSStore | AzureStore
 
@@ -39,6 +41,14 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
+_CREDENTIALS = {
+    "s3": re.compile(r"AWS_(ACCESS_KEY|WEB_IDENTITY|CONTAINER_CREDENTIALS).*"),
+    "gs": re.compile(r"GOOGLE_.*(CREDENTIALS|SERVICE_ACCOUNT|TOKEN).*"),
+    "az": re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|CLI)\b.*"),
+}
+_GCLOUD = Path("~/.config/gcloud/application_default_credentials.json")
+_METADATA_CONNECT = timedelta(seconds=1)
+_METADATA_WITHIN = timedelta(seconds=5)
 _SIGNED_FOR_S = 3600
 _AT_ONCE = 8
 _PIECE_BYTES = 1024 * 1024
@@ -177,16 +187,33 @@ def _open(scheme: str, bucket: str, backoff: Backoff) -> Store:
     retry: RetryConfig = {"max_retries": backoff.attempts - 1, "retry_timeout": timedelta(seconds=60)}
     endpoint = next((v for v in map(os.environ.get, _ENDPOINTS[scheme]) if v), "")
     # Plain HTTP only where the operator names such an endpoint.
-    plain: ClientConfig = {"allow_http": True} if urlsplit(endpoint).scheme == "http" else {}
+    client: ClientConfig = {"allow_http": True} if urlsplit(endpoint).scheme == "http" else {}
+    anonymous = False
+    if not _has_credentials(scheme):
+        if os.environ.get("THAW_CLOUD_IDENTITY", "").lower() in ("1", "true", "yes", "on"):
+            client["connect_timeout"] = _METADATA_CONNECT
+            retry = {"max_retries": 1, "retry_timeout": _METADATA_WITHIN}
+        else:
+            anonymous = True
     try:
         if scheme == "s3":
-            own: S3Config = {"endpoint": endpoint} if endpoint else {}
-            return S3Store(bucket, config=own, client_options=plain, retry_config=retry)
+            s3: S3Config = {"endpoint": endpoint} if endpoint else {}
+            if anonymous:
+                s3["skip_signature"] = True
+            return S3Store(bucket, config=s3, client_options=client, retry_config=retry)
         if scheme == "gs":
-            return GCSStore(bucket, client_options=plain, retry_config=retry)
-        return AzureStore(bucket, client_options=plain, retry_config=retry)
+            gs: GCSConfig = {"skip_signature": True} if anonymous else {}
+            return GCSStore(bucket, config=gs, client_options=client, retry_config=retry)
+        az: AzureConfig = {"skip_signature": True} if anonymous else {}
+        return AzureStore(bucket, config=az, client_options=client, retry_config=retry)
     except Exception as e:  # obstore's builders raise errors of several kinds for variables that cannot be meant
         raise InvalidModel(f"{scheme}://{bucket} cannot be opened: {_short(e)}; check the credentials' variables") from e
+
+
+def _has_credentials(scheme: str) -> bool:
+    """Whether the operator has given the loader credentials for that kind of store."""
+    named = any(value and _CREDENTIALS[scheme].fullmatch(name) for name, value in os.environ.items())
+    return named or (scheme == "gs" and _GCLOUD.expanduser().is_file())
 
 
 def stored_md5(headers: HTTPMessage | None, scheme: str) -> str | None:
@@ -247,7 +274,10 @@ class _Typed:
 def _refusal(where: str, status: int) -> ThawError:
     if status in (404, 410):
         return CheckpointInvalid(f"{where} is not there ({status}); correct bucket and prefix, or copy the model there")
-    return InvalidModel(f"{where}: the store refuses access ({status}); give the loader credentials that may list and read it")
+    return InvalidModel(
+        f"{where}: the store refuses access ({status}); give the loader credentials that may list and read it, "
+        "or set THAW_CLOUD_IDENTITY=true where the machine itself may"
+    )
 
 
 def _short(error: BaseException) -> str:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -250,3 +251,36 @@ def _create_container(endpoint: str) -> None:
     request.add_header("Authorization", f"SharedKey {AZURITE_ACCOUNT}:{signature}")
     request.add_header("Content-Type", "text/plain")
     urlopen(request).close()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_cloud_s_metadata_address_is_asked_only_where_that_is_set(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """Without credentials. The store and the metadata service are one listener that answers 403 and notes who asks for what."""
+    paths: list[str] = []
+
+    class Both(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            paths.append(self.path)
+            self.send_response(403)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_GET = do_PUT = _answer
+
+        def log_message(self, *_: object) -> None: ...
+
+    for name in [n for n in os.environ if n.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Both) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)
+        monkeypatch.setenv("THAW_CLOUD_IDENTITY", str(asked).lower())
+        try:
+            with pytest.raises((InvalidModel, Unavailable)):
+                ObjectStoreTier("s3://bucket/model").files()
+        finally:
+            server.shutdown()
+    assert any("/latest/" in path for path in paths) is asked
+    assert paths

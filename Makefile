@@ -32,7 +32,7 @@ test: $(STAMP) ## Run the whole test suite
 lint: $(STAMP) ## Check style, types and imports
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy thaw services shared simulator bench tests docs
+	@$(BIN)/mypy thaw services shared weights simulator bench tests docs
 	@$(BIN)/lint-imports
 
 bench: $(STAMP) ## Print the figures of docs/performance.md that need no other engine (an hour on two cores)

@@ -50,13 +50,13 @@ RANKS = 2
 
 
 def load_thaw(path: Path) -> Tensors:
-    from services.loader.tensors import load_tensors
+    from weights.tensors import load_tensors
 
     return load_tensors(path)
 
 
 def load_rank(path: Path) -> Tensors:
-    from services.loader.tensors import load_tensors
+    from weights.tensors import load_tensors
 
     return load_tensors(path, rank=0, ranks=RANKS)
 
@@ -148,7 +148,7 @@ def cold(directory: Path) -> None:
 
 def convert(source: Path, target: Path, *arguments: str) -> dict[str, float]:
     cold(source)
-    command = [sys.executable, "-m", "services.loader.convert", str(source), str(target), *arguments]
+    command = [sys.executable, "-m", "weights.convert", str(source), str(target), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     report: dict[str, float] = json.loads(done.stdout.splitlines()[-1])["report"]
     return report

@@ -219,8 +219,8 @@ def summary(figures: Figures) -> dict[str, float]:
 
 def pinned_copies(index: int) -> float:
     """GB/s of copies from page-locked memory to GPU `index`. Raises `DeviceMissing`."""
-    from services.loader.devices.cuda_runtime import load_cuda
-    from services.loader.devices.probe import measure
+    from weights.devices.cuda_runtime import load_cuda
+    from weights.devices.probe import measure
 
     driver = load_cuda()
     if index >= driver.count():

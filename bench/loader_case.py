@@ -30,16 +30,16 @@ def thaw_pool(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Call
     """What the mesh does: chunks of a pool, filled by a link's threads, mapped by the engine as one range. `ready`: the chunks have memory
     before the clock runs, as in a pool that has been used. `small_pages`: they lie wherever memory happened to be free."""
     from services.engine.segment import Segment
-    from services.loader.adapters.reader import FilesReader, ReadOptions
-    from services.loader.adapters.shm import SHM
-    from services.loader.domain.chunks import CHUNK_BYTES, parts
-    from services.loader.format.checkpoint import open_checkpoint
-    from services.loader.format.segment import lay_out
-    from services.loader.pipeline.fill import Filling
-    from services.loader.pipeline.link import Link
-    from services.loader.pipeline.pieces import cut
-    from services.loader.pool.memory import PoolMemory
-    from services.loader.pool.region import Region
+    from weights.formats.checkpoint import open_checkpoint
+    from weights.formats.segment import lay_out
+    from weights.pool.chunks import CHUNK_BYTES, parts
+    from weights.pool.memory import PoolMemory
+    from weights.pool.region import Region
+    from weights.pool.shm import SHM
+    from weights.transfer.fill import Filling
+    from weights.transfer.link import Link
+    from weights.transfer.pieces import cut
+    from weights.transfer.reader import FilesReader, ReadOptions
 
     ready = options.pop("ready", 0)
     small = options.pop("small_pages", 0)
@@ -78,9 +78,9 @@ def thaw_pool(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Call
 
 
 def thaw_tensors(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
-    from services.loader.adapters.reader import ReadOptions
-    from services.loader.load import ready_pool
-    from services.loader.tensors import load_tensors
+    from weights.load import ready_pool
+    from weights.tensors import load_tensors
+    from weights.transfer.reader import ReadOptions
 
     pool = ready_pool(files[0].parent) if options.pop("ready", 0) else None
     return _run(lambda: load_tensors(files[0].parent, ReadOptions(**options), pool=pool))

@@ -24,9 +24,9 @@ import psutil
 import torch
 
 from bench.loader_case import checksum
-from services.loader.client import Weights, attach
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import Unreachable
+from weights.client import Weights, attach
 
 _RANGE_BYTES = 16 * 1024 * 1024
 _CONNECTIONS = 8

@@ -268,7 +268,7 @@ LOADERS: dict[str, tuple[tuple[str, int], ...]] = {"thaw_pool": (("ready", 1),),
 def _held(file: Path, rounds: int, checksums: set[float]) -> list[float]:
     """What an instance waits for whose node holds the adapter already: the mapping, every tensor, and the checksum of the other cases."""
     from services.engine.segment import SHARED_MEMORY, Segment
-    from services.loader.load import load_segment
+    from weights.load import load_segment
 
     name = f"thaw-bench-lora-{os.getpid()}"
     load_segment(file.parent, name)

@@ -27,8 +27,8 @@ from obstore.store import HTTPStore
 
 from bench.loader_service import web_server
 from bench.report import machine, median, write
-from services.loader.tiers.http_client import HttpClient
-from services.loader.tiers.ranges import RangeReader, RemoteFile
+from weights.tiers.http_client import HttpClient
+from weights.tiers.ranges import RangeReader, RemoteFile
 
 RANGE_BYTES = 16 * 1024 * 1024
 CONNECTIONS = 4

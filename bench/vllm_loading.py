@@ -28,10 +28,10 @@ from rich.table import Table
 
 from bench.report import median, write
 from services.enginehost.drivers.overlay import plugin_path
-from services.loader.client import attach
 from shared.contracts.loader_socket import loader_socket
 from thaw.demo.models import make_demo_model
 from thaw.launcher.plan import free_port
+from weights.client import attach
 
 CASES = ("auto", "files", "loader", "cached")
 _TOOK = re.compile(r"Loading weights took ([\d.]+) seconds")

@@ -16,21 +16,15 @@ from functools import partial
 from nats.errors import Error as NatsError
 from pydantic import TypeAdapter
 
+from services.loader.adapters.device_copies import Copies
+from services.loader.adapters.peer_sharing import Sharing
+from services.loader.adapters.reclaim import GivingBack
 from services.loader.adapters.records import Records
 from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
-from services.loader.adapters.shm import SHM, default_dram_bytes, default_ready_bytes, physical_memory
-from services.loader.cache.sharing import Sharing
-from services.loader.devices.copies import Copies
-from services.loader.devices.opening import Devices, has_driver, load_driver
-from services.loader.devices.probe import group_bytes
-from services.loader.domain.chunks import CHUNK_BYTES, Chunks
 from services.loader.domain.events import Event
 from services.loader.handlers import Loader
 from services.loader.local_socket import LocalReaders, listening
-from services.loader.pool.giving_back import GivingBack
-from services.loader.pool.memory import PoolMemory
-from services.loader.pool.sweeping import sweep
 from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
 from shared.contracts.loader import LOADER_COMMAND, LoaderStatus, ReadModelFile
@@ -41,6 +35,12 @@ from shared.errors import Conflict
 from shared.messaging import Mesh
 from shared.private import make_private
 from shared.tasks import end, first
+from weights.devices.opening import Devices, has_driver, load_driver
+from weights.devices.probe import group_bytes
+from weights.pool.chunks import CHUNK_BYTES, Chunks
+from weights.pool.memory import PoolMemory
+from weights.pool.shm import SHM, default_dram_bytes, default_ready_bytes, physical_memory
+from weights.pool.sweeping import sweep
 
 log = logging.getLogger(__name__)
 _WARN_WITHIN_S = 2

@@ -8,15 +8,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from services.loader import telling
+from services.loader import status_publisher as telling
 from services.loader.adapters.cards import bare_card, card_for
 from services.loader.adapters.inspection import described
+from services.loader.adapters.peer_sharing import Shared
+from services.loader.adapters.reclaim import GivingBack
 from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.runs import Runs
-from services.loader.adapters.shm import free_bytes, short_of_memory
 from services.loader.adapters.small_files import read_part
-from services.loader.cache.sharing import Shared
-from services.loader.domain.chunks import Chunks
 from services.loader.domain.events import (
     Adopt,
     Adopted,
@@ -31,9 +30,7 @@ from services.loader.domain.events import (
 )
 from services.loader.domain.state import Stage
 from services.loader.loop import Loop
-from services.loader.pool.giving_back import GivingBack
 from services.loader.prefetching import Prefetching
-from services.loader.tiers.sources import Sources
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import (
     AttachWeights,
@@ -52,6 +49,9 @@ from shared.contracts.loader import (
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeStatus
 from shared.errors import NotFound, ShuttingDown, StaleToken, from_body
+from weights.pool.chunks import Chunks
+from weights.pool.shm import free_bytes, short_of_memory
+from weights.sources.sources import Sources
 
 log = logging.getLogger(__name__)
 _INSPECTIONS_AT_ONCE = 8

@@ -7,10 +7,10 @@ import itertools
 import time
 from collections.abc import Callable
 
-from services.loader import telling
+from services.loader import status_publisher as telling
+from services.loader.adapters.reclaim import GivingBack
 from services.loader.adapters.records import Records
 from services.loader.adapters.runs import Runs
-from services.loader.domain.chunks import Chunks
 from services.loader.domain.decide import decide
 from services.loader.domain.effects import (
     Accepted,
@@ -31,10 +31,10 @@ from services.loader.domain.effects import (
 )
 from services.loader.domain.events import Abandoned, Event
 from services.loader.domain.state import Entry, Stage, State
-from services.loader.pool.giving_back import GivingBack
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import WeightsAttached, WeightsReleased
 from shared.errors import from_body
+from weights.pool.chunks import Chunks
 
 
 class Loop:

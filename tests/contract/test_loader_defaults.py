@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from services.loader.format.architectures import DEFAULTS
+from weights.formats.architectures import DEFAULTS
 
 PRINT_DEFAULTS = """
 import json, sys

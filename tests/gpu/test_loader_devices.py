@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.loader.devices.cuda import CudaArena, CudaDevice
-from services.loader.devices.cuda_runtime import CudaRuntime, load_cuda
-from services.loader.devices.port import Arena, Device, Place
-from services.loader.devices.probe import measure
 from shared.errors import DeviceMissing, InsufficientMemory
 from tests.unit.loader.devices.behaviour import PAGE, SEGMENT, DeviceBehaviour, Host
+from weights.devices.cuda import CudaArena, CudaDevice
+from weights.devices.cuda_runtime import CudaRuntime, load_cuda
+from weights.devices.port import Arena, Device, Place
+from weights.devices.probe import measure
 
 pytestmark = pytest.mark.gpu
 READER = """

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from services.loader.devices.cuda_runtime import CudaRuntime, load_cuda
 from shared.contracts import subjects
 from shared.contracts.loader import AttachWeights, ReleaseWeights, WeightsAttached, WeightsReleased
 from shared.contracts.models import ModelCard
@@ -21,6 +20,7 @@ from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.support.engines import Engines
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
+from weights.devices.cuda_runtime import CudaRuntime, load_cuda
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"

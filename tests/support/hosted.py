@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import psutil
 
 from services.enginehost import reaper
-from services.loader.format.tokenizer import special_token_ids
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferData, InferEnd, InferFailed, InferReply, InferResponse, Resume, ResumedChoice
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.processes import mark_of, marked
 from shared.settings import NodeSettings
 from tests.support.engines import Engines, Stream
+from weights.formats.tokenizer import special_token_ids
 
 T = TypeVar("T")
 MIB = 1 << 20

@@ -5,10 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from services.loader.cache.store import SsdCache
-from services.loader.tiers.peers import Peers
-from services.loader.tiers.sources import Sources
 from shared.contracts.models import ModelInfo
+from weights.cache.store import SsdCache
+from weights.sources.peers import Peers
+from weights.sources.sources import Sources
 
 
 def sources_at(home: Path, *, budget: int = 1 << 30, peers: Peers | None = None) -> Sources:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.adapters.keymarker import KeyMarker
-from services.loader.cache.sharing import Sharing
+from services.loader.adapters.peer_sharing import Sharing
 from services.loader.settings import LoaderSettings
 from shared.private import UntrustedDirectory, make_private, require_private
 from thaw.errors import CommandError

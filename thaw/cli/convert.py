@@ -66,7 +66,7 @@ def convert(
 
 def _run(arguments: list[str], out: Console) -> dict[str, Any]:
     """The conversion's own report. A process of its own: the command line does not import services."""
-    command = [sys.executable, "-m", "services.loader.convert", *arguments]
+    command = [sys.executable, "-m", "weights.convert", *arguments]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,

@@ -59,7 +59,7 @@ def load(
 
 def _load(path: str, threads: int, ready: bool, verify: bool) -> dict[str, Any]:
     """The loader's own report. A process of its own: the command line does not import services."""
-    command = [sys.executable, "-m", "services.loader.load", path, "--threads", str(threads)]
+    command = [sys.executable, "-m", "weights.load", path, "--threads", str(threads)]
     command += [option for option, wanted in (("--ready", ready), ("--verify", verify)) if wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:

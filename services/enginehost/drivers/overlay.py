@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PACKAGES = ("services", "shared")
 _METADATA = "Metadata-Version: 2.1\nName: thaw-vllm-plugin\nVersion: 1\n"
-_ENTRY_POINTS = "[vllm.general_plugins]\nthaw = services.loader.vllm_plugin:register\n"
+_ENTRY_POINTS = "[vllm.general_plugins]\nthaw = weights.vllm_plugin:register\n"
 
 
 def plugin_path(directory: Path) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.loader.format.segment import lay_out
-from services.loader.tiers.open import open_source
-from services.loader.tiers.sources import Sources
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from weights.formats.segment import lay_out
+from weights.sources.open import open_source
+from weights.sources.sources import Sources
 
 
 def bare_card(sources: Sources, source: str) -> ModelCard:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.loader.format.foreign import describe_foreign
-from services.loader.tiers.sources import Sources
 from shared.contracts.models import ModelInfo, ModelSpec
+from weights.formats.foreign import describe_foreign
+from weights.sources.sources import Sources
 
 
 def described(spec: ModelSpec, sources: Sources) -> ModelInfo:

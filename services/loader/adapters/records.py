@@ -12,13 +12,13 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from services.loader.adapters.shm import SHM, segments
-from services.loader.domain.chunks import CHUNK_BYTES, parts
-from services.loader.pool.memory import PoolMemory
-from services.loader.pool.region import extents
 from shared.contracts.base import Frozen
 from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader
 from shared.errors import Conflict
+from weights.pool.chunks import CHUNK_BYTES, parts
+from weights.pool.memory import PoolMemory
+from weights.pool.region import extents
+from weights.pool.shm import SHM, segments
 
 log = logging.getLogger(__name__)
 

@@ -10,27 +10,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from services.loader.adapters.links import Links
+from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
-from services.loader.adapters.reader import FilesReader, ReadOptions, ReadStats
-from services.loader.adapters.shm import free_bytes, no_room
-from services.loader.devices.copies import Copies
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, Indexed, Laid
-from services.loader.format.checkpoint import Checkpoint
-from services.loader.format.segment import Layout, lay_out
-from services.loader.pipeline.fill import Filling, PieceReader
-from services.loader.pipeline.pieces import cut
-from services.loader.pipeline.remote import TierReader
-from services.loader.pipeline.verified import verify_region
-from services.loader.pool.memory import PoolMemory
-from services.loader.pool.region import Region
-from services.loader.tiers.port import Cancelled, Tier
-from services.loader.tiers.sources import Sources
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from shared.errors import CheckpointInvalid
 from shared.telemetry.timeline import Timeline
+from weights.formats.checkpoint import Checkpoint
+from weights.formats.segment import Layout, lay_out
+from weights.pool.memory import PoolMemory
+from weights.pool.region import Region
+from weights.pool.shm import free_bytes, no_room
+from weights.sources.sources import Sources
+from weights.tiers.port import Cancelled, Tier
+from weights.transfer.fill import Filling, PieceReader
+from weights.transfer.links import Links
+from weights.transfer.pieces import cut
+from weights.transfer.reader import FilesReader, ReadOptions, ReadStats
+from weights.transfer.remote import TierReader
+from weights.transfer.verification import verify_region
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from services.loader.adapters.links import Links
+from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
 from services.loader.adapters.run import Means, Run, Threads
-from services.loader.devices.copies import Copies
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Completed, Ended, Event, Failed
-from services.loader.domain.links import Order
-from services.loader.pool.memory import PoolMemory
-from services.loader.tiers.port import Cancelled
-from services.loader.tiers.sources import Sources
 from shared.contracts.loader import LinkStatus
 from shared.errors import ThawError
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
+from weights.pool.memory import PoolMemory
+from weights.sources.sources import Sources
+from weights.tiers.port import Cancelled
+from weights.transfer.link_queue import Order
+from weights.transfer.links import Links
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 
-from services.loader.tiers.sources import Sources
 from shared.contracts.loader import ModelFilePart, ReadModelFile
 from shared.errors import NotFound
+from weights.sources.sources import Sources
 
 
 def read_part(sources: Sources, request: ReadModelFile) -> ModelFilePart:

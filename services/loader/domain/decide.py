@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.loader.domain import arenas, chunks, room
+from services.loader.domain import arenas, room
 from services.loader.domain.effects import Accepted, Attached, Effect, Hurry, Refused, Remember
 from services.loader.domain.entries import device_of, put, reached, start
 from services.loader.domain.events import (
@@ -46,6 +46,7 @@ from services.loader.domain.reports import reported
 from services.loader.domain.state import Entry, Holder, Stage, State, Waiter, Wanted
 from shared.contracts.loader import instance_of
 from shared.errors import Conflict, ShuttingDown, StaleToken, ThawError
+from weights.pool import chunks
 
 Decision = tuple[State, tuple[Effect, ...]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from services.loader.domain import chunks, room
+from services.loader.domain import room
 from services.loader.domain.effects import CancelRun, Effect, Refused, Remember
 from services.loader.domain.entries import put
 from services.loader.domain.events import Adopt, Adopted, NodeHeard
@@ -13,6 +13,7 @@ from services.loader.domain.release import is_whole, let_go
 from services.loader.domain.state import Entry, Holder, Stage, State
 from shared.contracts.loader import instance_of
 from shared.errors import ShuttingDown
+from weights.pool import chunks
 
 LOST_AFTER_S = 10.0
 MISSING_FOR_S = 3.0

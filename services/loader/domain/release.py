@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.loader.domain import arenas, chunks, room
+from services.loader.domain import arenas, room
 from services.loader.domain.effects import CancelRun, Effect, Freed, Refused, Remember
 from services.loader.domain.entries import drop, put
 from services.loader.domain.events import Release
 from services.loader.domain.state import Entry, Stage, State
 from shared.contracts.loader import instance_of
 from shared.errors import StaleToken
+from weights.pool import chunks
 
 REMEMBERED_RELEASES = 1024
 Decision = tuple[State, tuple[Effect, ...]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.loader.domain import arenas, chunks, room
+from services.loader.domain import arenas, room
 from services.loader.domain.effects import Effect, Forget, Freed, Refused, Remember
 from services.loader.domain.entries import answered, drop, put, start
 from services.loader.domain.events import (
@@ -19,6 +19,7 @@ from services.loader.domain.events import (
     Vacated,
 )
 from services.loader.domain.state import Entry, Stage, State
+from weights.pool import chunks
 
 Decision = tuple[State, tuple[Effect, ...]]
 Report = Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Left

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from services.loader.domain import chunks
-from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.domain.effects import Deny, Effect, Forget, Grant, Vacate
 from services.loader.domain.entries import drop, put
 from services.loader.domain.state import Entry, Stage, State
+from weights.pool import chunks
+from weights.pool.chunks import CHUNK_BYTES
 
 READY_AT_ONCE = 8
 LEFT_ALONE = 0.1

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from services.loader.domain.chunks import Chunks
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard
+from weights.pool.chunks import Chunks
 
 Until = Literal["index", "complete"]
 

@@ -56,7 +56,7 @@ async def test_the_same_tokens_as_with_its_own_loader(
 PROGRAM = """
 import json, sys
 from safetensors.torch import load_file
-from services.loader.vllm_plugin import weights
+from weights.vllm_plugin import weights
 with weights(sys.argv[1], None) as coming:
     found = dict(coming)
 expected = load_file(sys.argv[1] + "/model.safetensors")

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.cache import store
-from services.loader.cache.caching import CachingTier
-from services.loader.cache.locks import FileLock
-from services.loader.cache.partial import PartialModel
-from services.loader.cache.store import SsdCache
-from services.loader.tiers.http import HttpTier
-from services.loader.tiers.port import Tier
-from services.loader.tiers.retry import Backoff
 from shared.errors import CheckpointInvalid, Unavailable
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.cache import store
+from weights.cache.caching import CachingTier
+from weights.cache.locks import FileLock
+from weights.cache.partial import PartialModel
+from weights.cache.store import SsdCache
+from weights.tiers.http import HttpTier
+from weights.tiers.port import Tier
+from weights.tiers.retry import Backoff
 
 QUICK = Backoff(attempts=3, first_s=0.001, most_s=0.01)
 SHARD = "model-00001-of-00002.safetensors"

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.load import measure
 from shared.errors import CheckpointInvalid
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.test_service import status_where
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
+from weights.load import measure
 
 
 def convert(source: Path, destination: Path, *arguments: str) -> None:
-    command = (sys.executable, "-m", "services.loader.convert", str(source), str(destination), *arguments)
+    command = (sys.executable, "-m", "weights.convert", str(source), str(destination), *arguments)
     subprocess.run(command, check=True, capture_output=True)
 
 

@@ -9,7 +9,6 @@ import pytest
 from pydantic import SecretStr
 
 from services.loader import app
-from services.loader.adapters.shm import SHM
 from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
 from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
@@ -21,6 +20,7 @@ from tests.integration.loader.conftest import Client
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.devices.fake_driver import FakeDriver
+from weights.pool.shm import SHM
 
 NODE = "n-gpu"
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.tiers.sources import Sources
 from shared.contracts.models import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, StaleToken, ThawError, Unavailable
 from tests.integration.loader.conftest import Client, LoaderProcess
@@ -18,6 +17,7 @@ from tests.support.servers import NatsServer
 from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
+from weights.sources.sources import Sources
 
 SOURCE = "hf://org/model"
 PINNED = f"{SOURCE}@{COMMIT}"

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.loader.client import attach
 from shared.contracts.models import ModelCard
 from shared.errors import CheckpointInvalid, InsufficientMemory, ThawError
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.test_local_readers import path_of
 from tests.integration.loader.test_service import GIB, client_card_of_sparse, status_where
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
+from weights.client import attach
 
 Round = Callable[[LoaderProcess, Client, Path, str], Awaitable[None]]
 

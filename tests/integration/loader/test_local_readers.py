@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.loader.client import Weights, attach
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import CheckpointInvalid, InvalidModel, NotFound, Unreachable
 from shared.unix_sockets import short_address
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.test_service import GIB, client_card_of_sparse, status_where
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
+from weights.client import Weights, attach
 
 
 def path_of(loader: LoaderProcess) -> Path:

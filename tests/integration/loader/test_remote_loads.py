@@ -10,7 +10,6 @@ import numpy as np
 import psutil
 import pytest
 
-from services.loader.client import attach
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.phases import Phase
 from shared.errors import CheckpointInvalid, StaleToken
@@ -21,6 +20,7 @@ from tests.integration.loader.test_service import status_where
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
+from weights.client import attach
 
 
 @pytest.fixture

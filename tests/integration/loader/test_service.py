@@ -146,8 +146,8 @@ async def client_card_of_sparse(client: Client, directory: Path) -> ModelCard:
     """A card as if the weights were of a dtype that is served (inspecting refuses bytes)."""
     write_checkpoint(directory.parent / "small")
     card = await client.card(directory.parent / "small")
-    from services.loader.format.checkpoint import open_checkpoint
-    from services.loader.format.segment import lay_out
+    from weights.formats.checkpoint import open_checkpoint
+    from weights.formats.segment import lay_out
 
     total = lay_out(open_checkpoint(directory), "x").total_bytes
     info = card.info.model_copy(update={"source": str(directory), "weights_bytes": total, "revision": "sparse"})

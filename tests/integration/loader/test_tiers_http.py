@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.tiers.connection import Patience
-from services.loader.tiers.http import HttpTier
-from services.loader.tiers.http_client import HttpClient
-from services.loader.tiers.port import Cancelled, TierFile
-from services.loader.tiers.ranges import RangeReader
-from services.loader.tiers.retry import Backoff
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError, Unavailable
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.tiers.connection import Patience
+from weights.tiers.http import HttpTier
+from weights.tiers.http_client import HttpClient
+from weights.tiers.port import Cancelled, TierFile
+from weights.tiers.ranges import RangeReader
+from weights.tiers.retry import Backoff
 
 SHARD = "model-00001-of-00002.safetensors"
 QUICK = Backoff(attempts=4, first_s=0.001, most_s=0.01)

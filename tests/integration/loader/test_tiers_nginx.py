@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.tiers.http import HttpTier
-from services.loader.tiers.retry import Backoff
 from shared.errors import CheckpointInvalid, Unavailable
 from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.tiers.http import HttpTier
+from weights.tiers.retry import Backoff
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed (apt-get install nginx-light)")
 ONCE = Backoff(attempts=1)

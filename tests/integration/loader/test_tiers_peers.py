@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.cache.serve import PeerServer
-from services.loader.tiers.failover import FailoverTier
-from services.loader.tiers.http_client import HttpClient
-from services.loader.tiers.peers import Peers
-from services.loader.tiers.sources import Sources
+from services.loader.adapters.peer_server import PeerServer
 from shared.contracts.loader import CachedModel, LoaderStatus
 from shared.errors import CheckpointInvalid
 from tests.integration.loader.conftest import Client, LoaderProcess
@@ -25,6 +21,10 @@ from tests.support.servers import NatsServer
 from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
+from weights.sources.failover import FailoverTier
+from weights.sources.peers import Peers
+from weights.sources.sources import Sources
+from weights.tiers.http_client import HttpClient
 
 SHARD = "model-00001-of-00002.safetensors"
 
@@ -91,7 +91,7 @@ async def test_a_source_that_is_down_and_a_peer_that_has_it(
     server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, serving, revision = theirs
-    monkeypatch.setattr("services.loader.tiers.retry.Backoff.pause", lambda *_: None)
+    monkeypatch.setattr("weights.tiers.retry.Backoff.pause", lambda *_: None)
     server.faults.suffix, server.faults.status = "", 503
     ours = sources_at(tmp_path / "ours", peers=await known(serving, revision))
     tier = ours.open(f"{server.url}/m", revision)
@@ -218,7 +218,7 @@ async def test_between_two_nodes(
 
 
 def test_all_places_fail(server: TierServer, tmp_path: Path) -> None:
-    from services.loader.tiers.directory import DirectoryTier
+    from weights.tiers.directory import DirectoryTier
 
     write_checkpoint(tmp_path / "a")
     write_checkpoint(tmp_path / "b")

@@ -21,12 +21,12 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from services.loader.tiers.object_store import ObjectStoreTier
-from services.loader.tiers.port import Cancelled
-from services.loader.tiers.retry import Backoff
 from shared.errors import CheckpointInvalid, InvalidModel, Unavailable
 from tests.support.sources import inspected, sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.tiers.object_store import ObjectStoreTier
+from weights.tiers.port import Cancelled
+from weights.tiers.retry import Backoff
 
 QUICK = Backoff(attempts=2, first_s=0.001)
 SHARD = "model-00001-of-00002.safetensors"

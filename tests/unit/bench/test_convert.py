@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from bench.convert import CONFIG, LOADS, convert, one_load, pickle_of, show, unalign
-from services.loader.format.checkpoint import open_checkpoint
 from tests.unit.loader.checkpoints import write_small_files
+from weights.formats.checkpoint import open_checkpoint
 
 HIDDEN = 64
 

@@ -10,7 +10,7 @@ from bench.disk import Loading, set_cache, write_checkpoint
 from bench.loader import REMOTE_WAYS, figures_of
 from bench.loader_service import dram, remote
 from bench.samples import Samples
-from services.loader.format.checkpoint import open_checkpoint
+from weights.formats.checkpoint import open_checkpoint
 
 
 @pytest.fixture(scope="module")

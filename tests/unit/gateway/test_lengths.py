@@ -13,13 +13,13 @@ from services.gateway.adapters.chat_template import ChatTemplate, Unrenderable
 from services.gateway.adapters.lengths import Counter, Lengths
 from services.gateway.adapters.model_files import NAMES, ModelFiles
 from services.loader.adapters.small_files import read_part
-from services.loader.cache.store import SsdCache
-from services.loader.tiers.sources import Sources
 from shared.contracts.loader import ModelFilePart, ReadModelFile
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest
 from shared.errors import ContextLengthExceeded, NotFound, Unreachable
 from tests.support.fake_engine import card_of
 from thaw.demo.tokenizer import write_tokenizer
+from weights.cache.store import SsdCache
+from weights.sources.sources import Sources
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
 TRICKY = """{%- if tools is not none %}{{ tools | tojson }}{% endif %}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.loader.domain.chunks import Chunks
 from services.loader.domain.decide import decide
 from services.loader.domain.effects import Effect, Forget, Grant, Vacate
 from services.loader.domain.events import Completed, Event, Indexed, Laid, Prepare
 from services.loader.domain.state import State
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
+from weights.pool.chunks import Chunks
 
 ERROR = CheckpointInvalid("damaged").body()
 

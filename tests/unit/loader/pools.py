@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.loader.adapters.reader import FilesReader
-from services.loader.domain.chunks import parts
-from services.loader.format.checkpoint import open_checkpoint
-from services.loader.format.segment import lay_out
-from services.loader.pipeline.fill import Filling
-from services.loader.pipeline.link import Link
-from services.loader.pipeline.pieces import cut
-from services.loader.pool.memory import PoolMemory
-from services.loader.pool.region import Region
 from shared.contracts.segment import Extent
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.segment import lay_out
+from weights.pool.chunks import parts
+from weights.pool.memory import PoolMemory
+from weights.pool.region import Region
+from weights.transfer.fill import Filling
+from weights.transfer.link import Link
+from weights.transfer.pieces import cut
+from weights.transfer.reader import FilesReader
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.loader.format.checkpoint import INDEX, directory_revision, open_checkpoint, weight_names
-from services.loader.format.segment import lay_out
 from shared.contracts.segment import HEADER_BYTES, PAGE, SegmentHeader, SegmentIndex
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.formats.checkpoint import INDEX, directory_revision, open_checkpoint, weight_names
+from weights.formats.segment import lay_out
 
 SHARD = "model-00001-of-00002.safetensors"
 OTHER = "model-00002-of-00002.safetensors"

@@ -6,7 +6,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.loader.domain.chunks import CHUNK_BYTES, Chunks, parts
 from services.loader.domain.effects import (
     Accepted,
     Attached,
@@ -46,6 +45,7 @@ from services.loader.domain.events import (
 )
 from services.loader.domain.state import OnDevice, Stage, State, Until
 from tests.unit.loader.played import ERROR, Played, card
+from weights.pool.chunks import CHUNK_BYTES, Chunks, parts
 
 SIZES = {"w1": 2 * CHUNK_BYTES + 100, "w2": CHUNK_BYTES, "w3": 5000, "w4": 3 * CHUNK_BYTES}
 PINNED = "w2"

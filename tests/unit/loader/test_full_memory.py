@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.adapters import shm
-from services.loader.format.segment import Layout
-from services.loader.load import load_segment
 from shared.errors import InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.test_load import evict
+from weights.formats.segment import Layout
+from weights.load import load_segment
+from weights.pool import shm
 
 MB = 1024 * 1024
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.loader.format.foreign import describe_foreign
-from services.loader.format.gguf import read_gguf
 from shared.contracts.models import ModelSpec
 from shared.errors import CheckpointInvalid
+from weights.formats.foreign import describe_foreign
+from weights.formats.gguf import read_gguf
 
 
 def text(value: str) -> bytes:

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from services.loader.adapters.peer_sharing import Shared
+from services.loader.adapters.reclaim import GivingBack
 from services.loader.adapters.records import Records
 from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
-from services.loader.cache.sharing import Shared
-from services.loader.cache.store import SsdCache
-from services.loader.domain.chunks import CHUNK_BYTES, Chunks
 from services.loader.domain.events import Event
 from services.loader.handlers import Loader
-from services.loader.pool.giving_back import GivingBack
-from services.loader.pool.memory import PoolMemory
-from services.loader.pool.region import extents
-from services.loader.tiers.sources import Sources
 from shared.contracts.loader import AttachWeights, Inspected, InspectModel, LoaderStatus, WeightsAttached
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.segment import segment_prefix
 from shared.errors import ShuttingDown
 from tests.unit.loader.checkpoints import write_checkpoint
+from weights.cache.store import SsdCache
+from weights.pool.chunks import CHUNK_BYTES, Chunks
+from weights.pool.memory import PoolMemory
+from weights.pool.region import extents
+from weights.sources.sources import Sources
 
 
 class Clock:

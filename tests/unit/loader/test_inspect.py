@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.loader.tiers.open import open_source
 from shared.contracts.models import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError, UnsupportedArchitecture
 from tests.support.sources import inspected
 from tests.unit.loader.checkpoints import CONFIG, write_checkpoint
+from weights.sources.open import open_source
 
 
 def inspect(directory: Path, *, trust: bool = False) -> ModelInfo:

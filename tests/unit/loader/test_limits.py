@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.adapters import shm
-from services.loader.adapters.limits import memory_limit, memory_room
 from services.loader.app import pool_bytes
-from services.loader.domain.chunks import CHUNK_BYTES
-from services.loader.load import load_private
 from shared.errors import InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.load import load_private
+from weights.pool import shm
+from weights.pool.cgroup_limits import memory_limit, memory_room
+from weights.pool.chunks import CHUNK_BYTES
 
 MB = 1_000_000
 NAMES = {

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.loader.domain import links
-from services.loader.domain.links import Line, Load, Speed
-from services.loader.pipeline.link import Link, Transfer
-from services.loader.pipeline.pieces import Piece
-from services.loader.tiers.port import Cancelled
+from weights.tiers.port import Cancelled
+from weights.transfer import link_queue as links
+from weights.transfer.link import Link, Transfer
+from weights.transfer.link_queue import Line, Load, Speed
+from weights.transfer.pieces import Piece
 
 
 def order(line: Line) -> list[int]:

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.loader.adapters import shm
-from services.loader.adapters.reader import ReadOptions
-from services.loader.adapters.shm import SHM
-from services.loader.domain.chunks import CHUNK_BYTES
-from services.loader.format.checkpoint import open_checkpoint
-from services.loader.format.segment import Layout, lay_out
-from services.loader.load import load_segment
-from services.loader.pipeline.pieces import cut
-from services.loader.tiers.port import Cancelled
 from shared.contracts.segment import PAGE
 from shared.errors import CheckpointInvalid, InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.segments import assert_same
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.segment import Layout, lay_out
+from weights.load import load_segment
+from weights.pool import shm
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.shm import SHM
+from weights.tiers.port import Cancelled
+from weights.transfer.pieces import cut
+from weights.transfer.reader import ReadOptions
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.loader.adapters.page_cache import cached_bytes
-from services.loader.tensors import load_tensors
+from weights.tensors import load_tensors
+from weights.transfer.page_cache import cached_bytes
 
 SIZE = 64 * 1024 * 1024
 

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.loader.adapters.shm import SHM
-from services.loader.domain.chunks import CHUNK_BYTES
+from services.loader.adapters.reclaim import GivingBack
 from services.loader.domain.effects import Vacate
 from services.loader.domain.events import Event, Left, Vacated
-from services.loader.pool.giving_back import GivingBack
-from services.loader.pool.memory import PoolMemory
-from services.loader.pool.region import Region, extents
 from shared.contracts.segment import Extent
 from shared.mapping import map_extents
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.pools import fill, mapper
 from tests.unit.loader.test_load import evict
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
+from weights.pool.region import Region, extents
+from weights.pool.shm import SHM
 
 COUNT = 12
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from services.loader.adapters.records import Records, WeightsRecord
-from services.loader.adapters.shm import SHM, segments
-from services.loader.domain.chunks import CHUNK_BYTES
-from services.loader.pool.memory import PoolMemory
 from shared.contracts.segment import segment_prefix
 from shared.errors import Conflict
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.pools import fill, mapper
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
+from weights.pool.shm import SHM, segments
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_chunks_that_an_engine_still_maps_are_neither_freed_nor_given_away(
     tmp_path: Path, records: Records, pool: PoolMemory
 ) -> None:
     found = record(tmp_path, pool, "i1")
-    from services.loader.pool.region import extents
+    from weights.pool.region import extents
 
     with mapper(pool.path, extents(found.chunks, found.total_bytes)):
         assert records.recover(pool) == ([], (2, 5))

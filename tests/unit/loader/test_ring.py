@@ -14,14 +14,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from services.loader import streaming
-from services.loader.domain.chunks import CHUNK_BYTES
-from services.loader.pool import ring as module
-from services.loader.pool.ring import Ring
-from services.loader.streaming import AHEAD, TensorStream
-from services.loader.tiers.port import Cancelled
 from shared.errors import InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights import streaming
+from weights.pool import ring as module
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.ring import Ring
+from weights.streaming import AHEAD, TensorStream
+from weights.tiers.port import Cancelled
 
 WITHIN_S = 20.0
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from services.loader.domain.chunks import CHUNK_BYTES, Chunks
 from services.loader.domain.effects import Attached, Deny, Forget, Freed, Grant, Refused, Remember, Vacate
 from services.loader.domain.events import Adopt, Adopted, Attach, Completed, Ended, Failed, Laid, Pressed, Quiet, Release, Vacated
 from services.loader.domain.room import READY_AT_ONCE
 from services.loader.domain.state import Stage, State
 from tests.unit.loader.played import ERROR, Played, card, granted
+from weights.pool.chunks import CHUNK_BYTES, Chunks
 
 
 def test_a_load_that_fails_midway_gives_its_chunks_back() -> None:

@@ -9,18 +9,18 @@ import pytest
 
 from services.loader.adapters import run as module
 from services.loader.adapters.cards import bare_card
-from services.loader.adapters.links import Links
 from services.loader.adapters.progress import Progress
 from services.loader.adapters.run import Means, Run, Threads
-from services.loader.cache.store import SsdCache
-from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, Laid
-from services.loader.pipeline.fill import Filling
-from services.loader.pipeline.link import Link, Transfer
-from services.loader.pool.memory import PoolMemory
-from services.loader.tiers.sources import Sources
 from tests.unit.loader.checkpoints import write_checkpoint
+from weights.cache.store import SsdCache
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
+from weights.sources.sources import Sources
+from weights.transfer.fill import Filling
+from weights.transfer.link import Link, Transfer
+from weights.transfer.links import Links
 
 
 def test_a_request_that_comes_while_the_load_is_laid_out_hurries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 
-from services.loader.format.safetensors import FileHeader, read_header
 from shared.dtypes import SAFETENSORS_BITS
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.formats.safetensors import FileHeader, read_header
 
 
 def parse(data: bytes) -> FileHeader:

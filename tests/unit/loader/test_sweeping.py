@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.adapters import shm
-from services.loader.domain.chunks import CHUNK_BYTES
-from services.loader.pool.memory import PoolMemory
-from services.loader.pool.sweeping import sweep
+from weights.pool import shm
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
+from weights.pool.sweeping import sweep
 
 
 @pytest.fixture

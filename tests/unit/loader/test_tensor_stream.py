@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.loader import streaming
-from services.loader.adapters.reader import FilesReader, ReadOptions
-from services.loader.pipeline.fill import Filling
-from services.loader.pipeline.pieces import Piece
-from services.loader.streaming import TensorStream
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.test_tensors import mappings
+from weights import streaming
+from weights.streaming import TensorStream
+from weights.transfer.fill import Filling
+from weights.transfer.pieces import Piece
+from weights.transfer.reader import FilesReader, ReadOptions
 
 WITHIN_S = 20.0
 

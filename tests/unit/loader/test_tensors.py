@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.loader.adapters.shm import SHM
-from services.loader.load import main, measure
-from services.loader.tensors import load_tensors
 from shared.errors import CheckpointInvalid
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.load import main, measure
+from weights.pool.shm import SHM
+from weights.tensors import load_tensors
 
 _DTYPES = (
     torch.bool,
@@ -97,7 +97,7 @@ def test_the_memory_lives_as_long_as_one_tensor(tmp_path: Path) -> None:
 
 
 def test_torch_is_not_imported_with_the_module() -> None:
-    code = "import sys, services.loader.tensors, services.loader.load; sys.exit('torch' in sys.modules)"
+    code = "import sys, weights.tensors, weights.load; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.vllm_plugin import source_of
+from weights.vllm_plugin import source_of
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.loader.convert import job
+from weights.convert import job
 
 _CALLS = ("pwrite", "ftruncate", "fsync", "rename", "mkdir")
 

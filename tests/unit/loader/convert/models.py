@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from services.loader.format.checkpoint import open_checkpoint
 from shared.dtypes import TORCH_NAMES
 from tests.unit.loader.checkpoints import write_small_files
+from weights.formats.checkpoint import open_checkpoint
 
 Weights = Mapping[str, torch.Tensor]
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from services.loader.convert import disk
-from services.loader.convert.job import convert
-from services.loader.format.checkpoint import open_checkpoint
-from services.loader.format.verify import verify
 from shared.errors import CheckpointInvalid, Unavailable
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.convert.models import some_weights, write_torch
+from weights.convert import disk
+from weights.convert.job import convert
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.verify import verify
 
 DRAFT = ".out.converting"
-CONVERT = (sys.executable, "-m", "services.loader.convert")
+CONVERT = (sys.executable, "-m", "weights.convert")
 
 
 def limited(nbytes: int) -> Any:
@@ -148,8 +148,8 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, lacking: str, monkeypatc
         write_file(path, data)
 
     monkeypatch.setattr(os, "pwrite", limited_pwrite)
-    monkeypatch.setattr("services.loader.convert.job.write_file", limited_file)
-    monkeypatch.setattr("services.loader.convert.companions.write_file", limited_file)
+    monkeypatch.setattr("weights.convert.job.write_file", limited_file)
+    monkeypatch.setattr("weights.convert.companions.write_file", limited_file)
     with pytest.raises(Unavailable, match="No space left on device; free some space"):
         convert(tmp_path / "m", tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"m"}

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.convert.disk import disk_error
-from services.loader.convert.job import convert
-from services.loader.format.checkpoint import open_checkpoint
 from shared.errors import CheckpointInvalid, Conflict, ThawError, Unavailable
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.convert.models import same, some_weights, stored, write_torch
+from weights.convert.disk import disk_error
+from weights.convert.job import convert
+from weights.formats.checkpoint import open_checkpoint
 
 
 def test_a_destination_that_is_taken(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.loader.convert.job import convert
-from services.loader.format.verify import verify
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.convert.models import same, some_weights, stored
+from weights.convert.job import convert
+from weights.formats.verify import verify
 
 
 def saved(legacy: bool) -> bytes:

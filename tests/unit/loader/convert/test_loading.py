@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from services.engine import attention
 from services.engine import checkpoint as engine_checkpoint
 from services.engine.segment import Segment
-from services.loader.convert.job import convert
-from services.loader.format.checkpoint import directory_revision, open_checkpoint
-from services.loader.format.inspect import check_small_files, describe
-from services.loader.load import load_segment, measure
-from services.loader.tensors import load_tensors
 from shared.contracts.models import ModelInfo
 from shared.dtypes import TORCH_NAMES
 from tests.unit.loader.convert.models import raw, some_weights, write_torch
 from tests.unit.loader.convert.test_parallel import LLAMA, write_model
+from weights.convert.job import convert
+from weights.formats.checkpoint import directory_revision, open_checkpoint
+from weights.formats.inspect import check_small_files, describe
+from weights.load import load_segment, measure
+from weights.tensors import load_tensors
 
 SHM = Path("/dev/shm")
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.loader.convert.job import convert
-from services.loader.convert.parallel import Plan, plan_for
-from services.loader.convert.tensor import SourceTensor, Split, part_shape, pieces
-from services.loader.format.checkpoint import open_checkpoint
-from services.loader.format.converted import INDEX_NAME
 from shared.errors import CheckpointInvalid, ThawError, UnsupportedArchitecture
 from tests.unit.loader.convert.models import raw, stored, write_torch
+from weights.convert.job import convert
+from weights.convert.parallel import Plan, plan_for
+from weights.convert.tensor import SourceTensor, Split, part_shape, pieces
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.converted import INDEX_NAME
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

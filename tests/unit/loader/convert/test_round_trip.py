@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.loader.convert.job import convert
-from services.loader.format.checkpoint import open_checkpoint
-from services.loader.format.converted import ALIGNMENT, INDEX_NAME, PAGE_ALIGNED_FROM
-from services.loader.format.verify import verify
 from shared.contracts.segment import PAGE
 from shared.dtypes import SAFETENSORS_BITS, TORCH_NAMES
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.convert.models import named, raw, same, some_weights, stored, write_torch
+from weights.convert.job import convert
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.converted import ALIGNMENT, INDEX_NAME, PAGE_ALIGNED_FROM
+from weights.formats.verify import verify
 
 LEGACY = {
     "bool",

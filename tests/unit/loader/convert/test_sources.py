@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.loader.convert.job import convert
-from services.loader.format.checkpoint import open_path
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.convert.models import same, some_weights, stored, write_torch, write_torch_shards
+from weights.convert.job import convert
+from weights.formats.checkpoint import open_path
 
 BIN = "pytorch_model.bin"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.loader.devices.port import Arena, Device, Place, Priority
+from weights.devices.port import Arena, Device, Place, Priority
 
 PAGE = mmap.PAGESIZE
 SEGMENT = 40 * PAGE + 123

@@ -9,9 +9,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from services.loader.devices.driver import IPC_HANDLE_BYTES, DeviceFacts, Event, Stream
-from services.loader.devices.port import DeviceFailed
 from shared.errors import InsufficientMemory
+from weights.devices.driver import IPC_HANDLE_BYTES, DeviceFacts, Event, Stream
+from weights.devices.port import DeviceFailed
 
 TOTAL = 64 * 1024 * 1024
 _exported: dict[bytes, int] = {}

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.loader.devices.cpu import CpuDevice
-from services.loader.devices.port import Arena, Device, Place
 from shared.contracts.segment import Extent, SharedMemoryHandle
 from tests.unit.loader.devices.behaviour import DeviceBehaviour, Host
+from weights.devices.cpu import CpuDevice
+from weights.devices.port import Arena, Device, Place
 
 
 class TestCpu(DeviceBehaviour):

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.loader.devices.cuda import GRANULE, CudaDevice
-from services.loader.devices.grouping import Run
-from services.loader.devices.pinning import Pins
-from services.loader.devices.port import Arena, Device, DeviceFailed, Place, Priority
 from shared.contracts.segment import CudaIpcHandle
 from shared.errors import InsufficientMemory
 from tests.unit.loader.devices.behaviour import PAGE, SEGMENT, DeviceBehaviour, Host
 from tests.unit.loader.devices.fake_driver import TOTAL, FakeDriver
+from weights.devices.cuda import GRANULE, CudaDevice
+from weights.devices.grouping import Run
+from weights.devices.pinning import Pins
+from weights.devices.port import Arena, Device, DeviceFailed, Place, Priority
 
 GROUP = 4 * PAGE
 

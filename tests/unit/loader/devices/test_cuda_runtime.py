@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.loader.devices.cuda_runtime import CudaRuntime, load_cuda
-from services.loader.devices.driver import Event, Stream
-from services.loader.devices.port import DeviceFailed
 from shared.errors import DeviceMissing
+from weights.devices.cuda_runtime import CudaRuntime, load_cuda
+from weights.devices.driver import Event, Stream
+from weights.devices.port import DeviceFailed
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

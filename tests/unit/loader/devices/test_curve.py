@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.devices.curve import FALLBACK_BYTES, Point, elbow
-from services.loader.devices.port import DeviceFailed
-from services.loader.devices.probe import group_bytes, measure
 from tests.unit.loader.devices.fake_driver import FakeDriver
+from weights.devices.curve import FALLBACK_BYTES, Point, elbow
+from weights.devices.port import DeviceFailed
+from weights.devices.probe import group_bytes, measure
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -53,7 +53,7 @@ def test_a_curve_is_measured_once_for_each_device_and_driver(tmp_path: Path, mon
         measured.append(1)
         return bus(4e-6, 25e9)
 
-    monkeypatch.setattr("services.loader.devices.probe.measure", stand_in)
+    monkeypatch.setattr("weights.devices.probe.measure", stand_in)
     driver, cache = FakeDriver(2), tmp_path / "state" / "curves.json"
     assert [group_bytes(driver, driver.facts(n), cache) for n in (0, 1, 0, 1)] == [2 * MIB] * 4
     assert len(measured) == 2

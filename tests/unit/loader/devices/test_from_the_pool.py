@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from services.loader.devices.cuda import CudaDevice
-from services.loader.devices.port import Place
-from services.loader.domain.chunks import CHUNK_BYTES
-from services.loader.pool.memory import PoolMemory
-from services.loader.pool.region import Region
 from tests.unit.loader.devices.fake_driver import FakeDriver
 from tests.unit.loader.devices.test_cuda import opened
+from weights.devices.cuda import CudaDevice
+from weights.devices.port import Place
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
+from weights.pool.region import Region
 
 SEGMENT = 2 * CHUNK_BYTES + 5 * 4096
 

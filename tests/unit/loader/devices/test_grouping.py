@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.loader.devices.grouping import CopyQueue, Group, Ranges, Run, Watermark
-from services.loader.devices.port import Priority
+from weights.devices.grouping import CopyQueue, Group, Ranges, Run, Watermark
+from weights.devices.port import Priority
 
 GROUP = 100
 cuts = st.lists(st.integers(1, 999), unique=True, max_size=20).map(lambda c: [0, *sorted(c), 1000])

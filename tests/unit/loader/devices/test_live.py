@@ -12,15 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from services.loader.adapters.device_copies import Copies
+from services.loader.adapters.reclaim import GivingBack
 from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
-from services.loader.devices.copies import Copies
-from services.loader.devices.opening import Devices
-from services.loader.devices.port import DeviceFailed
-from services.loader.domain.chunks import CHUNK_BYTES
 from services.loader.domain.events import Event
-from services.loader.pool.giving_back import GivingBack
-from services.loader.pool.memory import PoolMemory
 from shared.contracts.loader import AttachWeights, PrepareWeights, ReleaseWeights, WeightsAttached, WeightsReleased
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
@@ -29,6 +25,10 @@ from shared.errors import InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.devices.fake_driver import FakeDriver
 from tests.unit.loader.test_handlers import Bench
+from weights.devices.opening import Devices
+from weights.devices.port import DeviceFailed
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
 
 GROUP = 2 * 1024 * 1024
 

@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.loader.format.checkpoint import open_checkpoint
-from services.loader.format.converted import (
+from shared.dtypes import DTYPE_BITS, row_major
+from shared.errors import CheckpointInvalid
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.converted import (
     ALIGNMENT,
     INDEX_NAME,
     MAX_INDEX_BYTES,
@@ -28,9 +30,7 @@ from services.loader.format.converted import (
     partition_name,
     write_index,
 )
-from services.loader.format.segment import lay_out
-from shared.dtypes import DTYPE_BITS, row_major
-from shared.errors import CheckpointInvalid
+from weights.formats.segment import lay_out
 
 HASH = hashlib.sha256(bytes(8)).hexdigest()
 NAME = partition_name(0, 1)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from services.loader.convert.job import convert
-from services.loader.format.foreign import describe_foreign
-from services.loader.format.root import expanded
-from services.loader.format.verify import verify
-from services.loader.load import load_private, ready_pool
-from services.loader.streaming import TensorStream
-from services.loader.tiers.directory import DirectoryTier
 from shared.contracts.models import ModelSpec
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.convert.test_destinations import unprivileged
+from weights.convert.job import convert
+from weights.formats.foreign import describe_foreign
+from weights.formats.root import expanded
+from weights.formats.verify import verify
+from weights.load import load_private, ready_pool
+from weights.streaming import TensorStream
+from weights.tiers.directory import DirectoryTier
 
 Door = Callable[[Path], object]
 DOORS: dict[str, Door] = {

@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.loader.cache.eviction import CacheEntry, plan_eviction
-from services.loader.cache.journal import Journal, Piece, head_of
-from services.loader.cache.ranges import RangeSet
-from services.loader.cache.store import SsdCache
-from services.loader.cache.verify import Verifier
-from services.loader.tiers.http_client import shown
-from services.loader.tiers.names import is_safe, is_small, select
-from services.loader.tiers.object_store import stored_md5
-from services.loader.tiers.peers import Peers, peers_first
-from services.loader.tiers.port import TierFile
-from services.loader.tiers.retry import asked_seconds
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
 from shared.errors import CheckpointInvalid
+from weights.cache.eviction import CacheEntry, plan_eviction
+from weights.cache.journal import Journal, Piece, head_of
+from weights.cache.ranges import RangeSet
+from weights.cache.store import SsdCache
+from weights.cache.verify import Verifier
+from weights.sources.peers import Peers, peers_first
+from weights.tiers.http_client import shown
+from weights.tiers.names import is_safe, is_small, select
+from weights.tiers.object_store import stored_md5
+from weights.tiers.port import TierFile
+from weights.tiers.retry import asked_seconds
 
 NAMES = st.text(alphabet="ab./\\\0~ -", max_size=12)
 

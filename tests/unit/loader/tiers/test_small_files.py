@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from services.loader.tiers.headers import bring_small_files
-from services.loader.tiers.port import Tier, TierFile
 from shared.errors import CheckpointInvalid
 from shared.private import write_durably
+from weights.tiers.headers import bring_small_files
+from weights.tiers.port import Tier, TierFile
 
 CONFIG = b'{"model_type": "llama"}'
 

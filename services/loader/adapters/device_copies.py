@@ -1,0 +1,235 @@
+"""Segments on their way from the pool to devices: each range as soon as it has come, to every arena that its run has (ADR 0027)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from services.loader.domain.effects import CloseArena, OpenArena
+from services.loader.domain.events import ArenaClosed, Brought, Event
+from shared.contracts.loader import LinkStatus
+from shared.contracts.segment import ArenaHandle
+from shared.errors import ThawError
+from weights.devices.opening import Devices
+from weights.devices.port import Arena, DeviceFailed, Place, Priority
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
+from weights.pool.region import Region
+
+log = logging.getLogger(__name__)
+_CLOSED_AT_ONCE = 4
+
+
+@dataclass
+class _Copy:
+    """One arena of a run. `lock` is held while its memory is given back: whoever comes second waits for that."""
+
+    order: OpenArena
+    arena: Arena | None = None
+    handle: ArenaHandle | None = None
+    closing: bool = False
+    freed: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass
+class _Source:
+    """A run's bytes in host memory: `ranges` of the segment, as they came, each once."""
+
+    region: Region
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[_Copy] = field(default_factory=list)
+
+
+class Copies:
+    """`emit` is called from threads. Every arena has one that waits for its last byte; copying is the device's own thread's."""
+
+    def __init__(self, devices: Devices, pool: PoolMemory, emit: Callable[[Event], None]) -> None:
+        self._devices, self._pool, self._emit = devices, pool, emit
+        self._lock = threading.Lock()
+        self._sources: dict[int, _Source] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._closers = ThreadPoolExecutor(_CLOSED_AT_ONCE, thread_name_prefix="close-arena")
+
+    # -- bytes come ----------------------------------------------------------------------------------------------------------------
+
+    def begin(self, run: int, region: Region) -> None:
+        """The run has memory; none of its bytes is there."""
+        with self._lock:
+            self._sources[run] = _Source(region)
+
+    def arrived(self, run: int, offset: int, nbytes: int) -> None:
+        """These bytes of the run's segment are in host memory, within one chunk or not."""
+        if (source := self._sources.get(run)) is None:
+            return
+        if source.copies:
+            self._pin(source.region, offset, nbytes)
+        with self._lock:
+            source.ranges.append((offset, nbytes))
+            if source.copies:  # one may have come meanwhile; what is locked already costs nothing
+                self._pin(source.region, offset, nbytes)
+            arenas = [c.arena for c in source.copies if c.arena is not None and not c.closing]
+            for arena in arenas:  # within the lock: an arena that is opened meanwhile gets every range once
+                self._fill(source.region, arena, offset, nbytes)
+
+    def open(self, order: OpenArena) -> None:
+        copy = _Copy(order)
+        with self._lock:
+            self._copies[order.number] = copy
+            source = self._sources.get(order.run)
+            if source is None:  # complete since an earlier loader
+                region = Region(self._pool, order.chunks, order.total_bytes)
+                source = self._sources[order.run] = _Source(region, [(0, order.total_bytes)])
+            source.copies.append(copy)
+        threading.Thread(target=self._bring, args=(copy, source), name=f"bring-{order.device}", daemon=True).start()
+
+    def hurry(self, run: int) -> None:
+        """A request waits on the run now."""
+        with self._lock:
+            source = self._sources.get(run)
+            for copy in source.copies if source is not None else ():
+                if copy.arena is not None:
+                    copy.arena.raise_priority(Priority.REQUEST)
+
+    def handle(self, run: int, device: str | None) -> ArenaHandle | None:
+        """What an engine on `device` opens the run's weights with; None as long as there is no memory for them there."""
+        with self._lock:
+            source = self._sources.get(run)
+            copies = source.copies if source is not None else []
+            return next((c.handle for c in copies if c.order.device == device and not c.closing), None)
+
+    # -- memory goes ---------------------------------------------------------------------------------------------------------------
+
+    def close(self, order: CloseArena) -> None:
+        copy = self._copies.get(order.number)
+        self._closers.submit(self._close, order.number, copy)
+
+    def forget(self, run: int) -> Callable[[], int]:
+        """The run's weights leave. What is returned must be called before its chunks are given to others: it gives its arenas back and tells
+        how many bytes that were. It may take a moment."""
+        with self._lock:
+            source = self._sources.pop(run, None)
+        copies = tuple(source.copies) if source is not None else ()
+
+        def release() -> int:
+            freed = sum(self._release(c) for c in copies)
+            with self._lock:
+                for c in copies:
+                    self._copies.pop(c.order.number, None)
+            return freed
+
+        return release
+
+    def shut_down(self) -> None:
+        """Give all memory back. Nothing may arrive any more."""
+        self._closers.shutdown()
+        for run in tuple(self._sources):
+            self.forget(run)()
+        self._devices.close()
+
+    # -- what is told --------------------------------------------------------------------------------------------------------------
+
+    def on_devices(self, run: int) -> dict[str, int]:
+        """Bytes of the run by device: all memory that it takes there."""
+        with self._lock:
+            source = self._sources.get(run)
+            return {c.order.device: c.arena.nbytes for c in source.copies if c.arena is not None} if source is not None else {}
+
+    def links(self) -> tuple[LinkStatus, ...]:
+        with self._lock:
+            under_way = [c.order.device for c in self._copies.values() if c.arena and c.arena.watermark < c.arena.nbytes]
+        found: list[LinkStatus] = []
+        for device in self._devices.opened:
+            queued, speed = device.queued_bytes, device.bytes_per_second
+            finish = queued / speed * 1e3 if queued and speed else None
+            loads = under_way.count(device.device_id)
+            link = f"bus:{device.device_id}"
+            found.append(LinkStatus(link=link, bytes_per_second=speed, queued_bytes=queued, loads=loads, finish_ms=finish))
+        return tuple(found)
+
+    # -- the threads ---------------------------------------------------------------------------------------------------------------
+
+    def _bring(self, copy: _Copy, source: _Source) -> None:
+        order = copy.order
+        try:
+            arena = self._allocate(copy, source)
+            if arena is None or not arena.wait(order.total_bytes):
+                return  # closed meanwhile
+        except ThawError as e:
+            log.warning("weights could not be brought to a device", extra={"device": order.device, "error": e.message})
+            self._release(copy)
+            self._emit(Brought(order.weights_id, order.number, failed=True))
+            return
+        except Exception:  # the thread's boundary: whoever waits must hear of it
+            log.exception("weights could not be brought to a device", extra={"device": order.device})
+            self._release(copy)
+            self._emit(Brought(order.weights_id, order.number, failed=True))
+            return
+        self._emit(Brought(order.weights_id, order.number))
+
+    def _allocate(self, copy: _Copy, source: _Source) -> Arena | None:
+        order, region = copy.order, source.region
+        device = self._devices.get(order.device)
+        with copy.lock:
+            if copy.closing:
+                return None
+            place = Place(order.weights_id, order.total_bytes, self._pool.name or "", region.extents)
+            arena = device.allocate(place, Priority.BACKGROUND if order.background else Priority.REQUEST)
+            for offset, nbytes in tuple(source.ranges):
+                self._pin(region, offset, nbytes)
+            with self._lock:
+                copy.arena = arena
+                for offset, nbytes in source.ranges:
+                    self._pin(region, offset, nbytes)
+                    self._fill(region, arena, offset, nbytes)
+            copy.handle = arena.handle()
+        return arena
+
+    def _fill(self, region: Region, arena: Arena, offset: int, nbytes: int) -> None:
+        """Chunk by chunk: they lie anywhere. What the device fails with is told to the one who waits for the arena."""
+        end = offset + nbytes
+        while offset < end:
+            length = min(end - offset, CHUNK_BYTES - offset % CHUNK_BYTES)
+            try:
+                arena.fill(offset, _address(region, offset, length), length)
+            except DeviceFailed:
+                return
+            offset += length
+
+    def _pin(self, region: Region, offset: int, nbytes: int) -> None:
+        """Page-lock the chunks of these bytes, as far as the segment fills them: a last, partial one has not all of its memory, and is copied
+        through the driver's buffer."""
+        for index in range(offset // CHUNK_BYTES, -(-(offset + nbytes) // CHUNK_BYTES)):
+            if (index + 1) * CHUNK_BYTES <= region.nbytes:
+                self._devices.pin(_address(region, index * CHUNK_BYTES, CHUNK_BYTES), CHUNK_BYTES)
+
+    def _close(self, number: int, copy: _Copy | None) -> None:
+        freed = self._release(copy) if copy is not None else 0
+        with self._lock:
+            self._copies.pop(number, None)
+            if copy is not None and (source := self._sources.get(copy.order.run)) is not None and copy in source.copies:
+                source.copies.remove(copy)
+        self._emit(ArenaClosed(number, freed))
+
+    def _release(self, copy: _Copy) -> int:
+        copy.closing = True
+        with copy.lock:
+            with self._lock:
+                arena, copy.arena, copy.handle = copy.arena, None, None
+            try:
+                copy.freed = arena.release() if arena is not None else copy.freed
+            except Exception:  # whoever waits for the release must hear of it, and of no byte that is not free
+                log.exception("memory of a device could not be given back", extra={"device": copy.order.device})
+            return copy.freed
+
+
+def _address(region: Region, offset: int, length: int) -> int:
+    with region.view(offset, length) as view:
+        anchor = ctypes.c_char.from_buffer(view)
+        address = ctypes.addressof(anchor)
+        del anchor
+    return address

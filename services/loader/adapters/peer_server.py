@@ -1,0 +1,168 @@
+"""This node's whole models for other loaders: read-only files over HTTP, with ranges, by sendfile, behind a bearer token.
+
+GET /models/REVISION         what there is, as the cache's entry.json
+GET /models/REVISION/NAME    a file that is listed there; nothing else of this host can be named
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import unquote, urlsplit
+
+from shared.errors import CheckpointInvalid
+from weights.cache.store import EntryRecord
+
+log = logging.getLogger(__name__)
+_PATH = re.compile(r"/models/(?P<revision>[0-9a-f]{8,64})(/(?P<name>.+))?")
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_CONNECTIONS = 64
+_IDLE_S = 60.0
+
+Find = Callable[[str], AbstractContextManager[tuple[Path, EntryRecord] | None]]
+"""The directory and the record of a revision that is whole here, kept while the context is open; None if there is none."""
+
+
+class PeerServer:
+    """Serves from its start until `close`. Raises `OSError` if the address cannot be bound."""
+
+    def __init__(self, host: str, port: int, find: Find) -> None:
+        self.token = secrets.token_urlsafe(32)
+        slots = threading.BoundedSemaphore(_CONNECTIONS)
+
+        class Handler(_Handler):
+            pass
+
+        Handler.find, Handler.token = staticmethod(find), self.token
+        self._server = _Server((host, port), Handler, slots)
+        named = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+        self.url = f"http://[{named}]:{self._server.server_port}" if ":" in named else f"http://{named}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="peers", kwargs={"poll_interval": 0.2}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on everybody: they go on at the source."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.hang_up()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler], slots: threading.BoundedSemaphore) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._slots, self._open, self._lock = slots, set[socket.socket](), threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)  # the other side goes on elsewhere
+            return
+        with self._lock:
+            self._open.add(request)
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.discard(request)
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a peer hung up", exc_info=True)
+
+    def hang_up(self) -> None:
+        with self._lock:
+            for request in self._open:
+                try:
+                    request.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue
+
+
+class _Handler(BaseHTTPRequestHandler):
+    find: ClassVar[Find]
+    token: ClassVar[str]
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Loads are logged where they are asked for."""
+
+    def do_GET(self) -> None:
+        given = self.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            return self._empty(HTTPStatus.UNAUTHORIZED)
+        found = _PATH.fullmatch(unquote(urlsplit(self.path).path))
+        if found is None:
+            return self._empty(HTTPStatus.NOT_FOUND)
+        with type(self).find(found["revision"]) as model:
+            if model is None:
+                return self._empty(HTTPStatus.NOT_FOUND)
+            directory, record = model
+            if found["name"] is None:
+                return self._listing(record)
+            if all(f.name != found["name"] for f in record.files):
+                return self._empty(HTTPStatus.NOT_FOUND)
+            return self._file(directory, found["name"])
+
+    def _listing(self, record: EntryRecord) -> None:
+        data = record.model_dump_json().encode()
+        start, end = self._range(len(data))
+        self._head(start, end, len(data), "application/json")
+        self.wfile.write(data[start:end])
+
+    def _file(self, directory: Path, name: str) -> None:
+        from weights.formats.root import check_inside
+
+        try:
+            check_inside(directory, directory / name)
+            file = (directory / name).open("rb")
+        except (OSError, CheckpointInvalid):
+            return self._empty(HTTPStatus.NOT_FOUND)
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            start, end = self._range(size)
+            if start >= size and size:
+                return self._empty(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+            self._head(start, end, size, "application/octet-stream")
+            if end > start:
+                self.wfile.flush()
+                self.connection.sendfile(file, start, end - start)
+        return None
+
+    def _range(self, size: int) -> tuple[int, int]:
+        asked = _RANGE.fullmatch(self.headers.get("Range", ""))
+        if asked is None:
+            return 0, size
+        return int(asked[1]), min(size, int(asked[2]) + 1) if asked[2] else size
+
+    def _head(self, start: int, end: int, size: int, kind: str) -> None:
+        partial = "Range" in self.headers
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if partial else HTTPStatus.OK)
+        if partial:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+        self.send_header("Content-Length", str(end - start))
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+
+    def _empty(self, status: HTTPStatus) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()

@@ -1,0 +1,67 @@
+"""What one loader shares with the others: its cache on this machine, its files with the mesh."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.loader.adapters.peer_server import PeerServer
+from services.loader.settings import LoaderSettings
+from shared.contracts.loader import CachedModel
+from weights.cache.store import SsdCache
+from weights.sources.peers import Peers
+from weights.sources.sources import Sources
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """For `LoaderStatus`."""
+
+    cached: tuple[CachedModel, ...] = ()
+    ssd_bytes: int = 0
+    ssd_budget_bytes: int = 0
+    peer_url: str | None = None
+    peer_token: str | None = None
+
+
+class Sharing:
+    """`sources` opens models; `peers.hear` takes the statuses of all loaders; `status` is for this one's."""
+
+    def __init__(self, settings: LoaderSettings) -> None:
+        root = (settings.cache_dir or settings.state / "cache").expanduser().resolve()
+        self._speed_of: Callable[[str], float | None] = lambda link: None
+        self.peers = Peers(settings.node)
+        small = (root / "small", settings.node_state / "loader" / "small")
+        self.sources = Sources(SsdCache(root, settings.cache_bytes), small, self.peers, lambda link: self._speed_of(link))
+        self._server: PeerServer | None = None
+        if settings.peer_host:
+            try:
+                self._server = PeerServer(settings.peer_host, settings.peer_port, self.sources.whole)
+            except OSError as e:
+                log.error(
+                    "files cannot be served to other loaders; set THAW_PEER_HOST and THAW_PEER_PORT to what this host may listen at",
+                    extra={"host": settings.peer_host, "port": settings.peer_port, "error": str(e)},
+                )
+
+    def measure_by(self, speed_of: Callable[[str], float | None]) -> None:
+        """Choose between peers and sources by the measured bandwidth of links, in bytes per second."""
+        self._speed_of = speed_of
+
+    def status(self) -> Shared:
+        """At most a second old; reads a directory. Blocks."""
+        cache = self.sources.cache.status()
+        models = tuple(CachedModel(weights_id=r, tier="ssd", nbytes=n, source=s) for r, s, n in cache.models)
+        own = tuple(
+            CachedModel(weights_id=r, tier="ssd", nbytes=n, source=s)
+            for r, s, n in self.sources.own.sizes()
+            if all(m.weights_id != r for m in models)
+        )
+        server = self._server
+        return Shared((*models, *own), cache.nbytes, cache.budget, server.url if server else None, server.token if server else None)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()

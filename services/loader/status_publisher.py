@@ -1,0 +1,78 @@
+"""What the loader says of its state: to those who attach, to the mesh, and to its successor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from services.loader.adapters.peer_sharing import Shared
+from services.loader.adapters.records import WeightsRecord
+from services.loader.domain.state import Entry, Stage, State
+from shared.contracts.loader import CachedModel, LoaderStatus, SegmentStatus, WeightsAttached
+from shared.contracts.phases import PhaseSpan
+from weights.pool.region import extents
+
+
+def attached(state: State, e: Entry, pool: str, phases: tuple[PhaseSpan, ...]) -> WeightsAttached:
+    return WeightsAttached(
+        weights_id=e.weights_id,
+        segment=pool,
+        extents=extents(state.chunks.owned[e.run].chunks, e.total_bytes),
+        directory=e.directory,
+        total_bytes=e.total_bytes,
+        loaded_bytes=e.loaded_bytes,
+        phases=phases,
+    )
+
+
+def record(state: State, e: Entry) -> WeightsRecord:
+    """Connections are not written down: they end with the loader."""
+    return WeightsRecord(
+        weights_id=e.weights_id,
+        model=e.model,
+        chunks=state.chunks.owned[e.run].chunks,
+        directory=e.directory,
+        total_bytes=e.total_bytes,
+        holders=tuple(i for i, h in e.holders.items() if not h.local),
+        source=e.source,
+        pinned=e.pinned,
+    )
+
+
+def status(
+    state: State, pool: str, node: str, boot_id: str, shared: Shared, on_devices: Callable[[int], dict[str, int]]
+) -> LoaderStatus:
+    """`on_devices`: bytes of a run's arenas by device."""
+    entries, chunks = state.entries.values(), state.chunks
+    cached = tuple(
+        CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)
+        for e in entries
+        if e.stage is Stage.CACHED
+    )
+    return LoaderStatus(
+        node=node,
+        boot_id=boot_id,
+        pid=os.getpid(),
+        segments=tuple(_segment(e, pool, on_devices(e.run)) for e in entries if e.stage is not Stage.CACHED),
+        cached=(*cached, *shared.cached),
+        dram_bytes=chunks.cached_bytes + chunks.spare_bytes + chunks.leaving_bytes,
+        dram_budget_bytes=chunks.budget,
+        ssd_bytes=shared.ssd_bytes,
+        ssd_budget_bytes=shared.ssd_budget_bytes,
+        peer_url=shared.peer_url,
+        peer_token=shared.peer_token,
+    )
+
+
+def _segment(e: Entry, pool: str, on_devices: dict[str, int]) -> SegmentStatus:
+    return SegmentStatus(
+        weights_id=e.weights_id,
+        model=e.model,
+        segment=pool,
+        total_bytes=e.total_bytes,
+        loaded_bytes=e.loaded_bytes,
+        fetched_bytes=e.fetched_bytes,
+        holders=tuple(e.holders),
+        error=e.error,
+        on_devices=on_devices,
+    )

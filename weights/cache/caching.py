@@ -1,0 +1,289 @@
+"""A remote tier with the SSD cache behind it: what is read from afar is checked, and written to the disk behind the readers' backs.
+
+A load is one of three, and may change:
+    fetching    it has the fill lock: reads what is on the disk already from there, the rest from afar, and writes that down
+    following   another process fetches: waits for its pieces, and takes over when it dies or gives up
+    uncached    no room, no permission, a broken disk: reads from afar only, which is logged
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shared.errors import ThawError
+from weights.cache.journal import FileHead
+from weights.cache.locks import FileLock
+from weights.cache.partial import PartialModel
+from weights.cache.store import EntryRecord, Hold, SsdCache
+from weights.cache.verify import Verifier
+from weights.cache.write_behind import WriteBehind
+from weights.tiers.directory import DirectoryTier
+from weights.tiers.port import Cancelled, Tier, TierFile
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.03
+_PATIENCE_S = 30.0
+"""How long a follower waits for another process that fetches nothing."""
+_REST_BYTES = 8 * 1024 * 1024
+
+
+class CachingTier:
+    """`inner` is remote. Memory given to `read` is written from until `settled`, or `close`."""
+
+    def __init__(
+        self,
+        inner: Tier,
+        cache: SsdCache,
+        *,
+        pinned: bool = False,
+        patience_s: float = _PATIENCE_S,
+        on_wrong: Callable[[TierFile], None] = lambda file: None,
+    ) -> None:
+        self._inner, self._cache, self._pinned, self._patience_s = inner, cache, pinned, patience_s
+        self._on_wrong = on_wrong
+        self.source, self.link, self.revision = inner.source, inner.link, inner.revision
+        self._files = list(inner.files())
+        self._verifier = Verifier(self._files, inner.source, self._wrong)
+        self._state = threading.Lock()
+        self._partial: PartialModel | None = None
+        self._fill: FileLock | None = None
+        self._whole: tuple[DirectoryTier, Hold] | None = None
+        self._bad: list[TierFile] = []
+        self._stop, self._settled = threading.Event(), threading.Event()
+        self._behind = WriteBehind()
+        self._rest: threading.Thread | None = None
+        self._following = True
+        self._old: list[PartialModel] = []
+        self._closed = False
+        self._begin()
+
+    @property
+    def directory(self) -> Path | None:
+        return None
+
+    def files(self) -> Sequence[TierFile]:
+        return self._files
+
+    @property
+    def caches(self) -> bool:
+        """Whether what is read is being kept."""
+        return self._fill is not None
+
+    def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
+        if not self._from_disk(file, offset, into, cancelled):
+            self._inner.read(file, offset, into, cancelled)
+            self._keep(file, offset, into)
+        self._verifier.put(file, offset, memoryview(into))
+
+    def finish(self, cancelled: threading.Event | None = None) -> None:
+        self._verifier.wait(cancelled)
+        self._inner.finish(cancelled)
+        if self.caches:
+            self._verifier.release()
+        with self._state:
+            if self._rest is None and not self._closed:
+                self._rest = threading.Thread(target=self._complete, name="cache-rest", daemon=True)
+                self._rest.start()
+
+    def settled(self) -> threading.Event:
+        return self._settled
+
+    def close(self) -> None:
+        with self._state:
+            first, self._closed = not self._closed, True
+        self._stop.set()
+        self._behind.close()
+        self._verifier.close()
+        if self._rest is not None and self._rest is not threading.current_thread():
+            self._rest.join()
+        if first:
+            if self._partial is not None:
+                self._drop_bad(self._partial)
+                self._partial.close()
+            for partial in self._old:
+                partial.close()
+            self._let_go()
+            if self._whole is not None:
+                self._whole[1].release()
+            self._inner.close()
+        self._settled.set()
+
+    # -- roles -------------------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Fetch, follow, or go without."""
+        total = sum(f.size for f in self._files)
+        try:
+            self._fill = self._cache.fill_lock(self.revision)
+            if self._fill is None or self._ended_well():
+                return
+            if not self._cache.make_room(self.revision, total):
+                log.warning(
+                    "no room in the SSD cache: the model is loaded without it",
+                    extra={"source": self.source, "bytes": total, "budget": self._cache.budget, "directory": str(self._cache.root)},
+                )
+                self._following = False
+                self._let_go()
+                return
+            self._partial = self._open_partial(writes=True)
+        except OSError as e:
+            self._uncached(e)
+
+    def _from_disk(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> bool:
+        waited_since = time.monotonic()
+        while True:
+            if self._whole is not None:
+                self._whole[0].read(replace(file, version=""), offset, into, cancelled)
+                return True
+            partial = self._partial
+            if partial is not None and partial.read(file, offset, into):
+                return True
+            if self._fill is not None or not self._following:
+                return False
+            if self._moved():
+                waited_since = time.monotonic()
+                continue
+            if time.monotonic() - waited_since > self._patience_s:
+                log.warning("another process fetches this model and gets nowhere: reading past it", extra={"source": self.source})
+                self._following = False
+                return False
+            if self._stop.wait(_POLL_S) or (cancelled is not None and cancelled.is_set()):
+                raise Cancelled
+
+    def _moved(self) -> bool:
+        """Whether the other process has brought something, or this load fetches from now on because the other is gone."""
+        with self._state:
+            if self._fill is not None or self._whole is not None or self._closed:
+                return True
+            try:
+                if self._partial is not None and not self._partial.stale:
+                    if self._partial.refresh():
+                        return True
+                elif self._cache.partial(self.revision).exists():
+                    self._replace_partial(self._open_partial(writes=False))
+                    return True
+                self._fill = self._cache.fill_lock(self.revision)
+                if self._fill is None:
+                    return False
+                if not self._ended_well():
+                    self._replace_partial(self._open_partial(writes=True))
+                    log.info("took over a model that another process was fetching", extra={"source": self.source})
+            except OSError as e:
+                self._uncached(e)
+            return True
+
+    def _ended_well(self) -> bool:
+        """Whether the model is in the cache by now; then there is nothing to fetch."""
+        hold = self._cache.hold(self.revision, pinned=self._pinned or None)
+        if hold is None:
+            return False
+        self._whole = DirectoryTier(hold.directory), hold
+        self._let_go()
+        return True
+
+    def _open_partial(self, *, writes: bool) -> PartialModel:
+        return PartialModel(self._cache.partial(self.revision), self.revision, self.source, self._files, writes=writes)
+
+    def _replace_partial(self, new: PartialModel) -> None:
+        # Other threads may be reading by the old one: it is closed with the rest.
+        self._old.extend([self._partial] if self._partial is not None else [])
+        self._partial = new
+
+    def _uncached(self, error: OSError) -> None:
+        log.warning(
+            "the SSD cache cannot be written: the model is loaded without it",
+            extra={"source": self.source, "directory": str(self._cache.root), "error": str(error)},
+        )
+        self._following = False
+        if self._partial is not None and self._fill is not None:
+            self._partial.remove()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._fill is not None:
+            self._fill.release()
+            self._fill = None
+
+    # -- writing -----------------------------------------------------------------------------------------------------------------
+
+    def _keep(self, file: TierFile, offset: int, data: memoryview) -> None:
+        with self._state:
+            if self._fill is None or self._partial is None or self._closed or self._bad:
+                return
+            fetched, view = self._partial, memoryview(data)
+            self._behind.submit(lambda: self._write(fetched, file, offset, view))
+
+    def _write(self, partial: PartialModel, file: TierFile, offset: int, data: memoryview) -> None:
+        if self._fill is None:
+            return
+        try:
+            partial.write(file, offset, data)
+        except OSError as e:
+            with self._state:
+                if self._fill is not None:
+                    self._uncached(e)
+
+    def _wrong(self, file: TierFile) -> None:
+        self._bad.append(file)
+        self._on_wrong(file)
+
+    def _drop_bad(self, partial: PartialModel) -> None:
+        """And what has not been checked beside it: it came the same way. Only when nothing is written any more, or a piece would come back."""
+        if not self._bad or self._fill is None:
+            return
+        for file in self._files:
+            if file in self._bad or not self._verifier.whole(file.name):
+                with contextlib.suppress(OSError):
+                    partial.drop(file)
+
+    def _complete(self) -> None:
+        """What a load leaves to do: the files that it did not want, the last writes, and the entry made whole."""
+        try:
+            self._verifier.drain(self._stop)
+            for file in self._files:
+                if self._fill is None:
+                    break
+                self._read_rest(file)
+            self._behind.drained(self._stop)
+            if self._fill is not None:
+                self._promote()
+        except Cancelled:
+            return
+        except (ThawError, OSError) as e:
+            log.warning("a model was not kept in the SSD cache", extra={"source": self.source, "error": str(e)})
+        finally:
+            self._settled.set()
+
+    def _read_rest(self, file: TierFile) -> None:
+        for offset in range(0, file.size, _REST_BYTES):
+            if self._stop.is_set():
+                raise Cancelled
+            if self._verifier.whole(file.name):
+                return
+            self.read(file, offset, memoryview(bytearray(min(_REST_BYTES, file.size - offset))), self._stop)
+            self._verifier.drain(self._stop)
+
+    def _promote(self) -> None:
+        partial = self._partial
+        assert partial is not None
+        if any(partial.missing(f) for f in self._files):
+            return
+        partial.make_whole()
+        self._verifier.drain(self._stop)
+        self._verifier.wait(self._stop)
+        heads = tuple(
+            FileHead(name=f.name, size=f.size, version=f.version, sha256=f.sha256 or self._verifier.found(f.name), md5=f.md5)
+            for f in self._files
+        )
+        self._cache.promote(EntryRecord(revision=self.revision, source=self.source, files=heads))
+        if self._pinned:
+            self._cache.pin(self.revision, True)
+        with self._state:
+            self._let_go()
+        log.info("kept a model in the SSD cache", extra={"source": self.source, "bytes": sum(f.size for f in self._files)})

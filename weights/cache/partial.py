@@ -1,0 +1,183 @@
+"""A model on its way into the cache: pieces on the disk that can be read back, by whoever fetches it and by whoever follows."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared.contracts.segment import PAGE
+from weights.cache.journal import Journal, JournalHead, Piece, head_of
+from weights.tiers.port import TierFile
+
+
+class PartialModel:
+    """`partial/REVISION`. One process writes (it has the fill lock), others read. Raises `OSError`."""
+
+    def __init__(self, directory: Path, revision: str, source: str, files: Sequence[TierFile], *, writes: bool) -> None:
+        self._directory = directory
+        self._head = head_of(revision, source, files)
+        self._index = {f.name: i for i, f in enumerate(files)}
+        self._sizes = [f.size for f in files]
+        self._fds: dict[tuple[str, bool], int] = {}
+        self._lock = threading.Lock()
+        self._writes = writes
+        self._known: JournalHead | None = None
+        if writes:
+            directory.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(directory)
+        if writes:
+            self.take_over()
+        else:
+            self._journal.refresh()
+
+    def take_over(self) -> None:
+        """Go on where another process ended, or begin."""
+        with self._lock:
+            self._writes = True
+            self._close_files()
+            self._journal.refresh()
+            if not self._same(self._journal.head):
+                self._journal.begin(self._head)
+
+    def _same(self, head: JournalHead | None) -> bool:
+        """Whether those who wrote it meant the same model: versions may be told differently by a peer and by the source."""
+        if head is None or head.revision != self._head.revision:
+            return False
+        return [(f.name, f.size) for f in head.files] == [(f.name, f.size) for f in self._head.files]
+
+    def refresh(self) -> bool:
+        """Take in what the writing process has added; whether there was anything."""
+        with self._lock:
+            return self._journal.refresh()
+
+    @property
+    def stale(self) -> bool:
+        return self._journal.stale
+
+    def has(self, file: TierFile, offset: int, length: int) -> bool:
+        with self._lock:
+            if self._journal.head is not self._known:
+                if not self._same(self._journal.head):
+                    return False
+                self._known = self._journal.head
+            there = self._journal.there.get(self._index[file.name])
+            return there is not None and there.covers(offset, offset + length)
+
+    def missing(self, file: TierFile) -> list[tuple[int, int]]:
+        with self._lock:
+            there = self._journal.there.get(self._index[file.name])
+            return [(0, file.size)] if there is None and file.size else [] if there is None else there.missing(file.size)
+
+    def read(self, file: TierFile, offset: int, into: memoryview) -> bool:
+        """Fill `into` from the disk; False if it is not (really) there."""
+        if not len(into):
+            return True
+        if not self.has(file, offset, len(into)):
+            return False
+        index = self._index[file.name]
+        end = offset + len(into)
+        with self._lock:
+            pieces = [p for p in self._journal.pieces[index].values() if p.offset < end and p.offset + p.length > offset]
+        if len(pieces) == 1 and (pieces[0].offset, pieces[0].length) == (offset, len(into)):
+            return self._read_whole(file.name, pieces[0], into)
+        for piece in pieces:
+            data = memoryview(bytearray(piece.length))
+            if not self._read_whole(file.name, piece, data):
+                return False
+            low, high = max(offset, piece.offset), min(end, piece.offset + piece.length)
+            into[low - offset : high - offset] = data[low - piece.offset : high - piece.offset]
+        return True
+
+    def _read_whole(self, name: str, piece: Piece, into: memoryview) -> bool:
+        try:
+            fd, done = self._fd(name, direct=False), 0
+            while done < len(into):
+                with into[done:] as rest:
+                    got = os.preadv(fd, [rest], piece.offset + done)
+                if got == 0:
+                    break
+                done += got
+        except OSError:
+            done = -1
+        if done == len(into) and zlib.crc32(into) == piece.crc:
+            return True
+        with self._lock:
+            self._journal.forget(piece)
+        return False
+
+    def write(self, file: TierFile, offset: int, data: memoryview) -> None:
+        """Past the page cache where address, offset and length allow it."""
+        done = self._write_direct(file.name, offset, data)
+        fd = self._fd(file.name, direct=False)
+        while done < len(data):
+            with data[done:] as rest:
+                done += os.pwrite(fd, rest, offset + done)
+        piece = Piece(file=self._index[file.name], offset=offset, length=len(data), crc=zlib.crc32(data))
+        with self._lock:
+            self._journal.add(piece)
+
+    def _write_direct(self, name: str, offset: int, data: memoryview) -> int:
+        whole = len(data) // PAGE * PAGE
+        if offset % PAGE or not whole:
+            return 0
+        done = 0
+        try:
+            fd = self._fd(name, direct=True)
+            while done < whole:
+                with data[done:whole] as rest:
+                    done += os.pwrite(fd, rest, offset + done)
+                if done % PAGE:
+                    break
+        except OSError as e:
+            if e.errno != errno.EINVAL:  # memory that does not start on a page, or a file system without direct writes
+                raise
+        return done
+
+    def make_whole(self) -> None:
+        """Give every file its size: one of no bytes at all has no piece."""
+        for name, index in self._index.items():
+            os.ftruncate(self._fd(name, direct=False), self._sizes[index])
+
+    def drop(self, file: TierFile) -> None:
+        """Remove what there is of one file: it turned out to be wrong."""
+        with self._lock:
+            self._journal.drop(self._index[file.name])
+            for direct in (True, False):
+                fd = self._fds.pop((file.name, direct), -1)
+                if fd >= 0:
+                    os.close(fd)
+            (self._directory / file.name).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """All of it (the disk is full, or it cannot be used)."""
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._directory)
+
+    def close(self) -> None:
+        with self._lock:
+            self._close_files()
+            self._journal.close()
+
+    def _close_files(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def _fd(self, name: str, *, direct: bool) -> int:
+        """Open until `close`: a model that has become an entry, or is gone, can still be read."""
+        with self._lock:
+            key = (name, direct)
+            if key not in self._fds:
+                path = self._directory / name
+                flags = os.O_RDONLY
+                if self._writes:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    flags = os.O_RDWR | os.O_CREAT
+                self._fds[key] = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644)
+            return self._fds[key]

@@ -1,0 +1,244 @@
+"""The SSD cache: whole models by revision in one directory, with a quota. All loaders of a machine may share it.
+
+entries/REVISION/   a whole model: its files, and entry.json
+partial/REVISION/   one that is being fetched: its files so far, and the journal
+locks/REVISION.use  shared by those who read, .fill by the one who fetches; locks/room by the one who makes room
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from shared.contracts.base import Frozen
+from weights.cache.eviction import CacheEntry, plan_eviction
+from weights.cache.files import WHOLE_BYTES, allocated, checked, flush, model_directories, promised, size_of
+from weights.cache.journal import FileHead
+from weights.cache.locks import FileLock
+
+log = logging.getLogger(__name__)
+ENTRY = "entry.json"
+_PIN = "pinned"
+_KEPT_FREE = 0.02
+"""Share of the disk that the cache leaves free, whatever its budget says."""
+_STATUS_FOR_S = 1.0
+_ROOM_WITHIN_S = 20.0
+"""Another loader of this machine may be stopped while it makes room."""
+
+
+class EntryRecord(Frozen):
+    """What entry.json says. `files`: with the SHA-256 found on arrival where the source told none."""
+
+    revision: str
+    source: str
+    files: tuple[FileHead, ...]
+
+
+@dataclass(frozen=True)
+class CacheStatus:
+    """`models`: (revision, source, bytes) of what is whole."""
+
+    nbytes: int
+    budget: int
+    models: tuple[tuple[str, str, int], ...]
+
+
+class Hold:
+    """Keeps an entry from being removed until `release`."""
+
+    def __init__(self, directory: Path, record: EntryRecord, lock: FileLock) -> None:
+        self.directory, self.record, self._lock = directory, record, lock
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+class SsdCache:
+    """`budget` in bytes: 0 keeps nothing; None is half of what is free on the disk now, and of what the cache has already."""
+
+    def __init__(self, root: Path, budget: int | None = None) -> None:
+        self.root = root
+        self._entries, self._partial, self._locks = root / "entries", root / "partial", root / "locks"
+        self._lock = threading.Lock()
+        self._seen: tuple[float, CacheStatus] | None = None
+        self.budget = self._default_budget() if budget is None else budget
+
+    # -- reading -----------------------------------------------------------------------------------------------------------------
+
+    def lookup(self, revision: str) -> Path | None:
+        """Where the whole model lies; it may be removed at any time: `hold` it to read it."""
+        directory = self._entries / checked(revision)
+        return directory if (directory / ENTRY).is_file() else None
+
+    def hold(self, revision: str, *, pinned: bool | None = None) -> Hold | None:
+        """The whole model, kept and marked as used; None if it is not here. `pinned` (not None) also says whether it may ever go."""
+        try:
+            lock = FileLock.take(self._locks / f"{checked(revision)}.use", shared=True)
+        except OSError as e:
+            log.warning("the SSD cache cannot be used", extra={"directory": str(self.root), "error": str(e)})
+            return None
+        if lock is None:
+            return None  # it is being removed
+        directory = self.lookup(revision)
+        record = self._record(directory) if directory is not None else None
+        if directory is None or record is None:
+            lock.release()
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(directory / ENTRY)
+        if pinned is not None:
+            self.pin(revision, pinned)
+        return Hold(directory, record, lock)
+
+    def find(self, source: str) -> str | None:
+        """The revision last used of those from `source`, or from any commit of it."""
+        found = [(m, r.revision) for m, r in self._records() if r.source == source or r.source.startswith(f"{source}@")]
+        return max(found)[1] if found else None
+
+    def status(self) -> CacheStatus:
+        """At most a second old."""
+        now = time.monotonic()
+        with self._lock:
+            if self._seen is not None and now - self._seen[0] < _STATUS_FOR_S:
+                return self._seen[1]
+        entries = {e.revision: e for e in self.entries()}
+        models = tuple((r.revision, r.source, entries[r.revision].nbytes) for _, r in self._records() if r.revision in entries)
+        status = CacheStatus(sum(e.nbytes for e in entries.values()), self.budget, models)
+        with self._lock:
+            self._seen = (now, status)
+        return status
+
+    def entries(self) -> list[CacheEntry]:
+        """All models here, whole or not. Which are held is not asked: that would take their locks."""
+        found = []
+        for parent, complete in ((self._entries, True), (self._partial, False)):
+            for directory in model_directories(parent):
+                mark = directory / (ENTRY if complete else "journal")
+                with contextlib.suppress(FileNotFoundError):
+                    nbytes = allocated(directory)
+                    used = mark.stat().st_mtime if mark.exists() else 0.0
+                    pinned = (directory / _PIN).exists()
+                    due = 0 if complete else max(0, promised(directory) - nbytes)
+                    found.append(CacheEntry(directory.name, nbytes, used, pinned, complete=complete, due=due))
+        return found
+
+    # -- writing -----------------------------------------------------------------------------------------------------------------
+
+    def fill_lock(self, revision: str) -> FileLock | None:
+        """The right to fetch a model; None if another load has it. Raises `OSError`."""
+        return FileLock.take(self._locks / f"{checked(revision)}.fill")
+
+    def partial(self, revision: str) -> Path:
+        return self._partial / checked(revision)
+
+    def make_room(self, revision: str, nbytes: int) -> bool:
+        """Remove what is used least until `nbytes` more fit; whether they do, and are this revision's from now on. What it has already counts
+        for it. The caller has its fill lock. Raises `OSError`."""
+        own, held = allocated(self.partial(revision)), {revision}
+        lock = FileLock.take(
+            self._locks / "room", within_s=_ROOM_WITHIN_S
+        )  # others that begin meanwhile must see what this one will have
+        if lock is None:
+            raise TimeoutError(f"another loader has been making room in {self.root} for {_ROOM_WITHIN_S:g} s")
+        with lock:
+            while True:
+                disk = shutil.disk_usage(self._existing())
+                free = disk.free + own - int(disk.total * _KEPT_FREE)
+                others = [replace(e, held=e.revision in held) for e in self.entries() if e.revision != revision]
+                plan = plan_eviction(others, nbytes, self.budget, free)
+                if plan == ():
+                    self.partial(revision).mkdir(parents=True, exist_ok=True)
+                    (self.partial(revision) / WHOLE_BYTES).write_text(str(nbytes))
+                if not plan:
+                    return plan is not None
+                held |= {gone for gone in plan if not self.remove(gone)}
+
+    def promote(self, record: EntryRecord) -> Path:
+        """Make a fetched model, whole and verified, an entry. The caller has its fill lock. Raises `OSError`."""
+        partial, entry = self.partial(record.revision), self._entries / record.revision
+        for file in record.files:
+            flush(partial / file.name)
+        draft = partial / f".{ENTRY}"
+        draft.write_text(record.model_dump_json())
+        flush(draft)
+        draft.replace(partial / ENTRY)
+        self._entries.mkdir(parents=True, exist_ok=True)
+        if entry.exists():
+            shutil.rmtree(entry)
+        partial.replace(entry)
+        for name in ("journal", WHOLE_BYTES):
+            (entry / name).unlink(missing_ok=True)
+        flush(self._entries)
+        self._forget_status()
+        return entry
+
+    def remove(self, revision: str) -> bool:
+        """Remove a model, whole or not, unless somebody uses it; whether it is gone."""
+        locks: list[FileLock] = []
+        try:
+            for kind in ("use", "fill"):
+                lock = FileLock.take(self._locks / f"{checked(revision)}.{kind}")
+                if lock is None:
+                    return False
+                locks.append(lock)
+            for directory in (self._entries / revision, self.partial(revision)):
+                # Without its mark it is no entry any more, whatever of it a crash leaves.
+                (directory / ENTRY).unlink(missing_ok=True)
+                shutil.rmtree(directory, ignore_errors=True)
+            log.info("removed a model from the SSD cache", extra={"revision": revision})
+            return True
+        except OSError as e:
+            log.warning("a model could not be removed from the SSD cache", extra={"revision": revision, "error": str(e)})
+            return False
+        finally:
+            for lock in locks:
+                lock.release()
+            self._forget_status()
+
+    def pin(self, revision: str, pinned: bool) -> None:
+        """Whether an entry may ever make room for others. A fault of the disk is logged."""
+        mark = self._entries / checked(revision) / _PIN
+        try:
+            mark.touch() if pinned else mark.unlink(missing_ok=True)
+        except OSError as e:
+            log.warning("a pin could not be written", extra={"path": str(mark), "error": str(e)})
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _default_budget(self) -> int:
+        try:
+            return (shutil.disk_usage(self._existing()).free + sum(e.nbytes for e in self.entries())) // 2
+        except OSError:
+            return 0
+
+    def _existing(self) -> Path:
+        return next(p for p in (self.root, *self.root.parents) if p.exists())
+
+    def _records(self) -> list[tuple[float, EntryRecord]]:
+        found = []
+        for directory in model_directories(self._entries):
+            record = self._record(directory)
+            if record is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(((directory / ENTRY).stat().st_mtime, record))
+        return found
+
+    def _record(self, directory: Path) -> EntryRecord | None:
+        try:
+            record = EntryRecord.model_validate_json((directory / ENTRY).read_bytes())
+        except (OSError, ValidationError):
+            return None
+        whole = all(size_of(directory / f.name) == f.size for f in record.files)
+        return record if whole and record.revision == directory.name else None
+
+    def _forget_status(self) -> None:
+        with self._lock:
+            self._seen = None

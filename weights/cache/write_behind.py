@@ -1,0 +1,50 @@
+"""Writing to the disk behind the readers' backs, from threads that step back for them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+from weights.cache.background import step_back
+from weights.tiers.port import Cancelled
+
+_WRITERS = 2
+
+
+class WriteBehind:
+    """Tasks are done in any order. What one raises, it must see to itself."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="cache-write", initializer=step_back)
+        self._lock = threading.Lock()
+        self._under: set[Future[None]] = set()
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Not after `close`."""
+        with self._lock:
+            task = self._threads.submit(write)
+            self._under.add(task)
+        task.add_done_callback(self._done)
+
+    def drained(self, stop: threading.Event | None = None) -> None:
+        """Wait until nothing is left to write. Raises `Cancelled` soon after `stop`."""
+        while True:
+            with self._lock:
+                waiting = list(self._under)
+            if not waiting:
+                return
+            for task in waiting:
+                with contextlib.suppress(CancelledError):
+                    task.result()
+                if stop is not None and stop.is_set():
+                    raise Cancelled
+
+    def close(self) -> None:
+        """Finish what is being written, and drop the rest."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _done(self, task: Future[None]) -> None:
+        with self._lock:
+            self._under.discard(task)

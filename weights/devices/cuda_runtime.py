@@ -1,0 +1,118 @@
+"""CUDA by cuda-bindings (the extra `cuda`): names and signatures checked against its 12.9 and 13.5."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib import import_module
+from typing import Any
+
+from shared.errors import DeviceMissing, InsufficientMemory
+from weights.devices.driver import IPC_HANDLE_BYTES, DeviceFacts, Event, Stream
+from weights.devices.port import DeviceFailed
+
+_BUS_ID_CHARS = 32
+
+
+class CudaRuntime:
+    """Thread-safe, as CUDA's runtime is. Contexts are the devices' primary ones, which torch uses too."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._rt = runtime
+        self._out_of_memory = runtime.cudaError_t.cudaErrorMemoryAllocation
+
+    def count(self) -> int:
+        return int(self._call(self._rt.cudaGetDeviceCount))
+
+    def facts(self, index: int) -> DeviceFacts:
+        self.use(index)
+        bus_id = self._call(self._rt.cudaDeviceGetPCIBusId, _BUS_ID_CHARS, index).split(b"\0")[0].decode().lower()
+        _, total = self._call(self._rt.cudaMemGetInfo)
+        return DeviceFacts(index, bus_id, int(total), int(self._call(self._rt.cudaDriverGetVersion)))
+
+    def use(self, index: int) -> None:
+        self._call(self._rt.cudaSetDevice, index)
+
+    def free_bytes(self) -> int:
+        free, _ = self._call(self._rt.cudaMemGetInfo)
+        return int(free)
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self._call(self._rt.cudaMalloc, nbytes))
+
+    def free(self, address: int) -> None:
+        self._call(self._rt.cudaFree, address)
+
+    def export(self, address: int) -> bytes:
+        # cuda-bindings 13.5 has no attribute for the handle's bytes, earlier ones have: its address is the same in all.
+        handle = self._call(self._rt.cudaIpcGetMemHandle, address)
+        return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise DeviceFailed(f"a CUDA IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
+        opened = self._rt.cudaIpcMemHandle_t()
+        ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_BYTES)
+        return int(self._call(self._rt.cudaIpcOpenMemHandle, opened, self._rt.cudaIpcMemLazyEnablePeerAccess))
+
+    def close(self, address: int) -> None:
+        self._call(self._rt.cudaIpcCloseMemHandle, address)
+
+    def register(self, address: int, nbytes: int) -> None:
+        self._call(self._rt.cudaHostRegister, address, nbytes, self._rt.cudaHostRegisterPortable)
+
+    def unregister(self, address: int) -> None:
+        self._call(self._rt.cudaHostUnregister, address)
+
+    def stream(self, *, urgent: bool) -> Stream:
+        least, greatest = self._call(self._rt.cudaDeviceGetStreamPriorityRange)
+        priority = greatest if urgent else least
+        made = self._call(self._rt.cudaStreamCreateWithPriority, self._rt.cudaStreamNonBlocking, priority)
+        return Stream(made)
+
+    def destroy_stream(self, stream: Stream) -> None:
+        self._call(self._rt.cudaStreamDestroy, stream)
+
+    def copy(self, to_device: int, from_host: int, nbytes: int, stream: Stream) -> None:
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._call(self._rt.cudaMemcpyAsync, to_device, from_host, nbytes, kind, stream)
+
+    def copy_back(self, to_host: int, from_device: int, nbytes: int) -> None:
+        self._call(self._rt.cudaMemcpy, to_host, from_device, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost)
+
+    def record(self, stream: Stream) -> Event:
+        flags = self._rt.cudaEventBlockingSync | self._rt.cudaEventDisableTiming
+        event = self._call(self._rt.cudaEventCreateWithFlags, flags)
+        self._call(self._rt.cudaEventRecord, event, stream)
+        return Event(event)
+
+    def wait(self, event: Event) -> None:
+        try:
+            self._call(self._rt.cudaEventSynchronize, event)
+        finally:
+            self._rt.cudaEventDestroy(event)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """cuda-bindings returns (status, *results): the one result, all of them, or None."""
+        status, *results = function(*arguments)
+        if status == self._rt.cudaError_t.cudaSuccess:
+            return results[0] if len(results) == 1 else (tuple(results) or None)
+        _, words = self._rt.cudaGetErrorString(status)
+        told = f"{function.__name__}: {words.decode()} ({status.name})"
+        if status == self._out_of_memory:
+            raise InsufficientMemory(f"{told}; put other models to sleep, or give them less memory", should_retry=True)
+        raise DeviceFailed(told)
+
+
+def load_cuda() -> CudaRuntime:
+    """Raises `DeviceMissing` with the remedy where the package or a driver is missing, or no device is there."""
+    try:
+        runtime = import_module("cuda.bindings.runtime")
+    except ImportError as e:
+        raise DeviceMissing("CUDA needs the package cuda-bindings: pip install 'thaw-mesh[cuda]'") from e
+    status, count = runtime.cudaGetDeviceCount()
+    if status != runtime.cudaError_t.cudaSuccess:
+        _, words = runtime.cudaGetErrorString(status)
+        raise DeviceMissing(f"no CUDA device can be used here: {words.decode()} (nvidia-smi shows what the driver sees)")
+    if not count:
+        raise DeviceMissing("no CUDA device is visible here (CUDA_VISIBLE_DEVICES, nvidia-smi)")
+    return CudaRuntime(runtime)

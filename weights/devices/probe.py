@@ -1,0 +1,102 @@
+"""Measure a device's size/throughput curve once, and remember it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_char
+from pathlib import Path
+
+from shared.errors import ThawError
+from weights.devices.curve import PROBE_SIZES, Point, elbow
+from weights.devices.driver import CudaDriver, DeviceFacts
+
+log = logging.getLogger(__name__)
+_BYTES_PER_POINT = 128 * 1024 * 1024
+_ROUNDS = 3
+
+
+def measure(
+    driver: CudaDriver,
+    facts: DeviceFacts,
+    sizes: Sequence[int] = PROBE_SIZES,
+    bytes_per_point: int = _BYTES_PER_POINT,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Point]:
+    """Copies of each size back to back from page-locked memory, as the device's thread issues them; the best of three rounds.
+
+    Takes twice the largest size for a moment, half of it on the device. Raises `DeviceFailed` or `InsufficientMemory`.
+    """
+    largest = max(sizes)
+    driver.use(facts.index)
+    with mmap.mmap(-1, largest) as host:
+        anchor = c_char.from_buffer(host)
+        address = addressof(anchor)
+        driver.register(address, largest)
+        try:
+            target = driver.allocate(largest)
+            try:
+                stream = driver.stream(urgent=True)
+                try:
+                    points = []
+                    for size in sizes:
+                        count = max(2, bytes_per_point // size)
+                        seconds = []
+                        for _ in range(_ROUNDS):
+                            began = clock()
+                            for _ in range(count):
+                                driver.copy(target, address, size, stream)
+                            driver.wait(driver.record(stream))
+                            seconds.append(clock() - began)
+                        points.append(Point(size, size * count / max(min(seconds), 1e-9)))
+                    return points
+                finally:
+                    driver.destroy_stream(stream)
+            finally:
+                driver.free(target)
+        finally:
+            driver.unregister(address)
+            del anchor
+
+
+def group_bytes(driver: CudaDriver, facts: DeviceFacts, cache: Path) -> int:
+    """The device's elbow: from `cache` (a JSON file, made if it is not there) if it was measured with this driver, else measured now.
+
+    A measurement that fails is logged, and the elbow is the published one.
+    """
+    key = f"{facts.bus_id} driver {facts.driver_version}"
+    curves = _read(cache)
+    if key not in curves:
+        try:
+            curves[key] = measure(driver, facts)
+        except ThawError as e:
+            log.warning("could not measure a device's bus", extra={"device": facts.bus_id, "error": e.message})
+            return elbow(())
+        _write(cache, curves)
+    chosen = elbow(curves[key])
+    log.info("copies are grouped", extra={"device": facts.bus_id, "group_bytes": chosen})
+    return chosen
+
+
+def _write(cache: Path, curves: Mapping[str, Sequence[Point]]) -> None:
+    text = {k: [[p.nbytes, p.bytes_per_second] for p in points] for k, points in curves.items()}
+    temporary = cache.with_suffix(".new")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(text))
+        temporary.replace(cache)
+    except OSError as e:
+        log.warning("a device's curve cannot be remembered", extra={"path": str(cache), "error": str(e)})
+
+
+def _read(cache: Path) -> dict[str, list[Point]]:
+    try:
+        return {key: [Point(int(n), float(b)) for n, b in points] for key, points in json.loads(cache.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        log.warning("the remembered curves cannot be read; measuring again", extra={"path": str(cache), "error": str(e)})
+        return {}

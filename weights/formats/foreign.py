@@ -1,0 +1,151 @@
+"""`ModelInfo` of models that an engine other than the builtin one loads by itself: what is needed to place them, from whatever layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from shared.contracts.models import ENGINE_SOURCE, ModelInfo, ModelSpec
+from shared.errors import CheckpointInvalid
+from weights.formats.checkpoint import parse_json, read_small
+from weights.formats.gguf import Gguf, read_gguf
+from weights.formats.root import expanded, mode_of
+from weights.formats.tokenizer import special_token_ids
+
+CONFIG = "config.json"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.engine")
+_KV_ITEM_BYTES = 2
+_GGUF_ENCODERS = ("bert", "nomic-bert", "jina-bert-v2")
+_UNKNOWN_CONTEXT = 4096
+
+
+def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
+    """None for a source that has to be fetched first (the hub): that is described as a builtin engine's is.
+
+    Raises `CheckpointInvalid`.
+    """
+    if spec.source.startswith(ENGINE_SOURCE):
+        return _unread(spec)
+    if "://" in spec.source:
+        return None
+    path = expanded(spec.source)
+    if mode_of(path) is None:
+        raise CheckpointInvalid(f"{path} does not exist on this node; copy the model there or correct its source")
+    path = path.resolve()
+    files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if files and not (path / CONFIG).exists():
+        return _from_gguf(path, files)
+    if (path / CONFIG).is_file():
+        return _from_config(path)
+    raise CheckpointInvalid(f"{path} holds neither a .gguf file nor a config.json; source is a .gguf file or the model's directory")
+
+
+def _unread(spec: ModelSpec) -> ModelInfo:
+    """Only the operator's words are known; a change of the name is a change of the model."""
+    return ModelInfo(
+        source=spec.source,
+        revision=hashlib.sha256(spec.source.encode()).hexdigest(),
+        architecture="unknown",
+        model_type="unknown",
+        task="embed" if spec.engine_args.get("task") == "embed" else "generate",
+        weights_bytes=0,
+        parameters=0,
+        dtype="auto",
+        context_length=spec.max_model_len or _UNKNOWN_CONTEXT,
+        kv_bytes_per_token=0,
+        has_chat_template=True,
+    )
+
+
+def _from_gguf(path: Path, files: list[Path]) -> ModelInfo:
+    """Of a model in shards the first holds the metadata; the bytes are all files'."""
+    found = [read_gguf(file) for file in files]
+    first = found[0]
+    kind = str(first.metadata.get("general.architecture", ""))
+    if not kind:
+        raise CheckpointInvalid(f"{files[0]} does not say its architecture (general.architecture)")
+
+    def number(name: str, default: int = 0) -> int:
+        value = first.metadata.get(f"{kind}.{name}", default)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
+
+    heads = number("attention.head_count")
+    width = number("embedding_length")
+    key = number("attention.key_length", width // heads if heads else 0)
+    value = number("attention.value_length", key)
+    task: Literal["generate", "embed"] = "embed" if kind in _GGUF_ENCODERS else "generate"
+    per_token = number("block_count") * number("attention.head_count_kv", heads) * (key + value) * _KV_ITEM_BYTES
+    return ModelInfo(
+        source=str(path),
+        revision=_revision(files),
+        architecture=kind,
+        model_type=kind,
+        task=task,
+        weights_bytes=sum(g.size for g in found),
+        parameters=sum(g.parameters for g in found),
+        dtype=_dtype(first),
+        context_length=number("context_length") or _UNKNOWN_CONTEXT,
+        kv_bytes_per_token=0 if task == "embed" else per_token,
+        has_chat_template="tokenizer.chat_template" in first.metadata,
+        files=len(files),
+    )
+
+
+def _from_config(path: Path) -> ModelInfo:
+    """A directory in Hugging Face layout, quantised or of an architecture that the builtin engine does not know."""
+    whole = parse_json(read_small(path / CONFIG), str(path / CONFIG))
+    inner = whole.get("text_config")
+    config: Mapping[str, Any] = {**whole, **inner} if isinstance(inner, dict) else whole
+
+    def number(*names: str) -> int:
+        found = (config.get(n) for n in names)
+        return next((v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
+
+    files = sorted({f for pattern in _WEIGHTS for f in path.glob(pattern)})
+    if not files:
+        raise CheckpointInvalid(f"{path} has no weights ({', '.join(_WEIGHTS)})")
+    heads = number("num_attention_heads", "n_head")
+    width = number("hidden_size", "n_embd", "d_model")
+    head = number("head_dim") or (width // heads if heads else 0)
+    layers = number("num_hidden_layers", "n_layer", "num_layers")
+    names = whole.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "unknown"
+    embeds = (path / "modules.json").exists()
+    return ModelInfo(
+        source=str(path),
+        revision=_revision([path / CONFIG, *files]),
+        architecture=name,
+        model_type=str(whole.get("model_type", "unknown")),
+        task="embed" if embeds else "generate",
+        weights_bytes=sum(f.stat().st_size for f in files),
+        parameters=0,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"),
+        context_length=number("max_position_embeddings", "n_positions", "n_ctx") or _UNKNOWN_CONTEXT,
+        kv_bytes_per_token=0 if embeds else layers * (number("num_key_value_heads") or heads) * head * 2 * _KV_ITEM_BYTES,
+        has_chat_template=(path / "chat_template.jinja").exists() or "chat_template" in _tokenizer_settings(path),
+        files=len(files),
+        special_token_ids=special_token_ids(path, {f.name for f in path.iterdir()}),
+    )
+
+
+def _tokenizer_settings(path: Path) -> Mapping[str, Any]:
+    file = path / "tokenizer_config.json"
+    return parse_json(read_small(file), str(file)) if file.is_file() else {}
+
+
+def _revision(files: list[Path]) -> str:
+    """Changes with any file's name, size or time of change: the weights are not read for it."""
+    told = hashlib.sha256()
+    for file in files:
+        stat = file.stat()
+        told.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return told.hexdigest()
+
+
+def _dtype(found: Gguf) -> str:
+    """By the tensors' most frequent type; quantised ones have no torch name."""
+    names = {0: "float32", 1: "float16", 30: "bfloat16"}
+    common = max(set(found.tensor_types), key=found.tensor_types.count, default=-1)
+    return names.get(common, f"ggml-{common}")

@@ -1,0 +1,98 @@
+"""`ModelInfo` from a model's small files and the headers of its weights. No weights are read, no torch and no transformers imported."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+from shared.contracts.models import ModelInfo
+from shared.dtypes import DTYPE_BITS
+from shared.errors import CheckpointInvalid, InvalidModel
+from weights.formats.architectures import Architecture, read_architecture
+from weights.formats.checkpoint import TOKENIZERS, Checkpoint, parse_json, read_small
+from weights.formats.lora_adapter import CONFIG as ADAPTER_CONFIG
+from weights.formats.lora_adapter import check_adapter_config, describe_adapter, is_adapter, linear_shapes
+from weights.formats.root import check_inside
+from weights.formats.segment import lay_out
+from weights.formats.tokenizer import special_token_ids
+
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+POOLING = "modules.json"
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_SMALL = frozenset({CONFIG, TOKENIZER_CONFIG, POOLING, ADAPTER_CONFIG, *TEMPLATES, "generation_config.json"}.union(*TOKENIZERS))
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def check_small_files(directory: Path, present: Collection[str], *, trust_remote_code: bool) -> tuple[Architecture, bytes]:
+    """What config.json describes, and its bytes; the tokenizer must be there too. `present`: names of the model's files.
+
+    Raises `CheckpointInvalid`, `UnsupportedArchitecture` or `InvalidModel`.
+    """
+    for name in _SMALL & set(present):
+        check_inside(directory, directory / name)
+    if is_adapter(present):
+        return Architecture("LoRA", "lora", "generate", 1, 0), check_adapter_config(directory, present)
+    path = directory / CONFIG
+    config = read_small(path)
+    architecture = read_architecture(
+        parse_json(config, str(path)), str(path), embeds=POOLING in present, trust_remote_code=trust_remote_code
+    )
+    if not any(files <= set(present) for files in TOKENIZERS):
+        known = "; ".join(" and ".join(sorted(files)) for files in TOKENIZERS)
+        raise CheckpointInvalid(f"{directory} has no tokenizer (one of {known}); copy it from where the weights came")
+    tokenizer = directory / TOKENIZER_CONFIG
+    if TOKENIZER_CONFIG in present and not trust_remote_code and "auto_map" in parse_json(read_small(tokenizer), str(tokenizer)):
+        raise InvalidModel(
+            f"{tokenizer} wants to run Python code that comes with the model (auto_map); if you trust its author, register the "
+            "model with trust_remote_code: true"
+        )
+    return architecture, config
+
+
+def describe(
+    source: str, revision: str, architecture: Architecture, checkpoint: Checkpoint, directory: Path, present: Collection[str]
+) -> ModelInfo:
+    """`weights_bytes` is what the segment will take of shared memory, to the byte."""
+    if is_adapter(present):
+        return describe_adapter(source, revision, checkpoint, directory)
+    by_dtype: Counter[str] = Counter()
+    parameters = 0
+    for file in checkpoint.files:
+        # Tied tensors are one: they have the same bytes.
+        for tensor in {(t.offset, t.nbytes): t for t in file.header.tensors}.values():
+            by_dtype[tensor.dtype] += tensor.nbytes
+            parameters += math.prod(tensor.shape)
+    dtype = by_dtype.most_common(1)[0][0]
+    if dtype not in DTYPES:
+        raise InvalidModel(
+            f"{source}: most weights are {dtype}; the builtin engine runs {', '.join(DTYPES.values())}: take the unquantised model"
+        )
+    return ModelInfo(
+        source=source,
+        revision=revision,
+        architecture=architecture.name,
+        model_type=architecture.model_type,
+        task=architecture.task,
+        weights_bytes=lay_out(checkpoint, revision).total_bytes,
+        parameters=parameters,
+        dtype=DTYPES[dtype],
+        context_length=architecture.context_length,
+        kv_bytes_per_token=architecture.kv_elements_per_token * DTYPE_BITS[dtype] // 8,
+        has_chat_template=_has_template(directory, present),
+        files=len(checkpoint.files),
+        modules=linear_shapes(checkpoint),
+        vocab_size=architecture.vocab_size,
+        special_token_ids=special_token_ids(directory, present),
+    )
+
+
+def _has_template(directory: Path, present: Collection[str]) -> bool:
+    if any(name in present for name in TEMPLATES):
+        return True
+    if TOKENIZER_CONFIG not in present:
+        return False
+    path = directory / TOKENIZER_CONFIG
+    return bool(parse_json(read_small(path), str(path)).get("chat_template"))

@@ -1,0 +1,34 @@
+"""What a tokenizer's files say without a tokenizer library."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from weights.formats.checkpoint import parse_json, read_small
+
+CONFIG = "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+_MAX_BYTES = 256 * 1024 * 1024
+"""Of a tokenizer.json: vocabularies of a quarter of a million tokens take 33 MB."""
+
+
+def special_token_ids(directory: Path, present: Collection[str]) -> tuple[int, ...]:
+    """Ids of tokens that `skip_special_tokens` leaves out of an answer's text, in order; none where neither file tells. `present`: names of
+    the model's files.
+
+    Raises `CheckpointInvalid` for a file that cannot be read.
+    """
+    return tuple(sorted({i for i, token in _added(directory, present) if isinstance(token, dict) and token.get("special") is True}))
+
+
+def _added(directory: Path, present: Collection[str]) -> Iterator[tuple[int, Any]]:
+    if CONFIG in present and isinstance(named := _read(directory / CONFIG).get("added_tokens_decoder"), dict):
+        yield from ((int(i), token) for i, token in named.items() if i.isdecimal())
+    elif TOKENIZER in present and isinstance(listed := _read(directory / TOKENIZER).get("added_tokens"), list):
+        yield from ((t["id"], t) for t in listed if isinstance(t, dict) and isinstance(t.get("id"), int))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return parse_json(read_small(path, _MAX_BYTES), str(path))

@@ -1,0 +1,110 @@
+"""Whether the bytes of a converted checkpoint are those that were written: each tensor's SHA-256 against the index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import CheckpointInvalid
+from weights.formats.checkpoint import Checkpoint, WeightFile, open_checkpoint, read_small
+from weights.formats.converted import INDEX_NAME, MAX_INDEX_BYTES, parse_index
+from weights.formats.root import mode_of
+from weights.formats.safetensors import TensorEntry
+
+_PIECE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`bytes` were read and hashed, tied tensors once."""
+
+    ranks: int
+    tensors: int
+    bytes: int
+
+
+def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None] | None = None) -> Verified:
+    """Read all partitions of the converted checkpoint in `directory` and compare every tensor. Blocks; hashing leaves the GIL.
+
+    `on_bytes(n)` is called from one thread at a time. Raises `CheckpointInvalid` naming the file and the tensor, also if `directory` is
+    not a converted checkpoint (other layouts carry no hashes).
+    """
+    path = directory / INDEX_NAME
+    if mode_of(path) is None:
+        raise _not_hashed(str(directory))
+    ranks = parse_index(read_small(path, MAX_INDEX_BYTES), str(path)).ranks
+    found = Verified(ranks, 0, 0)
+    for rank in range(ranks):
+        one = verify_checkpoint(open_checkpoint(directory, rank, ranks), threads=threads, on_bytes=on_bytes)
+        found = Verified(ranks, found.tensors + one.tensors, found.bytes + one.bytes)
+    return found
+
+
+def check_hashed(checkpoint: Checkpoint, where: str) -> None:
+    """Raises `CheckpointInvalid` if there is nothing to compare the bytes with: who asks for that must not be told that all is well."""
+    if not any(t.sha256 for file in checkpoint.files for t in file.header.tensors):
+        raise _not_hashed(where)
+
+
+def _not_hashed(where: str) -> CheckpointInvalid:
+    return CheckpointInvalid(f"{where} is not converted: only converted checkpoints carry hashes; thaw convert {where} DST")
+
+
+def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] | None = None) -> Verified:
+    """The same for one rank's files, opened already."""
+    work = [(file, t) for file in checkpoint.files for t in once(file.header.tensors)]
+    lock = threading.Lock()
+
+    def told(count: int) -> None:
+        if on_bytes is not None:
+            with lock:
+                on_bytes(count)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        try:
+            for _ in pool.map(lambda pair: _check(pair[0], pair[1], told), work):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return Verified(1, sum(len(f.header.tensors) for f in checkpoint.files), sum(t.nbytes for _, t in work))
+
+
+def once(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
+    """The first of those that are tied."""
+    found: dict[tuple[int, int], TensorEntry] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.offset, tensor.nbytes), tensor)
+    return list(found.values())
+
+
+def _check(file: WeightFile, tensor: TensorEntry, told: Callable[[int], None]) -> None:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, max(1, tensor.nbytes))))
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < tensor.nbytes:
+                got = os.preadv(fd, [buffer[: tensor.nbytes - done]], tensor.offset + done)
+                if got == 0:
+                    raise CheckpointInvalid(f"{file.path} ends inside tensor {tensor.name!r}; convert the model again")
+                digest.update(buffer[:got])
+                done += got
+                told(got)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise CheckpointInvalid(f"{file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
+    if tensor.sha256 and digest.hexdigest() != tensor.sha256:
+        raise damaged(tensor, str(file.path))
+
+
+def damaged(tensor: TensorEntry, where: str) -> CheckpointInvalid:
+    return CheckpointInvalid(
+        f"{where}: the bytes of tensor {tensor.name!r} are not those that were converted; convert the model again"
+    )

@@ -1,0 +1,272 @@
+"""The pool's file: mapped, its pages allocated and given back, with proof."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from shared.contracts.segment import PAGE
+from weights.pool import shm
+from weights.pool.chunks import CHUNK_BYTES
+
+log = logging.getLogger(__name__)
+_MADV_DONTNEED = 4
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_COLLAPSE = 25  # Linux 6.1
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_HUGE = 2 * 1024 * 1024
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+Hook = Callable[[int, int], None]
+"""Told the address and the length of a chunk: freshly populated, or about to lose its memory."""
+
+
+class PoolMemory:
+    """Chunks of one file under /dev/shm, mapped here as a whole; memory comes with `allocate` and goes with `punch`.
+
+    Chunks are numbered from 0 and lie one after the other. Methods may be called from several threads, for chunks of their own.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        nbytes: int,
+        *,
+        keep: bool = False,
+        on_populated: Hook | None = None,
+        on_punch: Hook | None = None,
+    ) -> None:
+        """A file called `name` of `nbytes`, without memory at first; None: without a name, gone with its last mapping.
+
+        `keep`: an existing file is taken over as it is. `on_populated` is for page-locking: with it the loader keeps complete chunks mapped.
+        """
+        self.name, self.nbytes = name, nbytes
+        self._on_populated, self._on_punch = on_populated, on_punch
+        self._lock = threading.Lock()
+        self._ready: dict[int, int] = {}
+        self._fd = _open(name, keep=keep)
+        try:
+            if os.fstat(self._fd).st_size < nbytes:
+                os.ftruncate(self._fd, nbytes)
+            self.nbytes = max(nbytes, os.fstat(self._fd).st_size)
+            self._map = _mapped(self._fd, self.nbytes)
+        except OSError:
+            os.close(self._fd)
+            raise
+        self._view = memoryview(self._map)
+        self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
+        self._address = ctypes.addressof(self._anchor)
+
+    @property
+    def count(self) -> int:
+        return self.nbytes // CHUNK_BYTES
+
+    @property
+    def path(self) -> Path:
+        assert self.name is not None
+        return shm.SHM / self.name
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    # -- memory comes --------------------------------------------------------------------------------------------------------------
+
+    def allocate(self, offset: int, length: int) -> None:
+        """Have memory for these bytes, with no page zeroed or mapped yet. Raises `OSError` (ENOSPC) if there is none: never SIGBUS later."""
+        with self._lock:  # punch reads the file's blocks before and after
+            os.posix_fallocate(self._fd, offset, length)
+
+    def populate(self, offset: int, length: int) -> None:
+        """`allocate`, and map the pages here, in one go: reads into them fault no more. Within one chunk; `offset` starts a page."""
+        chunk, end = offset // CHUNK_BYTES, offset % CHUNK_BYTES + length
+        if self._ready.get(chunk, 0) >= end:
+            return
+        self.allocate(offset, length)
+        # ctypes lets other threads run meanwhile, mmap.madvise would not. A kernel without it faults page by page instead.
+        _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
+        if offset % CHUNK_BYTES <= self._ready.get(chunk, 0):
+            self._ready[chunk] = end
+        if end == CHUNK_BYTES and self._on_populated is not None:
+            self._on_populated(self._address + chunk * CHUNK_BYTES, CHUNK_BYTES)
+
+    def is_ready(self, offset: int, length: int) -> bool:
+        """Whether these bytes, within one chunk, were populated and are mapped here still."""
+        return self._ready.get(offset // CHUNK_BYTES, 0) >= offset % CHUNK_BYTES + length
+
+    def prepare(self, chunk: int) -> None:
+        """Have the whole chunk ready for the next load: allocated, and mapped here."""
+        self.populate(chunk * CHUNK_BYTES, CHUNK_BYTES)
+
+    def prepare_huge(self, chunk: int) -> None:
+        """`prepare`, of huge pages where the kernel has them. It may take three times as long to find them: nobody should wait for it.
+
+        A direct read needs a descriptor for each run of memory, and a disk's request has few of them; and there are fewer pages to look up, map
+        and unmap. Where it is refused the pages are small.
+        """
+        address = self._address + chunk * CHUNK_BYTES
+        for at in range(address, address + CHUNK_BYTES, _HUGE):
+            _libc.madvise(at, PAGE, _MADV_POPULATE_WRITE)  # where nothing is there is nothing to collapse
+        _libc.madvise(address, CHUNK_BYTES, _MADV_COLLAPSE)
+        self.prepare(chunk)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write through the descriptor: new pages are neither zeroed nor mapped first. Raises `OSError` (ENOSPC)."""
+        done = 0
+        while done < len(data):
+            with data[done:] as rest:
+                done += os.pwrite(self._fd, rest, offset + done)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """These bytes, to be released before the pool is closed."""
+        return self._view[offset : offset + length]
+
+    # -- memory goes ---------------------------------------------------------------------------------------------------------------
+
+    def zap(self, chunk: int, length: int = CHUNK_BYTES) -> None:
+        """Unmap the chunk's pages here; their content stays. A page that only its readers map can be paged out with them, and is counted once.
+        Page-locked chunks stay."""
+        if self._on_populated is None:
+            self._ready.pop(chunk, None)
+            _libc.madvise(self._address + chunk * CHUNK_BYTES, length, _MADV_DONTNEED)
+
+    def punch(self, chunks: Iterable[int]) -> int:
+        """Give back the memory of `chunks`, whatever they hold; bytes that the file has less afterwards, read back."""
+        freed = 0
+        for offset, length in _runs(sorted(chunks)):
+            for at in range(offset, offset + length, CHUNK_BYTES):
+                self._ready.pop(at // CHUNK_BYTES, None)
+                if self._on_punch is not None:
+                    self._on_punch(self._address + at, CHUNK_BYTES)
+            with self._lock:
+                before = self.allocated()
+                if _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length):
+                    error = ctypes.get_errno()
+                    raise OSError(error, os.strerror(error))
+                freed += max(0, before - self.allocated())
+            self._prove_empty(offset, length)
+        return freed
+
+    def _prove_empty(self, offset: int, length: int) -> None:
+        try:
+            data = os.lseek(self._fd, offset, os.SEEK_DATA)
+        except OSError as e:
+            if e.errno == errno.ENXIO:  # nothing up to the file's end
+                return
+            raise
+        if data < offset + length:
+            raise OSError(errno.EBUSY, f"memory of the pool at {data} was touched while it was given back")
+
+    def allocated(self) -> int:
+        """Bytes of memory that the file has."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def has_memory(self, offset: int, length: int) -> bool:
+        """Whether every page of these bytes has been written."""
+        return os.lseek(self._fd, offset, os.SEEK_HOLE) >= offset + length
+
+    def mapped_by_others(self) -> dict[int, list[int]]:
+        """Chunks that other processes map (those that we may look at), and who: by the offsets in /proc/*/maps."""
+        stat = os.fstat(self._fd)
+        inode = f" {os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino} ".encode()
+        found: dict[int, list[int]] = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            if (pid := int(directory.name)) == os.getpid():
+                continue
+            try:
+                maps = (directory / "maps").read_bytes()
+            except OSError:  # it has just ended, or is not ours
+                continue
+            if inode in maps:
+                for chunk in _mapped_chunks(maps, inode):
+                    found.setdefault(chunk, []).append(pid)
+        return found
+
+    # -- the end -------------------------------------------------------------------------------------------------------------------
+
+    def detach(self) -> mmap.mmap:
+        """End writing and hand over the mapping, which lives as long as something refers to it."""
+        kept = self._map
+        self._release()
+        return kept
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Unmap. The file stays, with what it holds, unless `unlink`."""
+        if unlink and self.name is not None:
+            self.path.unlink(missing_ok=True)
+        kept = self._map
+        self._release()
+        kept.close()
+
+    def _release(self) -> None:
+        os.close(self._fd)
+        self._view.release()
+        self._anchor = None
+        del self._map  # whoever got it is the only one to keep the memory now
+
+
+def _open(name: str | None, *, keep: bool) -> int:
+    if name is None:
+        return os.open(shm.SHM, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if keep else os.O_EXCL)
+    while True:
+        fd = os.open(shm.SHM / name, flags, 0o600)
+        # Held as long as this process lives, or whoever it hands the descriptor to: nobody takes the pool for one that was left (sweeping.py).
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # it was swept meanwhile
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    """The file, shared, where a huge page may begin: kernels from 6.7 on place private areas of whole huge pages so."""
+    try:
+        area = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError:  # a kernel that promises no more memory than it has (vm.overcommit_memory=2)
+        return mmap.mmap(fd, nbytes)
+    anchor = ctypes.c_char.from_buffer(area)
+    address = ctypes.addressof(anchor)
+    del anchor
+    if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return area
+
+
+def _runs(chunks: list[int]) -> list[tuple[int, int]]:
+    """(offset, length) of each run of neighbours."""
+    runs: list[tuple[int, int]] = []
+    for chunk in chunks:
+        offset = chunk * CHUNK_BYTES
+        if runs and sum(runs[-1]) == offset:
+            runs[-1] = (runs[-1][0], runs[-1][1] + CHUNK_BYTES)
+        else:
+            runs.append((offset, CHUNK_BYTES))
+    return runs
+
+
+def _mapped_chunks(maps: bytes, inode: bytes) -> set[int]:
+    chunks: set[int] = set()
+    for line in maps.splitlines():
+        if inode in line:
+            addresses, _, offset, _ = line.split(maxsplit=3)
+            low, _, high = addresses.partition(b"-")
+            start, length = int(offset, 16), int(high, 16) - int(low, 16)
+            chunks.update(range(start // CHUNK_BYTES, -(-(start + length) // CHUNK_BYTES)))
+    return chunks
+
+
+assert CHUNK_BYTES % PAGE == 0

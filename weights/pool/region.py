@@ -1,0 +1,87 @@
+"""A segment in the pool: its bytes, wherever its chunks lie."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Protocol
+
+from shared.contracts.segment import Extent
+from shared.errors import InsufficientMemory
+from shared.mapping import coalesced
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
+from weights.pool.shm import no_room
+
+
+class Space(Protocol):
+    """Where pieces are read to. Offsets are the segment's; the range of all methods but `write` lies within one chunk."""
+
+    def write(self, offset: int, data: memoryview | bytes) -> None: ...
+    def copy(self, offset: int, data: memoryview) -> None: ...
+    def populate(self, offset: int, length: int) -> None: ...
+    def is_ready(self, offset: int, length: int) -> bool: ...
+    def view(self, offset: int, length: int) -> memoryview: ...
+
+
+class Region:
+    """`nbytes` in `chunks` of the pool, in that order. Offsets are the segment's; a range given to a method lies within one chunk."""
+
+    def __init__(self, pool: PoolMemory, chunks: Sequence[int], nbytes: int) -> None:
+        assert (len(chunks) - 1) * CHUNK_BYTES < nbytes <= len(chunks) * CHUNK_BYTES
+        self.pool, self.chunks, self.nbytes = pool, tuple(chunks), nbytes
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        return extents(self.chunks, self.nbytes)
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        """Over chunk boundaries too. Raises `InsufficientMemory` if shared memory is full."""
+        with memoryview(data) as view:
+            done = 0
+            while done < len(view):
+                room = CHUNK_BYTES - (offset + done) % CHUNK_BYTES
+                with view[done : done + room] as part:
+                    self.copy(offset + done, part)
+                    done += len(part)
+
+    def copy(self, offset: int, data: memoryview) -> None:
+        """Write by the descriptor. Raises `InsufficientMemory` if shared memory is full."""
+        try:
+            self.pool.write(self._at(offset), data)
+        except OSError as e:
+            raise self._no_room(e) from e
+
+    def populate(self, offset: int, length: int) -> None:
+        """Have these pages here. Raises `InsufficientMemory` if shared memory is full."""
+        try:
+            self.pool.populate(self._at(offset), length)
+        except OSError as e:
+            raise self._no_room(e) from e
+
+    def is_ready(self, offset: int, length: int) -> bool:
+        """Whether these bytes have memory that is mapped here."""
+        return self.pool.is_ready(self._at(offset), length)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        return self.pool.view(self._at(offset), length)
+
+    def zap(self, index: int) -> None:
+        """The `index`-th chunk is complete: only its readers are to map it."""
+        self.pool.zap(self.chunks[index], min(CHUNK_BYTES, self.nbytes - index * CHUNK_BYTES))
+
+    def zap_all(self) -> None:
+        for index in range(len(self.chunks)):
+            self.zap(index)
+
+    def _at(self, offset: int) -> int:
+        return self.chunks[offset // CHUNK_BYTES] * CHUNK_BYTES + offset % CHUNK_BYTES
+
+    def _no_room(self, error: OSError) -> OSError | InsufficientMemory:
+        return no_room(self.nbytes) if error.errno in (errno.ENOSPC, errno.ENOMEM) else error
+
+
+def extents(chunks: Sequence[int], nbytes: int) -> tuple[Extent, ...]:
+    """Where `nbytes` in `chunks` lie in the pool's file, neighbours joined."""
+    ends = [min(CHUNK_BYTES, nbytes - i * CHUNK_BYTES) for i in range(len(chunks))]
+    return tuple(coalesced([Extent(offset=c * CHUNK_BYTES, nbytes=n) for c, n in zip(chunks, ends, strict=True)]))

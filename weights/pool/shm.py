@@ -1,0 +1,82 @@
+"""Shared memory of this host: how much there is, and the files in it that are ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shared.errors import InsufficientMemory
+from weights.pool.cgroup_limits import memory_limit, memory_room
+
+SHM = Path("/dev/shm")
+GIB = 1 << 30
+DRAM_SHARE = 0.15
+READY_SHARE = 1 / 3
+LEAST_AVAILABLE = 0.02
+"""Share of the host's memory below which cached weights leave."""
+
+
+def free_bytes() -> int:
+    """Bytes of shared memory that could be had now."""
+    stat = os.statvfs(SHM)
+    return min(stat.f_bavail * stat.f_frsize, available_memory())
+
+
+def default_dram_bytes() -> int:
+    """The DRAM cache's budget where nobody says one: beside a cpu device's default share there is still room for everything else."""
+    stat = os.statvfs(SHM)
+    return min(int(available_memory() * DRAM_SHARE), stat.f_blocks * stat.f_frsize // 2)
+
+
+def default_ready_bytes(dram_bytes: int, *, with_gpu: bool) -> int:
+    """Of the DRAM cache's budget, what is populated before a load asks for it: all of it where weights are only passing through on their way to
+    a GPU, a part where engines compute in the same memory."""
+    return dram_bytes if with_gpu else int(dram_bytes * READY_SHARE)
+
+
+def short_of_memory() -> int:
+    """Bytes that are missing until this host is at ease again; 0 or less: none."""
+    return int(physical_memory() * LEAST_AVAILABLE) - available_memory()
+
+
+def no_room(total_bytes: int) -> InsufficientMemory:
+    stat = os.statvfs(SHM)
+    size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    available, limit = available_memory(), memory_limit()
+    if limit is not None and total_bytes > limit:
+        return InsufficientMemory(
+            f"the weights need {total_bytes / GIB:.2f} GiB of memory and this process's control group (container, service) may "
+            f"have {limit / GIB:.2f} GiB: raise its memory limit or use a smaller model"
+        )
+    if total_bytes > size:
+        return InsufficientMemory(
+            f"the weights need {total_bytes / GIB:.2f} GiB of shared memory and {SHM} holds {size / GIB:.2f} GiB: "
+            f"enlarge it (mount -o remount,size=… {SHM}; docker run --shm-size=…) or use a smaller model"
+        )
+    whose = "the host" if limit is None else "this control group"
+    return InsufficientMemory(
+        f"the weights need {total_bytes / GIB:.2f} GiB of shared memory; {SHM} has {free / GIB:.2f} GiB free and {whose} "
+        f"{available / GIB:.2f} GiB: put other models to sleep, lower the devices' budgets, or enlarge {SHM}",
+        should_retry=True,
+    )
+
+
+def available_memory() -> int:
+    """Bytes the kernel says could be used without swapping (MemAvailable), within the limits of this process's control group."""
+    room = memory_room()
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            return available if room is None else min(available, room)
+    return 1 << 62 if room is None else room
+
+
+def physical_memory() -> int:
+    """Bytes of memory of this host, or as many of them as this process's control group may have."""
+    memory, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    return memory if limit is None else min(memory, limit)
+
+
+def segments(prefix: str) -> list[str]:
+    """Names of the segments of the node that `prefix` belongs to."""
+    return sorted(p.name for p in SHM.iterdir() if p.name.startswith(prefix))

@@ -1,0 +1,53 @@
+"""Removes pools of loaders that were killed for good: no loader starts again under their state directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+from weights.pool import shm
+
+log = logging.getLogger(__name__)
+POOLS = "thaw-????????-pool"
+SWEPT_AFTER_S = 600.0
+"""Since a pool last changed: the loader that takes it over may be about to start."""
+
+
+def sweep(after_s: float = SWEPT_AFTER_S) -> list[str]:
+    """Remove pools that no loader has locked, no process has mapped, and nobody has changed for `after_s` seconds; their names. Blocks."""
+    removed = []
+    for path in shm.SHM.glob(POOLS):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime >= after_s and _removed(path):
+                removed.append(path.name)
+    if removed:
+        log.info("removed pools of loaders that are gone", extra={"pools": removed})
+    return removed
+
+
+def _removed(path: Path) -> bool:
+    """Raises `OSError` where a loader holds its lock."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_mapped(path):
+            return False
+        path.unlink()
+        return True
+    finally:
+        os.close(fd)
+
+
+def _is_mapped(path: Path) -> bool:
+    """True if an engine still computes with weights in it."""
+    wanted = os.fsencode(path)
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (process / "maps").read_bytes():
+                    return True
+    return False

@@ -1,0 +1,57 @@
+"""Directories of this host whose models are known by revision: peers may read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.errors import CheckpointInvalid, ThawError
+from weights.cache.journal import FileHead
+from weights.cache.store import EntryRecord
+from weights.tiers.directory import DirectoryTier
+
+
+class OwnDirectories:
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Path, EntryRecord | None]] = {}
+        self._loaded: dict[tuple[str, Path], str] = {}
+
+    def remember(self, revision: str, directory: Path) -> None:
+        """Inspected just now: what was known of the revision is looked at again."""
+        self._known[revision] = (directory, None)
+
+    def check(self, revision: str, found: str, directory: Path) -> None:
+        """`found`: a digest of the directory's weight files, which are to be loaded as `revision`. They may not be those that were registered: a
+        copy on another node's disk has other times, and what was damaged may have been repaired. But what this node has loaded once it does not
+        load as something else: cached and resident weights of the one would be served beside the other. Raises `CheckpointInvalid`."""
+        if self._loaded.setdefault((revision, directory), found) != found:
+            raise CheckpointInvalid(
+                f"the weights in {directory} have changed since they were first loaded; register it again (thaw models add)"
+            )
+
+    def loaded(self, revision: str, directory: Path) -> None:
+        self._known.setdefault(revision, (directory, None))
+
+    def find(self, revision: str) -> tuple[Path, EntryRecord] | None:
+        """The directory and its files, as long as it is what it was."""
+        known = self._known.get(revision)
+        if known is None:
+            return None
+        directory, record = known
+        try:
+            tier = DirectoryTier(directory)
+            heads = tuple(FileHead(name=f.name, size=f.size, version=f.version) for f in tier.files())
+            if record is None and tier.revision == revision:
+                record = EntryRecord(revision=revision, source=str(directory), files=heads)
+                self._known[revision] = directory, record
+        except ThawError:
+            return None
+        return (directory, record) if record is not None and record.files == heads else None
+
+    def sizes(self) -> list[tuple[str, str, int]]:
+        """(revision, directory, bytes) of those that are still there."""
+        found = []
+        for revision in list(self._known):
+            own = self.find(revision)
+            if own is not None:
+                found.append((revision, str(own[0]), sum(f.size for f in own[1].files)))
+        return found

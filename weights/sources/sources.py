@@ -1,0 +1,257 @@
+"""From `ModelSpec.source` to what the loader does with it: inspect it, open it for a load, find its small files on this host.
+
+Opening asks, in this order: the SSD cache, peers that have the revision (unless the source is known to be faster), the source. What is read from
+afar is checked and cached on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.contracts.models import ModelInfo
+from shared.errors import CheckpointInvalid, ThawError, Unavailable
+from shared.private import require_private
+from weights.cache.caching import CachingTier
+from weights.cache.store import EntryRecord, SsdCache
+from weights.cache.tier import HeldTier
+from weights.formats.checkpoint import Checkpoint, directory_revision
+from weights.formats.inspect import check_small_files, describe
+from weights.formats.root import check_inside
+from weights.sources.failover import FailoverTier
+from weights.sources.listed import ListedTiers
+from weights.sources.local_models import OwnDirectories
+from weights.sources.open import is_remote, open_source
+from weights.sources.peer import PeerTier, same_files
+from weights.sources.peers import Peers, peers_first
+from weights.tiers.directory import DirectoryTier
+from weights.tiers.headers import bring_small_files, checkpoint_of
+from weights.tiers.http_client import shown
+from weights.tiers.port import Tier
+
+log = logging.getLogger(__name__)
+_MOST_PEERS = 2
+
+
+class Sources:
+    """`small`: directories for small files, of which the first that can be written is used. `speed_of(link)` in bytes per second."""
+
+    def __init__(
+        self,
+        cache: SsdCache,
+        small: Sequence[Path],
+        peers: Peers | None = None,
+        speed_of: Callable[[str], float | None] = lambda link: None,
+    ) -> None:
+        self.cache, self._small, self._peers, self._speed_of = cache, small, peers, speed_of
+        self.own, self.listed = OwnDirectories(), ListedTiers()
+
+    # -- inspecting --------------------------------------------------------------------------------------------------------------
+
+    def inspect(self, source: str, *, trust_remote_code: bool) -> ModelInfo:
+        """What a model is, by its small files and its weights' headers.
+
+        Raises `InvalidModel` and its kin, or `Unavailable` if the source cannot be reached and the cache does not have it.
+        """
+        tier = self._reachable(source)
+        try:
+            directory = self.small_files(tier, trust_remote_code=trust_remote_code)
+            present = _names(tier)
+            architecture, _ = check_small_files(directory, present, trust_remote_code=trust_remote_code)
+            checkpoint = checkpoint_of(tier, directory)
+            self._remember(tier)
+            return describe(tier.source, tier.revision, architecture, checkpoint, directory, present)
+        finally:
+            tier.close()
+
+    def _reachable(self, source: str) -> Tier:
+        try:
+            return self._listed(open_source(source))
+        except Unavailable:
+            revision = self.cache.find(source)
+            hold = self.cache.hold(revision) if revision is not None else None
+            if hold is None:
+                raise
+            log.warning(
+                "the source cannot be reached; the SSD cache has it", extra={"source": shown(source), "as": hold.record.source}
+            )
+            return HeldTier(hold)
+
+    def _listed(self, tier: Tier, revision: str | None = None) -> Tier:
+        """`tier` if what it is of can be listed, and is of `revision`; closed otherwise."""
+        try:
+            if tier.directory is None:
+                tier.files()
+            if revision is not None and tier.revision != revision:
+                raise CheckpointInvalid(f"{tier.source} has changed since it was registered; register it again (thaw models add)")
+            return tier
+        except BaseException:
+            tier.close()
+            raise
+
+    # -- small files -------------------------------------------------------------------------------------------------------------
+
+    def small_files(self, tier: Tier, *, trust_remote_code: bool) -> Path:
+        """The directory with the model's configuration and tokenizer on this host; they are fetched if they are not here.
+
+        Raises what reading raises, and `Unavailable` if no directory can be written.
+        """
+        if tier.directory is not None:
+            return tier.directory
+        failure: OSError | None = None
+        for root in self._small:
+            directory = root / tier.revision
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                # Configurations, templates and trusted code are read from here: nobody else may write or replace them.
+                require_private(directory, 0o755)
+                bring_small_files(tier, directory, trust_remote_code=trust_remote_code)
+                _point(root / "by-source" / _digest(tier.source), directory)
+                return directory
+            except OSError as e:
+                failure = e
+        raise Unavailable(
+            f"the small files of {tier.source} cannot be written ({failure}): give the loader a THAW_CACHE_DIR it may write to"
+        )
+
+    def small_file(self, source: str, name: str) -> Path | None:
+        """Where one of the model's small files lies on this host, if it does; nothing is fetched for it. `source` as resolved."""
+        if not is_remote(source):
+            directory = DirectoryTier.of(source).directory
+        else:
+            directory = next(
+                (p for p in (r / "by-source" / _digest(source) for r in self._small) if p.is_dir()), Path("/nonexistent")
+            )
+            revision = None if directory.is_dir() else self.cache.find(source)
+            directory = (self.cache.lookup(revision) if revision else None) or directory
+        path = directory / name
+        if not path.is_file():
+            return None
+        check_inside(directory, path)
+        return path
+
+    # -- loading -----------------------------------------------------------------------------------------------------------------
+
+    def open(self, source: str, revision: str, *, pinned: bool = False) -> Tier:
+        """The model for a load, from wherever is nearest; of another revision it is refused (`CheckpointInvalid`).
+
+        Close it when the load's memory is given away, or the load is called off.
+        """
+        if not is_remote(source):
+            tier = DirectoryTier.of(source)
+            self.own.loaded(revision, tier.directory)
+            return tier
+        hold = self.cache.hold(revision, pinned=pinned)
+        if hold is not None:
+            return HeldTier(hold)
+        far = self._far(source, revision)
+        if far.directory is not None:
+            return far
+        try:
+            return CachingTier(far, self.cache, pinned=pinned, on_wrong=lambda file: self._distrust(far))
+        except BaseException:
+            far.close()
+            raise
+
+    def checkpoint(self, tier: Tier, *, trust_remote_code: bool, registered: str | None = None) -> tuple[Path, Checkpoint]:
+        """The model's directory on this host (small files at least), and the checked headers of its weights. `registered`: the revision that it
+        is loaded as; a directory that was loaded as it and has changed since is refused (`CheckpointInvalid`)."""
+        directory = self.small_files(tier, trust_remote_code=trust_remote_code)
+        checkpoint = checkpoint_of(tier, directory)
+        if registered is not None and tier.directory is not None and not is_remote(tier.source):
+            self.own.check(registered, directory_revision(checkpoint, b""), directory)
+        return directory, checkpoint
+
+    def _far(self, source: str, revision: str) -> Tier:
+        peers = offered = self._peer_tiers(source, revision)
+        try:
+            tier: Tier | None = self.listed.take(revision) or self._listed(open_source(source), revision)
+        except Unavailable:
+            if not peers:
+                raise
+            tier = None
+        except BaseException:
+            for peer in peers:
+                peer.close()
+            raise
+        if tier is not None and tier.directory is not None:
+            places: list[Tier] = [tier]
+        elif tier is None:
+            places = list(peers)
+        else:
+            listed = tier.files()
+            peers = [p for p in peers if same_files(p.files(), listed)]
+            first = bool(peers) and peers_first([self._speed_of(p.link) for p in peers], self._speed_of(tier.link))
+            places = [*peers, tier] if first else [tier, *peers]
+        for peer in offered:
+            if peer not in places:
+                peer.close()
+        if len(places) == 1:
+            return places[0]
+        return FailoverTier(tier or places[0], places)
+
+    def _peer_tiers(self, source: str, revision: str) -> list[PeerTier]:
+        found: list[PeerTier] = []
+        for offer in self._peers.offers(revision)[:_MOST_PEERS] if self._peers is not None else ():
+            tier = PeerTier(offer.node, offer.url, offer.token, source, revision)
+            try:
+                tier.files()
+                found.append(tier)
+            except ThawError as e:
+                log.info("a peer that offered a model does not answer", extra={"peer": offer.node, "error": e.message})
+                tier.close()
+        return found
+
+    def _distrust(self, tier: Tier) -> None:
+        if self._peers is not None and isinstance(tier, (FailoverTier, PeerTier)):
+            links = tier.used if isinstance(tier, FailoverTier) else {tier.link}
+            for link in links:
+                if link.startswith("peer:"):
+                    self._peers.distrust(link.removeprefix("peer:"), tier.revision)
+
+    # -- for peers ---------------------------------------------------------------------------------------------------------------
+
+    def _remember(self, tier: Tier) -> None:
+        """A directory's model can be served to peers by its revision."""
+        if tier.directory is not None and not isinstance(tier, HeldTier):
+            self.own.remember(tier.revision, tier.directory)
+
+    @contextmanager
+    def whole(self, revision: str) -> Iterator[tuple[Path, EntryRecord] | None]:
+        """A model that is whole on this host, for a peer."""
+        hold = self.cache.hold(revision)
+        if hold is not None:
+            try:
+                yield hold.directory, hold.record
+            finally:
+                hold.release()
+            return
+        yield self.own.find(revision)
+
+
+def _names(tier: Tier) -> frozenset[str]:
+    """Of all files: of a directory those too that no load wants."""
+    if tier.directory is not None:
+        try:
+            return frozenset(p.name for p in tier.directory.iterdir())
+        except OSError as e:
+            raise CheckpointInvalid(f"{tier.directory} cannot be listed: {e.strerror}; give the loader's user access") from e
+    return frozenset(file.name for file in tier.files())
+
+
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()[:32]
+
+
+def _point(link: Path, directory: Path) -> None:
+    """Have `link` lead to `directory`."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    draft = link.with_name(f".{link.name}")
+    draft.unlink(missing_ok=True)
+    with contextlib.suppress(FileExistsError):  # another loader does the same
+        draft.symlink_to(directory)
+        draft.replace(link)

@@ -1,0 +1,198 @@
+"""Tensors as they come, for any program that takes them one after the other: no NATS, no mesh, and little memory.
+
+from weights.streaming import TensorStream
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from weights.binding import bind
+from weights.formats.safetensors import TensorEntry
+from weights.formats.segment import Layout, lay_out
+from weights.load import opened, read_all
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.ring import Ring
+from weights.tensors import check_dtypes
+from weights.transfer.fill import Filling, PieceReader
+from weights.transfer.pieces import Piece, cut
+from weights.transfer.reader import DEFAULTS, FilesReader, ReadOptions, ReadStats
+from weights.transfer.remote import TierReader
+
+if TYPE_CHECKING:
+    import torch
+
+AHEAD = 4
+"""Chunks that may have memory, from the one that is being taken on. The fewer, the sooner each is used again, from the CPU's cache."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    layout: Layout
+    ring: Ring
+    keeps: bool
+    """Nothing's memory may be used again: a tier still reads what has come."""
+
+
+class TensorStream:
+    """As `load_tensors`, but each tensor comes as soon as it is whole, in the order of the files, while the others are being read.
+
+    Reading begins at once, in threads of its own, and ends with `close`, at the latest when the tensors have been taken: iterate once, and in a
+    `with` if you may leave early. It stays a little ahead of what is taken. The memory of tensors that nothing refers to any more is used again
+    for those that come: who copies each and lets go of it needs a hundred megabytes for a model of any size. Tensors that are kept stay as they
+    are. Iterating raises what `load_tensors` raises.
+    """
+
+    def __init__(self, path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1) -> None:
+        self._path, self._options, self._rank, self._ranks = path, options, rank, ranks
+        self._changed = threading.Condition()
+        self._begun: _Begun | None = None
+        self._loaded = 0
+        self._left = threading.Event()
+        self._gone: deque[range] = deque()
+        """Chunks of tensors that nothing refers to any more. Only appended to by whatever thread lets go of one: it may hold any lock."""
+        self._executor = ThreadPoolExecutor(1, "tensor-stream", initializer=_unbind)
+        self._load = self._executor.submit(self._read)
+        self._load.add_done_callback(lambda _: self._tell())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            begun = self._wait(lambda: self._begun is not None)
+            needed = _by_chunk(begun.layout)
+            free: set[int] = set()
+            for start, entry in _in_order(begun.layout):
+                begun.ring.want(start, start + entry.nbytes)
+                self._wait(lambda: self._loaded >= start + entry.nbytes)  # noqa: B023  # called at once
+                yield entry.name, self._tensor(entry, start, begun.ring)
+                if not begun.keeps:
+                    self._use_again(needed, free, begun)
+            begun.ring.want(begun.ring.nbytes, begun.ring.nbytes)
+            self._load.result()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Call off what has not been read; returns when no thread reads any more. Tensors that were taken stay as they are."""
+        self._left.set()
+        with self._changed:
+            begun = self._begun
+        if begun is not None:
+            begun.ring.close()
+        self._executor.shutdown()
+        self._begun = None  # tensors keep the memory from now on
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the reading threads -------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> ReadStats:
+        with opened(self._path, self._rank, self._ranks) as (checkpoint, tier):
+            check_dtypes(checkpoint)
+            layout = lay_out(checkpoint, "")
+            ring = Ring(layout.total_bytes, ahead=AHEAD if tier is None else None)
+            pieces = cut(layout, self._options.chunk_bytes, remote=tier is not None)
+            reader: PieceReader = FilesReader(layout.places, pieces, ring, self._options)
+            if tier is not None:
+                reader = TierReader(tier, layout.places, ring)
+            with self._changed:
+                self._begun = _Begun(layout, ring, keeps=tier is not None)
+                self._changed.notify()
+            filling = Filling(layout, ring, pieces, cancelled=self._left, on_loaded=self._advance)
+            stats = read_all(filling, _InTurn(reader, ring), self._options.threads)
+            if tier is not None:
+                tier.finish()
+        return stats
+
+    def _advance(self, loaded: int) -> None:
+        with self._changed:
+            self._loaded = max(self._loaded, loaded)
+            self._changed.notify()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    # -- who takes -----------------------------------------------------------------------------------------------------------------
+
+    def _wait(self, come: Callable[[], bool]) -> _Begun:
+        """Until this much has come, or raise what the load ended with."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._load.done() or come())
+        if self._load.done():
+            self._load.result()
+        assert self._begun is not None
+        return self._begun
+
+    def _tensor(self, entry: TensorEntry, start: int, ring: Ring) -> torch.Tensor:
+        data = ring.view(start, entry.nbytes)
+        if entry.nbytes:
+            # The tensor's storage refers to this very view, and every view of the tensor to its storage.
+            weakref.finalize(data, self._gone.append, _chunks(start, entry.nbytes)).atexit = False
+        return bind(entry.name, entry.dtype, entry.shape, data, start)
+
+    def _use_again(self, needed: Counter[int], free: set[int], begun: _Begun) -> None:
+        """The memory of chunks whose tensors are all gone, once no thread reads into them. `free`: those that wait for that."""
+        while self._gone:
+            chunks = self._gone.popleft()
+            needed.subtract(chunks)
+            free.update(chunk for chunk in chunks if not needed[chunk])
+        with self._changed:
+            loaded = self._loaded
+        for chunk in [c for c in free if min((c + 1) * CHUNK_BYTES, begun.ring.nbytes) <= loaded]:
+            free.remove(chunk)
+            begun.ring.release(chunk)
+
+
+class _InTurn:
+    """Reads a piece when its chunk may have memory."""
+
+    def __init__(self, reader: PieceReader, ring: Ring) -> None:
+        self._reader, self._ring = reader, ring
+        self.stats = reader.stats
+
+    def read(self, piece: Piece) -> None:
+        self._ring.enter(piece.target)
+        self._reader.read(piece)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _in_order(layout: Layout) -> Iterator[tuple[int, TensorEntry]]:
+    """Tensors, each with its first byte."""
+    for place in layout.places:
+        for entry in sorted(place.file.header.tensors, key=lambda e: e.offset):
+            yield place.offset + entry.offset, entry
+
+
+def _chunks(start: int, nbytes: int) -> range:
+    return range(start // CHUNK_BYTES, (start + nbytes - 1) // CHUNK_BYTES + 1)
+
+
+def _by_chunk(layout: Layout) -> Counter[int]:
+    """How many tensors have bytes in each chunk."""
+    return Counter(chunk for start, entry in _in_order(layout) if entry.nbytes for chunk in _chunks(start, entry.nbytes))
+
+
+def _unbind() -> None:
+    """Run on every core that some thread of this process may run on. An OpenMP runtime binds the thread that calls it to one of them, and the
+    threads that this one starts inherit that: all would read on the core that is to copy meanwhile."""
+    allowed: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            allowed |= os.sched_getaffinity(int(thread.name))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, allowed)

@@ -1,0 +1,50 @@
+"""Checkpoints as torch tensors in this process, for any program: no NATS, no mesh.
+
+from weights.tensors import load_tensors
+weights = load_tensors("/models/llama")
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shared.errors import CheckpointInvalid
+from weights.binding import bind, bindable
+from weights.formats.checkpoint import Checkpoint
+from weights.load import load_private
+from weights.pool.memory import PoolMemory
+from weights.transfer.reader import DEFAULTS, ReadOptions
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_tensors(
+    path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1, pool: PoolMemory | None = None
+) -> dict[str, torch.Tensor]:
+    """All tensors of a model directory, a safetensors file or a model's URL, by name, on the CPU; of a model that `thaw convert
+    --tensor-parallel` has divided for `ranks`, the part of `rank`.
+
+    They are writable views of one block of memory, which is given back when the last of them is gone; clone what should outlive the others
+    alone. A process forked later shares that memory. Raises `CheckpointInvalid` (the message names the file and the remedy) or
+    `InsufficientMemory`. `pool`: memory made beforehand (`weights.load.ready_pool`), used up by this load.
+    """
+    loaded = load_private(path, options, rank=rank, ranks=ranks, check=check_dtypes, pool=pool)
+    memory = memoryview(loaded.memory)  # unmapped with the last tensor
+    found = {}
+    for place in loaded.layout.places:
+        for entry in place.file.header.tensors:
+            start = place.offset + entry.offset
+            found[entry.name] = bind(entry.name, entry.dtype, entry.shape, memory[start : start + entry.nbytes], start)
+    return found
+
+
+def check_dtypes(checkpoint: Checkpoint) -> None:
+    """Raises `CheckpointInvalid` for a tensor that torch has no type for."""
+    for file in checkpoint.files:
+        for entry in file.header.tensors:
+            if not bindable(entry.dtype, entry.shape):
+                raise CheckpointInvalid(
+                    f"{file.path}: torch has no type for tensor {entry.name!r} of dtype {entry.dtype} and shape {list(entry.shape)}"
+                )

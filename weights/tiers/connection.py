@@ -1,0 +1,221 @@
+"""One HTTP/1.1 connection whose every wait ends when it is called off, and whose bodies go straight into memory that is given.
+
+`http.client` parses the answers; the socket beneath is read in large pieces: the reader is woken once there are 256 KiB (`SO_RCVLOWAT`) and
+takes all that there are by then, which is faster than `http.client`'s own reading and costs less CPU time (docs/adr/0020-remote-tiers.md).
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weights.tiers.port import Cancelled
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+CONNECT_S = 10.0
+STALL_S = 20.0
+_SLICE_MS = 100
+_LOW_WATER_BYTES = 256 * 1024
+"""More wakes the reader less often, and leaves the sender waiting for room meanwhile."""
+_SMALL_BYTES = 64 * 1024
+_SLICE = struct.pack("ll", 0, _SLICE_MS * 1000)
+"""A `struct timeval`."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds a connection may take to be made, and may bring nothing, before it is given up."""
+
+    connect_s: float = CONNECT_S
+    stall_s: float = STALL_S
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a connection is to: scheme, host, port, and the proxy that it goes through."""
+
+    scheme: str
+    host: str
+    port: int
+    proxy: tuple[str, int] | None = None
+    proxy_authorization: str | None = None
+
+
+class Connection:
+    """For one request at a time. Raises `OSError`, `http.client.HTTPException` and `Cancelled`."""
+
+    def __init__(
+        self, origin: Origin, tls: ssl.SSLContext | None, patience: Patience, cancelled: threading.Event | None = None
+    ) -> None:
+        self.origin, self._patience = origin, patience
+        deadline = time.monotonic() + patience.connect_s
+        self._sock = _connected(*(origin.proxy or (origin.host, origin.port)), deadline, cancelled)
+        try:
+            if tls is not None:
+                if origin.proxy is not None:
+                    self._tunnel(cancelled)
+                self._sock = _handshaken(tls, self._sock, origin.host, deadline, cancelled)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def request(
+        self, method: str, target: str, headers: Mapping[str, str], cancelled: threading.Event | None = None
+    ) -> http.client.HTTPResponse:
+        """Send a request without a body; its response, headers read. The body must be read before the next request."""
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        if any("\r" in line or "\n" in line for line in lines):
+            raise ValueError("a line break in a request")
+        self._sock.settimeout(self._patience.stall_s)
+        self._sock.sendall("\r\n".join((*lines, "", "")).encode("latin-1"))
+        if isinstance(self._sock, ssl.SSLSocket):
+            self._sock.settimeout(0)
+        else:  # the kernel waits, a slice at a time
+            self._sock.settimeout(None)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
+        stream = _Stream(self._sock, cancelled, self._patience.stall_s)
+        response = http.client.HTTPResponse(_Readable(stream), method=method)  # type: ignore[arg-type]  # all that it asks of a socket
+        response.begin()
+        return response
+
+    def _tunnel(self, cancelled: threading.Event | None) -> None:
+        name = f"{self.origin.host}:{self.origin.port}"
+        authorization = self.origin.proxy_authorization
+        headers = {"Host": name, **({"Proxy-Authorization": authorization} if authorization else {})}
+        # A refusal has a body, which nobody reads: the connection is closed.
+        response = self.request("CONNECT", name, headers, cancelled)
+        if response.status != http.HTTPStatus.OK:
+            raise ConnectionError(f"the proxy refuses connections to {name} ({response.status})")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the other side has not hung up meanwhile: nothing else can come on an idle connection."""
+        return not _wait(self._sock, select.POLLIN, 0)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class _Stream(io.RawIOBase):
+    """A socket as a file. Waits in short slices, so that calling off and stalls are noticed. Closing it leaves the socket open."""
+
+    def __init__(self, sock: socket.socket, cancelled: threading.Event | None, stall_s: float) -> None:
+        self._sock, self._cancelled, self._stall_s = sock, cancelled, stall_s
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._low = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: WriteableBuffer, /) -> int:
+        read = self._decrypted if self._tls else self._filled
+        deadline = time.monotonic() + self._stall_s
+        while True:
+            if self._cancelled is not None and self._cancelled.is_set():
+                raise Cancelled
+            if (got := read(into)) is not None:
+                return got
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no bytes for {self._stall_s:g} s")
+
+    def _filled(self, into: WriteableBuffer) -> int | None:
+        """What there is; None: nothing within a slice. Where many are wanted, many come at once or what a slice brings."""
+        wanted = memoryview(into).nbytes
+        self._low_water(min(wanted, _LOW_WATER_BYTES) if wanted > _SMALL_BYTES else 1)
+        try:
+            return self._sock.recv_into(into)
+        except BlockingIOError:
+            return None
+
+    def _decrypted(self, into: WriteableBuffer) -> int | None:
+        # What TLS has decrypted already is in no poll: a read is tried first.
+        try:
+            return self._sock.recv_into(into)
+        except ssl.SSLWantReadError:
+            self._poll.poll(_SLICE_MS)
+            return None
+
+    def _low_water(self, mark: int) -> None:
+        if mark != self._low:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+            self._low = mark
+
+
+class _Readable:
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self._stream)
+
+
+def _connected(host: str, port: int, deadline: float, cancelled: threading.Event | None) -> socket.socket:
+    """A TCP connection to the first address of `host` that answers, not blocking."""
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                sock.connect(address)
+            except BlockingIOError:
+                _until(sock, select.POLLOUT, deadline, cancelled)
+            if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, f"{host} port {port} cannot be reached")
+        except OSError as e:
+            sock.close()
+            failure = e
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
+
+
+def _handshaken(
+    tls: ssl.SSLContext, sock: socket.socket, host: str, deadline: float, cancelled: threading.Event | None
+) -> ssl.SSLSocket:
+    wrapped = tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+    try:
+        wrapped.settimeout(0)
+        while True:
+            try:
+                wrapped.do_handshake()
+            except ssl.SSLWantReadError:
+                _until(wrapped, select.POLLIN, deadline, cancelled)
+            except ssl.SSLWantWriteError:
+                _until(wrapped, select.POLLOUT, deadline, cancelled)
+            else:
+                return wrapped
+    except BaseException:
+        wrapped.close()
+        raise
+
+
+def _until(sock: socket.socket, events: int, deadline: float, cancelled: threading.Event | None) -> None:
+    while not _wait(sock, events, _SLICE_MS):
+        if cancelled is not None and cancelled.is_set():
+            raise Cancelled
+        if time.monotonic() > deadline:
+            raise TimeoutError("no connection in time")
+
+
+def _wait(sock: socket.socket, events: int, wait_ms: int) -> bool:
+    poll = select.poll()
+    poll.register(sock, events)
+    return bool(poll.poll(wait_ms))

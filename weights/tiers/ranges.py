@@ -1,0 +1,216 @@
+"""Reading a range of one remote file into memory: resumed where a connection was cut, retried, and never mixed from two versions."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPMessage
+
+from shared.errors import CheckpointInvalid, InvalidModel, ThawError, Unavailable
+from weights.tiers.http_client import Answer, HttpClient
+from weights.tiers.retry import FAULTS, RETRIED_STATUSES, Backoff
+from weights.tiers.whole import WholeFileStream
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_REDIRECT_KEPT_S = 300.0
+_ABSENT = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.GONE})
+_REFUSED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.PROXY_AUTHENTICATION_REQUIRED, *_ABSENT})
+
+
+class Retry(Exception):
+    """This attempt failed, the next one may not. `asked`: the server's Retry-After."""
+
+    def __init__(self, why: str, asked: str | None = None) -> None:
+        super().__init__(why)
+        self.asked = asked
+
+
+@dataclass
+class RemoteFile:
+    """One file behind `url()`, which may be signed anew at each call. `where` names it in messages.
+
+    `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the first answer says. `headers`: of the
+    first answer. `key`: for the store that the file is in. `whole_only`: the server has shown that it knows no ranges.
+    """
+
+    url: Callable[[], str]
+    where: str
+    size: int | None = None
+    validator: str | None = None
+    final: tuple[str, float] | None = None
+    stream: WholeFileStream | None = None
+    headers: HTTPMessage | None = None
+    key: str = ""
+    whole_only: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def address(self) -> str:
+        """Where redirects led the last time, for a while; else the URL itself."""
+        final = self.final
+        return final[0] if final is not None and time.monotonic() < final[1] else self.url()
+
+    def in_order(self, connect: Callable[[threading.Event | None], Answer]) -> WholeFileStream:
+        with self.lock:
+            if self.stream is None:
+                self.stream = WholeFileStream(connect)
+            return self.stream
+
+    def close(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
+
+
+def refusal(where: str, status: int) -> ThawError:
+    if status in _ABSENT:
+        return CheckpointInvalid(f"{where} is not there (the server answered {status}); correct the source, or put the file there")
+    return InvalidModel(f"{where}: the server refuses access ({status}); give the loader the right credentials")
+
+
+class RangeReader:
+    """Reads for one tier, from several threads. `refused(where, status)` is the error for 401, 403, 404, 407 and 410."""
+
+    def __init__(
+        self, client: HttpClient, backoff: Backoff | None = None, refused: Callable[[str, int], ThawError] = refusal
+    ) -> None:
+        self._client, self._backoff, self._refused = client, backoff or Backoff(), refused
+
+    def read(self, file: RemoteFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
+        """Fill `into` from `offset` on. Raises `CheckpointInvalid`, `Unavailable`, `InvalidModel` or `Cancelled`."""
+        done = failures = 0
+        while done < len(into):
+            try:
+                with into[done:] as rest:
+                    done += self._some(file, offset + done, rest, cancelled)
+                failures = 0
+            except (Retry, *FAULTS) as e:
+                failures = self._again(file, failures, e, cancelled)
+
+    def head(self, file: RemoteFile, limit: int, cancelled: threading.Event | None = None) -> bytes | None:
+        """The first bytes, `limit` at most; learns size and validator. None if the file is not there."""
+        failures = 0
+        while True:
+            try:
+                return self._head(file, limit, cancelled)
+            except (Retry, *FAULTS) as e:
+                failures = self._again(file, failures, e, cancelled)
+
+    def _again(self, file: RemoteFile, failures: int, error: Exception, cancelled: threading.Event | None) -> int:
+        failures += 1
+        if failures >= self._backoff.attempts:
+            why = str(error) or type(error).__name__
+            raise Unavailable(
+                f"{file.where} could not be read in {failures} attempts ({why}); check the server, the network and the proxy variables",
+                should_retry=True,
+            ) from error
+        self._backoff.pause(failures, error.asked if isinstance(error, Retry) else None, cancelled)
+        return failures
+
+    def _head(self, file: RemoteFile, limit: int, cancelled: threading.Event | None) -> bytes | None:
+        with self._get(file, 0, limit, cancelled) as answer:
+            if answer.status in _ABSENT:
+                return None
+            if answer.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:  # an empty file has no first byte
+                file.size = 0
+                return b""
+            self._accept(file, answer, 0)
+            wanted = limit if file.size is None else min(limit, file.size)
+            file.whole_only = answer.status == HTTPStatus.OK and file.size is not None and file.size > limit
+            data = answer.read(wanted)
+        if file.size is not None and len(data) < wanted:
+            raise Retry("the connection was cut")
+        if file.size is None:
+            raise Retry("the server does not say how large the file is")
+        return data
+
+    def _some(self, file: RemoteFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> int:
+        """One attempt: as many bytes as come of it, at least one."""
+        if not file.whole_only:
+            with self._get(file, offset, len(into), cancelled) as answer:
+                self._accept(file, answer, offset)
+                if answer.status == HTTPStatus.PARTIAL_CONTENT or offset == 0:
+                    return _fill(into, answer)
+                file.whole_only = True
+        # The server has no ranges: the file comes from one connection, in order.
+        return file.in_order(lambda called_off: self._whole(file, called_off)).read(offset, into, cancelled)
+
+    def _whole(self, file: RemoteFile, cancelled: threading.Event | None) -> Answer:
+        answer = self._client.get(file.address(), cancelled=cancelled)
+        try:
+            self._accept(file, answer, 0)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def _get(self, file: RemoteFile, offset: int, length: int, cancelled: threading.Event | None) -> Answer:
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
+        if file.validator is not None and not file.validator.startswith("W/"):
+            headers["If-Range"] = file.validator
+        asked = file.address()
+        answer = self._client.get(asked, headers, cancelled)
+        if answer.url != asked:
+            file.final = (answer.url, time.monotonic() + _REDIRECT_KEPT_S)
+        return answer
+
+    def _accept(self, file: RemoteFile, answer: Answer, offset: int) -> None:
+        """Raise unless `answer` brings bytes of this file, of this version, from `offset` (206) or from the start (200) on."""
+        status = answer.status
+        if status in _REFUSED:
+            if file.final is not None:  # the place that redirects led to is out of date
+                file.final = None
+                if answer.url != file.url():
+                    raise Retry(f"the server refused access ({status})")
+            raise self._refused(file.where, status)
+        if status in RETRIED_STATUSES:
+            raise Retry(f"the server answered {status}", answer.header("Retry-After"))
+        if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            raise _changed(file)
+        if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+            raise InvalidModel(f"{file.where}: the server answered {status}; correct the source")
+        if (answer.header("Content-Encoding") or "identity") != "identity":
+            raise InvalidModel(f"{file.where} is sent compressed, though asked for as it is; switch that off in the server")
+        size = _size(answer, offset)
+        validator = answer.header("ETag") or answer.header("Last-Modified")
+        if (file.size is not None and size not in (None, file.size)) or (
+            file.validator is not None and file.validator not in (answer.header("ETag"), answer.header("Last-Modified"))
+        ):
+            raise _changed(file)
+        file.headers = file.headers if file.headers is not None else answer.response.headers
+        file.size = size if file.size is None else file.size
+        file.validator = validator if file.validator is None else file.validator
+
+
+def _size(answer: Answer, offset: int) -> int | None:
+    """Bytes of the whole file, where the answer says it. Raises `Retry` for a part that was not asked for."""
+    if answer.status == HTTPStatus.OK:
+        return answer.response.length
+    found = _CONTENT_RANGE.fullmatch(answer.header("Content-Range") or "")
+    if found is None or int(found[1]) != offset:
+        raise Retry(f"the server sent {answer.header('Content-Range') or 'an unnamed part'} instead of bytes from {offset} on")
+    return None if found[3] == "*" else int(found[3])
+
+
+def _fill(into: memoryview, answer: Answer) -> int:
+    """Read until `into` is full or the body ends; a connection that breaks midway has still brought what it brought."""
+    done = 0
+    try:
+        while done < len(into):
+            with into[done:] as rest:
+                got = answer.readinto(rest)
+            if got == 0:
+                break
+            done += got
+    except FAULTS:
+        if done == 0:
+            raise
+    if done == 0:
+        raise Retry("the connection was cut")
+    return done
+
+
+def _changed(file: RemoteFile) -> CheckpointInvalid:
+    return CheckpointInvalid(f"{file.where} has changed since it was listed; register the model again (thaw models add)")

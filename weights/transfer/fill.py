@@ -1,0 +1,84 @@
+"""Fill a segment: header first, then every piece over its link, with a watermark that grows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from weights.formats.segment import Layout
+from weights.pool.region import Space
+from weights.transfer.link import Link, Transfer
+from weights.transfer.pieces import Piece, Watermark
+from weights.transfer.reader import ReadStats
+
+
+class PieceReader(Protocol):
+    """Brings pieces into the region, from several threads. `stats`: what it has read so far."""
+
+    stats: ReadStats
+
+    def read(self, piece: Piece) -> None: ...
+    def close(self) -> None: ...
+
+
+class Filling:
+    """One load under way. `start` writes header and index; readers may map the segment from then on."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        region: Space,
+        pieces: tuple[Piece, ...],
+        *,
+        background: bool = False,
+        cancelled: threading.Event | None = None,
+        on_loaded: Callable[[int], None] | None = None,
+        on_arrived: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`on_arrived`: told the offset and the length of each range of the segment that has come, each byte once: padding goes with what lies
+        before it."""
+        self._layout, self._region, self._pieces = layout, region, pieces
+        self._on_loaded, self._on_arrived = on_loaded, on_arrived
+        self._starts = (*(p.target for p in pieces), layout.total_bytes)
+        self._watermark = Watermark(pieces, len(layout.head), layout.total_bytes)
+        self._transfer = Transfer(pieces, self._read, background, cancelled)
+        self._link: Link | None = None
+        self._reader: PieceReader | None = None
+
+    @property
+    def loaded(self) -> int:
+        """Every byte of the segment below this is there."""
+        return self._watermark.loaded
+
+    def write_head(self) -> None:
+        """Raises `InsufficientMemory`."""
+        self._region.write(0, self._layout.head)
+        if self._on_arrived is not None:
+            self._on_arrived(0, self._starts[0])
+
+    def run(self, reader: PieceReader, link: Link) -> None:
+        """Read every piece over `link`; returns or raises only when no thread touches the segment any more. Closes `reader`.
+
+        Raises `Cancelled` within a piece's time of `cancelled`, or what the reader raised first.
+        """
+        self._reader, self._link = reader, link
+        try:
+            link.submit(self._transfer).result()
+        finally:
+            reader.close()
+
+    def hurry(self) -> None:
+        """A request waits on it now."""
+        self._transfer.background = False
+        if self._link is not None:
+            self._link.hurry(self._transfer)
+
+    def _read(self, piece: Piece) -> None:
+        assert self._reader is not None
+        self._reader.read(piece)
+        if self._on_arrived is not None:
+            self._on_arrived(piece.target, self._starts[piece.index + 1] - piece.target)
+        self._watermark.arrived(piece)
+        if self._on_loaded is not None:
+            self._on_loaded(self._watermark.loaded)

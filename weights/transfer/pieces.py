@@ -1,0 +1,70 @@
+"""What a load reads, cut so that each piece lies in one chunk of the pool; and how far it has come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weights.formats.segment import Layout
+from weights.pool.chunks import CHUNK_BYTES
+
+TAIL_BYTES = 4 * CHUNK_BYTES
+TAIL_PIECE_BYTES = 4 * 1024 * 1024
+"""What comes last from a disk is cut smaller: its threads end together, and none reads a whole chunk while the others have nothing left."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` bytes of the `file`-th weight file from `offset` on, which go to byte `target` of the segment."""
+
+    index: int
+    file: int
+    offset: int
+    length: int
+    target: int
+
+
+def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False) -> tuple[Piece, ...]:
+    """All of the weight files, in the segment's order. No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages).
+    `remote`: each piece costs a request, so the last ones are not smaller."""
+    found: list[Piece] = []
+    tail = layout.total_bytes - TAIL_BYTES
+    for number, place in enumerate(layout.places):
+        at = 0
+        while at < place.file.size:
+            target = place.offset + at
+            most = piece_bytes if remote or target < tail else min(piece_bytes, TAIL_PIECE_BYTES)
+            length = min(place.file.size - at, CHUNK_BYTES - target % CHUNK_BYTES, most)
+            found.append(Piece(len(found), number, at, length, target))
+            at += length
+    return tuple(found)
+
+
+class Watermark:
+    """Which bytes of a segment are there. Threads report pieces in any order."""
+
+    def __init__(self, pieces: Sequence[Piece], head: int, total: int) -> None:
+        """The first `head` bytes are there already."""
+        self._pieces, self._total, self._head = pieces, total, head
+        self._arrived = bytearray(len(pieces))
+        self._next = 0
+        self._lock = threading.Lock()
+
+    @property
+    def complete(self) -> bool:
+        return self._next == len(self._pieces)
+
+    @property
+    def loaded(self) -> int:
+        """Every byte of the segment below this is there."""
+        if self.complete:
+            return self._total
+        return max(self._head, self._pieces[self._next].target) if self._next else self._head
+
+    def arrived(self, piece: Piece) -> None:
+        """Take note of a piece."""
+        with self._lock:
+            self._arrived[piece.index] = 1
+            while self._next < len(self._pieces) and self._arrived[self._next]:
+                self._next += 1

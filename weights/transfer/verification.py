@@ -1,0 +1,44 @@
+"""Whether weights that have arrived in the pool are those that were converted: each tensor's SHA-256 against the index (ADR 0017)."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from weights.formats.safetensors import TensorEntry
+from weights.formats.segment import Layout, Place
+from weights.formats.verify import damaged, once
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.region import Region
+from weights.tiers.port import Cancelled
+
+
+def verify_region(
+    layout: Layout, region: Region, *, threads: int = 2, cancelled: threading.Event | None = None, source: str | None = None
+) -> int:
+    """Bytes that were hashed, tied tensors once; 0 where the checkpoint carries no hashes. `source`: what the files are named by if they are not
+    on this host. Raises `CheckpointInvalid` or `Cancelled`."""
+    work = [(place, t) for place in layout.places for t in once(place.file.header.tensors) if t.sha256]
+
+    def check(place: Place, tensor: TensorEntry) -> None:
+        digest, at = hashlib.sha256(), place.offset + tensor.offset
+        end = at + tensor.nbytes
+        while at < end:
+            if cancelled is not None and cancelled.is_set():
+                raise Cancelled
+            length = min(end - at, CHUNK_BYTES - at % CHUNK_BYTES)
+            with region.view(at, length) as data:
+                digest.update(data)
+            at += length
+        if digest.hexdigest() != tensor.sha256:
+            raise damaged(tensor, f"{source}/{place.file.name}" if source is not None else str(place.file.path))
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        try:
+            for _ in pool.map(lambda pair: check(*pair), work):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return sum(t.nbytes for _, t in work)

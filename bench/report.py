@@ -46,7 +46,9 @@ def write(path: Path | None, figures: dict[str, float], *, add: bool = False) ->
     if path is None:
         return
     before = json.loads(path.read_text()) if add and path.exists() else {"figures": {}, "commands": []}
-    command = " ".join(["python", "-m", "bench." + Path(sys.argv[0]).stem, *sys.argv[1:]])
+    script = Path(sys.argv[0])
+    name = script.parent.name if script.stem == "__main__" else script.stem
+    command = " ".join(["python", "-m", f"bench.{name}", *sys.argv[1:]])
     document = {
         "figures": before["figures"] | {name: round(value, 4) for name, value in figures.items()},
         "machine": machine(),

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +26,9 @@ from bench.chaos.faults import STOP_S, Fault, Strike
 from bench.chaos.load import PROMPTS, Asker, Client, Served, jobs
 from bench.chaos.verdict import BAD, Answer, Exchange, Fate, Job, Reference, judge
 
-PAUSE_S, PACE_S = 1.0, 5.0
+PAUSE_S, PACE_S = 1.0, 4.0
 _RECOVERED_WITHIN_S = 90.0
-_FIND_WITHIN_S = 45.0
+_FIND_WITHIN_S, _REPLACED_S = 90.0, 5.0
 _OPERATOR_S = 1.0
 """After which an operator (a unit of systemd) starts a killed supervisor again."""
 _SETTLE_S = 60.0
@@ -95,6 +96,7 @@ class Campaign:
             for n in range(clients)
         ]
         self._probes = 0
+        self._waker: threading.Thread | None = None
 
     def run(self, plan: tuple[Fault, ...], until_s: float | None = None) -> Findings:
         """Carry out the plan, `until_s` seconds at most, then let everything come to rest and compare the books."""
@@ -106,10 +108,7 @@ class Campaign:
             client.start()
         time.sleep(PAUSE_S)
         try:
-            for fault in plan:
-                if until_s is not None and time.monotonic() - begun > until_s:
-                    break
-                self._carry_out(fault, begun)
+            self._carry_out_all(plan, begun, until_s)
         finally:
             self._findings.duration_s = time.monotonic() - begun
             self._end()
@@ -177,12 +176,30 @@ class Campaign:
 
     # Faults.
 
-    def _carry_out(self, fault: Fault, begun: float) -> None:
+    def _carry_out_all(self, plan: tuple[Fault, ...], begun: float, until_s: float | None) -> None:
+        """In order, but for faults whose victims are not there now: those come as soon as they are, or are skipped in the end."""
+        waiting: deque[Fault] = deque()
+        for fault in plan:
+            if until_s is not None and time.monotonic() - begun > until_s:
+                break
+            waiting.append(fault)
+            for _ in range(len(waiting)):
+                earlier = waiting.popleft()
+                if not self._carry_out(earlier, begun):
+                    waiting.append(earlier)
+        deadline = time.monotonic() + _FIND_WITHIN_S
+        while waiting and time.monotonic() < deadline:
+            if not self._carry_out(fault := waiting.popleft(), begun):
+                waiting.append(fault)
+        for fault in waiting:
+            self._findings.skipped.append(str(fault))
+            self._say(f"{fault.number}: {fault} skipped for want of a victim")
+
+    def _carry_out(self, fault: Fault, begun: float) -> bool:
+        """False: a victim is not there now."""
         targets = [(strike, self._find(strike)) for strike in fault.strikes]
-        if missing := [s.victim for s, process in targets if process is None]:
-            self._findings.skipped.append(f"{fault}: no {', '.join(missing)}")
-            self._say(f"{fault.number}: {fault} skipped: no {', '.join(missing)}")
-            return
+        if any(process is None for _, process in targets):
+            return False
         cold = self._cold_model()
         found = [(s, p) for s, p in targets if p is not None]
         struck = Struck(fault, time.monotonic(), [self._bed.name_of(s.victim, p) for s, p in found])
@@ -197,6 +214,7 @@ class Campaign:
         self._followers.append(follower)
         follower.join(PACE_S)
         time.sleep(max(0.0, struck.at + PAUSE_S - time.monotonic()))
+        return True
 
     def _follow(self, struck: Struck, found: list[tuple[Strike, psutil.Process]], cold: str, begun: float) -> None:
         """Wait for the recovery, and tell of it."""
@@ -213,16 +231,22 @@ class Campaign:
         )
 
     def _find(self, strike: Strike) -> psutil.Process | None:
-        """A living process of the kind; waits for one where a previous fault has taken it."""
-        deadline = time.monotonic() + _FIND_WITHIN_S
+        """A living process of the kind. One that is just being started again is waited for; an engine is asked for, and looked for later."""
+        deadline = time.monotonic() + _REPLACED_S
         while True:
             if found := self._bed.victims(strike.victim):
                 return found[strike.choose(len(found))]
+            if strike.victim in ("engine host", "hosted engine"):
+                self._ask_for_hosted()
+                return None
             if time.monotonic() > deadline:
                 return None
-            if strike.victim in ("engine host", "hosted engine"):
-                self._probe("llama")
             time.sleep(0.1)
+
+    def _ask_for_hosted(self) -> None:
+        if self._waker is None or not self._waker.is_alive():
+            self._waker = threading.Thread(target=self._probe, args=("llama",), daemon=True)
+            self._waker.start()
 
     def _strike(self, strike: Strike, process: psutil.Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -14,7 +14,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from nats.errors import Error as NatsError
 
@@ -28,6 +30,7 @@ from services.gateway.adapters.idempotency import (
     Found,
     IdempotencyStore,
     Part,
+    is_away,
     reachable,
 )
 from services.gateway.domain.dispatcher import Dispatcher
@@ -39,6 +42,8 @@ from shared.errors import DeadlineExceeded, InvalidRequest, ThawError, Unavailab
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+_AWAY_S, _ASK_AGAIN_S = 60.0, 0.5
 
 
 class IdempotencyKeyReused(InvalidRequest):
@@ -99,7 +104,19 @@ class Keyed:
     async def _run(self) -> None:
         place: Claim | Found | None = self._place
         while place is not None and not self._exchange.ended:
-            place = await (self._own(place) if isinstance(place, Claim) else self._follow(place))
+            place = await (self._own(place) if isinstance(place, Claim) else self._patiently(partial(self._follow, place)))
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask again while the store is away, for `_AWAY_S` at most: a restart of NATS ends no answer. Raises what `ask` raises."""
+        until = time.monotonic() + _AWAY_S
+        while True:
+            try:
+                return await ask()
+            except Exception as e:
+                if not is_away(e) or time.monotonic() > until:
+                    raise
+                log.info("the store of idempotency keys is away; asking again", extra={"error": repr(e)})
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     # The owner.
 
@@ -127,12 +144,12 @@ class Keyed:
             return
         dispatcher.on_adopted(self._ticket, entry.attempt_id, entry.instance_id, entry.node, now)
         if self._listener.heard != entry.reply:
-            await self._listener.listen(entry)
+            await self._patiently(partial(self._listener.listen, entry))
         if self._exchange.refusal is not None:
             dispatcher.on_refused(self._ticket, self._exchange.refusal, now)
         elif self._exchange.lost is not None:
             dispatcher.on_engine_lost(self._ticket, self._exchange.lost, now)
-        elif not self._exchange.ended and not await self._store.stored(entry.reply):
+        elif not self._exchange.ended and not await self._patiently(partial(self._store.stored, entry.reply)):
             self._listener.also_end(await self._engines.ask_again(self._exchange, entry.reply))
 
     def send(self) -> None:
@@ -149,7 +166,8 @@ class Keyed:
         revision = route.status.revision if route is not None else ""
         try:
             with reachable():
-                await self._claim.sending(reply, attempt_id, ticket.instance_id or "", ticket.node, revision, parts)
+                entry = partial(self._claim.sending, reply, attempt_id, ticket.instance_id or "", ticket.node, revision, parts)
+                await self._patiently(entry)
         except ClaimLost:
             return
         except Unavailable as e:
@@ -160,18 +178,21 @@ class Keyed:
             self._engines.send(self._exchange, reply)
 
     async def _settle(self, claim: Claim) -> None:
-        exchange = self._exchange
         try:
-            if self._handing_over:
-                await claim.hand_over()
-            elif not self._worth_keeping():
-                await claim.drop()
-            elif await self._store.until_stored(claim.entry.reply, exchange.received):
-                await claim.done(exchange.received, exchange.error)
+            await self._patiently(partial(self._write_end, claim))
         except ClaimLost:
             log.info("an idempotency key was another gateway's when its request ended")
         except (NatsError, TimeoutError) as e:
             log.warning("the end of a request with an idempotency key could not be stored", extra={"error": repr(e)})
+
+    async def _write_end(self, claim: Claim) -> None:
+        exchange = self._exchange
+        if self._handing_over:
+            await claim.hand_over()
+        elif not self._worth_keeping():
+            await claim.drop()
+        elif await self._store.until_stored(claim.entry.reply, exchange.received):
+            await claim.done(exchange.received, exchange.error)
 
     def _worth_keeping(self) -> bool:
         """An answer is; and what a client has got of a stream that broke off: a repetition is to find that, and not another answer."""

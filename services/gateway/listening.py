@@ -101,7 +101,11 @@ class Listener:
                 self._whole.set()
             self._break_off()
 
-        self._ends.append(await self._store.follow(reply, take))
+        try:
+            self._ends.append(await self._store.follow(reply, take))
+        except BaseException:
+            self.heard = ""
+            raise
 
     async def _received(self, part: Part) -> list[dict[str, Any]]:
         """Take the part's messages of what is heard and no more; those that have been taken beyond them: its owner did not hear them."""

@@ -112,7 +112,8 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
 
 
 def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console, detach: bool) -> tuple[Identity, Document]:
-    """Whatever goes wrong, nothing is left running; but with `detach` a mesh that is up stays up if a model cannot be registered."""
+    """Whatever goes wrong, nothing is left running that was not running before; but with `detach` a mesh that is up stays up if a model cannot be
+    registered."""
     if demo:
         exposure.require_usable_demo(wanted)
     control.check_unused(home, wanted.host_or_default, wanted.port_or_default)
@@ -128,14 +129,15 @@ def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: C
     plan = make_plan(home, wanted, available_memory(), demo_budget=budget or None)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _interrupt)
-    supervisor = _launch(home, plan, out)
+    survives = control.has_survivors(home, plan)
+    supervisor = _launch(home, plan, out, survives=survives)
     try:
         return supervisor, _furnish(home, file, plan, specs, budget, out)
     except KeyboardInterrupt:
         _stop(home, out)
         raise
     except CommandError:
-        if not detach:
+        if not (detach or survives):
             _stop(home, out)
         raise
 
@@ -181,8 +183,11 @@ def _described(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:
     return [n.model_dump(mode="json") for n in nodes]
 
 
-def _launch(home: Home, plan: MeshPlan, out: Console) -> Identity:
-    """Start and wait until the mesh is ready; whatever goes wrong before that, nothing is left running."""
+def _launch(home: Home, plan: MeshPlan, out: Console, *, survives: bool) -> Identity:
+    """Start and wait until the mesh is ready.
+
+    Whatever goes wrong before that, nothing is left running; but a mesh that survived its supervisor and is taken over goes on serving.
+    """
     supervisor: Identity | None = None
     shown: dict[str, str] = {}
     try:
@@ -205,7 +210,8 @@ def _launch(home: Home, plan: MeshPlan, out: Console) -> Identity:
             f"[green]✓[/] the mesh is up: {len(shown)} processes, {len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''} ({names})"
         )
     except (CommandError, KeyboardInterrupt):
-        control.stop(home, lambda _: None)
+        if not survives:
+            control.stop(home, lambda _: None)
         raise
     return supervisor
 

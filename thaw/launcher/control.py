@@ -115,6 +115,11 @@ def check_unused(home: Home, host: str, port: int) -> None:
         check_port(host, port)
 
 
+def has_survivors(home: Home, plan: MeshPlan) -> bool:
+    """Whether `launch` would take over the processes of a supervisor that was killed."""
+    return _adoptable(home, plan) is not None
+
+
 def _adoptable(home: Home, plan: MeshPlan) -> MeshPlan | None:
     """The plan of the mesh that survived its supervisor, if `plan` differs from it only in what was chosen at random."""
     status = read_status(home)

@@ -13,6 +13,7 @@ import asyncio
 import functools
 import hashlib
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -43,6 +44,7 @@ RENEW_S = 1.5
 _STORED_WITHIN_S = 2.0
 _LOOK_S = 0.05
 _HERE_WITHIN_S = 1.0
+_FOUND_WITHIN_S, _FIND_AGAIN_S = 20.0, 0.5
 
 
 class Part(Frozen):
@@ -86,6 +88,11 @@ def reachable() -> Iterator[None]:
             yield
     except (NatsError, TimeoutError, ValidationError) as e:
         raise Unavailable(f"the store of idempotency keys cannot be reached: {type(e).__name__}", should_retry=True) from e
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the store did not answer, as while NATS restarts: what was asked may be asked again."""
+    return isinstance(error, NatsError | TimeoutError) or isinstance(error.__cause__, NatsError | TimeoutError)
 
 
 class Found:
@@ -185,25 +192,37 @@ class IdempotencyStore:
         return entry.model_copy(update={"owner": f"{self._gateway}:{uuid.uuid4().hex}"})
 
     async def find(self, key: str, fresh: Entry) -> Claim | Found:
-        """Become the one who answers for `key`, or learn who is. Raises `Unavailable`."""
+        """Become the one who answers for `key`, or learn who is. Waits for a store that is away, as while NATS restarts, for `_FOUND_WITHIN_S`.
+
+        Raises `Unavailable`.
+        """
+        mine, until = self._mine(fresh), time.monotonic() + _FOUND_WITHIN_S
         with reachable():
+            while True:
+                try:
+                    return await self._find(key, mine)
+                except (NatsError, TimeoutError):
+                    self._bucket = None
+                    if time.monotonic() > until:
+                        raise
+                await asyncio.sleep(_FIND_AGAIN_S)
+
+    async def _find(self, key: str, mine: Entry) -> Claim | Found:
+        bucket = await self._open()
+        while True:
             try:
-                bucket = await self._open()
-                while True:
-                    mine = self._mine(fresh)
-                    try:
-                        return Claim(bucket, key, mine, await bucket.create(key, _bytes(mine)))
-                    except KeyWrongLastSequenceError:
-                        pass
-                    try:
-                        there = await bucket.get(key)
-                    except KeyNotFoundError:
-                        continue
-                    if there.value is not None and there.revision is not None:
-                        return Found(key, Entry.model_validate_json(there.value), there.revision)
-            except (NatsError, TimeoutError):
-                self._bucket = None
-                raise
+                return Claim(bucket, key, mine, await bucket.create(key, _bytes(mine)))
+            except KeyWrongLastSequenceError:
+                pass
+            try:
+                there = await bucket.get(key)
+            except KeyNotFoundError:
+                continue
+            if there.value is not None and there.revision is not None:
+                entry = Entry.model_validate_json(there.value)
+                # One that was created although its confirmation was lost is ours.
+                own = entry.owner == mine.owner
+                return Claim(bucket, key, entry, there.revision) if own else Found(key, entry, there.revision)
 
     async def take_over(self, found: Found) -> Claim | None:
         """Replace an owner who is gone; None if somebody else has been faster, or he is not gone after all."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from nats.js.errors import NotFoundError
+from nats.js.kv import KeyValue
 
 from services.gateway import keyed
 from services.gateway.access import Keys
@@ -385,3 +387,71 @@ async def test_an_owner_that_was_taken_for_dead_gives_way(gateway: Served, node:
     answer = await first
     assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
     assert engine.cancelled == []
+
+
+class Away:
+    """Has a method of the store fail so often as NATS's client does while its server stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, times: int) -> None:
+        self.left = times
+        original = getattr(KeyValue, method)
+
+        async def failing(*given: Any, **named: Any) -> Any:
+            if self.left > 0:
+                self.left -= 1
+                raise TimeoutError
+            return await original(*given, **named)
+
+        monkeypatch.setattr(KeyValue, method, failing)
+
+    async def over(self) -> bool:
+        return self.left == 0
+
+
+async def test_a_follower_outlives_an_outage_of_the_store(gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chaos seed 1: while NATS stood still a repetition under way ended with `the store of idempotency keys cannot be reached`."""
+    behaviour = Paced()
+    engine = await node.engine("alpha", behaviour)
+    first = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True), headers=KEY))
+    await engine.until(lambda: len(engine.requests) == 1)
+    away = Away(monkeypatch, "watch", 2)
+    second = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True), headers=KEY))
+    await until(away.over)
+    behaviour.go.set()
+    assert content((await second).text) == content((await first).text) == "one two"
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("method", ["create", "update"])
+async def test_an_owner_outlives_an_outage_of_the_store(
+    gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Neither claiming the key, nor writing down who is asked, ends a request while NATS restarts."""
+    engine = await node.engine("alpha")
+    away = Away(monkeypatch, method, 2)
+    answer = await gateway.http.post(URL, json=chat(), headers=KEY)
+    assert (away.left, answer.status_code) == (0, 200)
+    again = await gateway.http.post(URL, json=chat(), headers=KEY)
+    assert again.json() == answer.json()
+    assert len(engine.requests) == 1
+
+
+async def test_a_claim_whose_confirmation_was_lost_is_ours(
+    gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await node.engine("alpha")
+    create, calls = KeyValue.create, 0
+
+    async def unconfirmed(self: KeyValue, *given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = await create(self, *given, **named)
+        if calls == 1:
+            raise TimeoutError
+        return found
+
+    monkeypatch.setattr(KeyValue, "create", unconfirmed)
+    answer = await gateway.http.post(URL, json=chat(), headers=KEY)
+    assert answer.status_code == 200
+    assert "idempotent-replayed" not in answer.headers
+    assert (calls, len(engine.requests)) == (2, 1)

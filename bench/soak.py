@@ -1,10 +1,10 @@
 """What grows in a mesh that serves for hours: a slope per hour of everything that could, and what that makes in a month.
 
-    python -m bench.soak [--hours N] [--rate N] [--directory DIR] [--json PATH]
+    python -m bench.soak [--hours N] [--rate N] [--suspend auto|off] [--directory DIR] [--json PATH]
     python -m bench.soak --report DIR [--json PATH]
 
 `thaw up` starts two nodes under a state directory of its own. One small model is pinned; three more compete for memory that holds two of them, so
-that swaps go on. The load is steady (bench/soak_load.py): RATE requests a second, streamed, whole, keyed, for an adapter, cancelled and malformed.
+that swaps go on: where the machine can suspend them their engines are suspended and resumed, with `--suspend off` stopped and started. The load is steady (bench/soak_load.py): RATE requests a second, streamed, whole, keyed, for an adapter, cancelled and malformed.
 Every 30 s, or a two-hundredth of the time if that is less, everything is counted (bench/soak_census.py); samples and requests are appended to
 files in DIR (a temporary directory by default), and `--report` prints what they say by then, while the run goes on too.
 
@@ -59,9 +59,13 @@ _TRACED_WITHIN_S = 5.0
 _SAMPLES, _REQUESTS = "samples.jsonl", "requests.jsonl"
 
 
-def start_mesh() -> Thaw:
-    """Two nodes: one holds the pinned model and one other, the second one more. The caller closes it."""
-    mesh = Thaw(THAW_SUSPEND="auto")
+def start_mesh(suspend: str) -> Thaw:
+    """Two nodes: one holds the pinned model and one other, the second one more. The caller closes it.
+
+    Args:
+        suspend: THAW_SUSPEND; `off`: every swap stops one engine and starts another.
+    """
+    mesh = Thaw(THAW_SUSPEND=suspend)
     try:
         specs = [
             ModelSpec(name=name, source=str(make_demo_model(mesh.home / "models" / name, "test", seed=seed)))
@@ -354,6 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.soak")
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
+    parser.add_argument("--suspend", choices=("auto", "off"), default="auto", help="off: every swap stops an engine and starts one")
     parser.add_argument("--directory", type=Path, help="where samples are kept")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print what a run's samples say; start nothing")
     parser.add_argument("--json", type=Path)
@@ -362,7 +367,7 @@ def main() -> None:
     if arguments.report is None:
         directory.mkdir(parents=True, exist_ok=True)
         print(f"samples in {directory}", file=sys.stderr)
-        mesh = start_mesh()
+        mesh = start_mesh(arguments.suspend)
         try:
             asyncio.run(Run(mesh, directory, arguments.rate).run(arguments.hours * 3600))
         finally:

@@ -65,6 +65,17 @@ class Counter:
         nodes = Api.local(self._home).request("GET", "/admin/v1/cluster")["nodes"]
         return {int(pid): i["model"] for n in nodes for i in n["instances"] for pid in i["pids"]}
 
+    def engines(self) -> set[int]:
+        """Engine processes of the mesh, not the zygotes that they are forked from."""
+        found = set()
+        for process in self._mesh.processes():
+            try:
+                if "services.engine" in " ".join(process.cmdline()) and not listens(process):
+                    found.add(process.pid)
+            except psutil.Error:
+                continue  # it ended meanwhile
+        return found
+
     def _processes(self) -> Census:
         status = read_json(self._home.supervisor_file) or {}
         names = {s["process"]["pid"]: name for name, s in status.get("services", {}).items() if s["process"]}

@@ -1,0 +1,98 @@
+"""The soak of `bench.soak` in small: after some rounds of mixed load a mesh at rest has what it had before them, and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from bench.soak import STEADY, load_of, start_mesh
+from bench.soak_census import SWAPPED, Census, Counter
+from bench.soak_load import DECK, SWAP, Asked
+from shared.contracts.node import InstanceState
+from tests.support.launcher import Thaw
+
+_RATE = 3.0
+_WARM_UP, _ROUNDS = 2 * len(DECK), 3 * len(DECK)
+_AT_REST_WITHIN_S = 30.0
+_ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
+_SLACK = {"fds": 4.0, "threads": 4.0, "files": 0.0, "bytes": 0.0}
+"""What a place may have more of: pools of threads and connections fill up with use. These rounds have more swaps, so one for each is found."""
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Thaw]:
+    mesh = start_mesh("off")
+    try:
+        yield mesh
+    finally:
+        mesh.close()
+
+
+def grown(before: Census, after: Census) -> dict[str, tuple[float, float]]:
+    """What has become more than its slack allows. Engines of swapped models come and go: the books tell how many there may be."""
+    return {
+        key: (before[key], after[key])
+        for key in before.keys() & after.keys()
+        for name, _, metric in [key.partition("|")]
+        if (metric in ("fds", "threads") and name not in (SWAPPED, "mesh", "postgres")) or name in ("/dev/shm", "postgres")
+        if after[key] > before[key] + _SLACK.get(metric, float("inf"))
+    }
+
+
+async def _ask(mesh: Thaw, requests: int) -> list[Asked]:
+    answered: list[Asked] = []
+    load = load_of(mesh, _RATE, answered.append)
+    try:
+        await load.run(requests=requests)
+    finally:
+        await load.close()
+    return answered
+
+
+async def _at_rest(mesh: Thaw, counter: Counter, before: Census | None = None) -> tuple[Census, list[str]]:
+    """A census once every engine and control group is an instance's and nothing has grown, or the last one, with what is wrong in it."""
+    deadline = asyncio.get_running_loop().time() + _AT_REST_WITHIN_S
+    while True:
+        census, faults = await counter.count(), _faults(mesh, counter)
+        if census["mesh|zombies"]:
+            faults.append(f"{census['mesh|zombies']:.0f} zombies")
+        faults += [f"{key}: {was:.0f}, now {now:.0f}" for key, (was, now) in grown(before or census, census).items()]
+        if not faults or asyncio.get_running_loop().time() > deadline:
+            return census, faults
+        await asyncio.sleep(0.5)
+
+
+def _faults(mesh: Thaw, counter: Counter) -> list[str]:
+    instances = [i for n in mesh.json("ps")["nodes"] for i in n["instances"] if i["state"] not in _ENDED]
+    pids = {pid for i in instances for pid in i["pids"]}
+    faults = [f"{i['model']} is {i['state']}" for i in instances if InstanceState(i["state"]).starting]
+    groups = [g.name for g in counter.groups() if not any(g.name.endswith(i["instance_id"]) for i in instances)]
+    engines = {pid for pid in counter.engines() if pid not in pids}
+    return faults + [f"control group {g} is no instance's" for g in groups] + [f"engine {p} is no instance's" for p in engines]
+
+
+async def test_rounds_of_mixed_load_leave_nothing_behind(mesh: Thaw) -> None:
+    counter = Counter(mesh, (STEADY,))
+    try:
+        first = await _ask(mesh, _WARM_UP)
+        before, faults = await _at_rest(mesh, counter)
+        assert faults == [], mesh.last_words()
+        then = await _ask(mesh, _ROUNDS)
+        after, faults = await _at_rest(mesh, counter, before)
+    finally:
+        await counter.close()
+    assert [a for a in (*first, *then) if a.lost] == []
+    assert (len(first), len(then)) == (_WARM_UP, _ROUNDS)
+    swaps = after["table public.plans|rows"] - before["table public.plans|rows"]
+    assert swaps > _SLACK["fds"], "too few swaps to tell a leak by"
+    assert sum(a.kind == SWAP for a in then) >= swaps
+    assert faults == []
+
+
+def test_a_descriptor_for_each_swap_is_growth() -> None:
+    before = {"gateway|fds": 20.0, "gateway|threads": 5.0, "/dev/shm|bytes": 4096.0, "mesh|fds": 100.0}
+    assert grown(before, before | {"gateway|fds": 24.0, "mesh|fds": 200.0}) == {}
+    assert grown(before, before | {"gateway|fds": 25.0}) == {"gateway|fds": (20.0, 25.0)}
+    assert grown(before, before | {"/dev/shm|bytes": 8192.0}) == {"/dev/shm|bytes": (4096.0, 8192.0)}

@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 TORCH_INDEX ?=
 # Test processes at a time. Much of the suite waits for processes to start, so two are worth it on two cores.
 WORKERS ?= 2
+# How long `make soak` takes.
+HOURS ?= 2
 REAL := tests/integration/engines_real
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test lint bench chaos gpu clean install engines
+.PHONY: help up down test lint bench chaos soak gpu clean install engines
 
 help: ## Show this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -45,6 +47,9 @@ gpu: $(STAMP) ## Test and measure what only an NVIDIA GPU can show: loading, sus
 	@$(BIN)/pytest tests/gpu -rs -s
 	@$(BIN)/python -m bench.loader_gpu
 	@$(BIN)/python -m bench.hot_swap --device cuda:0
+
+soak: $(STAMP) ## Find what grows in a mesh that serves for two hours (HOURS=N for longer)
+	@$(BIN)/python -m bench.soak --hours $(HOURS)
 
 install: $(STAMP) ## Make .venv
 

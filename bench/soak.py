@@ -4,7 +4,8 @@
     python -m bench.soak --report DIR [--json PATH]
 
 `thaw up` starts two nodes under a state directory of its own. One small model is pinned; three more compete for memory that holds two of them, so
-that swaps go on: where the machine can suspend them their engines are suspended and resumed, with `--suspend off` stopped and started. The load is steady (bench/soak_load.py): RATE requests a second, streamed, whole, keyed, for an adapter, cancelled and malformed.
+that swaps go on: where the machine can suspend them their engines are suspended and resumed, with `--suspend off` they are stopped and started.
+The load is steady (bench/soak_load.py): RATE requests a second, streamed, whole, keyed, for an adapter, cancelled and malformed.
 Every 30 s, or a two-hundredth of the time if that is less, everything is counted (bench/soak_census.py); samples and requests are appended to
 files in DIR (a temporary directory by default), and `--report` prints what they say by then, while the run goes on too.
 
@@ -36,7 +37,7 @@ from rich.table import Table
 from bench.load_client import percentile
 from bench.report import write
 from bench.soak_census import Counter, stamped
-from bench.soak_load import MALFORMED, Asked, Load
+from bench.soak_load import DECK, MALFORMED, Asked, Load
 from bench.trend import Trend, theil_sen
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import TRACE_MAX_COUNT
@@ -59,13 +60,14 @@ _TRACED_WITHIN_S = 5.0
 _SAMPLES, _REQUESTS = "samples.jsonl", "requests.jsonl"
 
 
-def start_mesh(suspend: str) -> Thaw:
+def start_mesh(suspend: str, **environment: str) -> Thaw:
     """Two nodes: one holds the pinned model and one other, the second one more. The caller closes it.
 
     Args:
         suspend: THAW_SUSPEND; `off`: every swap stops one engine and starts another.
+        environment: further settings.
     """
-    mesh = Thaw(THAW_SUSPEND=suspend)
+    mesh = Thaw(THAW_SUSPEND=suspend, **environment)
     try:
         specs = [
             ModelSpec(name=name, source=str(make_demo_model(mesh.home / "models" / name, "test", seed=seed)))
@@ -88,8 +90,8 @@ def start_mesh(suspend: str) -> Thaw:
     return mesh
 
 
-def load_of(mesh: Thaw, rate: float, told: Callable[[Asked], None]) -> Load:
-    return Load(mesh.url, steady=STEADY, adapter=f"{STEADY}:{ADAPTER}", competing=COMPETING, rate=rate, told=told)
+def load_of(mesh: Thaw, rate: float, told: Callable[[Asked], None], deck: tuple[str, ...] = DECK) -> Load:
+    return Load(mesh.url, steady=STEADY, adapter=f"{STEADY}:{ADAPTER}", competing=COMPETING, rate=rate, told=told, deck=deck)
 
 
 class Traces:

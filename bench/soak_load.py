@@ -1,6 +1,6 @@
 """A steady mixed load on a mesh: so many requests a second, whatever becomes of those before them.
 
-A deck of twenty requests is dealt again and again, always in the same order: streamed, whole, keyed (sent twice), to an adapter, cancelled
+A deck of requests is dealt again and again, always in the same order: streamed, whole, keyed (sent twice), to an adapter, cancelled
 after a few tokens, malformed; to a model that is always on a device, and to those that compete for the rest. The one of these that was not asked
 for longest is cold wherever there is no room for all.
 """
@@ -54,8 +54,17 @@ class Load:
     """Asks `rate` times a second. `told` hears of every request that has ended."""
 
     def __init__(
-        self, url: str, *, steady: str, adapter: str, competing: tuple[str, ...], rate: float, told: Callable[[Asked], None]
+        self,
+        url: str,
+        *,
+        steady: str,
+        adapter: str,
+        competing: tuple[str, ...],
+        rate: float,
+        told: Callable[[Asked], None],
+        deck: tuple[str, ...] = DECK,
     ) -> None:
+        self._deck = deck
         self._http = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(_TIMEOUT_S, connect=10), trust_env=False)
         self._steady, self._adapter, self._competing = steady, adapter, list(competing)
         self._rate, self._told = rate, told
@@ -80,9 +89,9 @@ class Load:
         await self._http.aclose()
 
     async def _ask(self, number: int) -> None:
-        kind = DECK[number % len(DECK)]
+        kind = self._deck[number % len(self._deck)]
         asked = Asked(time.monotonic() - self._began, kind, self._model(kind))
-        prompt = _PROMPTS[number // len(DECK) % len(_PROMPTS)]
+        prompt = _PROMPTS[number // len(self._deck) % len(_PROMPTS)]
         body = {
             "model": asked.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": _TOKENS, "temperature": 0,
         }  # fmt: skip
@@ -106,7 +115,7 @@ class Load:
 
     async def _perform(self, asked: Asked, body: dict[str, Any], number: int, started: float) -> None:
         if asked.kind == MALFORMED:
-            await self._misuse(asked, body, number // len(DECK))
+            await self._misuse(asked, body, number // len(self._deck))
         elif asked.kind in (WHOLE, KEYED):
             await self._whole(asked, body, f"soak-{self._began}-{number}" if asked.kind == KEYED else None)
         else:

@@ -9,21 +9,24 @@ import pytest
 
 from bench.soak import STEADY, load_of, start_mesh
 from bench.soak_census import SWAPPED, Census, Counter
-from bench.soak_load import DECK, SWAP, Asked
+from bench.soak_load import ADAPTER, AGAIN, CANCELLED, KEYED, MALFORMED, STREAMED, SWAP, WHOLE, Asked
 from shared.contracts.node import InstanceState
 from tests.support.launcher import Thaw
 
 _RATE = 3.0
-_WARM_UP, _ROUNDS = 2 * len(DECK), 3 * len(DECK)
-_AT_REST_WITHIN_S = 30.0
+_DECK = (SWAP, STREAMED, KEYED, SWAP, CANCELLED, ADAPTER, SWAP, WHOLE, MALFORMED, AGAIN)
+_WARM_UP, _ROUNDS = 2 * len(_DECK), 4 * len(_DECK)
+_AT_REST_WITHIN_S = 60.0
 _ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
-_SLACK = {"fds": 4.0, "threads": 4.0, "files": 0.0, "bytes": 0.0}
+_STORES = ("/dev/shm|files", "/dev/shm|bytes", "postgres|connections")
+"""Beside descriptors and threads. Postgres's own descriptors are left out: each backend keeps the files open that it has read."""
+_SLACK = {"connections": 3.0, "fds": 3.0, "threads": 4.0, "files": 0.0, "bytes": 0.0}
 """What a place may have more of: pools of threads and connections fill up with use. These rounds have more swaps, so one for each is found."""
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Thaw]:
-    mesh = start_mesh("off")
+    mesh = start_mesh("off", THAW_DRAM_BYTES="0")  # then weights that no instance holds are growth
     try:
         yield mesh
     finally:
@@ -36,14 +39,14 @@ def grown(before: Census, after: Census) -> dict[str, tuple[float, float]]:
         key: (before[key], after[key])
         for key in before.keys() & after.keys()
         for name, _, metric in [key.partition("|")]
-        if (metric in ("fds", "threads") and name not in (SWAPPED, "mesh", "postgres")) or name in ("/dev/shm", "postgres")
-        if after[key] > before[key] + _SLACK.get(metric, float("inf"))
+        if (metric in ("fds", "threads") and name not in (SWAPPED, "mesh", "postgres")) or key in _STORES
+        if after[key] > before[key] + _SLACK[metric]
     }
 
 
 async def _ask(mesh: Thaw, requests: int) -> list[Asked]:
     answered: list[Asked] = []
-    load = load_of(mesh, _RATE, answered.append)
+    load = load_of(mesh, _RATE, answered.append, _DECK)
     try:
         await load.run(requests=requests)
     finally:
@@ -78,7 +81,7 @@ async def test_rounds_of_mixed_load_leave_nothing_behind(mesh: Thaw) -> None:
     try:
         first = await _ask(mesh, _WARM_UP)
         before, faults = await _at_rest(mesh, counter)
-        assert faults == [], mesh.last_words()
+        assert faults == [], "\n".join(faults)
         then = await _ask(mesh, _ROUNDS)
         after, faults = await _at_rest(mesh, counter, before)
     finally:
@@ -86,13 +89,13 @@ async def test_rounds_of_mixed_load_leave_nothing_behind(mesh: Thaw) -> None:
     assert [a for a in (*first, *then) if a.lost] == []
     assert (len(first), len(then)) == (_WARM_UP, _ROUNDS)
     swaps = after["table public.plans|rows"] - before["table public.plans|rows"]
-    assert swaps > _SLACK["fds"], "too few swaps to tell a leak by"
+    assert swaps > max(_SLACK.values()), "too few swaps to tell a leak by"
     assert sum(a.kind == SWAP for a in then) >= swaps
-    assert faults == []
+    assert faults == [], "\n".join(faults)
 
 
 def test_a_descriptor_for_each_swap_is_growth() -> None:
     before = {"gateway|fds": 20.0, "gateway|threads": 5.0, "/dev/shm|bytes": 4096.0, "mesh|fds": 100.0}
-    assert grown(before, before | {"gateway|fds": 24.0, "mesh|fds": 200.0}) == {}
-    assert grown(before, before | {"gateway|fds": 25.0}) == {"gateway|fds": (20.0, 25.0)}
+    assert grown(before, before | {"gateway|fds": 23.0, "mesh|fds": 200.0}) == {}
+    assert grown(before, before | {"gateway|fds": 24.0}) == {"gateway|fds": (20.0, 24.0)}
     assert grown(before, before | {"/dev/shm|bytes": 8192.0}) == {"/dev/shm|bytes": (4096.0, 8192.0)}

@@ -15,10 +15,10 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test lint bench chaos soak gpu clean install engines
+.PHONY: help up down test test-long lint bench chaos soak gpu clean install engines
 
 help: ## Show this
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 up: $(STAMP) ## Install, start the mesh in the background, and show it with three demo models
 	@$(BIN)/thaw up --demo --detach
@@ -30,6 +30,11 @@ down: ## Stop the mesh
 test: $(STAMP) ## Run the whole test suite
 	@$(BIN)/pytest -n $(WORKERS) --dist loadscope --ignore $(REAL) && rest=0 || rest=$$?; \
 	$(BIN)/pytest $(REAL) && exit $$rest
+
+test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 swaps, 20 leaders killed (hours)
+	@THAW_TEST_MIGRATIONS=1000 $(BIN)/pytest tests/e2e/test_migration.py
+	@THAW_TEST_SWAPS=200 THAW_TEST_MIGRATIONS=200 $(BIN)/pytest $(REAL)/test_suspend.py $(REAL)/test_moving.py
+	@$(BIN)/pytest -m long tests
 
 lint: $(STAMP) ## Check style, types and imports
 	@$(BIN)/ruff check

@@ -18,8 +18,8 @@ from tests.support.moving import Roomy, Stream, body
 from tests.support.otlp import OtlpReceiver
 from tests.support.servers import free_port
 
-MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "50"))
-"""A nightly run asks for a thousand."""
+MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "15"))
+"""`make test-long` asks for a thousand."""
 STREAMS = 6
 TOKENS = 900
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream
 from tests.support.real_engines import python_of
 
-MOVES = 50
+MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "15"))
+"""`make test-long` asks for 200."""
 TOKENS = 900
 NEAR_TIE = 1e-3
 """Difference of log-probabilities that other rounding may turn round: what was decoded in steps is recomputed at once."""
@@ -67,7 +69,7 @@ def begun(mesh: Hosted, asked: dict[str, Any], prompt: str) -> Stream:
     return stream
 
 
-def test_fifty_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
+def test_many_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
     """One stream at a time, there and back for as long as it lasts."""
     undisturbed = {prompt: begun(mesh, asked, prompt).result() for prompt in PROMPTS}
     assert {len(s.tokens) for s in undisturbed.values()} == {TOKENS}

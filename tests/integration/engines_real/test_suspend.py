@@ -22,8 +22,8 @@ from tests.support.servers import NatsServer
 SUSPENDED, READY = InstanceState.SUSPENDED, InstanceState.READY
 VLLM_MIB = 4000
 SWAP_MIB = 2000
-SWAPS = int(os.environ.get("THAW_TEST_SWAPS", "50"))
-"""In a row, without growth. vLLM's take half a minute on an idle machine and two and a half on one at load 20."""
+SWAPS = int(os.environ.get("THAW_TEST_SWAPS", "12"))
+"""In a row, without growth. `make test-long` asks for 200."""
 ROOM_FOR_A_CONNECTION = 2
 # vLLM takes half a minute to start, and minutes where others compute too.
 pytestmark = pytest.mark.timeout(600)

@@ -34,7 +34,7 @@ async def insist(site: Site, model: str) -> DemandNoted:
                 await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 async def test_leaders_are_killed_with_demand_in_flight(site: Site, kills: int) -> None:
     node = await site.node(budget=(kills + 1) * 400 * MIB)
     running = [await process(site, "scheduler-0")]

@@ -73,9 +73,9 @@ class Progress:
     def _tell_late(self) -> None:
         while True:
             self._late.wait()
+            self._late.clear()  # before the look at `closing`: afterwards it would undo the wake-up of `close`
             if self._closing.wait(INTERVAL_S):
                 return
-            self._late.clear()
             with self._lock:
                 for found in self._runs.values():
                     if found.told < found.latest:

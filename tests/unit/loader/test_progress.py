@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 from services.loader.adapters.progress import INTERVAL_S, Progress
 from services.loader.domain.effects import StartRun
@@ -29,3 +30,28 @@ def test_the_last_word_is_told_though_nothing_follows_it() -> None:
     progress.loaded(1, 40)
     progress.close()
     assert events.empty()
+
+
+class ClosedMeanwhile(threading.Event):
+    """Set by a `close` that comes right after the thread has found it unset."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def wait(self, timeout: float | None = None) -> bool:
+        was_set = super().wait(0)
+        self.set()
+        self._progress._late.set()
+        return was_set
+
+
+def test_close_ends_the_thread_whenever_it_comes() -> None:
+    progress = Progress(lambda event: None, lambda: 100.0)
+    progress._closing = ClosedMeanwhile(progress)
+    progress.begin(StartRun("w", 1, card("w")), remote=False)
+    progress.loaded(1, 10)
+    progress.loaded(1, 20)  # within the interval: the thread takes it up
+    assert progress._thread is not None
+    progress._thread.join(10)
+    assert not progress._thread.is_alive()

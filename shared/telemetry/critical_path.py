@@ -37,6 +37,8 @@ def critical_path(
             start, _, phase = min(reaching, key=lambda c: (c[1], c[0]))
         else:
             start, phase = max(c[1] for c in earlier), gap
+        if start - start_ms <= _EPSILON_MS:
+            start = start_ms
         segments.append(_segment(phase, start, at))
         at = start
     return tuple(_merged(reversed(segments)))

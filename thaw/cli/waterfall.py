@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -27,39 +29,50 @@ class Row:
 
 
 def rows(spans: Sequence[PhaseSpan], critical: Sequence[CriticalSegment], start_ms: float, end_ms: float, width: int) -> list[Row]:
-    """One row for each phase of each process, in order of their start, with the critical path solid. Phases that only the critical path
-    knows (messages under way) get rows too. `width`: characters for [start_ms, end_ms]."""
-    groups: dict[tuple[str, str], list[PhaseSpan]] = {}
+    """One row for each phase of each process, in order of start, with the critical path solid.
+
+    Every instant of the critical path is marked on exactly one row, so the rows' `waited_ms` sum to its length. Instants that no span
+    of their phase covers (the wait before the first span, messages under way) get a row without a process.
+
+    Args:
+        spans: measured phases; those outside [start_ms, end_ms] have no row.
+        critical: the critical path, a tiling of [start_ms, end_ms].
+        width: characters for [start_ms, end_ms].
+    """
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         if span.end_ms > start_ms and span.start_ms < end_ms:
-            groups.setdefault((span.phase.value, span.process), []).append(span)
-    named = {phase for phase, _ in groups}
+            groups.setdefault((span.phase.value, span.process), []).append((span.start_ms, span.end_ms))
+    waited: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for segment in critical:
-        if segment.phase.value not in named:
-            gap = PhaseSpan(phase=segment.phase, start_ms=segment.start_ms, duration_ms=segment.duration_ms)
-            groups.setdefault((segment.phase.value, ""), []).append(gap)
-    unclaimed = list(critical)
+        covering = {process: stretches for (phase, process), stretches in groups.items() if phase == segment.phase.value}
+        for process, piece in _pieces(segment, covering):
+            waited.setdefault((segment.phase.value, process), []).append(piece)
+    for key, stretches in waited.items():
+        groups.setdefault(key, stretches)
     result = []
-    for (phase, process), members in sorted(groups.items(), key=lambda g: min(s.start_ms for s in g[1])):
-        # Each stretch of the critical path is marked on one row only: the first process of that phase that covers it.
-        mine = [c for c in unclaimed if c.phase.value == phase and any(_overlap(s, c) > 0 for s in members)]
-        unclaimed = [c for c in unclaimed if c not in mine]
-        first = max(start_ms, min(s.start_ms for s in members))
-        last = min(end_ms, max(s.end_ms for s in members))
-        waited = sum(c.duration_ms for c in mine)
-        bar = _bar([(s.start_ms, s.end_ms) for s in members], mine, start_ms, end_ms, width)
-        result.append(Row(phase, process, first - start_ms, last - first, waited, bar))
+    for (phase, process), members in sorted(groups.items(), key=lambda g: min(begin for begin, _ in g[1])):
+        mine = waited.get((phase, process), [])
+        first = max(start_ms, min(begin for begin, _ in members))
+        last = min(end_ms, max(end for _, end in members))
+        bar = _bar(members, mine, start_ms, end_ms, width)
+        result.append(Row(phase, process, first - start_ms, last - first, sum(end - begin for begin, end in mine), bar))
     return result
 
 
-def _overlap(span: PhaseSpan, segment: CriticalSegment) -> float:
-    return min(span.end_ms, segment.start_ms + segment.duration_ms) - max(span.start_ms, segment.start_ms)
+def _pieces(segment: CriticalSegment, covering: dict[str, list[tuple[float, float]]]) -> Iterator[tuple[str, tuple[float, float]]]:
+    """The segment cut where a span of its phase begins or ends, with the first process that covers each piece ("" for none)."""
+    begin, end = segment.start_ms, segment.start_ms + segment.duration_ms
+    edges = {edge for stretches in covering.values() for stretch in stretches for edge in stretch if begin < edge < end}
+    for left, right in itertools.pairwise(sorted({begin, end} | edges)):
+        owner = next((p for p, stretches in covering.items() if any(s <= left and right <= e for s, e in stretches)), "")
+        yield owner, (left, right)
 
 
-def _bar(spans: list[tuple[float, float]], critical: list[CriticalSegment], start: float, end: float, width: int) -> str:
+def _bar(spans: list[tuple[float, float]], critical: list[tuple[float, float]], start: float, end: float, width: int) -> str:
     scale = width / max(end - start, 1e-9)
     cells = [IDLE] * width
-    stretches = [(s, e, OVERLAPPED) for s, e in spans] + [(c.start_ms, c.start_ms + c.duration_ms, WAITED) for c in critical]
+    stretches = [(s, e, OVERLAPPED) for s, e in spans] + [(s, e, WAITED) for s, e in critical]
     for begin, finish, mark in stretches:
         first = min(width - 1, max(0, int((begin - start) * scale)))
         last = min(width, max(first + 1, round((finish - start) * scale)))
@@ -80,13 +93,26 @@ def _chart(lines: list[Row], width: int) -> Table:
         table.add_column(
             title, justify="right" if justify == "right" else "left", no_wrap=True, min_width=width if not title else None
         )
-    for row in lines:
+    shown = whole_ms([row.waited_ms for row in lines])
+    for row, rounded in zip(lines, shown, strict=True):
         bar = Text()
         for cell in row.bar:
             bar.append(cell, "bold cyan" if cell == WAITED else "blue")
-        waited = f"{row.waited_ms:.0f}" if row.waited_ms >= 0.5 else ("<1" if row.waited_ms > 0 else "")
+        waited = str(rounded) if rounded else ("<1" if row.waited_ms > 0 else "")
         table.add_row(row.phase, Text(row.process, "dim"), bar, f"{row.start_ms:.0f}", f"{row.duration_ms:.1f}", waited)
+    if lines:
+        table.add_row("total", "", "", "", "", str(sum(shown)), style="dim")
     return table
+
+
+def whole_ms(durations: Sequence[float]) -> list[int]:
+    """Durations in whole milliseconds that sum to their rounded sum (largest remainders are rounded up)."""
+    floors = [math.floor(d) for d in durations]
+    missing = round(sum(durations)) - sum(floors)
+    by_remainder = sorted(range(len(floors)), key=lambda i: floors[i] - durations[i])
+    for i in by_remainder[:missing]:
+        floors[i] += 1
+    return floors
 
 
 def _width(console: Console) -> int:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import RequestTrace
 from shared.telemetry.critical_path import critical_path
-from thaw.cli.waterfall import OVERLAPPED, WAITED, request_waterfall, rows
+from thaw.cli.waterfall import OVERLAPPED, WAITED, request_waterfall, rows, whole_ms
+
+RECORDED = Path(__file__).parents[2] / "contract" / "messages" / "v0.1" / "RequestTrace.json"
 
 SPANS = (
     PhaseSpan(phase=Phase.SCHEDULE, start_ms=0, duration_ms=10, process="scheduler"),
@@ -85,3 +92,72 @@ def test_a_prompt_that_the_engine_did_not_count_is_not_told(prompt: int, told: s
     console = Console(file=io.StringIO(), width=120)
     console.print(request_waterfall(trace, console))
     assert told in console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
+
+
+@st.composite
+def _span(draw: st.DrawFn) -> PhaseSpan:
+    start = draw(st.floats(min_value=-500, max_value=1200))
+    return PhaseSpan(
+        phase=draw(st.sampled_from([Phase.QUEUE, Phase.MESH, Phase.LOAD, Phase.PREFILL])),
+        start_ms=start,
+        duration_ms=draw(st.floats(min_value=0, max_value=900)),
+        process=draw(st.sampled_from(["gateway", "engine", "loader"])),
+    )
+
+
+def _tiles(trace: RequestTrace) -> None:
+    """Every column is solid on some row, no row waits longer than it lasts, and the printed parts sum to the printed total."""
+    assert trace.ttft_ms is not None
+    shown = rows(trace.spans, trace.critical_path, 0, trace.ttft_ms, 40)
+    assert sum(r.waited_ms for r in shown) == pytest.approx(trace.ttft_ms)
+    assert all(any(r.bar[column] == WAITED for r in shown) for column in range(40))
+    assert all(r.waited_ms <= r.duration_ms + 1e-6 for r in shown)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(request_waterfall(trace, console))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]  # it is the StringIO above
+    printed = [int(m[1]) for line in lines if (m := re.search(r"^\w.*\d\.\d +(\d+) *$", line))]
+    total = next(int(line.split()[-1]) for line in lines if line.startswith("total "))
+    assert sum(printed) == total == round(trace.ttft_ms)
+
+
+@given(st.lists(_span(), max_size=10), st.floats(min_value=1, max_value=1000))
+def test_the_rows_tile_the_time_to_the_first_token(spans: list[PhaseSpan], ttft_ms: float) -> None:
+    path = critical_path(spans, 0, ttft_ms)
+    trace = RequestTrace(
+        request_id="r",
+        trace_id="t",
+        model="m",
+        endpoint="chat",
+        received=0,
+        ttft_ms=ttft_ms,
+        duration_ms=2000,
+        spans=tuple(spans),
+        critical_path=path,
+    )
+    _tiles(trace)
+
+
+def test_the_rows_of_recorded_traces_tile_them() -> None:
+    recorded = [t for t in TypeAdapter(list[RequestTrace]).validate_json(RECORDED.read_text()) if t.ttft_ms is not None]
+    assert recorded
+    for trace in recorded:
+        path = critical_path(trace.spans, 0.0, trace.ttft_ms or 0.0)
+        _tiles(trace.model_copy(update={"critical_path": path}))
+
+
+def test_a_leading_wait_is_drawn_beside_a_later_wait_of_the_same_phase() -> None:
+    spans = (
+        PhaseSpan(phase=Phase.RESERVE, start_ms=42, duration_ms=122, process="scheduler"),
+        PhaseSpan(phase=Phase.QUEUE, start_ms=164, duration_ms=6, process="engine"),
+    )
+    shown = rows(spans, critical_path(spans, 0, 170), 0, 170, 50)
+    assert [(r.phase, r.process, r.start_ms, r.waited_ms) for r in shown] == [
+        ("queue", "", 0, 42),
+        ("reserve", "scheduler", 42, 122),
+        ("queue", "engine", 164, 6),
+    ]
+
+
+def test_rounded_parts_sum_to_the_rounded_whole() -> None:
+    assert whole_ms([0.4, 0.4, 0.45, 10.3]) == [1, 0, 1, 10]
+    assert whole_ms([]) == []

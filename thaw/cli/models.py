@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -55,6 +56,7 @@ def add(
         str | None, typer.Option(help="What an instance needs of its device, e.g. 6GiB (reckoned by default).")
     ] = None,
     base: Annotated[str | None, typer.Option(help="It is a LoRA adapter of this model (SOURCE in PEFT's layout).")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Change the source of a registered model.")] = False,
     as_json: Json = False,
 ) -> Document:
     """Register a model (or change how it is registered). Nothing is loaded until a request asks for it.
@@ -86,10 +88,58 @@ def add(
             "memory": _size(memory),
         }
         specs = (_spec(name, source, {k: v for k, v in options.items() if v is not None}),)
+    api = Api.find()
+    registered = {view.card.name: view.card.spec for view in api.cluster().models}
+    changes = {spec.name: changed_options(registered[spec.name], spec) for spec in specs if spec.name in registered}
+    if config is None and not replace:
+        _refuse_other_source(registered, specs)
     with out.status("reading the model's files"):
-        result = Api.find().add_models(specs, reread=True)
-    show_difference(out, result)
-    return result.model_dump(mode="json", include={"added", "changed", "unchanged", "removed"})
+        result = api.add_models(specs, reread=True)
+    show_difference(out, result, changes)
+    shown = {name: changes.get(name, []) for name in result.changed}
+    return {**result.model_dump(mode="json", include={"added", "changed", "unchanged", "removed"}), "changes": shown}
+
+
+def _refuse_other_source(registered: dict[str, ModelSpec], specs: tuple[ModelSpec, ...]) -> None:
+    for spec in specs:
+        old = registered.get(spec.name)
+        if old is not None and old.public_source != spec.public_source:
+            raise CommandError(
+                f"{spec.name} is registered with another source ({old.public_source}).",
+                f"Pass --replace to change it to {spec.public_source}, or take another name.",
+                code="conflict",
+            )
+
+
+def changed_options(old: ModelSpec, new: ModelSpec) -> list[str]:
+    """The options that differ, one line each; values that may hold secrets are left out."""
+    lines = []
+    for name in ModelSpec.model_fields:
+        before, after = getattr(old, name), getattr(new, name)
+        if before == after:
+            continue
+        if name == "source":
+            lines.append(f"source: {old.public_source} → {new.public_source}")
+        elif name in ("env", "command", "container", "engine_args"):
+            lines.append(f"{name}: changed")
+        else:
+            lines.append(f"{name}: {option_text(before)} → {option_text(after)}")
+    return lines
+
+
+def option_text(value: object) -> str:
+    """An option's value as it is written in a thaw.yaml."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    if value is None or value == "" or value == () or value == [] or value == {}:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(option_text(v) for v in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {option_text(v)}" for name, v in value.items())
+    return str(value)
 
 
 def _keep_alive(text: str | None) -> float | None:
@@ -130,8 +180,8 @@ def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
         raise typer.BadParameter("; ".join(f"{where}: {what}" if where else what for where, what in faults)) from e
 
 
-def show_difference(out: Console, result: ModelsAdded) -> None:
-    """What a registration changed, one line each."""
+def show_difference(out: Console, result: ModelsAdded, changes: Mapping[str, list[str]] | None = None) -> None:
+    """Print what a registration changed: one line per model, and below it each option that changed."""
     for mark, what, names in (
         ("[green]+[/]", "added", result.added),
         ("[yellow]~[/]", "changed", result.changed),
@@ -140,6 +190,9 @@ def show_difference(out: Console, result: ModelsAdded) -> None:
     ):
         for name in names:
             out.print(f"{mark} {name} [dim]{what}[/]")
+            if what == "changed" and changes is not None:
+                for line in changes.get(name) or ["the model's files"]:
+                    out.print(f"    {escape(line)}")
 
 
 @app.command("list")
@@ -199,7 +252,7 @@ def show(model: Name, as_json: Json = False) -> Document:
     spec = card.spec.model_dump(mode="json") | {"source": card.spec.public_source}
     for group in (spec, card.info.model_dump(mode="json", exclude={"source", "modules"})):
         for key, value in group.items():
-            table.add_row(key, escape(str(value)))
+            table.add_row(key, escape(option_text(value)))
     if adapters := [v.card.name for v in views if v.card.spec.base == card.name]:
         table.add_row("adapters", ", ".join(adapters))
     table.add_row(

@@ -106,6 +106,7 @@ def _add(d: Draft, event: AddModelsAsked) -> None:
             unchanged.append(spec.name)
             continue
         planned[spec.name] = _card(d, old, spec, event.infos)
+        _refuse_longer_context(planned[spec.name])
         (changed if old else added).append(spec.name)
     cards = refitted(planned, {*added, *changed})
     _refuse_impossible(d, [c for c in cards if c.spec.base is None])
@@ -135,6 +136,16 @@ def _card(d: Draft, old: Model | None, spec: ModelSpec, infos: dict[str, ModelIn
     restart = not says_the_same(info, old.card.info) or any(getattr(spec, f) != getattr(old.card.spec, f) for f in RUNNING_FIELDS)
     generation = old.card.generation + int(restart)
     return ModelCard(spec=spec, info=info, created=old.card.created, generation=generation, routes=routes_of(spec))
+
+
+def _refuse_longer_context(card: ModelCard) -> None:
+    """Raises `InvalidRequest` for a `max_model_len` beyond the model's own context; an adapter has its base's."""
+    asked, own = card.spec.max_model_len, card.info.context_length
+    if asked is not None and card.spec.base is None and asked > own:
+        raise InvalidRequest(
+            f"{card.name}: max_model_len {asked} is more than the model's context of {own} tokens. Set it to {own} or less, or leave it out",
+            param="max_model_len",
+        )
 
 
 def _refuse_impossible(d: Draft, cards: list[ModelCard]) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.contracts.models import ModelInfo
+from shared.contracts.models import ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError, UnsupportedArchitecture
 from tests.support.sources import inspected
 from tests.unit.loader.checkpoints import CONFIG, write_checkpoint
+from weights.formats.known_architectures import check_known
 from weights.sources.open import open_source
 
 
@@ -174,3 +175,26 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     for source in ("models/llama", "hf://onlyname", "hf://a/b@", "hf://../x"):
         with pytest.raises(InvalidModel, match="hf://org/name"):
             open_source(source)
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "refused"),
+    [
+        ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, {}, True),
+        ({"architectures": ["FooForCausalLM"]}, {}, True),
+        ({"architectures": ["LLaMAForCausalLM"]}, {}, False),
+        ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, {"trust_remote_code": True}, False),
+        ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, {"engine": "vllm"}, False),
+        ({}, {}, False),
+    ],
+)
+def test_the_builtin_engine_refuses_unknown_architectures(
+    tmp_path: Path, config: dict[str, Any], more: dict[str, Any], refused: bool
+) -> None:
+    info = described(tmp_path, {**CONFIG, **config})
+    spec = ModelSpec(name="m", source=str(tmp_path / "m"), **more)
+    if refused:
+        with pytest.raises(UnsupportedArchitecture, match="FooForCausalLM"):
+            check_known(spec, info)
+    else:
+        check_known(spec, info)

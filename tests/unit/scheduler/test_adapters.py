@@ -171,3 +171,12 @@ def test_pruning_leaves_no_adapter_without_its_base(w: World) -> None:
     assert add(w, spec(), prune=True).code == "model_not_found"
     assert set(w.state.models) == {"a", "sql"}
     assert add(w, ModelSpec(name="a", source="/m/a", aliases=("al",)), prune=True).removed == ("sql",)
+
+
+def test_a_context_beyond_the_models_own_is_refused(w: World) -> None:
+    asked = ModelSpec(name="b", source="/m/b", max_model_len=100_000_000)
+    refused = add(w, asked, b=base_info("/m/b"))
+    assert isinstance(refused, ErrorBody)
+    assert "context of 2048 tokens" in refused.message
+    assert "b" not in w.state.models
+    assert add(w, asked.model_copy(update={"max_model_len": 2048}), b=base_info("/m/b")).added == ("b",)

@@ -1,0 +1,73 @@
+"""`thaw models add`: what it refuses, and what it shows of a change."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shared.contracts.admin import ClusterView, ModelsAdded
+from shared.contracts.models import ModelSpec
+from tests.unit.cli.test_ps import VIEW
+from thaw.cli.api import Api
+from thaw.cli.app import main
+from thaw.cli.models import changed_options, option_text, show_difference
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[ModelSpec]:
+    """A mesh where the model "m" is registered from /models/m; specs that were sent to it."""
+    found: list[ModelSpec] = []
+    card = VIEW.card.model_copy(update={"spec": ModelSpec(name="m", source=str(tmp_path / "m"))})
+
+    def add(_: Api, specs: tuple[ModelSpec, ...], **__: object) -> ModelsAdded:
+        found.extend(specs)
+        return ModelsAdded(changed=tuple(s.name for s in specs))
+
+    monkeypatch.setattr(Api, "find", classmethod(lambda cls: cls("http://127.0.0.1:1")))
+    monkeypatch.setattr(
+        Api, "cluster", lambda _: ClusterView(scheduler="s", epoch=1, models=(VIEW.model_copy(update={"card": card}),))
+    )
+    monkeypatch.setattr(Api, "add_models", add)
+    for name in ("m", "n"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    return found
+
+
+def test_another_source_needs_replace(sent: list[ModelSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "add", "m", str(tmp_path / "n")]) == 1
+    assert "--replace" in capsys.readouterr().err
+    assert sent == []
+    assert main(["models", "add", "m", str(tmp_path / "n"), "--replace"]) == 0
+    assert [s.source for s in sent] == [str(tmp_path / "n")]
+    shown = "".join(capsys.readouterr().out.split())
+    assert f"source:{tmp_path / 'm'}→{tmp_path / 'n'}" in shown
+
+
+def test_other_options_need_no_replace(sent: list[ModelSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "add", "m", str(tmp_path / "m"), "--keep-alive", "10m"]) == 0
+    assert "keep_alive: 300.0 → 600.0" in capsys.readouterr().out
+    assert len(sent) == 1
+
+
+def test_changed_options_show_no_secret() -> None:
+    before = ModelSpec(name="m", source="/m", engine="vllm", env={"A": "hidden"})
+    after = ModelSpec(name="m", source="/m", engine="vllm", env={"A": "other"}, pin=True)
+    assert changed_options(before, after) == ["pin: no → yes", "env: changed"]
+
+
+def test_a_change_of_files_alone_is_shown_as_such() -> None:
+    out = io.StringIO()
+    show_difference(Console(file=out, width=100), ModelsAdded(changed=("m",)), {"m": []})
+    assert "the model's files" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), ((), "-"), ({}, "-"), (True, "yes"), (("a", "b"), "a, b"), ({"min": 0, "max": 1}, "min 0, max 1"), (0, "0")],
+)
+def test_values_are_shown_without_python(value: object, text: str) -> None:
+    assert option_text(value) == text

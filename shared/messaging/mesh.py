@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from faststream.nats import NatsBroker, NatsMessage
+from faststream.nats import NatsBroker, NatsMessage, NatsSecurity
 from nats.aio.client import Client
 from nats.errors import ConnectionClosedError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
@@ -52,6 +52,7 @@ class Mesh:
             urls,
             name=name,
             inbox_prefix=inbox_prefix(urls[0]),
+            security=NatsSecurity(tls_handshake_first=requires_tls(urls)),
             apply_types=False,
             logger=None,
             allow_reconnect=True,
@@ -196,6 +197,15 @@ class Mesh:
         if not self._stopping:
             log.error("the NATS connection closed for good")
             self.lost.set()
+
+
+def requires_tls(urls: list[str]) -> bool:
+    """Whether TLS begins before anything else is sent, as every `tls://` server has to allow (`handshake_first`).
+
+    nats-py otherwise speaks TLS only if the server asks for it, in clear text: whoever sits in between could leave that out and read the
+    password.
+    """
+    return any(urlsplit(url).scheme == "tls" for url in urls)
 
 
 def inbox_prefix(url: str) -> str:

@@ -46,14 +46,14 @@ def wheel_script(name: str) -> str:
 class NatsServer:
     """nats-server with JetStream on a loopback port. `restart` keeps port and data."""
 
-    def __init__(self, *, max_payload: str = "8MB", port: int | None = None, jetstream: str = "") -> None:
-        """`jetstream`: more of that block's settings."""
+    def __init__(self, *, max_payload: str = "8MB", port: int | None = None, jetstream: str = "", config: str = "") -> None:
+        """`jetstream`: more of that block's settings; `config`: more blocks."""
         self.directory = Path(tempfile.mkdtemp(prefix="thaw-nats-"))
         self.port = port or free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self._config = self.directory / "nats.conf"
         self._config.write_text(
-            f'listen: "127.0.0.1:{self.port}"\nmax_payload: {max_payload}\njetstream {{ store_dir: "{self.directory}/js"\n{jetstream} }}\n'
+            f'listen: "127.0.0.1:{self.port}"\nmax_payload: {max_payload}\njetstream {{ store_dir: "{self.directory}/js"\n{jetstream} }}\n{config}\n'
         )
         self._start()
 

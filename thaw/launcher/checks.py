@@ -205,6 +205,8 @@ async def _nats(url: str) -> Finding:
     from nats.errors import Error
     from nats.js.errors import Error as JetStreamError
 
+    from shared.messaging.mesh import requires_tls
+
     place = _without_secrets(url)
     errors: list[Exception] = []
 
@@ -213,7 +215,12 @@ async def _nats(url: str) -> Finding:
 
     try:
         client = await nats.connect(
-            url.split(","), connect_timeout=_CONNECT_S, allow_reconnect=False, max_reconnect_attempts=1, error_cb=note
+            url.split(","),
+            connect_timeout=_CONNECT_S,
+            allow_reconnect=False,
+            max_reconnect_attempts=1,
+            error_cb=note,
+            tls_handshake_first=requires_tls(url.split(",")),
         )
     except (Error, OSError, TimeoutError) as e:
         why = errors[0] if errors else e

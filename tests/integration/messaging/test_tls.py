@@ -23,7 +23,20 @@ INFO = b'INFO {"server_id":"x","version":"2.12.0","max_payload":1048576,"auth_re
 def certificate(directory: Path, name: str) -> tuple[Path, Path]:
     """A certificate for host `name` that signs itself, and its key."""
     path, key = directory / f"{name}.pem", directory / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", path, "-days", "2"]
+    command: list[str | Path] = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        key,
+        "-out",
+        path,
+        "-days",
+        "2",
+    ]
     command += ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return path, key

@@ -20,6 +20,7 @@ from shared.sizing import need_of
 from thaw.cli.api import Api
 from thaw.cli.completions import Completion, stream_chat
 from thaw.cli.output import Document
+from thaw.cli.paths import program
 from thaw.cli.waterfall import request_waterfall
 from thaw.config.units import format_duration, format_size
 from thaw.errors import CommandError
@@ -158,6 +159,7 @@ def await_trace(api: Api, request_id: str, now: Callable[[], float] = time.monot
 
 
 def show_what_next(api: Api, specs: tuple[ModelSpec, ...], budget: int, out: Console) -> None:
+    thaw = program()
     body = json.dumps({"model": specs[0].name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20})
     out.print(
         f"\nThree models have just shared [bold]cpu:0[/] with a budget of {format_size(budget)}, which holds two of them.\n"
@@ -169,6 +171,6 @@ def show_what_next(api: Api, specs: tuple[ModelSpec, ...], budget: int, out: Con
         soft_wrap=True,
         markup=False,
     )
-    out.print("  a real model  thaw models add qwen hf://Qwen/Qwen3-0.6B     (or a directory in Hugging Face layout)")
-    out.print("  look          thaw ps · thaw trace · thaw explain demo-250m · thaw chat demo-60m")
-    out.print("  stop          thaw down")
+    out.print(f"  a real model  {thaw} models add qwen hf://Qwen/Qwen3-0.6B     (or a directory in Hugging Face layout)")
+    out.print(f"  look          {thaw} ps · {thaw} trace · {thaw} explain demo-250m · {thaw} chat demo-60m")
+    out.print(f"  stop          {thaw} down")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption, ExplainPlan, PlanExplained
+from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption, ExplainPlan, PlanExplained, QueuePlace
 from shared.contracts.plans import Candidate, PlanRecord
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
@@ -96,15 +96,19 @@ def _show(out: Console, found: PlanExplained) -> None:
     if not found.assumed:
         out.print(outcome(plan))
     if (queue := found.queue) is not None:
-        before = f", behind {', '.join(queue.before)}" if queue.before else ""
-        out.print(
-            f"  waits for room as number {queue.position} of {queue.length}{escape(before)}: {queue.waiting} requests, "
-            f"for {format_duration(queue.since_ms / 1e3)}"
-        )
+        out.print(escape(queue_line(queue)))
     _candidates(out, plan)
     for other in found.others:
         at = f" on {other.chosen.node}" if other.chosen is not None else ""
         out.print(f"  before it would start: {escape(other.model)}{escape(at)}")
+
+
+def queue_line(queue: QueuePlace) -> str:
+    """A model's place among the models that wait for room."""
+    place = f", number {queue.position} of {queue.length} models that wait" if queue.length > 1 else ""
+    before = f" (behind {', '.join(queue.before)})" if queue.before else ""
+    requests = f"{queue.waiting} request{'s' if queue.waiting != 1 else ''} waiting"
+    return f"  waits for room{place}{before}: {requests}, the longest for {format_duration(queue.since_ms / 1e3)}"
 
 
 def _candidates(out: Console, plan: PlanRecord) -> None:

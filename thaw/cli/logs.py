@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from thaw.launcher.logfiles import tail
 
 _POLL_S = 0.2
 _LEVELS = {"error": "red", "critical": "red", "warning": "yellow", "debug": "dim"}
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\\\)|[\x00-\x08\x0b-\x1f\x7f]")
+"""ANSI sequences and control characters, which a service's libraries write and a terminal would obey."""
 _SHOWN = {"time", "level", "message", "service", "logger", "exception"}
 
 
@@ -108,14 +111,15 @@ def _parsed(line: str) -> Any:
 
 def _readable(line: str, name: str) -> Text:
     """A JSON log line for people; any other line as it is."""
+    line = _CONTROL.sub("", line)
     entry = _parsed(line)
     if not isinstance(entry, dict) or "time" not in entry:
         return Text(f"{name} {line}" if name else line)
     level = str(entry.get("level", ""))
     text = Text.assemble((f"{entry['time'][11:23]} ", "dim"), (f"{name} ", "dim") if name else "")
     text.append(f"{level:7} ", _LEVELS.get(level, ""))
-    text.append(str(entry.get("message", "")))
-    extras = " ".join(f"{k}={v}" for k, v in entry.items() if k not in _SHOWN)
+    text.append(_CONTROL.sub("", str(entry.get("message", ""))))
+    extras = _CONTROL.sub("", " ".join(f"{k}={v}" for k, v in entry.items() if k not in _SHOWN))
     if extras:
         text.append(f" {extras}", "dim")
     if entry.get("exception"):

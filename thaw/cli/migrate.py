@@ -37,11 +37,17 @@ def migrate(
     node, _, device = (to or "").partition(":")
     if to is not None and not node:
         raise CommandError(f"--to {to} names no node.", "Write NODE or NODE:DEVICE.", code="bad_target")
-    records = api.migrate(
-        what, is_instance=_is_instance(api.cluster(), what), node=node or None, device=device or None, wait=not detach
-    )
+    is_instance = _is_instance(api.cluster(), what)
+    try:
+        records = api.migrate(what, is_instance=is_instance, node=node or None, device=device or None, wait=not detach)
+    except CommandError as e:
+        if e.code == "not_found" and not is_instance and what not in e.what:
+            raise CommandError(
+                f"No request or instance {what!r} is running now.", "`thaw ps` lists the instances.", code="not_found"
+            ) from e
+        raise
     for record in records:
-        out.print(told(record))
+        out.print(told(record, None if is_instance else what))
     failed = any(r.state in ("failed", "given_up") for r in records)
     return {"ok": not failed, "migrations": [r.model_dump(mode="json") for r in records]}
 
@@ -50,9 +56,14 @@ def _is_instance(cluster: ClusterView, what: str) -> bool:
     return any(i.instance_id == what for n in cluster.nodes for i in n.instances)
 
 
-def told(record: MigrationRecord) -> str:
-    """One line for people."""
-    what = f"request {record.request_id}" if record.request_id else record.source_instance
+def told(record: MigrationRecord, asked: str | None = None) -> str:
+    """One line for people. `asked`: the request's id as its client knows it; engines and gateways have another one for it."""
+    line = _told(record, asked or record.request_id)
+    return line if asked is None or record.request_id is None else line.replace(escape(record.request_id), escape(asked))
+
+
+def _told(record: MigrationRecord, request_id: str | None) -> str:
+    what = f"request {request_id}" if record.request_id else record.source_instance
     mark = {"done": "[green]✓[/]", "failed": "[red]✗[/]", "given_up": "[yellow]·[/]"}.get(record.state, "…")
     line = (
         f"{mark} {escape(record.model)}: {what} from {record.source_node} to {record.node} ({record.instance_id}): {record.state}"

@@ -166,8 +166,10 @@ def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
     if "://" not in source:
         directory = model_directory(source)
         if directory is None:
+            path = local_path(source)
+            is_file = path.is_file()
             raise CommandError(
-                f"There is no directory {local_path(source)}.",
+                f"{path} is a file, and neither a directory nor a .gguf file." if is_file else f"There is no directory {path}.",
                 "SOURCE is a directory in Hugging Face layout (config.json, *.safetensors, tokenizer), hf://org/name, https://…, s3://…, "
                 "gs://… or az://….",
                 code="invalid_model",

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from pathlib import Path
 
 from thaw.errors import CommandError
+
+
+def program() -> str:
+    """How the user can call this command line: `thaw` if the shell finds it, else the path that was called."""
+    called = Path(sys.argv[0])
+    found = shutil.which("thaw")
+    if called.name != "thaw" or (found is not None and Path(found).absolute() == called.absolute()):
+        return "thaw"
+    path = called.absolute()
+    below = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return str(below) if os.access(path, os.X_OK) else "thaw"
 
 
 def local_path(written: str | Path) -> Path:

@@ -21,7 +21,7 @@ from thaw.errors import CommandError
 NODE_PATTERN = r"[a-z0-9][a-z0-9-]{0,62}"
 """As `NodeSettings.node` has it."""
 HUB_PATTERN = r"hf://\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?"
-REMOTE_PATTERN = r"https?://[^/\s]+(/\S*)?|(s3|gs|az)://\w[\w.-]+(/[^\s?#]*)?"
+REMOTE_PATTERN = r"https?://[^/\s]+(/\S*)?|(s3|gs|az)://\w[\w.-]*(/[^\s?#]*)?"
 DEVICE_PATTERN = r"^(cpu:0|cuda:\d+)$"
 _DURATIONS: tuple[tuple[str, ...], ...] = (
     ("keep_alive",),
@@ -240,7 +240,9 @@ class _Check:
         try:
             directory = (self._directory / Path(os.path.expandvars(source)).expanduser()).resolve()
             if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
-                self._tree.fault((*path, "source"), f"given {source!r}; there is no directory {directory}")
+                what = "is a file, not a directory or .gguf file" if directory.is_file() else None
+                fault = f"{directory} {what}" if what else f"there is no directory {directory}"
+                self._tree.fault((*path, "source"), f"given {source!r}; {fault}")
         except (OSError, RuntimeError) as e:  # no access on the way to it, a name too long, an unknown user's home
             self._tree.fault((*path, "source"), f"given {source!r}, which cannot be looked at ({e})")
             return source

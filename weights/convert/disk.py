@@ -81,6 +81,8 @@ def _claim(draft: Path, destination: Path) -> int:
         draft.mkdir(exist_ok=True)
         fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as e:
+        if destination.parent.is_dir():  # as in /proc, whose file system makes no directories
+            raise Unavailable(f"no directory can be made in {destination.parent}; name one on a disk") from e
         raise Unavailable(f"{destination.parent} does not exist; make it first") from e
     except OSError as e:
         raise disk_error(draft, e) from e

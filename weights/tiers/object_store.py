@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
     Store = S3Store | GCSStore | AzureStore
 
-_SOURCE = re.compile(r"(?P<scheme>s3|gs|az)://(?P<bucket>[a-zA-Z0-9][\w.-]{1,254})(/(?P<prefix>[^?#]*))?")
+_SOURCE = re.compile(r"(?P<scheme>s3|gs|az)://(?P<bucket>[a-zA-Z0-9][\w.-]{0,254})(/(?P<prefix>[^?#]*))?")
+_SHORTEST_BUCKET = 3
+"""Characters; the rule of S3, of Google Cloud Storage and of Azure's containers."""
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
@@ -67,6 +69,11 @@ class ObjectStoreTier(RemoteTier):
         found = _SOURCE.fullmatch(source)
         if found is None:
             raise InvalidModel(f"{source} is not of the form s3://bucket/prefix (or gs://, az://container/prefix)", param="source")
+        if len(found["bucket"]) < _SHORTEST_BUCKET:
+            raise InvalidModel(
+                f"{source} names the bucket {found['bucket']!r}, which is too short: names have {_SHORTEST_BUCKET} characters or more",
+                param="source",
+            )
         self._prefix = (found["prefix"] or "").strip("/")
         self._backoff = backoff or Backoff()
         self._store = _open(found["scheme"], found["bucket"], self._backoff)

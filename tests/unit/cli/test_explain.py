@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption
+from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption, QueuePlace
 from shared.contracts.plans import Candidate, PlanRecord
-from thaw.cli.explain import assumption, outcome
+from thaw.cli.explain import assumption, outcome, queue_line
 from thaw.errors import CommandError
 
 
@@ -48,3 +48,15 @@ def test_what_came_of_it_adds_up(measured_ms: float, told: str) -> None:
         plan_id="p", model="m", created=0, trigger="demand", way="load", chosen=chosen, outcome="ready", measured_ms=measured_ms
     )
     assert told in outcome(plan)
+
+
+@pytest.mark.parametrize(
+    ("position", "length", "waiting", "text"),
+    [
+        (1, 1, 1, "waits for room: 1 request waiting"),
+        (2, 3, 4, "waits for room, number 2 of 3 models that wait: 4 requests waiting"),
+    ],
+)
+def test_a_place_in_the_queue_reads_as_a_sentence(position: int, length: int, waiting: int, text: str) -> None:
+    line = queue_line(QueuePlace(position=position, length=length, waiting=waiting, since_ms=2000))
+    assert line.strip().startswith(text)

@@ -81,3 +81,9 @@ def test_a_failed_engines_remedy_is_its_own_log() -> None:
     """The nodeagent's does not hold what an engine has said."""
     body = {"error": {"code": "engine_failed", "message": "the engine ended with exit status 7"}}
     assert "thaw logs INSTANCE" in error_of(httpx.Response(500, json=body)).remedy
+
+
+def test_terminal_sequences_of_libraries_are_not_shown() -> None:
+    assert _readable("\x1b[32mINFO\x1b[0m:     started\x07", "").plain == "INFO:     started"
+    line = '{"time": "2026-01-01T00:00:00.000Z", "level": "info", "message": "\\u001b[1mhi", "color": "\\u001b[31mred"}'
+    assert _readable(line, "").plain.endswith("hi color=red")

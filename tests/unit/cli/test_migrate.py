@@ -73,3 +73,12 @@ def test_a_request_finds_its_own_moves() -> None:
     assert "trace" not in text
     traced = DONE.model_copy(update={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
     assert f"trace {'a' * 32}" in shown(show_moves, [traced], "q")
+
+
+def test_a_request_is_called_what_its_client_calls_it() -> None:
+    error = ErrorBody(code="not_found", message="no request t-1 is running")
+    record = DONE.model_copy(update={"state": "failed", "error": error, "request_id": "t-1"})
+    line = told(record, "req_abc")
+    assert "request req_abc from node-0" in line
+    assert "no request req_abc is running" in line
+    assert "t-1" not in line

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thaw.cli.app import main
-from thaw.cli.paths import local_path, model_directory
+from thaw.cli.paths import local_path, model_directory, program
 from thaw.config import ConfigError, load_config
 
 VERBS = {
@@ -49,3 +49,28 @@ def test_in_a_thaw_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "thaw.yaml")
     assert sum("cannot be looked at" in line for line in caught.value.lines()) == 2
+
+
+def test_a_file_as_a_source_is_called_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.txt").write_text("")
+    assert main(["models", "add", "m", str(tmp_path / "m.txt"), "--json"]) == 1
+    assert "is a file" in json.loads(capsys.readouterr().out)["error"]["message"]
+    (tmp_path / "thaw.yaml").write_text(f"models:\n  - {{name: one, source: {tmp_path}/m.txt}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "thaw.yaml")
+    assert "is a file" in caught.value.lines()[0]
+
+
+def test_hints_name_the_program_as_the_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / ".venv" / "bin" / "thaw"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("#!/bin/sh\n")
+    installed.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(installed)])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program() == ".venv/bin/thaw"
+    monkeypatch.setenv("PATH", str(installed.parent))
+    assert program() == "thaw"
+    monkeypatch.setattr("sys.argv", ["/usr/lib/python3/thaw/__main__.py"])
+    assert program() == "thaw"

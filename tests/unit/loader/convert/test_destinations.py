@@ -34,6 +34,8 @@ def test_a_destination_that_is_taken(tmp_path: Path) -> None:
     assert stored(tmp_path / "out") == before
     with pytest.raises(Unavailable, match="does not exist; make it first"):
         convert(source, tmp_path / "no" / "such")
+    with pytest.raises(Unavailable, match="no directory can be made in /proc"):
+        convert(source, Path("/proc/x"))
 
 
 @pytest.mark.parametrize(

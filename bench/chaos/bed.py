@@ -260,10 +260,13 @@ class Bed(Thaw):
         faults = []
         for node in cluster["nodes"]:
             live = [i for i in node["instances"] if InstanceState(i["state"]).holds_memory]
-            granted = sum(min(i["memory"]["reserved"], self.needs.get(i["model"], 0)) for i in live)
+            grown = sum(max(0, i["memory"]["reserved"] - self.needs.get(i["model"], 0)) for i in live)
+            granted = sum(device["reserved_bytes"] for device in node["devices"]) - grown
             budget = sum(device["budget_bytes"] for device in node["devices"])
             if granted > budget:
-                faults.append(f"{node['node']}: {granted} bytes granted of {budget}")
+                faults.append(
+                    f"{node['node']}: {granted} bytes granted of {budget}: {[(i['model'], i['state'], i['memory']['reserved']) for i in live]}"
+                )
         return faults
 
     def faults_in_the_books(self) -> list[str]:

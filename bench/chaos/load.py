@@ -22,7 +22,7 @@ _KEYED, _STREAMED, _SAMPLED, _TWINS = 0.35, 0.6, 0.3, 0.4
 
 @dataclass(frozen=True)
 class Served:
-    """A model that clients ask for. `tokens`: how many to ask for, one of these. `resumes`: its unkeyed streams survive their engine."""
+    """A model that clients ask for. `tokens`: how many to ask for, one of these. `resumes`: its streams survive their engine."""
 
     name: str
     weight: float
@@ -40,8 +40,8 @@ def jobs(served: tuple[Served, ...], seed: int, client: int) -> Iterator[Job]:
         number += 1
         model = random_.choices(served, [s.weight for s in served])[0]
         keyed, stream = random_.random() < _KEYED, random_.random() < _STREAMED
-        # Without a key a stream of such an engine ends with an error event when its engine dies (docs/failover.md).
-        stream = stream and (keyed or model.resumes)
+        # A stream of such an engine ends with an error event when its engine dies (docs/engines.md).
+        stream = stream and model.resumes
         sampled = keyed and random_.random() < _SAMPLED
         yield Job(
             number=number,

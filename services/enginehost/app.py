@@ -54,6 +54,7 @@ class Host(InstanceProcess):
         super().__init__(start, stop, timeline, mesh, self._serving, self._moving)
         self._settings = settings
         self._engine = Engine(settings, start, timeline, self._reporter, spare)
+        self._serving.was_killed = self._engine.was_killed
         self._asleep: int | None = None
         self._control_lock = asyncio.Lock()
 

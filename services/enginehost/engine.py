@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _PORT_ATTEMPTS = 3
 _POLL_S = 0.05
 _LOOK_S = 1.0
+_END_SHOWS_S = 1.0
 _FIND_S = 2.0
 _UP = 0.9
 """Progress when the engine's health is good; below it stands for signs of life, of which nobody knows how many there will be."""
@@ -157,6 +158,15 @@ class Engine:
             spare.close()
             return None
         return spare
+
+    async def was_killed(self) -> bool:
+        """Whether it has just been killed from outside: its end shows a moment after its connections have broken."""
+        if (running := self._running) is None:
+            return False
+        try:
+            return (await asyncio.wait_for(running.wait(), _END_SHOWS_S)).by_others
+        except TimeoutError:
+            return False
 
     async def _until_healthy(self) -> None:
         """However long it takes: whether a start is stuck is the nodeagent's to judge, by the progress that signs of life make."""

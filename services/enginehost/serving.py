@@ -6,7 +6,7 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.enginehost.answers import Meter
@@ -29,7 +29,7 @@ from shared.contracts.inference import (
 )
 from shared.contracts.migration import RunningRequest
 from shared.contracts.phases import Phase
-from shared.errors import Conflict, DeadlineExceeded, EngineFailed, InstanceDraining, NotFound, ThawError
+from shared.errors import Conflict, DeadlineExceeded, EngineFailed, EngineKilled, InstanceDraining, NotFound, ThawError
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
@@ -69,6 +69,10 @@ class _Stream:
         )
 
 
+async def _unknown() -> bool:
+    return False
+
+
 class Serving(Answering[_Stream]):
     """Until `open` is called, and after `close`, requests are refused as not ready."""
 
@@ -76,6 +80,8 @@ class Serving(Answering[_Stream]):
         super().__init__(mesh)
         self._driver: Driver | None = None
         self._client: Client | None = None
+        self.was_killed: Callable[[], Awaitable[bool]] = _unknown
+        """Whether the engine has just been killed from outside."""
 
     def open(self, driver: Driver, client: Client) -> None:
         self._driver, self._client = driver, client
@@ -116,7 +122,8 @@ class Serving(Answering[_Stream]):
         except TimeoutError:
             self._fail(stream, DeadlineExceeded("the answer was not complete within the request's deadline"))
         except HttpError as e:
-            self._fail(stream, EngineFailed(f"the engine did not answer to the end: {e}"), engine_lost=True)
+            kind = EngineKilled if await self.was_killed() else EngineFailed
+            self._fail(stream, kind(f"the engine did not answer to the end: {e}"), engine_lost=True)
         except ThawError as e:
             self._fail(stream, e)
         except Exception as e:  # a process boundary: the request must have an answer

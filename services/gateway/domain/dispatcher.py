@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from services.gateway.domain.arrivals import Arrivals
 from services.gateway.domain.effects import Effects
-from services.gateway.domain.losses import MAX_ATTEMPTS, bearable, count, deadly, doubtful, gone, missing, suspected
+from services.gateway.domain.losses import MAX_ATTEMPTS, bearable, count, deadly, died_by_itself, doubtful, gone, missing, suspected
 from services.gateway.domain.queues import Queue
 from services.gateway.domain.routes import Route, Routes
 from services.gateway.domain.ticket import Stage, Ticket
@@ -29,6 +29,7 @@ from shared.contracts.node import InstanceState, NodeStatus
 from shared.errors import (
     DeadlineExceeded,
     EngineFailed,
+    EngineKilled,
     InstanceDraining,
     ShuttingDown,
     ThawError,
@@ -141,7 +142,7 @@ class Dispatcher:
         """The instance says itself that its engine broke down under the request."""
         if ticket.stage is Stage.SENT and ticket.instance_id is not None:
             self.routes.refused(ticket.instance_id, now)
-            self._lost(ticket, now, error, died=not isinstance(error, ShuttingDown))
+            self._lost(ticket, now, error, died=not isinstance(error, ShuttingDown | EngineKilled))
 
     def on_missing(self, ticket: Ticket, attempt_id: str, now: float) -> None:
         """The instance has no such request (any more). What it last said of it may still be under way."""
@@ -204,7 +205,7 @@ class Dispatcher:
                 self._lost(ticket, now)
             elif gone(ticket, self.routes.get(ticket.instance_id or ""), now, node_known=self.routes.node_known(ticket.node)):
                 route = self.routes.get(ticket.instance_id or "")
-                self._lost(ticket, now, died=route is None or route.status.state is InstanceState.FAILED)
+                self._lost(ticket, now, died=route is None or died_by_itself(route.status))
             elif doubtful(ticket, now):
                 ticket.asked_at = now
                 self._effects.inquire(ticket)

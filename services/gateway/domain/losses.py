@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from services.gateway.domain.routes import Route
 from services.gateway.domain.ticket import Ticket
-from shared.contracts.node import InstanceState
+from shared.contracts.node import InstanceState, InstanceStatus
+from shared.errors import EngineKilled
 
 MAX_ATTEMPTS = 12
 MAX_DEATHS = 2
@@ -32,6 +33,11 @@ def gone(ticket: Ticket, route: Route | None, now: float, *, node_known: bool) -
     if route.status.state in (InstanceState.FAILED, InstanceState.STOPPED):
         return silent >= GONE_GRACE_S
     return route.idle_since is not None and min(silent, now - route.idle_since) >= IDLE_GRACE_S
+
+
+def died_by_itself(status: InstanceStatus) -> bool:
+    """Whether an instance's engine has died, and not been killed from outside, which says nothing of what it was doing."""
+    return status.state is InstanceState.FAILED and not (status.error is not None and status.error.code == EngineKilled.code)
 
 
 def missing(ticket: Ticket, now: float) -> bool:

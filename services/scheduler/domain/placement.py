@@ -1,7 +1,7 @@
 """Where one more instance of a model goes. The rules, in this order; the code carries the same numbers:
 
  1. The model has failed and `replicas.min` alone asks: wait until its back-off is over.
- 2. No node is alive: wait, and after `no_node_timeout` tell those who wait (`Unavailable`).
+ 2. No node is alive: wait, and when none has been for `no_node_timeout` tell those who wait (`Unavailable`).
  3. No device of a live node could hold the model even if it were empty: impossible, told at once (`InsufficientMemory`).
  4. Some device has room. A suspended instance of the model is one more way, on its own devices, with what it needs to come back.
  5. Some device has room once those that are leaving already have left: it is claimed there.
@@ -16,6 +16,7 @@ An extra replica (`extra`) stops after 6, and never displaces a model that has d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from operator import attrgetter
@@ -75,7 +76,8 @@ def place(
         return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
     if not any(alive(p) for p in d.state.presence.values()):  # 2
         reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
-        hopeless = waited > d.policy.no_node_timeout
+        absent = d.now - max((p.heard_at for p in d.state.presence.values()), default=-math.inf)
+        hopeless = min(waited, absent) > d.policy.no_node_timeout
         return Placement("wait", reason, error=Unavailable(f"{model.key}: {reason}") if hopeless else None)
     devices = devices_of(model.card)
     whole = need_to_start(d.state, model.card)

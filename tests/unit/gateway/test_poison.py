@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.losses import MAX_LOST
 from shared.contracts.node import InstanceState
-from shared.errors import EngineFailed, ShuttingDown, ThawError
+from shared.errors import EngineFailed, EngineKilled, ShuttingDown, ThawError
 from tests.unit.gateway.recorder import Recorder, instance, status, ticket
 
 ENDED = EngineFailed("it ended")
@@ -54,6 +54,19 @@ def test_alone_it_takes_two_engines() -> None:
     failed = world.seen.failed["poison"]
     assert "2 engines in a row" in failed.message
     assert failed.should_retry is False
+
+
+def test_engines_that_were_killed_are_not_its_doing() -> None:
+    """Chaos seed 1: two kills of the engine that served a request alone had it fail as if it had been what killed them."""
+    world = World()
+    world.ready("e0")
+    world.ask("poison")
+    for n in range(MAX_LOST):
+        world.dies(f"e{n}", EngineKilled("killed by signal 9"))
+        assert "poison" not in world.seen.failed
+        world.ready(f"e{n + 1}")
+    world.dies(f"e{MAX_LOST}", EngineKilled("killed by signal 9"))
+    assert "poison" in world.seen.failed, "not for ever either"
 
 
 def test_in_company_it_takes_four_and_nobody_with_it() -> None:

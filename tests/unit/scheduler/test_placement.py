@@ -48,6 +48,18 @@ def test_2_without_nodes_demand_waits_then_fails(w: World) -> None:
     assert w.state.models["a"].error is None, "it has not failed"
 
 
+def test_2_only_the_time_without_a_node_counts(w: World) -> None:
+    """Chaos seed 1: what had waited long for other reasons failed as soon as the nodes were not heard of for a moment."""
+    w.node("n1")
+    w.model("a")
+    w.tick(6.0, heard=False)
+    w.demand("a", oldest_wait_ms=60_000)
+    assert not w.sent(PublishLoadFailed)
+    w.tick(25.0, heard=False)
+    w.demand("a", oldest_wait_ms=85_000)
+    assert w.sent(PublishLoadFailed)[0].event.error.code == "unavailable"
+
+
 def test_2_a_node_that_appears_takes_what_waits(w: World) -> None:
     w.model("a")
     plan = w.demand("a").plan_id

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer.main
 
 from shared.contracts.plans import PlanRecord
 from tests.support.launcher import Thaw
-from thaw.cli.app import app, main
+from thaw.cli.app import COMMANDS, main
 
 CLUSTER = {
     "cluster.yaml": "{nodes: [{devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}}]}"
@@ -66,16 +65,16 @@ CASES: dict[str, Case] = {
 }
 
 
-def _verbs(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _verbs(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Commands without others below them; typer's own click gives them no public type."""
     children = getattr(command, "commands", {})
     if not children:
         yield path, command
     for name, child in children.items():
-        yield from _verbs(child, f"{path} {name}".strip())
+        yield from _verbs(child, f"{path} {name}")
 
 
-VERBS = dict(_verbs(typer.main.get_command(app)))
+VERBS = {path: verb for entry in COMMANDS for path, verb in _verbs(entry.load(), entry.name)}
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -120,9 +120,20 @@ class Thaw:
 
     def pid(self, service: str) -> int:
         """The pid of a supervised service."""
-        status = json.loads((self.home / "run" / "supervisor.json").read_text())
-        process = status["services"][service]["process"] if service != "supervisor" else status["supervisor"]
+        process = self._status["supervisor"] if service == "supervisor" else self.status(service)["process"]
         return int(process["pid"])
+
+    def status(self, service: str) -> dict[str, Any]:
+        """The supervisor's status of a service."""
+        found = self._status["services"][service]
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def _status(self) -> dict[str, Any]:
+        found = json.loads((self.home / "run" / "supervisor.json").read_text())
+        assert isinstance(found, dict)
+        return found
 
     def instances(self, model: str) -> list[dict[str, Any]]:
         """Instances of a model that are ready."""
@@ -132,7 +143,7 @@ class Thaw:
     def ready(self) -> bool:
         """Whether the gateway says so."""
         try:
-            return httpx.get(f"{self.url}/ready", timeout=5).is_success
+            return httpx.get(f"{self.url}/ready", timeout=30).is_success
         except httpx.HTTPError:
             return False
 
@@ -140,19 +151,18 @@ class Thaw:
         """kill -9; the pid that was."""
         process = psutil.Process(self.pid(service))
         process.kill()
-        psutil.wait_procs([process], timeout=10)
+        psutil.wait_procs([process], timeout=60)
         return process.pid
 
     def replaced(self, service: str, old: int) -> bool:
         """Whether the supervisor has started another one."""
-        try:
-            return self.pid(service) != old
-        except (KeyError, TypeError):
-            return False
+        process = self._status["services"].get(service, {}).get("process")
+        return process is not None and int(process["pid"]) != old
 
     def await_replaced(self, service: str, old: int) -> None:
         until(lambda: self.replaced(service, old), what=f"{service} is started again")
         until(self.ready, what="the gateway is ready")
+        until(lambda: self.inside("ps", "--json")[0] == 0, what="the scheduler answers")
 
     def last_words(self) -> str:
         """The ends of all logs, for a test that fails."""
@@ -195,7 +205,7 @@ class Thaw:
             shutil.rmtree(self.home, ignore_errors=True)
 
 
-def until(condition: Callable[[], bool], within: float = 30.0, what: str = "") -> None:
+def until(condition: Callable[[], bool], within: float = 120.0, what: str = "") -> None:
     """Wait for something that only looking can tell."""
     deadline = time.monotonic() + within
     while not condition():

@@ -40,10 +40,14 @@ def add(
         raise CommandError(
             f"{name!r} cannot be the name of a key.", "Letters, digits and . _ @ - , at most 100, a letter or digit first."
         ) from e
-    made = ApiKey.model_validate(Api.find().request("POST", "/admin/v1/keys", asked))
+    api = Api.find()
+    before = KeyList.model_validate(api.request("GET", "/admin/v1/keys"))
+    made = ApiKey.model_validate(api.request("POST", "/admin/v1/keys", asked))
     out = screen(as_json)
     out.print(f"[green]✓[/] {made.name} ({made.scope}); only its hash is kept, so write it down now:")
     out.print(f"  [bold]{key}[/]", soft_wrap=True)
+    if made.scope == "inference" and not _any(before) and not before.required:
+        out.print("[yellow]every request needs a key now; `thaw chat` reads it from THAW_API_KEY[/]")
     return made.model_dump(mode="json") | {"key": key}
 
 
@@ -91,5 +95,5 @@ def _any(keys: KeyList) -> bool:
 def _without_keys(keys: KeyList) -> str:
     """What becomes of requests while no key for inference exists."""
     if keys.required:
-        return "every request is refused until `thaw keys add NAME` makes one (THAW_REQUIRE_KEY=false would open the endpoint)"
+        return "every request is refused until `thaw keys add NAME` makes one (`thaw up` with THAW_REQUIRE_KEY=false opens the endpoint)"
     return "whoever reaches the endpoint may use it"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import openai
 import psutil
@@ -44,27 +42,20 @@ def ask(mesh: Thaw) -> str:
     return answer.choices[0].text
 
 
-def status(mesh: Thaw, name: str) -> dict[str, Any]:
-    found = json.loads((mesh.home / "run" / "supervisor.json").read_text())["services"][name]
-    assert isinstance(found, dict)
-    return found
-
-
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_stopped_process_is_restarted_and_engines_go_on(mesh: Thaw, name: str) -> None:
     answer = ask(mesh)
     (engine,) = (i["pids"] for i in mesh.instances("one"))
-    hangs = status(mesh, name)["hangs"]
+    hangs = mesh.status(name)["hangs"]
     old = mesh.pid(name)
     children = psutil.Process(old).children(recursive=True) if name == "postgres" else []
     for pid in (old, *(c.pid for c in children)):
         os.kill(pid, signal.SIGSTOP)
-    until(lambda: mesh.replaced(name, old), within=60, what=f"{name} is started again")
-    until(mesh.ready, what="the gateway is ready")
+    mesh.await_replaced(name, old)
     assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
     assert ask(mesh) == answer
     until(lambda: [i["pids"] for i in mesh.instances("one")] == [engine], what="the live engine is kept")
-    after = status(mesh, name)
+    after = mesh.status(name)
     assert after["hangs"] == hangs + 1
     assert "the process is stopped" in after["last_hang"]
     shown = mesh.json("ps")["services"][name]
@@ -81,7 +72,7 @@ def test_a_supervisor_that_was_killed_and_its_successor_blame_nobody(mesh: Thaw)
     assert {name: mesh.pid(name) for name in SERVICES} == before
     old = mesh.pid("loader.node-0")
     os.kill(old, signal.SIGSTOP)
-    until(lambda: mesh.replaced("loader.node-0", old), within=90, what="the loader is started again")
+    until(lambda: mesh.replaced("loader.node-0", old), what="the loader is started again")
     assert {name: mesh.pid(name) for name in SERVICES if name != "loader.node-0"} == {
         name: pid for name, pid in before.items() if name != "loader.node-0"
     }

@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-long lint bench chaos soak gpu clean install engines
+.PHONY: help up down test test-long lint bench chaos soak gpu clean install engines lock
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into the cache directory (some six minutes on two cores)
 	@$(BIN)/python -m tests.support.real_engines
+
+lock: $(STAMP) ## Lock what the images install, after a change of pyproject.toml or constraints.txt (asks the package index)
+	@$(BIN)/python compose/lock.py
 
 clean: ## Remove .venv and caches (the mesh's state under ~/.thaw stays)
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

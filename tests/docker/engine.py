@@ -21,7 +21,7 @@ import yaml
 from tests.support.servers import free_port
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("shared", "services", "simulator", "thaw")
+SOURCES = ("compose/locks", "services", "shared", "simulator", "thaw", "weights")
 FILES = (
     "pyproject.toml",
     "constraints.txt",
@@ -29,7 +29,6 @@ FILES = (
     "LICENSE",
     ".dockerignore",
     "compose/Dockerfile",
-    "compose/requirements.py",
     "compose/wheels/README.md",
 )
 OURS = ("gateway", "scheduler", "migrator", "loader", "nodeagent")
@@ -47,16 +46,18 @@ class CommandFailed(subprocess.SubprocessError):
     """A command ended with another status than 0; its words are the message."""
 
 
-def docker(*arguments: str, within: float = 60, text: str | None = None) -> str:
+def docker(*arguments: str, within: float = 60, text: str | None = None, also_stderr: bool = False) -> str:
     """What `docker ARGUMENTS` printed. Raises `CommandFailed`."""
-    return run("docker", *arguments, within=within, text=text)
+    return run("docker", *arguments, within=within, text=text, also_stderr=also_stderr)
 
 
-def run(*command: str, within: float = 60, text: str | None = None, env: dict[str, str] | None = None) -> str:
+def run(
+    *command: str, within: float = 60, text: str | None = None, env: dict[str, str] | None = None, also_stderr: bool = False
+) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=within, input=text, env=env, check=False)
     if done.returncode:
         raise CommandFailed(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return done.stdout
+    return done.stdout + (done.stderr if also_stderr else "")
 
 
 COMPOSE_COMMANDS = {"v2": ("docker", "compose"), "v1": ("docker-compose",)}

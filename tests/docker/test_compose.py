@@ -159,6 +159,15 @@ def test_the_mesh_image_has_no_torch_and_images_hold_no_sources(images: Images) 
     assert docker("run", "--rm", images.mesh, "ls", "/").split().count("src") == 0
 
 
+@pytest.mark.parametrize("image", ["mesh", "node"])
+def test_the_lock_left_no_requirement_out(images: Images, image: str) -> None:
+    """Requirements are installed with --no-deps."""
+    assert "No broken requirements" in docker("run", "--rm", getattr(images, image), "pip", "check")
+    with_extras = "import transformers, sentencepiece, safetensors, obstore, pynvml, huggingface_hub, tokenizers"
+    imports = "import services.gateway.app, services.scheduler.app, services.migrator.app, thaw.cli.app"
+    docker("run", "--rm", "-e", "HOME=/tmp", getattr(images, image), "python", "-c", imports if image == "mesh" else with_extras)
+
+
 # Asks the kernel to push out a page of another process: what suspending an engine does.
 _PAGE_OUT = """
 import ctypes, os, subprocess
@@ -251,6 +260,46 @@ def test_a_killed_container_comes_back_and_the_mesh_serves(mesh: Project, client
     assert answer.usage.completion_tokens == 4
 
 
+_WATCHED = """
+import pathlib, sys
+def words(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\\0")[:-1]
+    except OSError:
+        return []
+def parent(pid):
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+service = ["python", "-m", f"services.{sys.argv[1]}"]
+for path in pathlib.Path("/proc").glob("[0-9]*"):
+    if words(path.name) == service and "shared.watchdog" in words(parent(path.name)):
+        print(path.name)
+"""
+
+
+@pytest.mark.parametrize("service", ["gateway", "scheduler", "migrator", "loader", "nodeagent"])
+def test_a_hung_service_is_restarted_in_its_container(mesh: Project, client: openai.OpenAI, service: str) -> None:
+    """SIGSTOP takes the service, and leaves its container running: only the watchdog in it can help."""
+    started = mesh.inspect(service)["State"]["StartedAt"]
+    (hung,) = mesh.execute(service, "python", "-", service, text=_WATCHED).split()
+    mesh.execute(service, "sh", "-c", f"kill -STOP {hung}")
+    deadline = time.monotonic() + WITHIN_S
+    while mesh.execute(service, "python", "-", service, text=_WATCHED).split() in ([], [hung]):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert mesh.inspect(service)["State"]["StartedAt"] == started
+    said = [
+        line
+        for line in docker("logs", mesh.container(service), also_stderr=True).splitlines()
+        if "restarting a hung service" in line
+    ]
+    assert f'"pid": {hung}' in said[-1]
+    assert "the process is stopped" in said[-1]
+    with client:
+        answer = client.with_options(max_retries=5).completions.create(model="demo", prompt="again", max_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
 def test_no_zombies_are_left_of_them(mesh: Project) -> None:
     states = mesh.execute("node", "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //' | cut -c1")
     assert "Z" not in states.split()
@@ -263,6 +312,21 @@ def test_keys_are_made_and_revoked_while_it_runs(mesh: Project) -> None:
         assert httpx.get(f"{mesh.url}/v1/models", headers={"authorization": f"Bearer {key}"}, trust_env=False).status_code == 200
     finally:
         mesh.execute("gateway", "thaw", "keys", "revoke", "alice")
+
+
+def test_the_endpoint_stays_closed_when_the_disk_of_nats_is_lost(mesh: Project) -> None:
+    """The gateway's own volume remembers that keys have existed (docs/operations.md)."""
+    mesh.execute("gateway", "thaw", "keys", "add", "bob")
+    mesh.compose("stop", "gateway", "nats")
+    wipe = ("-v", f"{mesh.name}_nats:/data", "--user=root", mesh.images.mesh, "sh", "-c", "rm -rf /data/jetstream && ls /data")
+    assert docker("run", "--rm", *wipe) == ""
+    mesh.compose("start", "nats")
+    mesh.wait_healthy("nats")
+    mesh.compose("start", "gateway")
+    mesh.wait_healthy("gateway")
+    assert "bob" not in mesh.execute("gateway", "thaw", "keys", "list")
+    assert httpx.get(f"{mesh.url}/v1/models", trust_env=False).status_code == 401
+    assert "inference" in mesh.execute("gateway", "cat", "/var/lib/thaw/gateway/keys-existed")
 
 
 def test_nobody_was_refused_a_subject(mesh: Project) -> None:

@@ -104,6 +104,34 @@ def test_every_variable_is_in_the_example_with_its_default(document: dict[str, A
     }
 
 
+OURS = {"scheduler", "migrator", "gateway", "loader", "nodeagent", "loader-gpu", "nodeagent-gpu"}
+
+
+def test_every_service_of_ours_runs_under_the_watchdog(document: dict[str, Any]) -> None:
+    """Docker restarts no container whose process hangs."""
+    for name in OURS:
+        service = name.removesuffix("-gpu")
+        assert document["services"][name]["command"] == [
+            "python",
+            "-m",
+            "shared.watchdog",
+            "--",
+            "python",
+            "-m",
+            f"services.{service}",
+        ]
+    (suspending,) = yaml.safe_load((COMPOSE / "suspend.yaml").read_text())["services"].values()
+    assert suspending["command"][-7:] == document["services"]["nodeagent"]["command"]
+
+
+def test_the_gateway_has_a_volume_of_its_own_for_its_state(document: dict[str, Any]) -> None:
+    """It remembers that keys have existed, should the volume of NATS be lost with the keys."""
+    mounted = {name: [v.split(":") for v in s.get("volumes", ())] for name, s in document["services"].items()}
+    (volume,) = [v[0] for v in mounted["gateway"] if v[1:] == ["/var/lib/thaw"]]
+    assert volume in document["volumes"]
+    assert [name for name, volumes in mounted.items() if volume in [v[0] for v in volumes]] == ["gateway"]
+
+
 HERE = {"node": "node-0", "node-gpu": "gpu-0"}
 """Nodes by folder, as compose.yaml has them."""
 

@@ -1,0 +1,114 @@
+"""compose/locks: what the images install, pinned by version and hash, agrees with pyproject.toml and constraints.txt."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.docker.engine import FILES, ROOT, SOURCES
+
+COMPOSE = ROOT / "compose"
+LOCKS = ("build", "mesh", "node")
+TARGET = {"python_version": "3.11", "python_full_version": "3.11.16", "platform_system": "Linux", "sys_platform": "linux"}
+NOT_SHARED = re.compile(r"^(nvidia-.*|cuda-.*|triton)$")
+"""Requirements of torch that only its CUDA builds have."""
+
+_tool: dict[str, Any] = runpy.run_path(str(COMPOSE / "lock.py"))
+
+
+def name_of(requirement: str) -> str:
+    name: str = _tool["name_of"](requirement)
+    return name
+
+
+def wanted(lock: str) -> list[Requirement]:
+    """What the lock has to contain, on the images' platform."""
+    return [r for r in map(Requirement, _tool["requirements"]()[lock]) if r.marker is None or r.marker.evaluate(TARGET)]
+
+
+def pins(text: str) -> dict[str, str]:
+    return {name_of(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)}
+
+
+def read(lock: str) -> str:
+    return (COMPOSE / "locks" / f"{lock}.txt").read_text()
+
+
+def closure(requirements: list[Requirement]) -> set[str]:
+    """The packages that these require, directly or not, as those that are installed here declare it. Leaves torch out."""
+    found: set[tuple[str, str]] = set()
+    waiting = [(name_of(r.name), extra) for r in requirements for extra in ("", *r.extras)]
+    while waiting:
+        name, extra = waiting.pop()
+        if name == "torch" or (name, extra) in found:
+            continue
+        found.add((name, extra))
+        for needed in map(Requirement, metadata.requires(name) or ()):
+            if needed.marker is None or needed.marker.evaluate(TARGET | {"extra": extra}):
+                waiting += [(name_of(needed.name), e) for e in ("", *needed.extras)]
+    return {name for name, _ in found}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_pin_is_that_of_the_constraints(lock: str) -> None:
+    tested = pins((ROOT / "constraints.txt").read_text())
+    locked = pins(read(lock))
+    assert locked
+    assert {name: version for name, version in locked.items() if tested.get(name) != version} == {}, "run `make lock`"
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_pin_has_hashes_and_nothing_else_is_in_the_lock(lock: str) -> None:
+    entries = re.sub(r" *\\\n +", " ", read(lock)).splitlines()
+    assert entries.pop(0).startswith("#")
+    for entry in entries:
+        assert re.fullmatch(r"[\w.-]+==[^\s;]+( ; [^-]+)?( --hash=sha256:[0-9a-f]{64})+", entry), entry
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_requirement_is_in_the_lock_by_a_version_that_it_allows(lock: str) -> None:
+    locked = pins(read(lock))
+    for requirement in wanted(lock):
+        assert requirement.specifier.contains(locked[name_of(requirement.name)], prereleases=True), (
+            f"run `make lock`: {requirement}"
+        )
+
+
+@pytest.mark.parametrize("lock", ["mesh", "node"])
+def test_the_lock_has_everything_that_is_required_and_no_more(lock: str) -> None:
+    """pip installs it with --no-deps: what is missing here is missing in the image."""
+    assert set(pins(read(lock))) == closure(wanted(lock)), "run `make lock`"
+
+
+def test_the_nodes_lock_has_the_requirements_of_every_build_of_torch() -> None:
+    needed = [
+        r for r in map(Requirement, metadata.requires("torch") or ()) if not r.marker or r.marker.evaluate(TARGET | {"extra": ""})
+    ]
+    shared = {name for r in needed if not NOT_SHARED.match(name := name_of(r.name))}
+    assert shared == set(_tool["OF_TORCH"])
+    assert shared <= set(pins(read("node")))
+
+
+def test_the_images_install_by_hash_and_otherwise_only_our_wheel_and_torch() -> None:
+    commands = re.findall(r"pip (?:install|wheel) (.*)", (COMPOSE / "Dockerfile").read_text())
+    by_hash = {c for c in commands if c.startswith("--require-hashes --no-deps --only-binary :all: -r ")}
+    assert {c.rpartition(" ")[2] for c in by_hash} == {f"{lock}.txt" for lock in LOCKS}
+    others = [c for c in commands if c not in by_hash and "--no-index" not in c]
+    assert [c.endswith('"$TORCH"') for c in others] == [True]
+
+
+def test_the_build_context_has_what_the_images_copy() -> None:
+    """For `docker compose build` (.dockerignore) and for the images of the tests (engine.py)."""
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE)
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    tested = [*SOURCES, *FILES]
+    for path in map(Path, (name for line in copied for name in line.split())):
+        assert (ROOT / path).exists(), path
+        assert any(path.is_relative_to(a) for a in allowed), f".dockerignore keeps {path} out"
+        assert any(path.is_relative_to(t) or Path(t).is_relative_to(path) for t in tested), f"engine.py does not copy {path}"

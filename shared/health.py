@@ -41,7 +41,12 @@ async def _over_nats(service: str) -> None:
                 await (await migrations_bucket(mesh.nc.jetstream(timeout=_WITHIN_S), mesh.replicas)).status()
                 return
             subject = (subjects.node_status if service == "nodeagent" else subjects.loader_status)(settings.node)
-            await (await mesh.nc.subscribe(subject)).next_msg(timeout=_WITHIN_S)
+            statuses = await mesh.nc.subscribe(subject)
+            try:
+                await statuses.next_msg(timeout=_WITHIN_S)
+            finally:
+                # Stopping would wait until somebody has read the statuses that arrived meanwhile.
+                await statuses.unsubscribe()
         finally:
             await mesh.stop()
 

@@ -57,7 +57,8 @@ async def test_a_scheduler_is_healthy_while_somebody_leads(mesh: Mesh, own_nats:
 async def test_a_loader_is_healthy_while_its_status_is_heard(mesh: Mesh, own_nats: NatsServer) -> None:
     async def broadcast() -> None:
         while True:
-            await mesh.publish(subjects.loader_status("n"), LoaderStatus(node="n", boot_id="b"))
+            for _ in range(20):  # more than the check reads
+                await mesh.publish(subjects.loader_status("n"), LoaderStatus(node="n", boot_id="b"))
             await asyncio.sleep(0.1)
 
     telling = asyncio.create_task(broadcast())

@@ -30,7 +30,7 @@ def idle(mesh: Victim, model: str) -> bool:
 
 def in_gateway(mesh: Victim, model: str) -> tuple[int, int]:
     """Requests for the model that an engine has been given, and those that wait in the gateway."""
-    text = httpx.get(f"{mesh.url}/metrics", timeout=10).text
+    text = httpx.get(f"{mesh.url}/metrics", timeout=120).text
 
     def shown(name: str) -> int:
         found = re.search(rf'^{name}{{gen_ai_request_model="{model}"}} (\S+)$', text, re.MULTILINE)

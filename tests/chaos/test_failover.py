@@ -42,6 +42,6 @@ def test_a_storm(mesh: Victim, client: openai.OpenAI) -> None:
         streams = [s if s.is_alive() else Asked(mesh.url, "one", tokens=TOKENS) for s in streams]
     assert len(killed) > 5
     for stream in (*ended, *streams):
-        outcome = stream.outcome(within=120)
+        outcome = stream.outcome(within=180)
         assert (outcome.kind, outcome.finish, outcome.tokens) == ("answered", "length", TOKENS), outcome
         assert outcome.text == whole

@@ -77,7 +77,7 @@ def test_loading(mesh: Victim, client: openai.OpenAI, service: str, stream: bool
 def test_streaming(mesh: Victim, client: openai.OpenAI, service: str) -> None:
     whole = ask(client, tokens=900)
     asked = Asked(mesh.url, "one")
-    assert asked.begun.wait(30)
+    assert asked.begun.wait(120)
     engine = mesh.engine("one")
     old = mesh.kill(service)
     outcome = asked.outcome()
@@ -96,9 +96,9 @@ def test_streaming_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> 
     whole = ask(client, tokens=900)
     first = Asked(mesh.url, "one")
     other = Asked(mesh.url, "one", stream=stream)
-    assert first.begun.wait(30)
+    assert first.begun.wait(120)
     if stream:
-        assert other.begun.wait(30)
+        assert other.begun.wait(120)
     kill(mesh.engine("one"))
     for asked in (first, other):
         outcome = asked.outcome()
@@ -112,7 +112,7 @@ def test_streaming_engine_with_a_key(mesh: Victim, client: openai.OpenAI, temper
     """The stream goes on with another engine; to repeat the key gives the same."""
     fields: dict[str, Any] = {"key": f"chaos-{temperature}", "temperature": temperature}
     first = Asked(mesh.url, "one", **fields)
-    assert first.begun.wait(30)
+    assert first.begun.wait(120)
     kill(mesh.engine("one"))
     outcome = first.outcome()
     assert (outcome.kind, outcome.tokens) == ("answered", 900)

@@ -44,7 +44,7 @@ def streams(mesh: Roomy, undisturbed: list[Stream]) -> Iterator[list[Stream]]:
     """Under way; at the end each is as if nothing had been, and no request, keys and values, lease or memory is left."""
     until(lambda: all(mesh.on("one", n) for n in NODES), what="an instance on each node")
     streams = [Stream(mesh.url, each).start() for each in BODIES]
-    assert all(s.opened.wait(60) for s in streams)
+    assert all(s.opened.wait(120) for s in streams)
     yield streams
     for stream, expected in zip(streams, undisturbed, strict=True):
         stream.result().assert_same(expected)

@@ -53,7 +53,7 @@ def nothing_is_left(mesh: Roomy) -> Iterator[None]:
 def begun(mesh: Roomy, **headers: str) -> tuple[Stream, str, str]:
     """A stream under way, and the instance and node that serve it."""
     stream = Stream(mesh.url, LONG, headers=headers).start()
-    assert stream.opened.wait(60)
+    assert stream.opened.wait(120)
     source, node, _ = mesh.serving("one")
     return stream, source, node
 
@@ -114,7 +114,7 @@ def second_migrator(mesh: Roomy) -> Iterator[int]:
         process = subprocess.Popen([sys.executable, "-m", "services.migrator"], env=environment, cwd=ROOT, stdout=log, stderr=log)
     yield process.pid
     process.terminate()
-    process.wait(20)
+    process.wait(120)
 
 
 def test_two_migrations_of_one_request(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
@@ -134,7 +134,7 @@ def test_there_and_back_at_once(mesh: Roomy, undisturbed: Stream, second_migrato
     """The scheduler refuses the second of two orders that cross; where both are written all the same, both requests come to where they go."""
     stream, source, node = begun(mesh)
     crossing = Stream(mesh.url, GREEDY).start()
-    assert crossing.opened.wait(60)
+    assert crossing.opened.wait(120)
     there: list[str] = []
 
     def two_serve() -> bool:

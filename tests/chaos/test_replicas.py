@@ -47,7 +47,7 @@ class Writer:
         self._client = client
         self._numbers = itertools.count()
         self._admin = httpx.Client(
-            base_url=f"{mesh.url}/admin/v1", headers={"authorization": f"Bearer {mesh.endpoints['admin_key']}"}, timeout=20
+            base_url=f"{mesh.url}/admin/v1", headers={"authorization": f"Bearer {mesh.endpoints['admin_key']}"}, timeout=120
         )
         self._source = str(mesh.home / "models" / "one")
         self.acknowledged = Acknowledged()
@@ -154,7 +154,7 @@ class Load(threading.Thread):
 
 
 def standard_client(mesh: Victim) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=60)
+    return openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120)
 
 
 @pytest.fixture

@@ -54,5 +54,5 @@ def plain(mesh: Thaw) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def admin(mesh: Thaw) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {mesh.endpoints['admin_key']}"}
-    with httpx.Client(base_url=f"{mesh.url}/admin/v1", headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=f"{mesh.url}/admin/v1", headers=headers, timeout=120) as client:
         yield client

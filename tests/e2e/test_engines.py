@@ -99,9 +99,9 @@ def test_a_client_that_leaves_stops_the_engine(mesh: Thaw, client: openai.OpenAI
 
 
 def test_routes_of_its_own(mesh: Thaw) -> None:
-    answer = httpx.post(f"{mesh.url}/v1/rerank", json={"model": "one", "documents": ["x"]}, timeout=60)
+    answer = httpx.post(f"{mesh.url}/v1/rerank", json={"model": "one", "documents": ["x"]}, timeout=120)
     assert answer.json() == {"echo": {"model": "one", "documents": ["x"]}}
-    assert httpx.post(f"{mesh.url}/v1/rerank", json={"model": "two"}, timeout=60).status_code == 404
+    assert httpx.post(f"{mesh.url}/v1/rerank", json={"model": "two"}, timeout=120).status_code == 404
 
 
 def test_two_take_turns_on_a_device_that_holds_one(mesh: Thaw, client: openai.OpenAI) -> None:

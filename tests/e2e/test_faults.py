@@ -20,7 +20,7 @@ from thaw.demo.models import make_demo_model
 def kill(pid: int) -> None:
     process = psutil.Process(pid)
     process.kill()
-    psutil.wait_procs([process], timeout=10)
+    psutil.wait_procs([process], timeout=120)
 
 
 def engine_pid(mesh: Thaw, model: str) -> int:
@@ -163,7 +163,7 @@ def test_ctrl_c_stops_a_mesh_in_the_foreground() -> None:
         nodes = thaw.json("node", "list")["nodes"]
         assert [n["node"] for n in nodes if n["alive"]] == ["node-0", "node-1"]
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert process.returncode == 0, out + err
         assert "the mesh is down" in out
         thaw.assert_nothing_left()
@@ -188,7 +188,7 @@ def test_a_foreground_that_ends_while_it_registers_leaves_nothing(broken: bool) 
                 break
         if not broken:
             os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert process.returncode in ((1,) if broken else (0, 130)), out + err
         assert ("tokenizer" in err) is broken
         thaw.assert_nothing_left()
@@ -202,7 +202,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing() -> None:
         process = thaw.popen("up", "--port", str(thaw.port), start_new_session=True)
         until((thaw.home / "run" / "endpoints.json").exists, what="the supervisor has begun")
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert process.returncode == 130, out + err
         thaw.assert_nothing_left()
     finally:

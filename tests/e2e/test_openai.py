@@ -193,7 +193,7 @@ async def test_a_second_gateway_started_by_hand(mesh: Thaw, clients: openai.Asyn
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.gateway", env=environment, stderr=asyncio.subprocess.DEVNULL
     )
-    other = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60, max_retries=0)
+    other = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120, max_retries=0)
     try:
         async with asyncio.timeout(30):
             while await _status(f"http://127.0.0.1:{port}/ready") != 200:  # noqa: ASYNC110 - what is waited for is behind HTTP

@@ -43,7 +43,7 @@ def facts(mesh: Thaw) -> dict[str, Any]:
 
 def text(mesh: Thaw) -> str:
     body = {"model": "m", "prompt": "once", "max_tokens": 12, "temperature": 0}
-    answer = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=120)
     assert answer.is_success, answer.text
     return str(answer.json()["choices"][0]["text"])
 

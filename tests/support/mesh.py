@@ -90,7 +90,7 @@ class Victim(Thaw):
 
     def assert_settled(self) -> None:
         """Memory booked is memory used: every reservation is an instance's, every engine process and segment belongs to one."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while faults := self.faults_in_the_books():
             assert time.monotonic() < deadline, f"{faults}{self.last_words()}"
             time.sleep(0.1)
@@ -201,7 +201,7 @@ def at_rest(pid: int, looks: int = 4) -> bool:
 def kill(pid: int) -> None:
     process = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
-    psutil.wait_procs([process], timeout=10)
+    psutil.wait_procs([process], timeout=60)
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ class Roomy(Thaw):
 async def _records(url: str) -> dict[str, MigrationRecord]:
     nc = await nats.connect(url)
     try:
-        js = nc.jetstream(timeout=5)
+        js = nc.jetstream(timeout=60)
         bucket = await migrations_bucket(js)
         # Not `bucket.keys()`: that misses an entry which is written at that moment.
         prefix = f"$KV.{subjects.MIGRATIONS_BUCKET}."
@@ -200,7 +200,7 @@ async def _records(url: str) -> dict[str, MigrationRecord]:
 async def _write(url: str, record: MigrationRecord) -> None:
     nc = await nats.connect(url)
     try:
-        bucket = await migrations_bucket(nc.jetstream(timeout=5))
+        bucket = await migrations_bucket(nc.jetstream(timeout=60))
         await bucket.create(record.migration_id, record.model_dump_json().encode())
     finally:
         await nc.close()

@@ -38,7 +38,7 @@ class Order(threading.Thread):
 
     def record(self) -> dict[str, Any]:
         """How it ended, where one migration was asked for."""
-        self.join(60)
+        self.join(120)
         assert self.answer, self.refused
         return self.answer[0]
 

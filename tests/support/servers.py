@@ -147,7 +147,7 @@ class PostgresServer:
         self._wait_ready()
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             ready = subprocess.run(
                 [str(self.bin / "pg_isready"), "-q", "-h", str(self.directory), "-p", str(self.port)], check=False
@@ -204,7 +204,7 @@ class StandbyServer(PostgresServer):
         # Set once the standby is there: a primary without one acknowledges nothing.
         primary.sql(f"ALTER SYSTEM SET synchronous_standby_names = '{self.NAME}'")
         primary.sql("SELECT pg_reload_conf()")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while "sync" not in primary.sql("SELECT sync_state FROM pg_stat_replication").split():
             if time.monotonic() > deadline:
                 raise TimeoutError("the standby does not replicate synchronously")

@@ -23,7 +23,7 @@ import psutil
 
 from bench.chaos.bed import Bed
 from bench.chaos.faults import STOP_S, Fault, Strike
-from bench.chaos.load import PROMPTS, Asker, Client, Served, jobs
+from bench.chaos.load import PROMPTS, Asker, Client, Served, ask_again, jobs
 from bench.chaos.verdict import BAD, Answer, Exchange, Fate, Job, Reference, judge
 
 PAUSE_S, PACE_S = 1.0, 4.0
@@ -312,7 +312,7 @@ class Campaign:
         self._probes += 1
         job = Job(self._probes, served.name, PROMPTS[0], served.tokens[0], False, engine=served.engine)
         exchange = Exchange(job, time.monotonic())
-        exchange.answer = asker.ask(job)
+        exchange.answer = ask_again(exchange, asker, self._was_struck)
         exchange.statuses = [s for s in asker.statuses if s >= 400]
         exchange.server_errors = sum(s >= 500 for s in asker.statuses)
         asker.close()

@@ -15,6 +15,8 @@ from bench.chaos.verdict import Answer, Exchange, Job, Reference
 
 PROMPTS = ("Where does the ice go?", "Tell me of the river, the sea and the rain.", "Count to ten, slowly.")
 TIMEOUT_S = 180.0
+Struck = Callable[[str | None, float], bool]
+"""Whether a gateway (by name; None: any) has been struck since a time."""
 _THINK_S = (0.05, 0.6)
 _KEYED, _STREAMED, _SAMPLED, _TWINS = 0.35, 0.6, 0.3, 0.4
 """Shares: requests with a key; streamed ones; of those with a key, sampled ones, and those sent twice at the same time."""
@@ -143,7 +145,7 @@ class Client(threading.Thread):
         url: str,
         work: Iterator[Job],
         gateway_of: Callable[[int], str | None],
-        struck: Callable[[str | None, float], bool],
+        struck: Struck,
         done: Callable[[Exchange], None],
     ) -> None:
         super().__init__(name=f"client-{number}", daemon=True)
@@ -201,13 +203,17 @@ class Client(threading.Thread):
         return twin
 
     def _ask(self, exchange: Exchange, asker: Asker) -> Answer:
-        """Asks again where the connection broke together with its gateway: a stream at once, a whole answer after the package's retries."""
-        while True:
-            begun = time.monotonic()
-            answer = asker.ask(exchange.job)
-            if not answer.disconnected:
-                return answer
-            if not self._struck(answer.gateway, begun):
-                exchange.broken = f"{answer.error} at {answer.gateway}"
-                return answer
-            exchange.cuts += 1
+        return ask_again(exchange, asker, self._struck)
+
+
+def ask_again(exchange: Exchange, asker: Asker, struck: Struck) -> Answer:
+    """Asks, and again where the connection broke together with its gateway: a stream at once, a whole answer after the package's retries."""
+    while True:
+        begun = time.monotonic()
+        answer = asker.ask(exchange.job)
+        if not answer.disconnected:
+            return answer
+        if not struck(answer.gateway, begun):
+            exchange.broken = f"{answer.error} at {answer.gateway}"
+            return answer
+        exchange.cuts += 1

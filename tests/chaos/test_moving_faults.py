@@ -88,7 +88,7 @@ def test_the_client_leaves_during_a_round(mesh: Roomy, undisturbed: Stream) -> N
 
 
 def active(mesh: Roomy, instance_id: str) -> int:
-    found = [i for n in mesh.json("ps")["nodes"] for i in n["instances"] if i["instance_id"] == instance_id]
+    found = [i for n in mesh.cluster()["nodes"] for i in n["instances"] if i["instance_id"] == instance_id]
     return int(found[0]["load"]["active"]) if found else 0
 
 
@@ -138,7 +138,7 @@ def test_there_and_back_at_once(mesh: Roomy, undisturbed: Stream, second_migrato
     there: list[str] = []
 
     def two_serve() -> bool:
-        busy = [n["node"] for n in mesh.json("ps")["nodes"] for i in n["instances"] if i["load"]["active"]]
+        busy = [n["node"] for n in mesh.cluster()["nodes"] for i in n["instances"] if i["load"]["active"]]
         there[:] = [n for n in busy if n != node]
         return len(busy) == 2
 
@@ -176,7 +176,7 @@ def test_a_destination_of_another_revision(mesh: Roomy, undisturbed: Stream) -> 
     stream, source, node = begun(mesh)
     wrong, on = mesh.place("two")
     staged = Staged(mesh)
-    revision = next(m["card"]["info"]["revision"] for m in mesh.json("ps")["models"] if m["card"]["spec"]["name"] == "one")
+    revision = next(m["card"]["info"]["revision"] for m in mesh.cluster()["models"] if m["card"]["spec"]["name"] == "one")
     mesh.write(
         MigrationRecord(
             migration_id="m-wrong",

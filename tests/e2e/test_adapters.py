@@ -64,7 +64,7 @@ async def test_base_and_adapters_answer_under_every_name(clients: openai.AsyncOp
 
 async def test_one_instance_serves_them_all(mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
     await asyncio.gather(*(text(clients, name) for name in ("one", "sql", "poems")))
-    seen = mesh.json("ps")
+    seen = mesh.cluster()
     there = [i for n in seen["nodes"] for i in n["instances"] if i["state"] == "ready" and i["model"] in ("one", *adapters)]
     assert [i["model"] for i in there] == ["one"]
     assert {a["name"] for a in there[0]["load"]["adapters"]} == {"sql", "poems"}

@@ -90,7 +90,7 @@ def test_the_trace_of_a_cold_request_tiles_its_ttft(mesh: Thaw, client: openai.O
 
 def test_ps_shows_states_and_memory(mesh: Thaw, client: openai.OpenAI) -> None:
     ask(client, "three")
-    cluster = mesh.json("ps")
+    cluster = mesh.cluster()
     states = {m["card"]["spec"]["name"]: m["state"] for m in cluster["models"]}
     assert states["three"] == "ready"
     (device,) = cluster["nodes"][0]["devices"]
@@ -245,7 +245,7 @@ def test_damage_after_the_registration_is_told_and_repaired(
         with pytest.raises(openai.UnprocessableEntityError) as caught:
             ask(plain, "one")
         assert caught.value.code == ("unsupported_architecture" if damage is _other_architecture else "checkpoint_invalid")
-        (view,) = (m for m in mesh.json("ps")["models"] if m["card"]["spec"]["name"] == "one")
+        (view,) = (m for m in mesh.cluster()["models"] if m["card"]["spec"]["name"] == "one")
         assert view["state"] == "failed"
         assert view["error"] in caught.value.message
         assert "\n" not in view["error"]

@@ -91,7 +91,7 @@ def test_a_move_is_told_of_everywhere(mesh: Roomy, receiver: OtlpReceiver, undis
     assert record["traceparent"].split("-")[1] in drawn
     handovers = mesh.json("trace", stream.request_id)["request"]["handovers"]
     assert [(h["kind"], h["migration_id"]) for h in handovers] == [("move", record["migration_id"])]
-    migrated = mesh.json("ps")["migrated"]
+    migrated = mesh.cluster()["migrated"]
     assert migrated["requests"] >= 1
     assert migrated["outcomes"]["done"] >= 1
     gateway = httpx.get(f"{mesh.url}/metrics", timeout=120).text

@@ -36,7 +36,7 @@ def mesh() -> Iterator[Thaw]:
 
 
 def nodes_of(mesh: Thaw, model: str) -> list[str]:
-    nodes = mesh.json("ps")["nodes"]
+    nodes = mesh.cluster()["nodes"]
     return sorted(n["node"] for n in nodes for i in n["instances"] if (i["model"], i["state"]) == (model, "ready"))
 
 

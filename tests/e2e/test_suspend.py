@@ -37,7 +37,7 @@ def mesh() -> Iterator[Thaw]:
 
 
 def facts(mesh: Thaw) -> dict[str, Any]:
-    (found,) = (i for i in mesh.json("ps")["instances"] if i["state"] != "stopped")
+    (found,) = (i for i in mesh.cluster()["instances"] if i["state"] != "stopped")
     return dict(found)
 
 
@@ -58,7 +58,7 @@ def test_a_model_sleeps_and_wakes_as_it_was(mesh: Thaw) -> None:
     assert suspended["pids"] == ready["pids"]
     assert suspended["freed_by_last_suspend_bytes"] == slept["freed_bytes"] > 64 << 20
     assert suspended["reserved_bytes"] < ready["reserved_bytes"] / 2
-    assert mesh.json("ps")["models"][0]["state"] == "suspended"
+    assert mesh.cluster()["models"][0]["state"] == "suspended"
     assert text(mesh) == before, "a request brings it back"
     awake = facts(mesh)
     assert (awake["state"], awake["pids"]) == ("ready", ready["pids"])
@@ -72,7 +72,7 @@ def test_models_are_parked_ahead_of_their_first_request() -> None:
         up = mesh.run("up", "--detach", "--config", str(mesh.home / "thaw.yaml"))
         assert up.returncode == 0, up.stdout + up.stderr + mesh.last_words()
         assert "m is parked" in up.stdout
-        (m,) = mesh.json("ps")["models"]
+        (m,) = mesh.cluster()["models"]
         assert (m["state"], m["park"]["state"]) == ("suspended", "parked")
         parked = facts(mesh)
         assert text(mesh)

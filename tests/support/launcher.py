@@ -36,6 +36,9 @@ _PRIVATE = (
     MARK,
 )
 
+_AWAY = ("unreachable", "unavailable")
+"""Codes of errors that end once the scheduler has started again."""
+
 
 class Thaw:
     """Runs `thaw` under a THAW_HOME of its own, removed by `close`, which fails if anything of it is left."""
@@ -135,10 +138,24 @@ class Thaw:
         assert isinstance(found, dict)
         return found
 
+    def cluster(self) -> dict[str, Any]:
+        """The document of `thaw ps`, as soon as a scheduler answers: the test may just have killed the only one."""
+        found: dict[str, Any] = {}
+
+        def answered() -> bool:
+            status, out = self.inside("ps", "--json")
+            found.update(json.loads(out))
+            assert status == 0 or found["error"]["code"] in _AWAY, f"{out}{self.last_words()}"
+            if status != 0:
+                found.clear()
+            return bool(found)
+
+        until(answered, what="the scheduler answers")
+        return found
+
     def instances(self, model: str) -> list[dict[str, Any]]:
         """Instances of a model that are ready."""
-        cluster = self.json("ps")
-        return [i for n in cluster["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
+        return [i for n in self.cluster()["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
 
     def ready(self) -> bool:
         """Whether the gateway says so."""
@@ -162,7 +179,7 @@ class Thaw:
     def await_replaced(self, service: str, old: int) -> None:
         until(lambda: self.replaced(service, old), what=f"{service} is started again")
         until(self.ready, what="the gateway is ready")
-        until(lambda: self.inside("ps", "--json")[0] == 0, what="the scheduler answers")
+        self.cluster()
 
     def last_words(self) -> str:
         """The ends of all logs, for a test that fails."""

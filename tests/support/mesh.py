@@ -44,9 +44,6 @@ class Victim(Thaw):
 
     # What there is.
 
-    def cluster(self) -> dict[str, Any]:
-        return self.json("ps")
-
     def live(self) -> list[dict[str, Any]]:
         """Instances that hold memory."""
         return [i for n in self.cluster()["nodes"] for i in n["instances"] if InstanceState(i["state"]).holds_memory]

@@ -56,7 +56,7 @@ class Roomy(Thaw):
 
     def place(self, model: str) -> tuple[str, str]:
         """The ready instance of the model that serves most, and its node."""
-        cluster = self.json("ps")
+        cluster = self.cluster()
         found = [(i, n) for n in cluster["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
         instance, node = max(found, key=lambda x: x[0]["load"]["active"])
         return str(instance["instance_id"]), str(node["node"])
@@ -67,7 +67,7 @@ class Roomy(Thaw):
 
     def move_away(self, request_id: str) -> dict[str, Any]:
         """Move a request to a node that it is not on. Statuses may lag behind a stream that has just started, so each node is tried in turn."""
-        for node in [n["node"] for n in self.json("ps")["nodes"]]:
+        for node in [n["node"] for n in self.cluster()["nodes"]]:
             try:
                 return self.order(request_id=request_id, node=node)
             except httpx.HTTPStatusError as e:
@@ -84,13 +84,13 @@ class Roomy(Thaw):
 
     def everywhere(self, model: str) -> None:
         """An instance of the model on each node, from now on."""
-        nodes = [n["node"] for n in self.json("ps")["nodes"]]
+        nodes = [n["node"] for n in self.cluster()["nodes"]]
         self.change(model, replicas={"min": len(nodes), "max": len(nodes)})
         until(lambda: all(self.on(model, n) for n in nodes), what=f"{model} on every node")
 
     def change(self, model: str, **fields: Any) -> None:
         """Register a model anew, with some fields as given."""
-        (spec,) = [m["card"]["spec"] for m in self.json("ps")["models"] if m["card"]["spec"]["name"] == model]
+        (spec,) = [m["card"]["spec"] for m in self.cluster()["models"] if m["card"]["spec"]["name"] == model]
         self._admin("models", {"specs": [{**spec, **fields}]})
 
     def serving(self, model: str) -> tuple[str, str, int]:
@@ -100,7 +100,7 @@ class Roomy(Thaw):
         def told() -> bool:
             found[:] = [
                 (str(i["instance_id"]), str(n["node"]), int(i["pids"][0]))
-                for n in self.json("ps")["nodes"]
+                for n in self.cluster()["nodes"]
                 for i in n["instances"]
                 if i["model"] == model and i["state"] == "ready" and i["load"]["active"]
             ]
@@ -111,7 +111,7 @@ class Roomy(Thaw):
 
     def pid_of(self, instance_id: str) -> int:
         """Its engine's process."""
-        found = [i for n in self.json("ps")["nodes"] for i in n["instances"] if i["instance_id"] == instance_id]
+        found = [i for n in self.cluster()["nodes"] for i in n["instances"] if i["instance_id"] == instance_id]
         return int(found[0]["pids"][0])
 
     def records(self) -> dict[str, MigrationRecord]:
@@ -131,7 +131,7 @@ class Roomy(Thaw):
                 raise
 
     def on(self, model: str, node: str) -> list[str]:
-        cluster = self.json("ps")
+        cluster = self.cluster()
         return [
             str(i["instance_id"])
             for n in cluster["nodes"]
@@ -143,7 +143,7 @@ class Roomy(Thaw):
     def faults_in_the_books(self) -> list[str]:
         """What is booked, runs or is leased without an owner; empty: nothing."""
         try:
-            cluster = self.json("ps")
+            cluster = self.cluster()
         except AssertionError as e:
             return [f"no view of the cluster: {e}"[:300]]
         faults = [f"migration {m['migration_id']} is {m['state']}" for m in cluster["migrations"]]
@@ -173,7 +173,7 @@ class Roomy(Thaw):
 
     def settled(self) -> bool:
         """No engine serves or keeps anything, and no migration is under way."""
-        cluster = self.json("ps")
+        cluster = self.cluster()
         live = [i for n in cluster["nodes"] for i in n["instances"]]
         busy = any(i["load"]["active"] or i["load"]["waiting"] or i["load"]["kv_bytes_used"] for i in live)
         return not busy and not cluster["migrations"]

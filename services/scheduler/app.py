@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
-from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.database import connect, migrate, plain_url, refused_login
 from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
 from services.scheduler.adapters.leadership import Term, leadership
 from services.scheduler.adapters.learned import told
@@ -88,7 +88,8 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
                 above = await _lead(settings, mesh, engine, term, name, metrics)
         except _TROUBLE as e:
             if away.may_say(type(e).__name__):
-                log.warning("not leading", extra={"reason": repr(e)})
+                refused = refused_login(e)
+                log.log(logging.ERROR if refused else logging.WARNING, "not leading", extra={"reason": refused or repr(e)})
             await asyncio.sleep(_AGAIN_S)
 
 

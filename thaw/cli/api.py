@@ -41,7 +41,7 @@ _NOBODY_HEARD = "unreachable"
 _REMEDIES = {
     "model_not_found": "`thaw models list` shows those that are registered; `thaw models add NAME SOURCE` adds one.",
     "invalid_api_key": "Set THAW_API_KEY for `thaw chat` and the demo (`thaw keys add NAME` makes a key), THAW_ADMIN_KEY for other commands.",
-    "unreachable": "`thaw ps` and `thaw doctor` show which part is missing; it may be starting again.",
+    "unreachable": "`thaw doctor` shows which part is missing; it may be starting again.",
     "unavailable": "Try again; `thaw ps` and `thaw doctor` show whether a part of the mesh is missing.",
     "insufficient_memory": "`thaw explain MODEL` shows what was considered; give the device more room, or a smaller max_model_len.",
     "checkpoint_invalid": "Repair the model's files or download them again; if it was loaded before, register it again too.",

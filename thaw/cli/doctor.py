@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from itertools import chain
 from typing import Annotated
 
@@ -10,11 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from thaw.cli import exposure
+from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.remote_checks import examine_remote
 from thaw.config.units import format_size
 from thaw.launcher import swap
 from thaw.launcher.checks import Finding, examine
 from thaw.launcher.home import Home
+from thaw.launcher.status import running_status
 
 _MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[bold red]✗[/]"}
 
@@ -33,12 +38,19 @@ def doctor(
     fixed = _set_up_swap(home, out) if fix else None
     findings: list[Finding] = []
     with out.status("looking"):
-        for finding in chain(examine(home), (exposure.of_home(home),)):
+        for finding in _findings(home):
             findings.append(finding)
             out.print(f"{_MARKS[finding.level]} [bold]{finding.subject}[/]  {escape(finding.text)}")
             if finding.remedy:
                 out.print(f"    {escape(finding.remedy)}")
     return {"ok": all(f.level != "fail" for f in findings), "findings": [vars(f) for f in findings], "fixed": fixed}
+
+
+def _findings(home: Home) -> Iterable[Finding]:
+    """Of this machine; or, where THAW_URL names a gateway and no mesh of `thaw up` runs here, of the mesh behind it."""
+    if os.environ.get("THAW_URL") and running_status(home) is None:
+        return examine_remote(Api.find(home))
+    return chain(examine(home), (exposure.of_home(home),))
 
 
 def _set_up_swap(home: Home, out: Console) -> list[str]:

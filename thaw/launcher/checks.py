@@ -274,6 +274,9 @@ async def _postgres(url: str) -> Finding:
     place = _without_secrets(url)
     try:
         connection = await asyncpg.connect(url.replace("+asyncpg", ""), timeout=_CONNECT_S, target_session_attrs="read-write")
+    except (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError) as e:
+        remedy = "Correct the user, password and database of THAW_DATABASE_URL."
+        return Finding("postgres", "fail", f"{place} runs but refuses the login: {e}", remedy)
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.TargetServerAttributeNotMatched, ValueError) as e:
         remedy = "Start it, or correct THAW_DATABASE_URL and its credentials."
         return Finding("postgres", "fail", f"{place} does not answer: {str(e) or type(e).__name__}", remedy)

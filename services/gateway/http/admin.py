@@ -42,7 +42,7 @@ from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, KeyList, NewKey
 from shared.contracts.models import ModelSpec, code_fields
 from shared.contracts.traces import RequestTrace, TracePage
-from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDown, Unavailable
+from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDown, Unavailable, Unreachable
 
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
 _MAX_BODY = 4 * 1024 * 1024
@@ -81,7 +81,12 @@ class Admin:
         ]
 
     async def _ask(self, message: MeshRequest, reply: type[Message]) -> Response:
-        answer = await self._gateway.mesh.request(subjects.ADMIN, message, reply)
+        try:
+            answer = await self._gateway.mesh.request(subjects.ADMIN, message, reply)
+        except Unreachable as e:
+            raise Unreachable(
+                "No scheduler leads: it is stopped, starting, or PostgreSQL refuses it. The scheduler's log (`thaw logs scheduler`) says which"
+            ) from e
         return json_response(answer.model_dump(mode="json"))
 
     async def cluster(self, request: Request) -> Response:

@@ -4,6 +4,7 @@ Tokens, whole       one JSON body when the last has come.
 Tokens, streamed    events. Headers go out with the first, so that whatever fails before it has its own status; or, if that takes long,
                     with a comment, after which failures are events.
 HTTP's form         status, content type and bytes as the engine gave them: JSON and errors when they are whole, all else as it comes.
+                    An error that clients of the API could not read is put into the API's form.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from services.gateway.domain.ticket import Stage
 from services.gateway.exchange import Exchange
 from services.gateway.http.collect import Whole
 from services.gateway.http.dialects import Dialect
+from services.gateway.http.engine_errors import relayed_error
 from services.gateway.http.errors import json_response
 from services.gateway.http.sse import DONE, EventStream, comment
 from services.gateway.recording import server_timing
@@ -216,7 +218,10 @@ class Answer:
     def _whole(self) -> Response:
         exchange, relay = self._exchange, self._exchange.relay
         if relay is not None:
-            return Response(relay.take(), relay.head.status, relayed_headers(relay) | extra_headers(exchange))
+            body, headers = relay.take(), relayed_headers(relay) | extra_headers(exchange)
+            if (error := relayed_error(relay, body, self._dialect)) is not None:
+                return json_response(error, relay.head.status, headers | {"content-type": "application/json"})
+            return Response(body, relay.head.status, headers)
         assert not isinstance(self._sink, EventStream)
         return json_response(self._sink.answer(), headers=extra_headers(exchange))
 

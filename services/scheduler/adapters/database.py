@@ -58,6 +58,19 @@ async def _primary(server: str, options: dict[str, Any]) -> asyncpg.Connection:
         raise ConnectionRefusedError(f"PostgreSQL at {place} accepts no writes: it is a standby until it is promoted") from e
 
 
+def refused_login(error: BaseException) -> str | None:
+    """What to correct if PostgreSQL refuses the user, the password or the database; None for every other trouble."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError):
+            return (
+                f"PostgreSQL runs but refuses the scheduler: {cause}. "
+                "Correct the user, password and database of THAW_DATABASE_URL, and restart the scheduler"
+            )
+        cause = getattr(cause, "orig", None) or cause.__cause__
+    return None
+
+
 def connect(url: str) -> AsyncEngine:
     return create_async_engine(
         "postgresql+asyncpg://",

@@ -1,0 +1,31 @@
+"""What the scheduler says when PostgreSQL refuses it."""
+
+from __future__ import annotations
+
+import asyncpg
+import pytest
+from sqlalchemy.exc import DBAPIError
+
+from services.scheduler.adapters.database import refused_login
+
+WRONG_PASSWORD = asyncpg.InvalidPasswordError('password authentication failed for user "thaw"')
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WRONG_PASSWORD,
+        DBAPIError("SELECT 1", None, WRONG_PASSWORD),
+        asyncpg.InvalidCatalogNameError('database "thaw" does not exist'),
+    ],
+)
+def test_a_refused_login_says_what_to_correct(error: Exception) -> None:
+    text = refused_login(error)
+    assert text is not None
+    assert "THAW_DATABASE_URL" in text
+    assert "password" in text
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError("gone"), asyncpg.CannotConnectNowError("starting"), TimeoutError()])
+def test_other_trouble_is_no_refusal(error: Exception) -> None:
+    assert refused_login(error) is None

@@ -34,9 +34,7 @@ def relayed_error(relay: Relay, body: bytes, dialect: Dialect) -> dict[str, Any]
 
 def _error(status: int, words: str) -> ThawError:
     kind = NotFound if status == 404 else InvalidRequest if status < 500 else EngineFailed
-    error = kind(f"The engine answered with status {status}: {words}")
-    error.status = status
-    return error
+    return kind(f"The engine answered with status {status}: {words}")
 
 
 def _words(data: Any, body: bytes) -> str:

@@ -71,6 +71,7 @@ class Mesh:
     async def start(self) -> None:
         """Connect (waiting for the server as long as it takes) and start every handler registered so far."""
         await self._broker.start()
+        survive_cancelled_flushes(self.nc)
         self._away.over()
         self._started = True
 
@@ -197,6 +198,22 @@ class Mesh:
         if not self._stopping:
             log.error("the NATS connection closed for good")
             self.lost.set()
+
+
+def survive_cancelled_flushes(client: Client) -> None:
+    """Keep the client's read loop alive when the answer to a cancelled or timed-out flush arrives.
+
+    nats-py resolves the flush's future whatever has become of it. The `InvalidStateError` ends its read loop: the process is then deaf until
+    its own pings have failed, some 15 s later.
+    """
+    resolve = client._process_pong
+
+    async def process_pong() -> None:
+        if client._pongs and client._pongs[0].done():
+            client._pongs[0] = asyncio.get_running_loop().create_future()
+        await resolve()
+
+    client._process_pong = process_pong  # type: ignore[method-assign]
 
 
 def requires_tls(urls: list[str]) -> bool:

@@ -88,9 +88,13 @@ class Mesh:
             await end(starting, stopped)
 
     async def stop(self) -> None:
+        """Close the connection, after at most 2 s for what is still to be sent."""
         self._stopping = True
         if self._started:
-            await self.nc.flush(timeout=2)
+            try:
+                await self.nc.flush(timeout=2)
+            except NatsTimeoutError:
+                log.warning("NATS did not confirm the last messages; closing", extra={"servers": self._servers})
         await self._broker.stop()
 
     @property

@@ -1,9 +1,12 @@
-"""A flush that is given up: its answer still comes, and must not end what reads the connection."""
+"""Flushes that are given up: the answer still comes, and must not end what reads the connection; a stop goes on without it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
 
+import pytest
 from pydantic import SecretStr
 
 from shared.messaging import Mesh
@@ -29,3 +32,19 @@ async def test_messages_arrive_after_a_flush_was_cancelled(nats_server: NatsServ
         assert (await heard.next_msg(timeout=5)).data == b"hello"
     finally:
         await mesh.stop()
+
+
+async def test_a_server_that_does_not_answer_makes_no_stop_fail(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
+    await asyncio.wait_for(mesh.start(), 15)
+    client, warned = mesh.nc, asyncio.Event()
+    monkeypatch.setattr(logging.getLogger("shared.messaging.mesh"), "warning", lambda *_, **__: warned.set())
+    own_nats.process.send_signal(signal.SIGSTOP)
+    try:
+        stop = asyncio.create_task(mesh.stop())
+        await asyncio.wait((stop, asyncio.create_task(warned.wait())), timeout=15, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        own_nats.process.send_signal(signal.SIGCONT)
+    await asyncio.wait_for(stop, 40)
+    assert warned.is_set()
+    assert client.is_closed

@@ -49,7 +49,7 @@ async def test_a_slow_start_makes_progress_and_is_no_failure(hosts: Hosts) -> No
 
 
 async def test_ready_timeout_limits_a_start_as_a_whole(hosts: Hosts) -> None:
-    start = hosts.host(fake_card("--ready-after", "60", ready_timeout=4))
+    start = hosts.host(fake_card("--ready-after", "60", ready_timeout=10))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
     assert "ready_timeout" in report.error.message

@@ -33,6 +33,11 @@ _ALONE = dict.fromkeys(
 """Folders and files that one worker takes one after the other: they page out, and read what that freed."""
 
 
+_WHOLE_MESHES = ("e2e", "chaos", "integration/launcher")
+_MESH_TIMEOUT_S = 600
+"""Bound of one test with its fixtures, which start a mesh. The waits within it have bounds of their own, up to 180 s each."""
+
+
 class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """With several workers each folder stays on one: its tests share servers, and some of them a cgroup, the swap or the Docker Engine.
     (xdist's own groups do nothing with this pytest.)"""
@@ -48,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     tie_to_this_process()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    meshes = tuple(_TESTS / folder for folder in _WHOLE_MESHES)
+    for item in items:
+        if item.get_closest_marker("timeout") is None and any(folder in item.path.parents for folder in meshes):
+            item.add_marker(pytest.mark.timeout(_MESH_TIMEOUT_S))
 
 
 @pytest.hookimpl(optionalhook=True)

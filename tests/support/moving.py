@@ -164,7 +164,7 @@ class Roomy(Thaw):
             faults.append(f"engine processes {engines}, and {pids} of live instances")
         return faults
 
-    def assert_settled(self, within: float = 60.0) -> None:
+    def assert_settled(self, within: float = 120.0) -> None:
         """What a destination has prepared and nobody resumed is kept for half a minute at most."""
         deadline = time.monotonic() + within
         while faults := self.faults_in_the_books():
@@ -178,7 +178,7 @@ class Roomy(Thaw):
         busy = any(i["load"]["active"] or i["load"]["waiting"] or i["load"]["kv_bytes_used"] for i in live)
         return not busy and not cluster["migrations"]
 
-    def await_settled(self, within: float = 45.0) -> None:
+    def await_settled(self, within: float = 120.0) -> None:
         """What a destination has prepared and nobody resumed is kept for half a minute at most."""
         until(self.settled, within, "no request, no keys and values, no migration is left")
 
@@ -290,7 +290,7 @@ class Stream:
             self.first = self.first or time.monotonic()
         self.opened.set()
 
-    def result(self, within: float = 120.0) -> Stream:
+    def result(self, within: float = 240.0) -> Stream:
         self.thread.join(within)
         assert not self.thread.is_alive(), f"a stream has not ended: {len(self.tokens)} tokens"
         return self

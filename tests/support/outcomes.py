@@ -67,7 +67,7 @@ class Asked(threading.Thread):
         }
         self.start()
 
-    def outcome(self, within: float = 90.0) -> Outcome:
+    def outcome(self, within: float = 240.0) -> Outcome:
         self.join(within)
         assert self._outcome is not None, f"neither an answer nor an error within {within} s"
         return self._outcome

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 
+import psutil
 import pytest
 from pydantic import SecretStr
 
@@ -39,12 +39,15 @@ async def test_a_server_that_does_not_answer_makes_no_stop_fail(own_nats: NatsSe
     await asyncio.wait_for(mesh.start(), 15)
     client, warned = mesh.nc, asyncio.Event()
     monkeypatch.setattr(logging.getLogger("shared.messaging.mesh"), "warning", lambda *_, **__: warned.set())
-    own_nats.process.send_signal(signal.SIGSTOP)
+    launcher = psutil.Process(own_nats.process.pid)
+    server = [launcher, *launcher.children(recursive=True)]  # the wheel's program starts the server
+    for process in server:
+        process.suspend()
     try:
         stop = asyncio.create_task(mesh.stop())
-        await asyncio.wait((stop, asyncio.create_task(warned.wait())), timeout=15, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait_for(warned.wait(), 15)
     finally:
-        own_nats.process.send_signal(signal.SIGCONT)
+        for process in server:
+            process.resume()
     await asyncio.wait_for(stop, 40)
-    assert warned.is_set()
     assert client.is_closed

@@ -1,3 +1,3 @@
 """Thaw's command line and one-machine launcher."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

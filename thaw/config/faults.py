@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import pathlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from pydantic_core import ErrorDetails
 from thaw.errors import CommandError
 
 Path = tuple[str | int, ...]
+EXAMPLE = pathlib.Path(__file__).parents[1] / "thaw.example.yaml"
+"""Every key of a thaw.yaml, explained; part of the wheel."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -47,7 +50,7 @@ class ConfigError(CommandError):
         count = len(self.faults)
         super().__init__(
             f"{file} has {count} fault{'s' if count != 1 else ''}; nothing was started or changed.",
-            "Correct them; thaw.example.yaml shows every key.",
+            f"Correct them; {EXAMPLE} shows every key.",
             code="invalid_config",
             details=[
                 {"file": file, "line": f.line, "column": f.column, "path": dotted(f.path), "message": f.message}

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
 from shared.policies import policy_names
-from thaw.config.faults import ConfigError, message_of, unknown_key
+from thaw.config.faults import EXAMPLE, ConfigError, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
 from thaw.config.tree import Tree, read_tree
 from thaw.config.units import parse_duration, parse_size
@@ -95,7 +95,7 @@ def load_config(path: Path) -> ThawFile:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-        raise CommandError(f"{path} cannot be read: {why}.", "thaw.example.yaml is a file to start from.") from e
+        raise CommandError(f"{path} cannot be read: {why}.", f"{EXAMPLE} is a file to start from.") from e
     tree = read_tree(text)
     result = _Check(tree, path.parent).file()
     if tree.faults:

@@ -1,0 +1,96 @@
+"""The wheel, built and installed outside the checkout, works as the checkout does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+import pytest
+
+import thaw
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("thaw", "services", "shared", "weights", "simulator")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of installed packages that holds the wheel and nothing else."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    _run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)], out)
+    (wheel,) = out.glob("*.whl")
+    _run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(out / "site"), str(wheel)],
+        out,
+    )
+    return out / "site"
+
+
+def _run(command: list[str], cwd: Path, **environment: str) -> str:
+    ran = subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def _installed(site: Path, *arguments: str) -> str:
+    """Standard output of Python with the wheel's packages before the checkout's."""
+    return _run([sys.executable, *arguments], site.parent, PYTHONPATH=str(site), THAW_HOME=str(site.parent / "home"))
+
+
+def _distribution(site: Path) -> Distribution:
+    (found,) = distributions(path=[str(site)])
+    return found
+
+
+def test_the_command_line_runs_from_the_wheel(site: Path) -> None:
+    where = _installed(site, "-c", "import thaw; print(thaw.__file__, thaw.__version__)").split()
+    assert where == [str(site / "thaw" / "__init__.py"), thaw.__version__]
+    assert "simulate" in _installed(site, "-m", "thaw", "--help")
+
+
+def test_doctor_looks_at_the_machine(site: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(site), "THAW_HOME": str(site.parent / "home")}
+    command = [sys.executable, "-m", "thaw", "doctor", "--json"]
+    ran = subprocess.run(command, cwd=site.parent, env=environment, capture_output=True, text=True, timeout=150)
+    subjects = {f["subject"] for f in json.loads(ran.stdout)["findings"]}
+    assert {"python", "memory", "nats", "postgres"} <= subjects
+
+
+def test_it_has_its_entry_points_and_its_version(site: Path) -> None:
+    found = _distribution(site)
+    points = {(p.group, p.name): p.value for p in found.entry_points}
+    assert points["console_scripts", "thaw"] == "thaw.cli.app:main"
+    assert points["vllm.general_plugins", "thaw"] == "weights.vllm_plugin:register"
+    assert ("thaw.policies", "serverlessllm") in points
+    assert found.version == thaw.__version__
+
+
+def test_it_has_every_data_file(site: Path) -> None:
+    """Whatever is tracked in a package and is no Python source is needed at run time."""
+    for package in PACKAGES:
+        assert (site / package / "py.typed").is_file()
+        for path in (ROOT / package).rglob("*"):
+            if path.is_file() and path.suffix in (".ini", ".mako", ".conf", ".yaml", ".json"):
+                assert (site / path.relative_to(ROOT)).is_file(), path
+    assert (site / "thaw" / "thaw.example.yaml").is_file()
+
+
+def test_requirements_are_those_that_are_imported(site: Path) -> None:
+    required = {r.split(";")[0].split(">")[0].split("[")[0].strip() for r in _distribution(site).requires or ()}
+    assert {"starlette", "httpx2"} <= required
+    assert "fastapi" not in required
+
+
+def test_images_have_the_version_of_the_package() -> None:
+    compose = (ROOT / "compose" / "compose.yaml").read_text()
+    for image in ("thaw-mesh", "thaw-node"):
+        assert f"{image}:{thaw.__version__}}}" in compose

@@ -138,8 +138,13 @@ def test_settings_that_are_named_exist(document: Path) -> None:
 
 @cache
 def _known_settings() -> set[str]:
-    """Those of the reference, which is generated; those that compose/ and programs take besides; and the tests' own."""
-    sources = [ROOT / "docs" / "configuration.md", ROOT / "shared" / "processes.py", *(ROOT / "compose").glob("*.yaml")]
+    """Those of the reference, which is generated; those that compose/ and programs take besides; streams; and the tests' own."""
+    sources = [
+        ROOT / "docs" / "configuration.md",
+        ROOT / "shared" / "contracts" / "subjects.py",
+        ROOT / "shared" / "processes.py",
+        *(ROOT / "compose").glob("*.yaml"),
+    ]
     tests = {name for p in (ROOT / "tests").rglob("*.py") for name in re.findall(r"\bTHAW_TEST_[A-Z_]+\b", p.read_text())}
     return tests | {name for source in sources for name in _SETTING.findall(source.read_text())}
 

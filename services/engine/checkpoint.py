@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
+from services.engine import own_code
 from services.engine.attention import PACKED
 from services.engine.domain.quoting import first_words
 from services.engine.segment import Segment
@@ -52,7 +53,9 @@ _SHOWN = 5
 def read_config(directory: Path, card: ModelCard) -> PreTrainedConfig:
     """Raises `CheckpointInvalid` or `UnsupportedArchitecture`."""
     try:
-        return AutoConfig.from_pretrained(str(directory), trust_remote_code=card.spec.trust_remote_code, local_files_only=True)
+        trusted = card.spec.trust_remote_code
+        with own_code.exclusive(trusted):
+            return AutoConfig.from_pretrained(str(directory), trust_remote_code=trusted, local_files_only=True)
     except (ValueError, KeyError) as e:
         raise UnsupportedArchitecture(f"transformers cannot read this model's config.json: {first_words(e)}") from e
     except (OSError, TypeError) as e:
@@ -81,7 +84,8 @@ def model_class(config: PreTrainedConfig, card: ModelCard, directory: Path) -> t
     auto, name = (AutoModelForCausalLM, "AutoModelForCausalLM") if card.info.task == "generate" else (AutoModel, "AutoModel")
     remote = (getattr(config, "auto_map", None) or {}).get(name)
     if remote is not None and card.spec.trust_remote_code:
-        found: type[PreTrainedModel] = get_class_from_dynamic_module(remote, str(directory))
+        with own_code.exclusive(True):
+            found: type[PreTrainedModel] = get_class_from_dynamic_module(remote, str(directory))
         return found
     try:
         known = auto._model_mapping[type(config)]

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from services.engine import own_code
 from services.engine.domain.quoting import first_words
 from shared.errors import CheckpointInvalid, InvalidRequest
 
@@ -44,7 +45,9 @@ class Tokenization:
     def read(cls, directory: Path, trust_remote_code: bool) -> Tokenization:
         """Raises `CheckpointInvalid` if there is no tokenizer in `directory` that can be read."""
         try:
-            return cls(AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True))
+            with own_code.exclusive(trust_remote_code):
+                found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True)
+            return cls(found)
         except Exception as e:  # the Rust side raises bare Exceptions for a damaged tokenizer.json
             raise CheckpointInvalid(f"the tokenizer cannot be read: {type(e).__name__}: {first_words(e)}") from e
 

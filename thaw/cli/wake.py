@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from shared.contracts.admin import ClusterView
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.config.units import format_duration, format_size
@@ -31,6 +32,15 @@ def wake(model: Model, as_json: Json = False) -> Document:
     return {"model": model, "instance_id": awake.instance_id, "plan_id": awake.plan_id, "took_ms": awake.took_ms}
 
 
+def nothing_left(cluster: ClusterView, model: str) -> str:
+    """Why no instance of the model left: it is suspended already, or has none."""
+    name = next((v.card.name for v in cluster.models if model in (v.card.name, *v.card.spec.aliases)), model)
+    parked = [i for node in cluster.nodes if node.alive for i in node.instances if i.model == name and i.state.parked]
+    if parked:
+        return f"{escape(model)} is suspended already and holds no device memory."
+    return f"{escape(model)} was on no device."
+
+
 @verb
 def sleep(model: Model, as_json: Json = False) -> Document:
     """Have a model leave its devices; running requests finish first.
@@ -41,11 +51,12 @@ def sleep(model: Model, as_json: Json = False) -> Document:
     """
     out = screen(as_json)
     with out.status(escape(f"{model} finishes its requests and leaves")):
-        asleep = Api.find().sleep(model)
+        api = Api.find()
+        asleep = api.sleep(model)
     gone = len(asleep.instances)
     out.print(
         f"[green]✓[/] {model} has left: {gone} instance{'s' if gone != 1 else ''}, {format_size(asleep.freed_bytes)} free again"
         if gone
-        else f"{model} was on no device."
+        else nothing_left(api.cluster(), model)
     )
     return {"model": model, "instances": list(asleep.instances), "freed_bytes": asleep.freed_bytes}

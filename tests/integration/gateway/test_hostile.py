@@ -145,7 +145,7 @@ async def test_connections_are_bounded(serve: ServeFn, node: FakeNode) -> None:
 async def test_a_client_that_does_not_read_is_cut_off(serve: ServeFn, node: FakeNode) -> None:
     async def endless(run: Run) -> None:
         await run.start()
-        while True:
+        while not run.engine.cancelled:  # as an engine does; the fake one is only told
             await run.text("x" * 65536)
 
     async with serve(write_timeout=0.3, stream_buffer_bytes=1024 * 1024) as gateway:

@@ -163,6 +163,8 @@ async def test_a_client_that_does_not_read_is_cut_off(serve: ServeFn, node: Fake
                 while await reader.read(2**20):
                     pass
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 PLAIN = {"content-type": "text/plain"}

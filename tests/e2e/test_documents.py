@@ -16,6 +16,7 @@ import httpx
 import pytest
 import typer
 import typer.main
+from typer.core import TyperGroup
 
 from tests.support.launcher import Thaw
 from thaw.cli.app import app
@@ -87,7 +88,10 @@ def test_commands_exist_with_their_options(words: tuple[str, ...]) -> None:
     rest = list(words)
     while rest and (children := getattr(command, "commands", None)) is not None and not rest[0].startswith("-"):
         assert rest[0] in children, f"thaw {' '.join(words)}: there is no {rest[0]!r}"
-        command = children[rest.pop(0)]
+        assert isinstance(command, TyperGroup)
+        _, found, _ = command.resolve_command(typer.Context(command), [rest.pop(0)])  # imports it
+        assert found is not None
+        command = found
     options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= options
     with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as said:

@@ -9,7 +9,8 @@ The load is steady (bench/soak_load.py): RATE requests a second, streamed, whole
 Every 30 s, or a two-hundredth of the time if that is less, everything is counted (bench/soak_census.py); samples and requests are appended to
 files in DIR (a temporary directory by default), and `--report` prints what they say by then, while the run goes on too.
 
-The first twelfth is left out as warm-up. The slope is Theil and Sen's with its 95 % interval (bench/trend.py). A verdict is
+The first twelfth is left out as warm-up. The slope is Theil and Sen's with its 95 % interval (bench/trend.py); that of the second half alone stands
+beside it, and does not judge. A verdict is
   level  the interval includes zero, or lies below it;
   fits   it grows, and a month of that (no further than the store's own bound, if it has one) fits the machine;
   FILLS  a month of that is more than the machine has.
@@ -38,7 +39,7 @@ from bench.load_client import percentile
 from bench.report import write
 from bench.soak_census import Counter, stamped
 from bench.soak_load import DECK, MALFORMED, Asked, Load
-from bench.trend import Trend, theil_sen
+from bench.trend import LEAST_SAMPLES, Trend, theil_sen
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import TRACE_MAX_COUNT
 from shared.sizing import need_of
@@ -187,6 +188,8 @@ class Row:
     trend: Trend
     limit: float
     bound: float | None
+    late: Trend | None = None
+    """Of the second half alone: what fills a cache, or a store up to its bound, grows less there."""
 
     @property
     def month(self) -> float:
@@ -209,12 +212,14 @@ def rows_of(samples: list[dict[str, Any]], limits: dict[str, float]) -> list[Row
     for key in sorted({k for s in kept for k in s["census"]}):
         name, _, metric = key.partition("|")
         points = [(s["at_s"] / 3600, s["census"][key]) for s in kept if key in s["census"]]
-        if name in ("load", "machine") or metric == "cpu_s" or len(points) < max(8, 0.9 * len(kept)):
+        if name in ("load", "machine") or metric == "cpu_s" or len(points) < max(LEAST_SAMPLES, 0.9 * len(kept)):
             continue
         times, values = zip(*points, strict=True)
         trend = theil_sen(times, values)
         bound = bound_of(name, metric, trend, samples[-1])
-        rows.append(Row(name, metric, values[0], values[-1], trend, limit_of(name, metric, limits), bound))
+        half = len(points) // 2
+        late = theil_sen(times[half:], values[half:]) if len(points) - half >= LEAST_SAMPLES else None
+        rows.append(Row(name, metric, values[0], values[-1], trend, limit_of(name, metric, limits), bound, late))
     return rows
 
 
@@ -251,6 +256,8 @@ def bound_of(name: str, metric: str, trend: Trend, sample: dict[str, Any]) -> fl
         return float(TRACE_MAX_COUNT)
     if name.startswith("log of "):
         return float(LIMIT_BYTES)
+    if name == "directory logs" and metric == "bytes":  # each log, and the older one that is kept of it
+        return 2.0 * LIMIT_BYTES * len([key for key in sample["census"] if key.startswith("log of ")])
     if not name.startswith("stream ") or metric not in ("messages", "bytes"):
         return None
     census, limits = sample["census"], {k.partition("|")[2]: v for k, v in sample["bounds"].items() if k.startswith(f"{name}|")}
@@ -297,18 +304,21 @@ def show(directory: Path, out: Console) -> dict[str, float]:
     figures: dict[str, float] = {"hours": hours, "samples": len(samples), "requests": len(requests)}
     rows = rows_of(samples, limits_here())
     table = Table(title=f"{hours:.2f} hours, {len(samples)} censuses, the first {hours * 60 * WARM_UP:.0f} minutes left out")
-    for heading in ("what", "metric", "first", "last", "per hour", "95 % interval", "in a month", "verdict"):
+    for heading in ("what", "metric", "first", "last", "per hour", "95 % interval", "second half", "in a month", "verdict"):
         table.add_column(heading, justify="left" if heading in ("what", "metric", "verdict") else "right")
     for row in rows:
         size = _size if row.metric.endswith("bytes") else _number
         t = row.trend
+        late = "" if row.late is None else size(row.late.slope)
         table.add_row(
-            row.name, row.metric, size(row.first), size(row.last), size(t.slope), f"{size(t.low)} to {size(t.high)}",
+            row.name, row.metric, size(row.first), size(row.last), size(t.slope), f"{size(t.low)} to {size(t.high)}", late,
             size(row.month), row.verdict,
         )  # fmt: skip
         key = f"{row.name} {row.metric}"
         figures |= {f"{key} first": row.first, f"{key} last": row.last, f"{key} per hour": t.slope}
         figures |= {f"{key} low": t.low, f"{key} high": t.high}
+        if row.late is not None:
+            figures[f"{key} per hour, second half"] = row.late.slope
     out.print(table)
     _show_requests(samples, requests, figures, out)
     worst = [f"{r.name} {r.metric}" for r in rows if r.verdict == "FILLS"]

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-_LEAST = 8
+LEAST_SAMPLES = 8
 """Samples below which an interval says nothing."""
 
 
@@ -41,8 +41,10 @@ def theil_sen(times: Sequence[float], values: Sequence[float], confidence: float
     Raises:
         ValueError: fewer than 8 samples, or as many times as values are not given.
     """
-    if len(times) != len(values) or len(times) < _LEAST:
-        raise ValueError(f"a trend needs {_LEAST} samples or more, and as many times: {len(values)} samples, {len(times)} times")
+    if len(times) != len(values) or len(times) < LEAST_SAMPLES:
+        raise ValueError(
+            f"a trend needs {LEAST_SAMPLES} samples or more, and as many times: {len(values)} samples, {len(times)} times"
+        )
     t, v = np.asarray(times, dtype=float), np.asarray(values, dtype=float)
     first, second = np.triu_indices(len(t), 1)
     slopes = np.sort((v[second] - v[first]) / (t[second] - t[first]))

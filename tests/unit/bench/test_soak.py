@@ -9,6 +9,7 @@ import pytest
 
 from bench.soak import Row, bound_of, rows_of, tenths
 from bench.trend import Trend, theil_sen
+from thaw.launcher.logfiles import LIMIT_BYTES
 
 LIMITS = {"memory": 24e9, "disk": 1e11, "shm": 24e9, "fds": 1e6, "pids": 4e6, "inodes": 1e7}
 
@@ -73,6 +74,20 @@ def test_the_warm_up_is_left_out_and_rare_metrics_have_no_row() -> None:
     found[50]["census"]["others|fds"] = 3.0
     (row,) = rows_of(found, LIMITS)
     assert (row.name, row.metric, row.verdict, row.first, row.last) == ("gateway", "fds", "level", 9, 9)
+
+
+def test_what_fills_a_cache_and_stops_is_level_in_the_second_half() -> None:
+    fills_then_rests = [1e6 * min(i, 60) for i in range(121)]
+    (row,) = rows_of(samples(migrator__private_bytes=fills_then_rests), LIMITS)
+    assert row.trend.slope > 0
+    assert row.late is not None
+    assert row.late.slope == 0
+
+
+def test_logs_are_bounded_each_with_the_older_one_that_is_kept() -> None:
+    sample = {"census": {"log of gateway|bytes": 1.0, "log of nats|bytes": 1.0}, "bounds": {}}
+    assert bound_of("directory logs", "bytes", Trend(1, 1, 1), sample) == 4 * LIMIT_BYTES
+    assert bound_of("log of nats", "bytes", Trend(1, 1, 1), sample) == LIMIT_BYTES
 
 
 def test_a_streams_own_limits_bound_a_month() -> None:

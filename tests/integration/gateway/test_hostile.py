@@ -154,7 +154,7 @@ async def test_a_client_that_does_not_read_is_cut_off(serve: ServeFn, node: Fake
         body = json.dumps(chat(stream=True)).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.gateway_port)
         writer.write(
-            b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            b"POST %b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
             % (URL.encode(), len(body), body)
         )
         await engine.until(lambda: bool(engine.cancelled))

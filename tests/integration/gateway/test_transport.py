@@ -124,7 +124,7 @@ class Client:
         port = self.served.settings.gateway_port
         reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
         self.writer.write(
-            f"POST {URL} HTTP/1.1\r\nhost: x\r\n{self.headers}content-length: {len(self.body)}\r\n\r\n".encode() + self.body
+            f"POST {URL} HTTP/1.1\r\nhost: localhost\r\n{self.headers}content-length: {len(self.body)}\r\n\r\n".encode() + self.body
         )
         await self.writer.drain()
         return reader

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,11 @@ class OwnNats:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[OwnNats]:
-    server = OwnNats(Home(tmp_path / "home"))
-    yield server
-    server.kill()
+def server() -> Iterator[OwnNats]:
+    with tempfile.TemporaryDirectory(prefix="thaw-") as directory:  # tmp_path is too long for the sockets in a home
+        server = OwnNats(Home(Path(directory) / "home"))
+        yield server
+        server.kill()
 
 
 def test_every_write_is_synced_before_its_acknowledgement(server: OwnNats) -> None:

@@ -63,7 +63,7 @@ def test_every_write_is_synced_before_its_acknowledgement(server: OwnNats) -> No
     assert ["sync_interval: always" in line for line in settings] == [True]
 
 
-async def test_a_copy_of_the_disk_at_the_acknowledgement_has_key_revocation_and_answer(server: OwnNats, tmp_path: Path) -> None:
+async def test_a_copy_of_the_disk_at_the_acknowledgement_has_key_revocation_and_answer(server: OwnNats) -> None:
     client = await nats.connect(server.plan.effective_nats_url)
     js = client.jetstream(timeout=20)
     keys, answers = await keys_bucket(js), await idempotency_bucket(js, 3600)
@@ -74,7 +74,7 @@ async def test_a_copy_of_the_disk_at_the_acknowledgement_has_key_revocation_and_
     await keys.put("b" * 64, b"revoked")
     await answers.put("c" * 64, b"done")
     await keys.delete("b" * 64)
-    copy = Home(tmp_path / "copy")
+    copy = Home(server.home.root.parent / "copy")
     shutil.copytree(server.home.root, copy.root)
     server.kill()
     await client.close()

@@ -123,6 +123,8 @@ async def test_a_follower_that_has_heard_more_than_the_owner_leaves_it_out(
         )
 
 
+# Fails now and then on a busy machine, before and after the changes of 0.2.0; the cause is not known yet.
+@pytest.mark.long
 @pytest.mark.usefixtures("hard_of_hearing")
 async def test_a_follower_that_has_heard_more_takes_over_in_the_middle_of_it(
     node: FakeNode, serve: ServeFn, monkeypatch: pytest.MonkeyPatch

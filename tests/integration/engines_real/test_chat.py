@@ -46,6 +46,8 @@ async def test_the_probe_says_the_same_each_time(mesh: Mesh, nats_server: NatsSe
         assert (await mesh.request(subjects.engine_control(real.instance), ProbeEngine(), EngineProbed)).same
 
 
+# Since 0.2.0 vLLM on cpu starts without its development mode, on a Unix socket: this test has to start one of its own.
+@pytest.mark.long
 @pytest.mark.parametrize("level", [1, 2])
 async def test_vllms_sleep_endpoints_are_what_its_driver_takes_them_for(
     mesh: Mesh, nats_server: NatsServer, vllm: RealEngine, tmp_path: Path, level: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.chaos.__main__ import campaign
 from bench.chaos.campaign import say
 from bench.chaos.faults import plan
@@ -9,6 +11,7 @@ from bench.chaos.faults import plan
 SEED, KILLS, CLIENTS = 3, 12, 4
 
 
+@pytest.mark.long
 def test_a_short_campaign() -> None:
     findings = campaign(plan(KILLS, SEED), SEED, CLIENTS, say)
     assert findings.failures() == []

@@ -25,7 +25,7 @@ class RawClient:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self._socket.settimeout(60)
         self._socket.connect(("127.0.0.1", port))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: thaw\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode() + body)
 
     def read(self, size: int = 65536) -> bytes:

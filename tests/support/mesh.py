@@ -196,9 +196,17 @@ def at_rest(pid: int, looks: int = 4) -> bool:
 
 
 def kill(pid: int) -> None:
+    """Kill a process and wait until it has ended; its parent may stand still, and reap it later."""
     process = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
-    psutil.wait_procs([process], timeout=60)
+    until(lambda: _ended(process), 60, f"process {pid} has ended")
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @contextlib.contextmanager

@@ -69,7 +69,9 @@ def environment(*engines: str) -> dict[str, str]:
 
 
 def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) -> Iterator[RealEngine]:
-    card = hosted_card(source, engine, context=1024)
+    # Recomputed and decoded positions of 16 bits differ enough, on some processors, to part at near-ties (docs/failover.md).
+    options = {"dtype": "float32"} if engine == "vllm" else {}
+    card = hosted_card(source, engine, context=1024, **options)
     hosts = Hosts(None, f"real-{directory.name}", url, directory)  # type: ignore[arg-type]  # only spawns
     start = hosts.host(card, **(given or environment(engine)))
     process = hosts.processes[-1]

@@ -37,9 +37,10 @@ test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 sw
 	@$(BIN)/pytest -m long tests
 	@THAW_TEST_RANDOM=1 $(BIN)/pytest tests/unit/migrator/test_interleavings.py
 
-lint: $(STAMP) ## Check style, types and imports
+lint: $(STAMP) ## Check style, words, types and imports
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/python docs/check_words.py
 	@$(BIN)/mypy thaw services shared weights simulator bench tests docs
 	@$(BIN)/lint-imports
 

@@ -22,20 +22,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from services.gateway.access import is_exposed
-from services.gateway.adapters.catalog import CatalogCopy
-from services.gateway.finding import answer_finds
-from services.gateway.http.admin import Admin
-from services.gateway.http.edge import Edge, RequestIds
-from services.gateway.http.generate import Generate
-from services.gateway.http.guard import Guard
-from services.gateway.http.info import Info
-from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits, Connections
-from services.gateway.metrics import Metrics
-from services.gateway.moving import Mover
-from services.gateway.recording import Recorder
-from services.gateway.service import Gateway
+from services.gateway.adapters.catalog_watcher import CatalogCopy
+from services.gateway.authorization import is_exposed
+from services.gateway.handlers.find_request import answer_finds
+from services.gateway.handlers.move_request import Mover
+from services.gateway.http.endpoints.admin import Admin
+from services.gateway.http.endpoints.inference import Generate
+from services.gateway.http.endpoints.info import Info
+from services.gateway.http.middleware.connection_limits import BoundedProtocol, ConnectionLimits, Connections
+from services.gateway.http.middleware.error_boundary import Edge
+from services.gateway.http.middleware.request_guard import Guard
+from services.gateway.http.middleware.request_id import RequestIds
+from services.gateway.loop import Gateway
 from services.gateway.settings import GatewaySettings
+from services.gateway.telemetry.metrics import Metrics
+from services.gateway.telemetry.request_log import Recorder
 from shared.contracts import subjects
 from shared.contracts.demand import LoadFailed
 from shared.contracts.migration import GATEWAY_CONTROL

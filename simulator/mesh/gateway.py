@@ -92,7 +92,7 @@ class Gateway:
         self._dispatch(self._queues[model.name])
 
     def _trace(self, run: Run, first: float) -> None:
-        """The critical path of its TTFT, as real gateways find it (services/gateway/recording.py)."""
+        """The critical path of its TTFT, as real gateways find it (services/gateway/telemetry/request_log.py)."""
         arrived, queue = run.arrived, self._queues[run.model.name]
         route = queue.routes.get(run.instance.key) if run.instance is not None else None
         begun = run.begun if run.begun is not None else first

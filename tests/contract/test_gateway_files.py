@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.gateway.adapters.lengths import Counter
-from services.gateway.adapters.model_files import ModelFiles
+from services.gateway.adapters.prompt_length import Counter
+from services.gateway.adapters.tokenizer_files import ModelFiles
 from tests.integration.loader.conftest import Client, LoaderProcess, client, loader
 from thaw.demo.tokenizer import write_tokenizer
 

@@ -11,7 +11,7 @@ from schemathesis import Case
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
-from services.gateway.http.openapi import document
+from services.gateway.http.endpoints.openapi import document
 
 TIMEOUT_S = 10
 schema = schemathesis.openapi.from_dict(document())

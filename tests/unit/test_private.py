@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.adapters.keymarker import KeyMarker
+from services.gateway.adapters.key_marker import KeyMarker
 from services.loader.adapters.peer_sharing import Sharing
 from services.loader.settings import LoaderSettings
 from shared.private import UntrustedDirectory, make_private, require_private

@@ -20,9 +20,19 @@ from __future__ import annotations
 
 from services.gateway.domain.arrivals import Arrivals
 from services.gateway.domain.effects import Effects
-from services.gateway.domain.losses import MAX_ATTEMPTS, bearable, count, deadly, died_by_itself, doubtful, gone, missing, suspected
-from services.gateway.domain.queues import Queue
-from services.gateway.domain.routes import Route, Routes
+from services.gateway.domain.failover import (
+    MAX_ATTEMPTS,
+    bearable,
+    count,
+    deadly,
+    died_by_itself,
+    doubtful,
+    gone,
+    missing,
+    suspected,
+)
+from services.gateway.domain.model_queue import Queue
+from services.gateway.domain.route_table import Route, Routes
 from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.demand import DEMAND_INTERVAL_S, DemandNoted, LoadFailed
 from shared.contracts.node import InstanceState, NodeStatus

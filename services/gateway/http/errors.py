@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from services.gateway.http.dialects import Dialect
+from services.gateway.http.error_formats import Dialect
 from shared.errors import InvalidRequest, NotFound, QueueFull, ThawError
 
 

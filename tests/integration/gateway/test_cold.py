@@ -6,8 +6,8 @@ import asyncio
 import json
 from functools import partial
 
-from services.gateway.domain.losses import MAX_LOST
-from services.gateway.http.sse import DONE
+from services.gateway.domain.failover import MAX_LOST
+from services.gateway.http.responses.event_stream import DONE
 from shared.contracts.demand import Demand
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan

@@ -10,7 +10,7 @@ import pytest
 from nats.errors import Error as NatsError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from services.gateway.access import hash_key
+from services.gateway.authorization import hash_key
 from shared.contracts import subjects
 from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelAwake
 from shared.contracts.base import Message

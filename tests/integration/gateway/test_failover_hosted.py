@@ -13,7 +13,7 @@ import pytest
 from shared.contracts.inference import ChoiceDelta, InferData, InferEnd, InferResponse, Usage
 from tests.integration.gateway.conftest import Served
 from tests.integration.gateway.test_failover import die
-from tests.integration.gateway.test_relay import EVENTS, register
+from tests.integration.gateway.test_passthrough import EVENTS, register
 from tests.support.fake_engine import FakeNode, Run
 from tests.support.telling import first_of
 

@@ -10,10 +10,10 @@ import pytest
 from nats.js.errors import NotFoundError
 from nats.js.kv import KeyValue
 
-from services.gateway import keyed
-from services.gateway.access import Keys
-from services.gateway.adapters import idempotency
-from services.gateway.adapters.idempotency import Claim, Entry, IdempotencyStore, digest
+from services.gateway.adapters import idempotency_store
+from services.gateway.adapters.idempotency_store import Claim, Entry, IdempotencyStore, digest
+from services.gateway.authorization import Keys
+from services.gateway.idempotency import idempotent_request
 from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
 from shared.contracts.node import InstanceState
@@ -117,9 +117,9 @@ def content(text: str) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of a second instead of five."""
-    monkeypatch.setattr(keyed, "LEASE_S", 1.0)
-    monkeypatch.setattr(idempotency, "RENEW_S", 0.25)
-    monkeypatch.setattr(keyed, "RENEW_S", 0.25)
+    monkeypatch.setattr(idempotent_request, "LEASE_S", 1.0)
+    monkeypatch.setattr(idempotency_store, "RENEW_S", 0.25)
+    monkeypatch.setattr(idempotent_request, "RENEW_S", 0.25)
 
 
 async def test_a_request_without_a_key_touches_no_stream(gateway: Served, node: FakeNode) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway.access import hash_key
+from services.gateway.authorization import hash_key
 from shared.errors import (
     Conflict,
     ContextLengthExceeded,

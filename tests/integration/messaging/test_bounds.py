@@ -13,9 +13,9 @@ from nats.js.errors import APIError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
 from pydantic import SecretStr
 
-from services.gateway.adapters.idempotency import Claim, Entry, IdempotencyStore
-from services.gateway.adapters.keymarker import KeyMarker
-from services.gateway.adapters.keystore import KeyStore
+from services.gateway.adapters.idempotency_store import Claim, Entry, IdempotencyStore
+from services.gateway.adapters.key_marker import KeyMarker
+from services.gateway.adapters.key_store import KeyStore
 from services.scheduler.adapters.catalog import Catalog
 from shared.contracts import subjects
 from shared.contracts.keys import ApiKey

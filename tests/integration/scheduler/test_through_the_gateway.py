@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.http import edge
 from shared.contracts.admin import PlanExplained
 from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import Served, chat
@@ -73,7 +72,7 @@ async def post_named(served: Served, monkeypatch: pytest.MonkeyPatch, request_id
         monkeypatch.undo()
         return request_id
 
-    monkeypatch.setattr(edge, "new_request_id", give)
+    monkeypatch.setattr(request_id, "new_request_id", give)
     task = asyncio.create_task(served.http.post(URL, json=chat(model)))
     await taken.wait()
     return task

@@ -9,7 +9,7 @@ from services.gateway.domain.arrivals import WINDOWS, Arrivals
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import ARRIVALS_WINDOW_S
-from tests.unit.gateway.recorder import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
 
 
 def came(*times: float) -> Arrivals:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.domain.ask import Ask
 from services.gateway.domain.catalog import Catalog
+from services.gateway.domain.engine_request import Ask
 from shared.contracts.inference import InferRequest
 from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelSpec
 from shared.errors import ModelNotFound

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from services.gateway.domain import losses as rules
+from services.gateway.domain import failover
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.routes import OVERCOMMIT
+from services.gateway.domain.route_table import OVERCOMMIT
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import DemandNoted, LoadFailed
 from shared.contracts.node import InstanceState
@@ -22,7 +22,7 @@ from shared.errors import (
     ShuttingDown,
     Unreachable,
 )
-from tests.unit.gateway.recorder import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
 
 
 @pytest.fixture
@@ -148,12 +148,12 @@ def test_endless_refusal_ends(dispatcher: Dispatcher, world: Recorder) -> None:
         now += 5
         dispatcher.on_status(status(instance("i")), now)
     assert isinstance(world.failed["r"], EngineFailed)
-    assert len(world.sent) == rules.MAX_ATTEMPTS
+    assert len(world.sent) == failover.MAX_ATTEMPTS
 
 
 @pytest.mark.parametrize("admitted", [True, False])
 def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher, world: Recorder, admitted: bool) -> None:
-    names = [f"i{n}" for n in range((rules.MAX_DEATHS if admitted else rules.MAX_UNHEARD + 1) + 1)]
+    names = [f"i{n}" for n in range((failover.MAX_DEATHS if admitted else failover.MAX_UNHEARD + 1) + 1)]
     dispatcher.on_status(status(instance(names[0])), 0)
     made = ask(dispatcher, "r")
     for now, (dead, alive) in enumerate(itertools.pairwise(names), 1):
@@ -184,7 +184,7 @@ def test_a_request_that_brings_tokens_goes_on_longer(dispatcher: Dispatcher, wor
         dispatcher.on_status(status(instance("i")), now)
         dispatcher.on_progress(made, now)
         dispatcher.on_engine_lost(made, EngineFailed("it ended"), now)
-    assert len(world.sent) == rules.MAX_LOSSES + 1
+    assert len(world.sent) == failover.MAX_LOSSES + 1
 
 
 def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispatcher: Dispatcher, world: Recorder) -> None:
@@ -206,7 +206,7 @@ def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispat
     dispatcher.on_missing(made, made.attempt_id, 21.0)
     dispatcher.on_tick(21.1)
     assert len(world.sent) == 1, "its last words may still be under way"
-    dispatcher.on_tick(21.0 + rules.GONE_GRACE_S)
+    dispatcher.on_tick(21.0 + failover.GONE_GRACE_S)
     assert world.sent == [("r", "i"), ("r", "i")]
     assert world.cancelled == ["r"], "should it come there after all"
 

@@ -13,7 +13,7 @@ from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.demand import LoadFailed
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, InstanceDraining, Unreachable
-from tests.unit.gateway.recorder import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
 
 MODELS = ("m", "n")
 INSTANCES = ("i", "j", "k")

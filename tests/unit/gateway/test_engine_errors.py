@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from services.gateway.http.dialects import Anthropic, OpenAI
-from services.gateway.http.engine_errors import relayed_error
-from services.gateway.relay import Relay
+from services.gateway.http.error_formats import Anthropic, OpenAI
+from services.gateway.http.responses.engine_errors import relayed_error
+from services.gateway.requests.passthrough import Relay
 from shared.contracts.inference import InferResponse
 
 

@@ -1,0 +1,185 @@
+"""API keys that operators add and revoke: hashes in a JetStream bucket that every gateway follows.
+
+The bucket also keeps a marker of each scope of which a key has ever existed, and so does a file of the gateway (`KeyMarker`): an endpoint
+that had keys does not open when the last one is revoked or lost. docs/adr/0048 says why keys are kept here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nats.errors import Error as NatsError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+from pydantic import ValidationError
+
+from services.gateway.adapters.key_marker import KeyMarker
+from shared.contracts.keys import ApiKey, Scope
+from shared.errors import Conflict, NotFound, Unavailable
+from shared.messaging import Mesh
+from shared.messaging.bounds import full_as
+from shared.messaging.streams import keys_bucket
+
+log = logging.getLogger(__name__)
+_FULL = "The store of API keys has no room for another one (16 MiB). Revoke keys that are not used, with `thaw keys revoke NAME`."
+_SCOPES: tuple[Scope, ...] = ("inference", "admin")
+_MARKERS: dict[str, Scope] = {f"existed.{scope}": scope for scope in _SCOPES}
+"""Entries of the bucket that are no keys: a gateway of an older version logs them and goes on."""
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except (NatsError, TimeoutError) as e:
+        raise Unavailable(f"the store of API keys cannot be reached: {type(e).__name__}", should_retry=True) from e
+
+
+class KeyStore:
+    """A copy of the bucket, and its writer. `complete` once the bucket has been read: until then nobody can say who may do what.
+
+    An entry that cannot be parsed may be a key of any scope: it counts as an existing key of each, and opens nothing.
+    """
+
+    def __init__(self, mesh: Mesh, marker: KeyMarker) -> None:
+        self._mesh = mesh
+        self._marker = marker
+        self._keys: dict[str, ApiKey] = {}
+        self._unparsable: set[str] = set()
+        self._scopes: dict[Scope, frozenset[str]] = {}
+        self._existed: set[Scope] = set(marker.read())
+        self._in_bucket: set[Scope] = set()
+        self._on_file: set[Scope] = set(self._existed)
+        self._writing: asyncio.Task[None] | None = None
+        self.complete = False
+
+    def hashes(self, scope: Scope) -> frozenset[str]:
+        """Hashes of the scope's valid keys."""
+        return self._scopes.get(scope, frozenset())
+
+    def existed(self, scope: Scope) -> bool:
+        """Whether a key of that scope exists, or ever has."""
+        return scope in self._existed
+
+    @property
+    def has_unparsable(self) -> bool:
+        """Whether the bucket has entries that may be keys and cannot be read."""
+        return bool(self._unparsable)
+
+    def all(self) -> list[ApiKey]:
+        return sorted(self._keys.values(), key=lambda k: (k.name, k.created))
+
+    # The copy.
+
+    def replace(self, entries: dict[str, bytes]) -> None:
+        self._keys, self._unparsable, self._in_bucket = {}, set(), set()
+        for key, value in entries.items():
+            self._take(key, value)
+        self._index()
+        self.complete = True
+
+    def put(self, key: str, value: bytes) -> None:
+        self._take(key, value)
+        self._index()
+
+    def remove(self, key: str) -> None:
+        self._keys.pop(key, None)
+        self._unparsable.discard(key)
+        if scope := _MARKERS.get(key):
+            self._in_bucket.discard(scope)
+        self._index()
+
+    def _take(self, key: str, value: bytes) -> None:
+        if scope := _MARKERS.get(key):
+            self._in_bucket.add(scope)
+            self._existed.add(scope)
+            return
+        self._keys.pop(key, None)
+        parsed = _parsed(value)
+        if parsed is None:
+            self._unparsable.add(key)
+            self._existed.update(_SCOPES)
+            return
+        self._unparsable.discard(key)
+        self._keys[key] = parsed
+        self._existed.add(parsed.scope)
+
+    def _index(self) -> None:
+        scopes: dict[Scope, set[str]] = {"inference": set(), "admin": set()}
+        for digest, key in self._keys.items():
+            scopes[key.scope].add(digest)
+        self._scopes = {scope: frozenset(found) for scope, found in scopes.items()}
+        if not self._existed <= self._on_file:
+            self._write_marker()
+
+    def note(self, scope: Scope) -> None:
+        """Remember that there has been a key of that scope, from the gateway's settings, say."""
+        self._existed.add(scope)
+        if not self._existed <= self._on_file:
+            self._write_marker()
+
+    def _write_marker(self) -> None:
+        scopes = frozenset(self._existed)
+        self._on_file |= scopes
+        self._writing = asyncio.create_task(self._write(scopes, self._writing), name="marker of API keys")
+
+    async def _write(self, scopes: frozenset[Scope], before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
+        await asyncio.to_thread(self._marker.write, scopes)
+
+    async def _mark(self, bucket: KeyValue, scope: Scope) -> None:
+        """Write both markers before a key is added or revoked."""
+        self.note(scope)
+        if scope not in self._in_bucket:
+            await bucket.put(f"existed.{scope}", b"1")
+            self._in_bucket.add(scope)
+        if self._writing is not None:
+            await self._writing
+
+    # The writer.
+
+    async def add(self, digest: str, key: ApiKey) -> None:
+        """Raises `Conflict` if there is a key of that name, or that very key."""
+        if any(k.name == key.name for k in self._keys.values()):
+            raise Conflict(f"There is an API key called {key.name} already; revoke it, or choose another name", param="name")
+        value = key.model_dump_json().encode()
+        with _reachable():
+            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3), self._mesh.replicas)
+            try:
+                with full_as(_FULL):
+                    await self._mark(bucket, key.scope)
+                    await bucket.create(digest, value)
+            except KeyWrongLastSequenceError as e:
+                raise Conflict("This API key is known already, under another name", param="sha256") from e
+        self.put(digest, value)
+
+    async def revoke(self, name: str) -> ApiKey:
+        """Raises `NotFound` if there is no such key."""
+        found = [(digest, key) for digest, key in self._keys.items() if key.name == name]
+        if not found:
+            raise NotFound(f"There is no API key called {name}; `thaw keys list` shows those that there are", param="name")
+        with _reachable():
+            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3), self._mesh.replicas)
+            for digest, key in found:
+                try:
+                    await self._mark(bucket, key.scope)
+                except NatsError as e:  # a full bucket must not keep a key valid; the file remembers it
+                    log.warning("the marker of API keys cannot be written", extra={"error": repr(e)})
+                try:
+                    await bucket.delete(digest)
+                except KeyNotFoundError:
+                    log.info("an API key had been revoked by another gateway", extra={"name_of_key": name})
+                self.remove(digest)
+        return found[0][1]
+
+
+def _parsed(value: bytes) -> ApiKey | None:
+    try:
+        return ApiKey.model_validate_json(value)
+    except ValidationError as e:
+        log.warning("an entry of the API keys cannot be understood", extra={"faults": e.error_count()})
+        return None

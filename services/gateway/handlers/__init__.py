@@ -1,0 +1,1 @@
+"""Handlers of the messages that the mesh sends to a gateway."""

@@ -1,0 +1,1 @@
+"""One class per group of HTTP routes."""

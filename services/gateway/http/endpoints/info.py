@@ -1,0 +1,66 @@
+"""What can be asked without an engine: models, health, metrics, the API's description; and the answer for routes that nobody serves."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.http.endpoints.openapi import POSTS, document
+from services.gateway.http.errors import MethodNotAllowed, json_response
+from services.gateway.loop import Gateway
+from shared.contracts.models import ModelCard
+from shared.errors import NotFound
+
+
+def model_object(card: ModelCard) -> dict[str, Any]:
+    """`root` and `parent` as vLLM has them: where the weights come from, and an adapter's base."""
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "thaw",
+        "context_length": card.context_length,
+        "max_model_len": card.context_length,
+        "aliases": list(card.spec.aliases),
+        "task": card.info.task,
+        "root": card.spec.public_source,
+        "parent": card.spec.base,
+    }
+
+
+class Info:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._started = time.monotonic()
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [model_object(c) for c in self._gateway.catalog.cards()]})
+
+    async def model(self, request: Request) -> Response:
+        return json_response(model_object(self._gateway.catalog.named(request.path_params["name"])))
+
+    async def health(self, request: Request) -> Response:
+        return json_response({"status": "ok", "uptime_s": round(time.monotonic() - self._started, 1)})
+
+    async def ready(self, request: Request) -> Response:
+        """Ready: the mesh is there, what it knows has been read, and new requests are taken."""
+        faults = self._gateway.faults()
+        state = {"status": "ready" if not faults else "not ready", "faults": faults, "models": len(self._gateway.catalog)}
+        return json_response(state, 503 if faults else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._gateway.recorder.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(document())
+
+    async def elsewhere(self, request: Request) -> Response:
+        """Any other route of the API; those with a body that may name a model are `Generate`'s."""
+        path = request.url.path
+        if path in POSTS:
+            raise MethodNotAllowed(f"Not allowed to {request.method} on {path}")
+        raise NotFound(f"Invalid URL ({request.method} {path})")

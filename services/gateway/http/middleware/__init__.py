@@ -1,0 +1,1 @@
+"""Checks around every request: connection limits, browser guard, API keys, error responses."""

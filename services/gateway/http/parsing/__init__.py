@@ -1,0 +1,1 @@
+"""From the bytes of an HTTP body to a validated request, at a bounded cost."""

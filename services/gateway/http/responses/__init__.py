@@ -1,0 +1,1 @@
+"""Writers of HTTP responses: event streams, buffered JSON, pass-through."""

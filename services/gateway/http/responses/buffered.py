@@ -1,0 +1,146 @@
+"""Sinks of answers in tokens that are sent whole: chat and text completions, and embeddings."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.gateway.http.responses.openai_objects import Delta, Head, chat_logprobs, completion_logprobs, usage
+from shared.contracts.inference import Answered, EmbeddingsFinished, InferStarted
+
+
+@dataclass(slots=True)
+class _Choice:
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.get("text", ""))
+        self.token_ids.extend(delta.get("token_ids", ()))
+        if (more := delta.get("logprobs")) is not None:
+            self.logprobs = [*(self.logprobs or ()), *more]
+        self.finish_reason = delta.get("finish_reason") or self.finish_reason
+
+
+class _Whole:
+    """Nothing of it leaves before it is complete, so that it can begin again at any time."""
+
+    pending = 0
+    streams = False
+    repeatable = True
+
+
+class Collected(_Whole):
+    """Everything a generating engine said."""
+
+    def __init__(self, head: Head, choices: int, token_ids: bool) -> None:
+        self._head = head
+        self._count = choices
+        self._token_ids = token_ids
+        self._prompt_ids: tuple[int, ...] | None = None
+        self._usage: dict[str, Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has come."""
+        self._choices = {i: _Choice() for i in range(self._count)}
+
+    def started(self, message: InferStarted) -> None:
+        self._prompt_ids = message.prompt_token_ids
+
+    def chunk(self, choices: list[Delta]) -> None:
+        for delta in choices:
+            self._choices.setdefault(delta.get("index", 0), _Choice()).add(delta)
+
+    def finished(self, message: Answered) -> None:
+        self._usage = usage(message.usage)
+
+    def answer(self) -> dict[str, Any]:
+        make = self._chat if self._head.object == "chat.completion" else self._completion
+        answer = self._head.fields() | {"choices": [make(i, c) for i, c in sorted(self._choices.items())], "usage": self._usage}
+        if self._token_ids and self._head.object == "chat.completion":
+            answer["prompt_token_ids"] = self._prompt_ids
+        return answer
+
+    def _chat(self, index: int, choice: _Choice) -> dict[str, Any]:
+        shape: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None, "annotations": []},
+            "logprobs": chat_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason or "stop",
+        }
+        return shape | {"token_ids": choice.token_ids} if self._token_ids else shape
+
+    def _completion(self, index: int, choice: _Choice) -> dict[str, Any]:
+        shape: dict[str, Any] = {
+            "text": "".join(choice.text),
+            "index": index,
+            "logprobs": completion_logprobs(choice.logprobs, 0)[0],
+            "finish_reason": choice.finish_reason or "stop",
+        }
+        return shape | {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_ids} if self._token_ids else shape
+
+
+class Embedded(_Whole):
+    """Vectors, as base64 or as numbers."""
+
+    def __init__(self, model: str, as_floats: bool) -> None:
+        self._model = model
+        self._as_floats = as_floats
+        self._last: EmbeddingsFinished | None = None
+
+    def reset(self) -> None:
+        """There is nothing before the vectors."""
+
+    def started(self, message: InferStarted) -> None:
+        """Nothing of it is shown."""
+
+    def chunk(self, choices: list[Delta]) -> None:
+        raise ValueError("an embedding has no chunks")
+
+    def finished(self, message: Answered) -> None:
+        if not isinstance(message, EmbeddingsFinished):
+            raise ValueError("an embedding request ended without vectors")
+        self._last = message
+
+    def answer(self) -> dict[str, Any]:
+        if self._last is None:
+            raise ValueError("not finished")
+        vectors: list[Any] = [_floats(v) for v in self._last.vectors] if self._as_floats else list(self._last.vectors)
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)],
+            "model": self._model,
+            "usage": {"prompt_tokens": self._last.usage.prompt_tokens, "total_tokens": self._last.usage.prompt_tokens},
+        }
+
+
+class NoTokens(_Whole):
+    """For the routes that only an engine understands: it answers in HTTP's form."""
+
+    def reset(self) -> None:
+        """Nothing is kept here."""
+
+    def started(self, message: InferStarted) -> None:
+        """Nothing of it is shown."""
+
+    def chunk(self, choices: list[Delta]) -> None:
+        raise ValueError("an answer of this route has no tokens")
+
+    def finished(self, message: Answered) -> None:
+        raise ValueError("the request ended without an answer")
+
+    def answer(self) -> Any:
+        raise ValueError("there is none")
+
+
+Whole = Collected | Embedded | NoTokens
+
+
+def _floats(vector: str) -> list[float]:
+    raw = base64.b64decode(vector)
+    return list(struct.unpack(f"<{len(raw) // 4}f", raw))

@@ -1,0 +1,1 @@
+"""Requests with an Idempotency-Key: one execution, replayed for every repetition."""

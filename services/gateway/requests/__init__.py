@@ -1,0 +1,1 @@
+"""The state of one client request, from its validation to its log entry."""

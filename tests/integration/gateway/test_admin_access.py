@@ -1,0 +1,61 @@
+"""What the gateway keeps from those who merely reach its port, and out of its logs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import cast
+
+import pytest
+
+from services.gateway.http.endpoints.admin import Admin
+from services.gateway.loop import Gateway
+from shared.contracts import subjects
+from shared.messaging.streams import catalog_bucket
+from tests.integration.gateway.conftest import CARDS, ServeFn, chat, until_listed
+from tests.support.fake_engine import FakeNode, card_of
+
+ROUTES = sorted((method, route.path) for route in Admin(cast(Gateway, None)).routes() for method in route.methods or ())
+
+
+async def test_every_admin_route_asks_for_the_admin_key(node: FakeNode, serve: ServeFn, caplog: pytest.LogCaptureFixture) -> None:
+    assert {path for _, path in ROUTES} >= {"/admin/v1/models", "/admin/v1/keys", "/admin/v1/nodes/{node}/drain"}
+    async with serve(admin_key="root", api_keys="0" * 64) as served:
+        for method, path in ROUTES:
+            url = re.sub(r"\{[\w:]+\}", "x", path)
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
+                answer = await served.http.request(method, url, headers=headers)
+                assert answer.status_code == 401, (method, url, headers)
+        for disguised in ("/admin/v1/../v1/cluster", "//admin/v1/cluster", "/v1/%2e%2e/admin/v1/cluster", "/ADMIN/v1/cluster"):
+            assert (await served.http.get(disguised)).status_code in (401, 404), disguised
+    assert "administers the mesh" not in caplog.text
+    async with serve():
+        assert "administers the mesh" in caplog.text
+
+
+async def test_the_list_of_models_tells_no_secrets_of_their_sources(node: FakeNode, serve: ServeFn) -> None:
+    secret = card_of("gamma", source="https://me:hidden@host/models/gamma?X-Signature=hidden")
+    await (await catalog_bucket(node.mesh.nc.jetstream())).put(subjects.token(secret.name), secret.model_dump_json().encode())
+    async with serve() as served:
+        await until_listed(served, (*CARDS, secret))
+        for path in ("/v1/models", "/v1/models/gamma"):
+            listed = (await served.http.get(path)).text
+            assert "hidden" not in listed
+            assert "https://host/models/gamma" in listed
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_prompts_are_logged_only_where_that_is_asked_for(
+    asked: bool, node: FakeNode, serve: ServeFn, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "the walrus keeps its own counsel"
+    await node.engine("alpha")
+    with caplog.at_level(logging.DEBUG):
+        async with serve(log_prompts=asked) as served:
+            await until_listed(served, CARDS)
+            body = chat() | {"messages": [{"role": "user", "content": secret}]}
+            assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
+            # Neither does an error repeat what was sent to a log.
+            assert (await served.http.post("/v1/chat/completions", json=body | {"n": "many"})).status_code == 400
+    told = [vars(r) for r in caplog.records if r.name.startswith("services.")]
+    assert (secret in str(told)) is asked

@@ -1,0 +1,156 @@
+"""With an Idempotency-Key: the answer's parts, said by several engines, are one answer for all who bring the key, and for whoever takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+from nats.aio.msg import Msg
+
+from services.gateway.adapters import engine_client, idempotency_store
+from shared.contracts.node import InstanceState
+from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
+from tests.integration.gateway.test_failover import TEXT, URL, die, events, holding, said
+from tests.support.fake_engine import FakeEngine, FakeNode
+from tests.support.servers import NatsServer
+from tests.support.telling import Script, Teller
+
+KEY = {"idempotency-key": "k"}
+SCRIPT = Script((TEXT,))
+BODY = chat(stream=True)
+
+
+async def ask(gateway: Served, engine: FakeEngine, tokens: int) -> asyncio.Task[httpx.Response]:
+    """A keyed stream, once its engine has said so many tokens."""
+    waiting = asyncio.create_task(gateway.http.post(URL, json=BODY, headers=KEY))
+    await has_said(engine, tokens)
+    return waiting
+
+
+async def has_said(engine: FakeEngine, tokens: int) -> None:
+    await engine.until(lambda: bool(engine.requests) and engine.requests[0].seq == tokens + 1)
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_all_who_bring_the_key_get_the_parts_as_one(gateway: Served, node: FakeNode, serve: ServeFn, logprobs: bool) -> None:
+    script = Script((TEXT,), logprobs=logprobs)
+    body = chat(stream=True, logprobs=logprobs)
+    first = await node.engine("alpha", Teller(script, holding(9)))
+    owner = asyncio.create_task(gateway.http.post(URL, json=body, headers=KEY))
+    await first.until(lambda: bool(first.requests) and first.requests[0].seq == 10)
+    async with serve() as other:
+        await until_listed(other, CARDS)
+        follower = asyncio.create_task(other.http.post(URL, json=body, headers=KEY))
+        await die(node, first)
+        second = await node.engine("alpha", Teller(script, holding(5)))
+        await second.until(lambda: bool(second.requests) and second.requests[0].seq == 6)
+        await die(node, second)
+        third = await node.engine("alpha", Teller(script))
+        answers = [await owner, await follower, await other.http.post(URL, json=body, headers=KEY)]
+        assert [said(a.text) for a in answers] == [TEXT] * 3
+        assert [a.headers.get("idempotent-replayed") for a in answers] == [None, "true", "true"]
+        assert answers[2].content == answers[1].content
+        assert len(third.requests) == 1
+
+
+async def test_a_gateway_that_takes_over_goes_on_from_the_parts(
+    node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner dies after one engine did, and then the other engine does."""
+    monkeypatch.setattr(idempotency_store, "LEASE_S", 1.0)
+    monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
+    first = await node.engine("alpha", Teller(SCRIPT, holding(9)))
+    async with serve() as other:
+        await until_listed(other, CARDS)
+        async with serve() as owner:
+            await until_listed(owner, CARDS)
+            gone = await ask(owner, first, 9)
+            await die(node, first)
+            second = await node.engine("alpha", Teller(SCRIPT, holding(5)))
+            await second.until(lambda: bool(second.requests) and second.requests[0].seq == 6)
+        assert "shutting_down" in (await gone).text
+        waiting = asyncio.create_task(other.http.post(URL, json=BODY, headers=KEY))
+        await asyncio.sleep(0)
+        third = Teller(SCRIPT)
+        await node.engine("alpha", third)
+        await die(node, second)
+        answer = await waiting
+        assert said(answer.text) == TEXT
+        assert third.resumed == [14]
+
+
+@pytest.fixture
+def hard_of_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways do not get what a first attempt says after its ninth token, though it is captured."""
+    take = engine_client.Engines._on_message
+
+    async def listening(self: engine_client.Engines, message: Msg) -> None:
+        if not (message.subject.endswith("-1") and message.data and json.loads(message.data)["seq"] > 9):
+            await take(self, message)
+
+    monkeypatch.setattr(engine_client.Engines, "_on_message", listening)
+
+
+@pytest.mark.usefixtures("hard_of_hearing")
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_a_follower_that_has_heard_more_than_the_owner_leaves_it_out(
+    gateway: Served, node: FakeNode, serve: ServeFn, logprobs: bool
+) -> None:
+    """The owner did not get some messages that were captured all the same, and went on from before them."""
+    script, body = Script((TEXT,), logprobs=logprobs), chat(stream=True, logprobs=logprobs)
+    first = await node.engine("alpha", Teller(script, holding(12)))
+    owner = asyncio.create_task(gateway.http.post(URL, json=body, headers=KEY))
+    await first.until(lambda: bool(first.requests) and first.requests[0].seq == 13)
+    teller = Teller(script)
+    async with serve() as other:
+        await until_listed(other, CARDS)
+        async with other.http.stream("POST", URL, json=body, headers=KEY) as answer:
+            got = ""
+            async for line in answer.aiter_lines():
+                got += line + "\n"
+                if said(got) == "Grüße aus " and first.state is InstanceState.READY:
+                    await die(node, first)
+                    await node.engine("alpha", teller)
+        assert teller.resumed == [9]
+        assert said(got) == said((await owner).text) == TEXT
+        again = await other.http.post(URL, json=body, headers=KEY)
+        assert said(again.text) == TEXT
+        assert sum(len(c["logprobs"]["content"]) for e in events(got) for c in e["choices"] if c.get("logprobs")) == (
+            len(TEXT.encode()) if logprobs else 0
+        )
+
+
+# Fails now and then on a busy machine, before and after the changes of 0.2.0; the cause is not known yet.
+@pytest.mark.long
+@pytest.mark.usefixtures("hard_of_hearing")
+async def test_a_follower_that_has_heard_more_takes_over_in_the_middle_of_it(
+    node: FakeNode, serve: ServeFn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has passed on too early is not told to the engine that it asks: all who bring the key read the same parts."""
+    monkeypatch.setattr(idempotency_store, "LEASE_S", 1.0)
+    monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
+    first = await node.engine("alpha", Teller(SCRIPT, holding(12)))
+    third = Teller(SCRIPT)
+    async with serve() as other, AsyncExitStack() as owning:
+        owner = await owning.enter_async_context(serve())
+        await until_listed(other, CARDS)
+        await until_listed(owner, CARDS)
+        gone = await ask(owner, first, 12)
+        async with other.http.stream("POST", URL, json=BODY, headers=KEY) as answer:
+            got = ""
+            async for line in answer.aiter_lines():
+                got += line + "\n"
+                if said(got) == "Grüße aus " and first.state is InstanceState.READY:
+                    await die(node, first)
+                    second = await node.engine("alpha", Teller(SCRIPT, holding(1)))
+                    await has_said(second, 1)
+                    await owning.aclose()
+                    await node.engine("alpha", third)
+                    await die(node, second)
+        assert "shutting_down" in (await gone).text
+        assert said(got) == TEXT
+        assert third.resumed == [10]
+        assert said((await other.http.post(URL, json=BODY, headers=KEY)).text) == TEXT

@@ -1,0 +1,153 @@
+"""Engines that die, yield, refuse, or lose messages anywhere: the client gets event for event what it would have got undisturbed."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Literal
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.engine_request import Ask
+from services.gateway.domain.ticket import Stage, Ticket
+from services.gateway.http.responses.buffered import Collected
+from services.gateway.http.responses.event_stream import EventStream
+from services.gateway.http.responses.openai_objects import Head
+from services.gateway.requests.active_request import Exchange
+from shared.contracts.inference import InferFailed, InferFinished, InferYielded, Resume
+from shared.contracts.node import InstanceState
+from shared.errors import EngineFailed, InstanceDraining
+from tests.support.fake_engine import card_of
+from tests.support.telling import Script
+from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
+
+Fault = Literal["lost", "gap", "yield", "silent"]
+FAULTS: tuple[Fault, ...] = ("lost", "gap", "yield", "silent")
+ALPHABET = st.characters(codec="utf-8", exclude_categories=["Cc"])
+TEXTS = st.lists(st.text(st.one_of(st.sampled_from("abé日🙂 "), ALPHABET), min_size=1, max_size=10), min_size=1, max_size=3)
+CUTS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(FAULTS), st.booleans()), max_size=6)
+KINDS = st.sampled_from(["plain", "full", "whole"])
+
+
+class World(Recorder):
+    """One request and its engine. A cut says after how many messages of an attempt which fault comes, and whether the next instance refuses."""
+
+    def __init__(self, script: Script, sink: EventStream | Collected, cuts: list[tuple[int, Fault, bool]]) -> None:
+        super().__init__()
+        self.script, self.cuts, self.now = script, list(cuts), time.monotonic()
+        self.dispatcher = Dispatcher("gw", self)
+        self.hear(InstanceState.READY)
+        self.ticket = ticket("r", "alpha", self.now, wait=1e9, response=1e9)
+        self.exchange = Exchange(self.ticket, card_of("alpha"), Ask("chat", b"{}"), sink, self.dispatcher, 1 << 30)
+        self.refuses = False
+        self.dispatcher.on_request(self.ticket, 1, self.now)
+
+    def hear(self, first: InstanceState) -> None:
+        """Two instances; `first` becomes of the one that the request is on."""
+        here = self.exchange.handovers.instance_id if hasattr(self, "exchange") else ""
+        states = {name: first if name == here else InstanceState.READY for name in ("i", "j")}
+        made = [instance(name, "alpha", state, capacity=8) for name, state in states.items()]
+        self.dispatcher.on_status(status(*made), self.now)
+
+    def send(self, ticket: Ticket) -> None:
+        super().send(ticket)
+        if hasattr(self, "exchange"):
+            self.exchange.sent(self.now)
+
+    def fail(self, ticket: Ticket, error: Any) -> None:
+        super().fail(ticket, error)
+        self.exchange.fail(error)
+
+    def run(self) -> None:
+        self.exchange.sent(self.now)
+        for _ in range(100):
+            if self.exchange.ended:
+                return
+            if self.ticket.stage is Stage.SENT:
+                self.attempt()
+            else:
+                self.now += 10
+                self.hear(InstanceState.READY)
+                self.dispatcher.on_tick(self.now)
+        raise AssertionError("it never ended")
+
+    def attempt(self) -> None:
+        exchange = self.exchange
+        if self.refuses:
+            self.refuses = False
+            exchange.on_message(InferFailed(seq=0, error=InstanceDraining().body()).model_dump_json().encode())
+            return
+        at, fault, refuses = self.cuts.pop(0) if self.cuts else (1000, "lost", False)
+        resume = Resume.model_validate(exchange.resume) if exchange.resume is not None else None
+        for seq, message in enumerate(self.script.answer(resume)):
+            if seq == at and not isinstance(message, InferFinished):
+                self.refuses = refuses
+                self.disturb(fault, seq, message.model_copy(update={"seq": seq + 1}).model_dump_json().encode())
+                return
+            exchange.on_message(message.model_copy(update={"seq": seq}).model_dump_json().encode())
+
+    def disturb(self, fault: Fault, seq: int, late: bytes) -> None:
+        exchange = self.exchange
+        match fault:
+            case "lost":
+                failed = InferFailed(seq=seq, error=EngineFailed("it ended").body(), engine_lost=True)
+                exchange.on_message(failed.model_dump_json().encode())
+            case "gap":
+                exchange.on_message(late)
+            case "yield":
+                exchange.on_message(InferYielded(seq=seq).model_dump_json().encode())
+            case _:
+                self.now += 1
+                self.hear(InstanceState.FAILED)
+                self.now += 1
+                self.dispatcher.on_tick(self.now)
+
+
+def sink_of(kind: str, choices: int) -> EventStream | Collected:
+    if kind == "whole":
+        return Collected(Head("id", "chat.completion", 1, "m"), choices, True)
+    head = Head("id", "chat.completion.chunk", 1, "m")
+    return EventStream(head, include_usage=True, token_ids=kind == "full", logprobs=kind == "full")
+
+
+def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]]) -> Any:
+    sink = sink_of(kind, len(script.texts))
+    world = World(script, sink, cuts)
+    world.run()
+    assert world.exchange.error is None, world.exchange.error
+    assert world.dispatcher.in_flight("alpha") == world.dispatcher.waiting("alpha") == 0
+    told = by_choice(sink.take()) if isinstance(sink, EventStream) else sink.answer()
+    return told, world.exchange.usage, world.exchange.made.tokens
+
+
+@settings(max_examples=400, deadline=None)
+@given(texts=TEXTS, stops=st.lists(st.text("abé日🙂 ", min_size=1, max_size=3), max_size=2), cuts=CUTS, kind=KINDS)
+def test_the_client_gets_what_it_would_have_got(
+    texts: list[str], stops: list[str], cuts: list[tuple[int, Fault, bool]], kind: str
+) -> None:
+    script = Script(tuple(texts), tuple(stops), logprobs=kind == "full")
+    assert answered(script, kind, bounded(cuts)) == answered(script, kind, [])
+
+
+def by_choice(data: bytes) -> dict[Any, list[bytes]]:
+    """Events in their order, those of each choice by themselves: which choice is ahead depends on the steps of an engine."""
+    found: dict[Any, list[bytes]] = {}
+    for line in data.split(b"\n\n"):
+        choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
+        found.setdefault(choices[0]["index"] if choices else None, []).append(line)
+    return found
+
+
+def bounded(cuts: list[tuple[int, Fault, bool]]) -> list[tuple[int, Fault, bool]]:
+    """No more than two in a row before any token, and no two deaths in a row without one between them: those end a request that is alone."""
+    kept: list[tuple[int, Fault, bool]] = []
+    before = deaths = 0
+    for cut in cuts:
+        begun, died = cut[0] >= 2, cut[1] in ("lost", "silent")
+        before, deaths = (0 if begun else before + 1), (0 if begun else deaths) + died
+        if before > 2 or deaths > 1:
+            break
+        kept.append(cut)
+    return kept

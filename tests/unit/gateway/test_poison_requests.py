@@ -1,0 +1,129 @@
+"""A request that its engines die of: it fails soon, and takes as few engines and as few other requests with it as can be."""
+
+from __future__ import annotations
+
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.failover import MAX_LOST
+from shared.contracts.node import InstanceState
+from shared.errors import EngineFailed, EngineKilled, ShuttingDown, ThawError
+from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
+
+ENDED = EngineFailed("it ended")
+
+
+class World:
+    """A gateway whose engines have room for four; one after the other dies under what it serves."""
+
+    def __init__(self) -> None:
+        self.seen = Recorder()
+        self.dispatcher = Dispatcher("gw", self.seen)
+        self.tickets = {name: ticket(name, wait=1e6) for name in ("a", "b", "poison")}
+        self.now = 0.0
+
+    def ready(self, name: str) -> None:
+        self.now += 10
+        self.dispatcher.on_status(status(instance(name, capacity=4)), self.now)
+
+    def ask(self, *names: str) -> None:
+        for name in names:
+            self.dispatcher.on_request(self.tickets[name], 8, self.now)
+
+    def progress(self, name: str) -> None:
+        self.dispatcher.on_progress(self.tickets[name], self.now)
+
+    def dies(self, name: str, error: ThawError = ENDED) -> None:
+        """Everything that it serves is lost."""
+        self.now += 10
+        self.dispatcher.on_status(status(instance(name, state=InstanceState.FAILED)), self.now)
+        for each in self.tickets.values():
+            if each.instance_id == name:
+                self.dispatcher.on_engine_lost(each, error, self.now)
+
+    def sent(self, to: str) -> list[str]:
+        return [request for request, instance_id in self.seen.sent if instance_id == to]
+
+
+def test_alone_it_takes_two_engines() -> None:
+    world = World()
+    world.ready("i")
+    world.ask("poison")
+    world.dies("i")
+    world.ready("j")
+    world.dies("j")
+    assert len(world.seen.sent) == 2
+    failed = world.seen.failed["poison"]
+    assert "2 engines in a row" in failed.message
+    assert failed.should_retry is False
+
+
+def test_engines_that_were_killed_are_not_its_doing() -> None:
+    """Chaos seed 1: two kills of the engine that served a request alone had it fail as if it had been what killed them."""
+    world = World()
+    world.ready("e0")
+    world.ask("poison")
+    for n in range(MAX_LOST):
+        world.dies(f"e{n}", EngineKilled("killed by signal 9"))
+        assert "poison" not in world.seen.failed
+        world.ready(f"e{n + 1}")
+    world.dies(f"e{MAX_LOST}", EngineKilled("killed by signal 9"))
+    assert "poison" in world.seen.failed, "not for ever either"
+
+
+def test_in_company_it_takes_four_and_nobody_with_it() -> None:
+    world = World()
+    world.ready("i")
+    world.ask("a", "b", "poison")
+    world.dies("i")
+    world.ready("j")
+    assert world.sent("j") == ["a", "b", "poison"]
+    world.dies("j")
+    world.ready("k")
+    assert world.sent("k") == ["a"], "each of them may be what the engines died of"
+    world.progress("a")
+    assert world.sent("k") == ["a", "b"]
+    world.progress("b")
+    assert world.sent("k") == ["a", "b", "poison"]
+    world.dies("k")
+    world.ready("l")
+    assert world.sent("l") == ["a", "b", "poison"], "two of them are beyond suspicion"
+    world.progress("a")
+    world.progress("b")
+    world.dies("l")
+    assert set(world.seen.failed) == {"poison"}
+    assert "4 engines in a row" in world.seen.failed["poison"].message
+    world.ready("m")
+    assert world.sent("m") == ["a", "b"]
+
+
+def test_whoever_has_nothing_to_do_with_it_is_not_held_up() -> None:
+    world = World()
+    world.ready("i")
+    world.ask("a", "poison")
+    world.dies("i")
+    world.ready("j")
+    world.dies("j")
+    world.tickets["new"] = ticket("new", now=world.now, wait=1e6)
+    world.ask("new")
+    world.ready("k")
+    assert world.sent("k") == ["a", "new"]
+
+
+def test_a_token_in_between_clears_it() -> None:
+    world = World()
+    world.ready("i0")
+    world.ask("a")
+    for n in range(5):
+        world.progress("a")
+        world.dies(f"i{n}")
+        world.ready(f"i{n + 1}")
+    assert not world.seen.failed
+
+
+def test_engines_that_were_told_to_end_did_not_die_of_it() -> None:
+    world = World()
+    world.ready("i0")
+    world.ask("a")
+    for n in range(MAX_LOST):
+        world.dies(f"i{n}", ShuttingDown("the engine was stopped while it was answering"))
+        world.ready(f"i{n + 1}")
+    assert not world.seen.failed

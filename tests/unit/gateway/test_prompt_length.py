@@ -1,0 +1,145 @@
+"""What the gateway counts is what the engine will count."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from services.gateway.adapters.chat_template import ChatTemplate, Unrenderable
+from services.gateway.adapters.prompt_length import Counter, Lengths
+from services.gateway.adapters.tokenizer_files import NAMES, ModelFiles
+from services.loader.adapters.small_files import read_part
+from shared.contracts.loader import ModelFilePart, ReadModelFile
+from shared.contracts.openai import ChatCompletionRequest, CompletionRequest
+from shared.errors import ContextLengthExceeded, NotFound, Unreachable
+from tests.support.fake_engine import card_of
+from thaw.demo.tokenizer import write_tokenizer
+from weights.cache.store import SsdCache
+from weights.sources.sources import Sources
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
+TRICKY = """{%- if tools is not none %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}
+{%- if loop.index > 50 %}{% break %}{% endif %}
+<|{{ m['role'] }}|>{% generation %}{{ m['content'] | trim }}{% endgeneration %}
+{%- if m.tool_calls is defined %}{{ m.tool_calls[0].function.arguments.a }}{% endif %}{{ eos_token }}
+{% endfor %}
+{%- if messages[0]['role'] == 'system' and style is defined %}{{ raise_exception('no style') }}{% endif %}
+{%- if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+CONVERSATIONS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Hello, wörld 日本"}]},
+    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], "add_generation_prompt": False},
+    {"messages": [{"role": "user", "content": "  spaced  "}], "tools": [TOOL]},
+    {
+        "messages": [
+            {"role": "user", "content": "call"},
+            {
+                "role": "assistant",
+                "content": "so",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "x y"}'}}],
+            },
+            {"role": "tool", "content": "done", "tool_call_id": "1"},
+        ]
+    },
+]
+
+SOURCES = Sources(SsdCache(Path("/nonexistent"), 0), ())
+"""A loader's, that keeps nothing."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path, 2048, 2048, tmp_path)
+    return tmp_path
+
+
+def engines_count(tokenizer: Any, request: ChatCompletionRequest) -> int:
+    """As services/engine/requests.py does it."""
+    from services.engine.requests import _message
+
+    messages = [_message(i, m) for i, m in enumerate(request.messages)]
+    text = tokenizer.apply_chat_template(
+        messages, tools=request.tools, add_generation_prompt=request.add_generation_prompt, tokenize=False
+    )
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("template", [None, TRICKY])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+async def test_a_conversation_has_as_many_tokens_as_in_the_engine(
+    model: Path, template: str | None, conversation: dict[str, Any]
+) -> None:
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    request = ChatCompletionRequest.model_validate({"model": "m"} | conversation)
+    counter = Counter.of({name: (model / name).read_bytes() for name in NAMES if (model / name).exists()})
+    assert counter is not None
+    assert counter.chat(request, "") == engines_count(AutoTokenizer.from_pretrained(model), request)
+
+
+async def test_what_cannot_be_rendered_is_left_to_the_engine(model: Path) -> None:
+    (model / "chat_template.jinja").write_text(TRICKY)
+    template = ChatTemplate.of({"chat_template.jinja": TRICKY.encode()})
+    assert template is not None
+    picture = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
+    refused = {"model": "m", "messages": [{"role": "system", "content": "x"}], "chat_template_kwargs": {"style": 1}}
+    for body in (picture, refused):
+        with pytest.raises(Unrenderable):
+            template.render(ChatCompletionRequest.model_validate(body))
+    assert ChatTemplate.of({"chat_template.jinja": b"{% for %}"}) is None
+    escape = ChatTemplate.of({"chat_template.jinja": b"{{ messages.__class__.__mro__[1].__subclasses__() }}"})
+    assert escape is not None
+    with pytest.raises(Unrenderable):
+        escape.render(ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}]}))
+
+
+class FarMesh:
+    """Two nodes' loaders; the files are on the second."""
+
+    max_body = 16_384
+    """Small, so that there are several parts."""
+
+    def __init__(self, files: Path) -> None:
+        self.files = files
+        self.asked = 0
+
+    async def request(self, subject: str, request: ReadModelFile, reply: type[ModelFilePart]) -> ModelFilePart:
+        self.asked += 1
+        if subject.endswith("LjA.files"):
+            raise Unreachable
+        part = read_part(SOURCES, request.model_copy(update={"source": str(self.files)}))
+        assert len(base64.b64decode(part.data)) <= request.limit < self.max_body
+        return part
+
+
+async def test_the_files_come_through_the_mesh_in_parts_and_once(model: Path) -> None:
+    mesh = FarMesh(model)
+    files = ModelFiles(mesh, lambda: [".0", "one"])  # type: ignore[arg-type]  # only `request` and `max_body` are used
+    got = await files.read("/nowhere/here")
+    assert got["tokenizer.json"] == (model / "tokenizer.json").read_bytes()
+    assert set(got) == {name for name in NAMES if (model / name).exists()}
+    lengths, card = Lengths(files), card_of("m", context=64)
+    asked = mesh.asked
+    for _ in range(2):
+        with pytest.raises(ContextLengthExceeded):
+            await lengths.check(CompletionRequest(model="m", prompt="word " * 500), card)
+    assert mesh.asked == 2 * asked
+    fits = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+    await lengths.check(fits, card)
+    # The template's own tokens count.
+    tight = card_of("m", context=8)
+    with pytest.raises(ContextLengthExceeded):
+        await lengths.check(fits, tight)
+
+
+def test_only_named_files_are_given_away(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="name"):
+        ReadModelFile.model_validate({"source": str(model), "name": "../config.json"})
+    with pytest.raises(NotFound):
+        read_part(SOURCES, ReadModelFile(source=str(model), name="special_tokens_map.json"))

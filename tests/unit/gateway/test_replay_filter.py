@@ -1,0 +1,78 @@
+"""What was heard too much and comes again: left out exactly, whatever pieces it comes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.requests.replay_filter import Surplus
+from services.gateway.requests.sink import Diverged
+
+TEXT = "Where does the ice go?"
+
+
+def deltas(text: str, cuts: list[int], index: int = 0) -> list[dict[str, Any]]:
+    """Pieces of one token for each character; the last one ends it."""
+    found, rest = [], text
+    for cut in [*cuts, len(text)]:
+        piece, rest = rest[:cut], rest[cut:]
+        if piece:
+            found.append({"index": index, "text": piece, "token_ids": [ord(c) for c in piece]})
+    found[-1]["finish_reason"] = "stop"
+    return found
+
+
+def told(pieces: list[dict[str, Any]]) -> tuple[str, list[int], int]:
+    text = "".join(p["text"] for p in pieces)
+    return text, [t for p in pieces for t in p["token_ids"]], sum(bool(p.get("finish_reason")) for p in pieces)
+
+
+@given(st.integers(0, len(TEXT)), st.lists(st.integers(1, 6), max_size=9), st.lists(st.integers(1, 6), max_size=9))
+def test_all_that_is_new_comes_through_once(known: int, before: list[int], after: list[int]) -> None:
+    first = deltas(TEXT[:known], before)[:] if known else []
+    for piece in first:
+        piece.pop("finish_reason", None)
+    heard = [{"kind": "chunk", "choices": [p]} for p in first]
+    surplus = Surplus(heard)
+    got = [rest for piece in deltas(TEXT, after) for rest in surplus.without([piece])]
+    text, tokens, ends = told(got)
+    assert (text, tokens, ends) == (TEXT[known:], [ord(c) for c in TEXT[known:]], 1)
+    assert not surplus
+
+
+def test_an_end_that_was_heard_is_not_told_again() -> None:
+    surplus = Surplus([{"choices": deltas("ab", [1])}])
+    assert surplus.of(0) == (2, 2, True)
+    assert [surplus.without([p]) for p in deltas("ab", [1])] == [[], []]
+    assert not surplus
+
+
+def test_each_choice_has_its_own() -> None:
+    surplus = Surplus([{"choices": deltas("ab", [])}])
+    assert surplus.without(deltas("cd", [], index=1)) == deltas("cd", [], index=1)
+    assert surplus
+
+
+def test_other_tokens_are_told_apart() -> None:
+    surplus = Surplus([{"choices": [{"text": "ab", "token_ids": [97, 98]}]}])
+    with pytest.raises(Diverged):
+        surplus.without([{"text": "ac", "token_ids": [97, 99]}])
+
+
+def test_what_is_heard_too_much_once_more_comes_before_what_is_left() -> None:
+    surplus = Surplus([{"choices": [{"text": "abcd", "token_ids": [1, 2, 3, 4]}]}])
+    surplus.without([{"text": "ab", "token_ids": [1, 2]}])
+    both = surplus.after([{"choices": [{"text": "b", "token_ids": [2]}]}])
+    assert both.of(0) == (3, 3, False)
+    assert both.without([{"text": "bcde", "token_ids": [2, 3, 4, 5]}]) == [{"text": "e", "token_ids": [5]}]
+
+
+def test_bytes_are_left_out_whole_or_not_at_all() -> None:
+    surplus = Surplus([{"progress": [{"text": "ab", "token_ids": [1, 2]}]}])
+    assert surplus.covers([{"text": "a", "token_ids": [1]}])
+    with pytest.raises(Diverged):
+        surplus.covers([{"text": "bc", "token_ids": [2, 3]}])
+    assert not Surplus().covers([{"text": "c", "token_ids": [3]}])

@@ -30,12 +30,12 @@ from rich.table import Table
 from bench.report import machine, write
 from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
 from services.scheduler.domain import ClusterState, decide
-from services.scheduler.domain.changes import Put, apply
 from services.scheduler.domain.effects import SendStart, SendStop
-from services.scheduler.domain.entities import Device, Instance, Model, Node
 from services.scheduler.domain.events import DemandHeard, Event, NodeStatusHeard, Tick
-from services.scheduler.domain.heard import LoaderPresence, Presence, Seen
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.entities import Device, Instance, Model, Node
+from services.scheduler.domain.state.volatile import LoaderPresence, Presence, Seen
 from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
 from shared.contracts.loader import LoaderStatus

@@ -36,12 +36,12 @@ from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository
-from services.scheduler.domain.changes import Put
 from services.scheduler.domain.effects import ReplyTo
-from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import DemandHeard
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.changes import Put
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Entity
 from services.scheduler.loop import SchedulerLoop
 from shared.contracts.base import Done
 from shared.contracts.demand import Demand

@@ -32,13 +32,13 @@ from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain import decide
-from services.scheduler.domain.changes import Put, apply
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.effects import SendStart
-from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import DemandHeard
-from services.scheduler.domain.heard import Estimate, LoaderPresence
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Entity
+from services.scheduler.domain.state.volatile import Estimate, LoaderPresence
 from shared.contracts.demand import Demand
 from shared.contracts.loader import CachedModel, LinkStatus
 from shared.contracts.plans import PlanRecord

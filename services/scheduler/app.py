@@ -29,7 +29,7 @@ from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Deposed, Repository
 from services.scheduler.domain.events import Recovered, Tick
-from services.scheduler.domain.indexes import keeping
+from services.scheduler.domain.state.indexes import keeping
 from services.scheduler.handlers import Handlers
 from services.scheduler.loop import SchedulerLoop, SteppedDown
 from services.scheduler.metrics import Metrics

@@ -12,8 +12,8 @@ from services.scheduler.adapters import clock
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state import ClusterState
-from services.scheduler.domain.whatif import queue_place, suppose
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.what_if import queue_place, suppose
 from shared.contracts import subjects
 from shared.contracts.admin import ExplainPlan, PlanExplained
 from shared.contracts.migration import RequestFound

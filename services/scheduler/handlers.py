@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository
+from services.scheduler.domain.admin.commands import check, to_inspect
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.events import (
     AddModelsAsked,
@@ -27,7 +28,6 @@ from services.scheduler.domain.events import (
     WakeAsked,
 )
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.registry import check, to_inspect
 from services.scheduler.explaining import Explainer
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.views import view

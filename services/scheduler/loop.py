@@ -12,12 +12,12 @@ from services.scheduler.adapters import clock
 from services.scheduler.adapters.loads import Loads
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, durable
-from services.scheduler.domain.changes import Change, Traced, apply
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import Effect, LoadStarted, ReplyTo, StepDown
 from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, LoaderStatusHeard, NodeStatusHeard
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.changes import Change, Traced, apply
+from services.scheduler.domain.state.cluster import ClusterState
 from shared.errors import ThawError
 from shared.tasks import end
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.ahead import view_of
-from services.scheduler.domain.entities import Instance, Node
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.prewarm.parking import view_of
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Instance, Node
 from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceStatus
 from shared.contracts.phases import Phase

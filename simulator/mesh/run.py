@@ -13,7 +13,6 @@ from functools import partial
 from itertools import groupby
 from math import inf
 
-from services.scheduler.domain.changes import Put, apply
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import (
     CallOffMigration,
@@ -28,12 +27,13 @@ from services.scheduler.domain.effects import (
     SendStop,
     SendSuspend,
 )
-from services.scheduler.domain.entities import Device, Model, Node
 from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, Recovered, Tick
 from services.scheduler.domain.policies.port import Profile
 from services.scheduler.domain.policy import LIVE, Policy
-from services.scheduler.domain.ranks import Dues
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.booking_index import Dues
+from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Device, Model, Node
 from shared.contracts.demand import Demand
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import NODE_LOST_AFTER_S, STATUS_INTERVAL_S

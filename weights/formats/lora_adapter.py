@@ -2,7 +2,7 @@
 
 A directory is an adapter if it has adapter_config.json and no weights of a whole model. Its tensors are named
 `base_model.model.MODULE.lora_A.weight` (rank by inputs) and `….lora_B.weight` (outputs by rank). Whether they fit the base is judged where both are
-known: services/scheduler/domain/adapters.py, and the engine.
+known: services/scheduler/domain/admin/lora_adapters.py, and the engine.
 """
 
 from __future__ import annotations

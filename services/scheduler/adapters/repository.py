@@ -20,10 +20,10 @@ from services.scheduler.adapters.learned import (
     write_estimates,
     write_loaders,
 )
-from services.scheduler.domain.changes import Change, Drop, Put, Traced, apply
-from services.scheduler.domain.entities import Device, Entity, Instance, Model, Node, key_of
-from services.scheduler.domain.heard import Estimate, LoaderPresence, MeasuredNeed, Profile
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.changes import Change, Drop, Put, Traced, apply
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, MeasuredNeed, Profile
 from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord

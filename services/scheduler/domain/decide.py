@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from services.scheduler.domain.changes import Change
-from services.scheduler.domain.demand import answer_demand, forget_old_demand, hear_demand
-from services.scheduler.domain.draft import Draft
+from services.scheduler.domain.admin.commands import administer
+from services.scheduler.domain.demand.reports import answer_demand, forget_old_demand, hear_demand
+from services.scheduler.domain.demand.slo import adapt
 from services.scheduler.domain.effects import Effect, StepDown
 from services.scheduler.domain.events import (
     AddModelsAsked,
@@ -28,17 +28,17 @@ from services.scheduler.domain.events import (
     WaiterGone,
     WakeAsked,
 )
-from services.scheduler.domain.failures import refused, resume_refused, start_failed
-from services.scheduler.domain.heard import LoaderPresence, Pause, Presence, Waiter
-from services.scheduler.domain.lifecycle import release
-from services.scheduler.domain.migrating import ask, drain_node, forget_waiter, hear
-from services.scheduler.domain.objectives import adapt
-from services.scheduler.domain.observe import end_stalled_starts, hear_node, lose_silent_nodes
+from services.scheduler.domain.lifecycle.failures import refused, resume_refused, start_failed
+from services.scheduler.domain.lifecycle.node_status import end_stalled_starts, hear_node, lose_silent_nodes
+from services.scheduler.domain.lifecycle.transitions import release
+from services.scheduler.domain.migration.orders import ask, drain_node, forget_waiter, hear
+from services.scheduler.domain.migration.rebalance import rebalance
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.rebalance import rebalance
-from services.scheduler.domain.registry import administer
-from services.scheduler.domain.settle import settle
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.reconcile import settle
+from services.scheduler.domain.state.changes import Change
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.volatile import LoaderPresence, Pause, Presence, Waiter
 from services.scheduler.domain.values import replace, value
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState

@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.scheduler.adapters import tables
 from services.scheduler.adapters.database import connect, migrate
 from services.scheduler.adapters.repository import Deposed, Repository
-from services.scheduler.domain.changes import Drop
-from services.scheduler.domain.entities import Model
+from services.scheduler.domain.state.changes import Drop
+from services.scheduler.domain.state.entities import Model
 from shared.contracts.node import InstanceState
 from shared.errors import StaleToken
 from tests.integration.scheduler.crashing import FIRST, THEN, Crashed, Site, counted, lead, new_site

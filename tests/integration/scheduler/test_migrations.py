@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.scheduler.domain import migrating
+from services.scheduler.domain.migration import orders as migrating
 from shared.contracts import subjects
 from shared.contracts.admin import ChangeNode, Migrate, MigrationsViewed, ViewMigrations
 from shared.contracts.base import Done

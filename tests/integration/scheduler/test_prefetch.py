@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler.domain import prefetching
+from services.scheduler.domain.prewarm import prefetch as prefetching
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.models import ModelSpec
 from tests.integration.loader.conftest import Client, LoaderProcess

@@ -13,12 +13,12 @@ from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain import decide
-from services.scheduler.domain.changes import Put, apply
 from services.scheduler.domain.effects import SendStart
-from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import DemandHeard
-from services.scheduler.domain.heard import ANYWHERE
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Entity
+from services.scheduler.domain.state.volatile import ANYWHERE
 from shared.contracts.demand import Demand
 from shared.messaging import Mesh
 from shared.settings import CommonSettings

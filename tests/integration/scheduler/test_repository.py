@@ -11,10 +11,10 @@ from sqlalchemy import text
 from services.scheduler.adapters.database import connect, migrate, open_connection, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
-from services.scheduler.domain.changes import Drop, Put, Traced
 from services.scheduler.domain.cost.learned import Parameter
-from services.scheduler.domain.entities import Device, Entity, Instance, Model, Node
-from services.scheduler.domain.heard import Estimate, LoaderPresence, MeasuredNeed, Profile
+from services.scheduler.domain.state.changes import Drop, Put, Traced
+from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node
+from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, MeasuredNeed, Profile
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.plans import Candidate, PlanRecord

@@ -17,8 +17,8 @@ from services.scheduler.adapters import repository as repository_module
 from services.scheduler.adapters.database import connect, migrate
 from services.scheduler.adapters.repository import Deposed, Repository
 from services.scheduler.app import run
-from services.scheduler.domain.changes import Drop
-from services.scheduler.domain.entities import Model
+from services.scheduler.domain.state.changes import Drop
+from services.scheduler.domain.state.entities import Model
 from shared.contracts.admin import ModelAwake, WakeModel
 from shared.contracts.node import InstanceState
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.adapters import fitted
+from services.scheduler.domain.admin.lora_adapters import fitted
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog
 from services.scheduler.domain.events import AddModelsAsked, RemoveModelAsked
 from shared.contracts.admin import ModelAwake, ModelsAdded

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.scheduler.domain.ahead import view_of
 from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.prewarm.parking import view_of
 from shared.contracts.admin import ParkView
 from shared.contracts.node import Capability, InstanceState, Suspension
 from shared.errors import EngineFailed

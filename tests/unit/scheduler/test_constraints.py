@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.scheduler.domain.constraints import checker
+from services.scheduler.domain.placement.constraints import checker
 from shared.contracts.models import ModelSpec, PlacementRules
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB

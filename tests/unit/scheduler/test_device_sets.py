@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.accounting import booking
+from services.scheduler.domain.state.accounting import booking
 from shared.contracts.base import ErrorBody
 from shared.contracts.plans import PlanRecord
 from tests.support.fake_node import MIB, model_info

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.accounting import booking
-from services.scheduler.domain.changes import Put, apply
-from services.scheduler.domain.estimates import PRIOR_MS, Forecast, bandwidth, learnt
+from services.scheduler.domain.estimates.start_times import PRIOR_MS, Forecast, bandwidth, learnt
 from services.scheduler.domain.events import LoaderStatusHeard
-from services.scheduler.domain.heard import ANYWHERE, Estimate, estimate_key
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, estimate_key
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan
 from shared.contracts.plans import Candidate, PlanRecord

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import LoadEnded, PublishLoadFailed, SendRelease, StepDown
 from services.scheduler.domain.events import StartRefused
-from services.scheduler.domain.failures import MAX_KILLED
+from services.scheduler.domain.lifecycle.failures import MAX_KILLED
+from services.scheduler.domain.state.accounting import booking
 from shared.errors import CheckpointInvalid, EngineFailed, EngineKilled, Unreachable
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World, no_room

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import PublishLoadFailed, SendPrepare, SendResume, SendStop
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state.accounting import booking
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import Running, World, no_room

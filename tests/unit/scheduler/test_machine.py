@@ -8,15 +8,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.domain.accounting import booking
-from services.scheduler.domain.changes import Put, apply
-from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
-from services.scheduler.domain.entities import Entity
 from services.scheduler.domain.events import Recovered
+from services.scheduler.domain.lifecycle.scale_down import must_leave
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.retire import must_leave
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Entity
+from services.scheduler.domain.state.transaction import Draft
 from shared.contracts.node import Capability, InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed
 from simulator.policies import PROFILES

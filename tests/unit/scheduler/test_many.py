@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.domain.events import LoaderStatusHeard
-from services.scheduler.domain.overlay import Overlay
-from services.scheduler.domain.shortlist import FITTING, SHORTLIST
+from services.scheduler.domain.placement.shortlist import FITTING, SHORTLIST
+from services.scheduler.domain.state.overlay import Overlay
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.accounting import booking
-from services.scheduler.domain.draft import Draft
 from services.scheduler.domain.effects import CallOffMigration, OrderMigration
-from services.scheduler.domain.elsewhere import ways_out
 from services.scheduler.domain.events import MigrateAsked, MigrationHeard, WaiterGone
-from services.scheduler.domain.moves import MoveTimes
+from services.scheduler.domain.placement.migration_targets import ways_out
+from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.migrations import MoveTimes
+from services.scheduler.domain.state.transaction import Draft
 from shared.contracts.admin import MigrationsViewed
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import SendResume
-from services.scheduler.domain.needs import need_to_start
+from services.scheduler.domain.estimates.memory_needs import need_to_start
+from services.scheduler.domain.state.accounting import booking
 from shared.contracts.node import InstanceState
 from shared.sizing import need_of
 from tests.support.fake_node import MIB

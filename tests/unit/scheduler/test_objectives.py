@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.objectives import alpha, book
+from services.scheduler.domain.demand.slo import alpha, book
 from services.scheduler.domain.policies.torpor_queue import FIRST_ALPHA, PERIOD_S
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state.transaction import Draft
 from simulator.policies import PROFILES
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from services.scheduler.domain.effects import SendCancelPrefetch, SendPrefetch
 from services.scheduler.domain.events import LoaderStatusHeard, RemoveModelAsked
-from services.scheduler.domain.habits import Habit
-from services.scheduler.domain.prefetching import AGAIN_S, HORIZON_S, LIKELY, likelihood
+from services.scheduler.domain.prewarm.prefetch import AGAIN_S, HORIZON_S, LIKELY, likelihood
+from services.scheduler.domain.state.usage_history import Habit
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World

@@ -9,17 +9,17 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.domain.booking import Booking
-from services.scheduler.domain.changes import Put, apply
 from services.scheduler.domain.cost.learned import Parameter
-from services.scheduler.domain.draft import Draft
-from services.scheduler.domain.entities import Device, Node
-from services.scheduler.domain.estimates import Forecast
-from services.scheduler.domain.heard import Estimate, Pause
+from services.scheduler.domain.estimates.start_times import Forecast
+from services.scheduler.domain.placement.shortlist import CLEARED, FITTING, SHORTLIST, shortlists
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.ranks import Bookings
-from services.scheduler.domain.shortlist import CLEARED, FITTING, SHORTLIST, shortlists
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.booking import Booking
+from services.scheduler.domain.state.booking_index import Bookings
+from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Device, Node
+from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.volatile import Estimate, Pause
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 
 INFO = ModelInfo(

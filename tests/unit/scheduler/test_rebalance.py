@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.domain.effects import OrderMigration
-from services.scheduler.domain.rebalance import Room, Serving, proposal
+from services.scheduler.domain.migration.rebalance import Room, Serving, proposal
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.scheduler.domain.accounting import booking
 from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
+from services.scheduler.domain.state.accounting import booking
 from shared.contracts.admin import ModelAsleep, ModelAwake
 from shared.contracts.node import InstanceState, Suspension
 from tests.support.fake_node import MIB

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.events import DemandHeard, DemandsHeard, LoaderStatusHeard, Tick
-from services.scheduler.domain.indexes import keeping
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state.indexes import keeping
 from services.scheduler.loop import together
 from shared.contracts.demand import Demand
 from shared.contracts.loader import LoaderStatus, SegmentStatus

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from services.scheduler.domain.entities import Instance
+from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.values import replace, value
 from shared.contracts.plans import Candidate, PlanRecord
 from tests.support.fake_node import MIB

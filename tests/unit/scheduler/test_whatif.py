@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.domain.whatif import Supposed, queue_place, suppose
+from services.scheduler.domain.what_if import Supposed, queue_place, suppose
 from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption
 from shared.errors import Conflict, NotFound
 from tests.support.fake_node import MIB

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.scheduler.domain.changes import KINDS, apply, table
 from services.scheduler.domain.decide import Decision, decide
-from services.scheduler.domain.draft import TOKENS_PER_EPOCH
 from services.scheduler.domain.effects import Effect, ReplyTo, SendResume, SendStart, SendStop, SendSuspend
 from services.scheduler.domain.events import (
     AddModelsAsked,
@@ -24,7 +22,9 @@ from services.scheduler.domain.events import (
     WakeAsked,
 )
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state import ClusterState
+from services.scheduler.domain.state.changes import KINDS, apply, table
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.transaction import TOKENS_PER_EPOCH
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad

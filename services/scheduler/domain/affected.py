@@ -1,0 +1,98 @@
+"""What a decision has to look at: everything, or what its changes so far have touched.
+
+A model is touched by a change of its own entities and of its instances; an instance also by a report or a change of its node. When a
+device has more room, or more that may leave, every model that waits for room is touched too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.scheduler.domain.state.changes import Put
+from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.volatile import ModelDemand, Presence, Pressure, Seen, Trouble, Unmet, Waiter
+
+_BY_MODEL: frozenset[type[Any]] = frozenset((Model, ModelDemand, Unmet, Pressure, Trouble))
+
+
+class Everything:
+    """The whole state; of the instances only those that are due, if all that has happened is that time has passed."""
+
+    def __init__(self, d: Draft, *, only_due: bool = False) -> None:
+        self._d = d
+        self._only_due = only_due
+
+    def instances(self) -> list[Instance]:
+        return self._d.due() if self._only_due else list(self._d.state.instances.values())
+
+    def claimed(self) -> list[tuple[str, str]]:
+        return sorted(self._d.state.claimed.values())
+
+    def models(self) -> set[str]:
+        state = self._d.state
+        return {
+            *state.demand,
+            *state.kept_up,
+            *state.to_park,
+            *state.unmet,
+            *(w.model for w in state.waiters.values() if w.kind == "wake"),
+        }
+
+
+class Touched:
+    """What the draft's changes so far have touched; asked again, it has heard of those made meanwhile."""
+
+    def __init__(self, d: Draft) -> None:
+        self._d = d
+        self._read = 0
+        self._models: set[str] = set()
+        self._nodes: set[str] = set()
+
+    def instances(self) -> list[Instance]:
+        self._look()
+        state = self._d.state
+        found = {i.instance_id: i for node in sorted(self._nodes) for i in state.on_node(node)}
+        found |= {i.instance_id: i for model in sorted(self._models) for i in state.of_model(model)}
+        return list(found.values())
+
+    def claimed(self) -> list[tuple[str, str]]:
+        claimed = self._d.state.claimed
+        return sorted(claimed[key] for key in self._d.rebooked() if key in claimed)
+
+    def models(self) -> set[str]:
+        self._look()
+        return self._models | set(self._d.state.unmet) if self._roomier() else self._models
+
+    def _roomier(self) -> bool:
+        """Whether something that did not fit anywhere may fit now."""
+        before, after = self._d.origin.bookings, self._d.state.bookings
+        for key in self._d.rebooked():
+            new, old = after.get(key), before.get(key)
+            if new is not None and not new.closed:
+                if old is None or old.closed:
+                    return True
+                if new.free > old.free or new.coming > old.coming or new.idle > old.idle or new.movable > old.movable:
+                    return True
+        return False
+
+    def _look(self) -> None:
+        changes = self._d.changes
+        for change in changes[self._read :]:
+            if isinstance(change, Put):
+                self._touch(change.entity)
+            elif change.kind in _BY_MODEL:
+                self._models.add(change.key)
+            elif (old := self._d.before(change.kind, change.key)) is not None:
+                self._touch(old)
+        self._read = len(changes)
+
+    def _touch(self, entity: Entity) -> None:
+        if type(entity) in _BY_MODEL:
+            self._models.add(key_of(entity))
+        elif isinstance(entity, Instance | Waiter):
+            self._models.add(entity.model)
+        elif isinstance(entity, Seen):
+            self._models.add(entity.status.model)
+        elif isinstance(entity, Node | Presence):
+            self._nodes.add(entity.key)

@@ -1,0 +1,40 @@
+"""What migrations teach: a and b of a·(t_in + t_out) + b, by model, and what moving an instance's requests is expected to take."""
+
+from __future__ import annotations
+
+from services.scheduler.domain.cost.formulas import resume_s
+from services.scheduler.domain.cost.learned import observe
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.migrations import DEFAULT_FIXED_S, DEFAULT_TOKEN_S, MoveTimes
+from services.scheduler.domain.state.transaction import Draft
+from shared.contracts.migration import MigrationRecord
+
+SHORT_TOKENS = 32
+"""A round of fewer tells of b, one of more of a."""
+LEAST_S = 0.002
+
+
+def learn(d: Draft, record: MigrationRecord) -> None:
+    """Rounds of few tokens are what every round takes; what longer ones take beyond that is their tokens'."""
+    times = d.state.move_times.get(record.model) or MoveTimes(record.model)
+    per_token, fixed = times.per_token, times.fixed
+    for r in record.rounds:
+        took = r.took_ms / 1e3
+        if 0 < r.tokens <= SHORT_TOKENS:
+            fixed = observe(fixed, max(0.0, took - per_token.value * r.tokens), DEFAULT_FIXED_S, LEAST_S)
+        elif r.tokens > SHORT_TOKENS:
+            per_token = observe(per_token, max(0.0, took - fixed.value) / r.tokens, DEFAULT_TOKEN_S, LEAST_S / r.tokens)
+    if (per_token, fixed) != (times.per_token, times.fixed):
+        d.put(MoveTimes(record.model, per_token, fixed))
+
+
+def resume_seconds(state: ClusterState, i: Instance) -> float:
+    """Of all that the instance serves, one after the other. Its KV cache in use tells how many tokens there are."""
+    times = state.move_times.get(i.model) or MoveTimes(i.model)
+    model, seen = state.models.get(i.model), state.seen.get(i.instance_id)
+    load = seen.status.load if seen is not None else None
+    active = load.active if load is not None else 0
+    per_token = model.card.info.kv_bytes_per_token if model is not None else 0
+    tokens = load.kv_bytes_used / per_token if load is not None and per_token else 0.0
+    return resume_s(tokens, 0.0, times.per_token.value, 0.0) + times.fixed.value * max(1, active)

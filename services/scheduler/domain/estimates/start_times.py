@@ -1,0 +1,334 @@
+"""How long a start will take, by phase: from parameters learned of the same model on the same node, else of the model anywhere, else of its bytes.
+
+Bytes are predicted as q + n/b: q is what is queued on the node's links, b the bandwidth learned of this model, device and tier, or else what the
+loader has measured of the slowest link on the way. A start that was measured moves the parameters (`learnt`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+
+from services.scheduler.domain.cost.cost import Cost
+from services.scheduler.domain.cost.formulas import AFTER, BEFORE, BRINGING, ENGINE, critical_path, load_s, waited_for
+from services.scheduler.domain.cost.learned import Parameter, observe
+from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, slowest
+from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.booking import Booking
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, estimate_key
+from services.scheduler.domain.values import value
+from shared.contracts.loader import LoaderStatus
+from shared.contracts.models import ModelCard
+from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, covered
+from shared.contracts.plans import RESTORES, PlanRecord
+
+NODES_KEPT = 64
+"""So many nodes' measurements of a model are kept, the first learned going first: a place in ten thousand models times a thousand nodes."""
+PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, "profile": 100.0}
+DEFAULT_RESUME_MS = 300.0
+LEAVING_MS = 500.0
+"""Prior for the time a victim takes to leave."""
+LEAVING, RESUMING = "leaving", "resuming"
+"""Quantities beside the phases: milliseconds until victims are gone, and until a suspended instance is back."""
+LEAST_MS = 10.0
+"""Differences of milliseconds that do not matter."""
+_LEAST_LOAD_MS = 1.0
+"""A shorter load says nothing of a bandwidth."""
+_NONE: Mapping[str, Parameter] = {}
+_FIXED = frozenset({*BEFORE, *ENGINE, *AFTER})
+
+
+def bandwidth(tier: str, device_id: str = "") -> str:
+    """The quantity: bytes per second from that tier, to any device of the node, or to that one: each GPU has a bus of its own."""
+    return f"bandwidth:{tier}@{device_id}" if device_id else f"bandwidth:{tier}"
+
+
+def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
+    """Whether the node's loader holds the weights of this revision, whole, in memory."""
+    return node in state.resident_on.get(card.info.revision, ())
+
+
+@value(frozen=True, slots=True)
+class Prediction:
+    """Milliseconds by phase and in all; `queued_ms`: of its load. `source`: the tier that its bytes come from; `there`: bytes that need not."""
+
+    phases: dict[str, float]
+    ms: float
+    cost: Cost
+    source: str = ""
+    there: int = 0
+    queued_ms: float = 0.0
+
+
+class Forecast:
+    """How long a start of one model would take on each node, for many nodes: those that nothing tells apart share one reckoning."""
+
+    def __init__(self, state: ClusterState, card: ModelCard, now: float | None = None) -> None:
+        """`now`: what is queued on links counts from then; None: it does not count."""
+        self._state, self._card, self._now = state, card, now
+        self._loads_itself = card.spec.loads_itself
+        self.from_afar = "://" in card.info.source
+        """Nodes that have none of its bytes load it over their links to remote sources."""
+        self._anywhere = _values(state, card.name, ANYWHERE)
+        self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
+        """Milliseconds of the phases that do not bring weights, on nodes of which nothing else is known."""
+        self._before, self._engine, self._after = _parts(self._fixed) if self._anywhere else _PRIOR_PARTS
+        own = self._anywhere.get("load") if self._loads_itself else None
+        self._own_load = own.value if own is not None else None
+        """Milliseconds that the engine itself takes to load."""
+        self._found: dict[tuple[str, float | None, bool], Prediction] = {}
+
+    @cached_property
+    def special(self) -> set[str]:
+        """Nodes that hold its weights, or have started it before."""
+        state, revision = self._state, self._card.info.revision
+        found = {*state.resident_on.get(revision, ()), *state.kept_on.get(revision, ())}
+        found.update(state.measured_on.get(self._card.name, ()))
+        return found
+
+    def busy(self, node: str) -> bool:
+        """Whether a load would have to wait for the node's links."""
+        return self._now is not None and self._state.queues.get(node, 0.0) > self._now
+
+    def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
+        """Milliseconds by phase on a device's node, and in all. `leaving`: others must leave first."""
+        found = self.at(b, leaving=leaving)
+        return found.phases, found.ms
+
+    def at(self, b: Booking, *, leaving: bool) -> Prediction:
+        """The prediction for a device."""
+        special = b.node in self.special or (self._now is not None and self._state.queues.get(b.node, 0.0) > self._now)
+        speed = (b.from_afar or b.bytes_per_second) if self.from_afar else b.bytes_per_second
+        key = (b.key if special else "", speed, leaving)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._predicted(b if special else None, speed, leaving)
+        return found
+
+    def elsewhere(self, bytes_per_second: float | None) -> float:
+        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are neither special nor busy, without its detail."""
+        return self._before + max(self._load_ms(bytes_per_second), self._engine) + self._after
+
+    def _load_ms(self, bytes_per_second: float | None) -> float:
+        if self._own_load is not None:
+            return self._own_load
+        return load_s(self._card.info.weights_bytes, bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
+
+    def restore(self, i: Instance, *, leaving: bool) -> Prediction:
+        """Until a suspended instance is back: as its node has measured it."""
+        seen = self._state.seen.get(i.instance_id)
+        known = seen.status.suspension.resume_ms if seen is not None else None
+        phases = {k: PRIOR_MS[k] for k in BEFORE} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
+        spread = 0.0
+        if (learned := _values(self._state, i.model, i.node).get(RESUMING)) is not None:
+            spread = learned.error
+        if leaving:
+            phases["reserve"] += self._leaving_ms(i.node)
+        ms = sum(phases.values())
+        return Prediction(phases, ms, _cost(phases, ms, spread))
+
+    def _leaving_ms(self, node: str) -> float:
+        known = _values(self._state, "", node).get(LEAVING) or _values(self._state, "", ANYWHERE).get(LEAVING)
+        return known.value if known is not None else LEAVING_MS
+
+    def _predicted(self, b: Booking | None, bytes_per_second: float | None, leaving: bool) -> Prediction:
+        """`b`: a device of a special node; None: any other of that bandwidth."""
+        if b is None and not leaving and not self._anywhere:
+            return _prior(self._load_ms(bytes_per_second), self._afar)
+        phases = dict(self._fixed)
+        own = _NONE
+        if b is not None:
+            own = _values(self._state, self._card.name, b.node)
+            phases |= _phases(own)
+        source, there, queued_ms = self._bring(phases, b, own, bytes_per_second)
+        if leaving:
+            phases["reserve"] += self._leaving_ms(b.node if b is not None else ANYWHERE)
+        ms = critical_path(phases)
+        device_id = b.device_id if b is not None else ""
+        errors = [self._error(own, p, source, device_id) for p in waited_for(phases)]
+        return Prediction(phases, ms, _cost(phases, ms, sum(errors)), source, there, queued_ms)
+
+    def _bring(
+        self, phases: dict[str, float], b: Booking | None, own: Mapping[str, Parameter], bytes_per_second: float | None
+    ) -> tuple[str, int, float]:
+        """Adds the phases of the weights' way; where they come from, how many bytes are there, and milliseconds queued."""
+        info = self._card.info
+        if b is None:
+            phases["load"] = self._load_ms(bytes_per_second)
+            if self._afar == "remote":
+                phases["fetch"] = phases["load"]
+            return self._afar, 0, 0.0
+        if self._loads_itself:
+            known = own.get("load")
+            phases["load"] = known.value if known is not None else self._load_ms(bytes_per_second)
+            return "", 0, 0.0
+        tier = self._tier(b.node)
+        loader = self._state.loaders.get(b.node)
+        status = loader.status if loader is not None else None
+        known = own.get(bandwidth(tier, b.device_id)) or own.get(bandwidth(tier))
+        speed = known.value if known is not None else slowest(tier, b.device_id, status)
+        there = on_device(status, info.revision, b.device_id)
+        missing = max(0, info.weights_bytes - there)
+        if tier == "dram":
+            # In a host's own memory weights are mapped where they lie.
+            missing = 0 if speed is None or b.device_id.startswith("cpu") else missing
+            phases["fetch"], phases["load"] = 0.0, load_s(missing, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
+            return tier, info.weights_bytes - missing, 0.0
+        queued = max(0.0, self._state.queues.get(b.node, 0.0) - self._now) if self._now is not None else 0.0
+        phases["load"] = load_s(missing, speed or bytes_per_second or DEFAULT_BYTES_PER_SECOND, queued) * 1e3
+        if tier == "remote":
+            phases["fetch"] = phases["load"]  # piece by piece: both last as long as the slower
+        return tier, there, queued * 1e3
+
+    @property
+    def _afar(self) -> str:
+        """Where its bytes come from on a node that has none of them; empty: its engine knows."""
+        if self._loads_itself:
+            return ""
+        return "remote" if self.from_afar else "ssd"
+
+    def _tier(self, node: str) -> str:
+        if resident(self._state, node, self._card):
+            return "dram"
+        return "ssd" if node in self._state.kept_on.get(self._card.info.revision, ()) else self._afar
+
+    def _error(self, own: Mapping[str, Parameter], phase: str, source: str, device_id: str) -> float:
+        """Milliseconds by which a phase's prediction is usually out; 0: nothing is known of that."""
+        if phase in BRINGING and source:
+            known = own.get(bandwidth(source, device_id)) or own.get(bandwidth(source))
+            return (
+                known.error / known.value * load_s(self._card.info.weights_bytes, known.value) * 1e3 if known is not None else 0.0
+            )
+        known = own.get(phase) or self._anywhere.get(phase)
+        return known.error if known is not None else 0.0
+
+
+def _parts(phases: Mapping[str, float]) -> tuple[float, float, float]:
+    before, engine, after = (sum([phases.get(p, 0.0) for p in part]) for part in (BEFORE, ENGINE, AFTER))
+    return before, engine, after
+
+
+_PRIOR_PARTS = _parts(PRIOR_MS)
+
+
+@lru_cache(maxsize=4096)
+def _prior(load_ms: float, source: str) -> Prediction:
+    """Of a model that nothing was ever measured of, where nothing tells the node from others: no error is known."""
+    phases = {**PRIOR_MS, "load": load_ms, **({"fetch": load_ms} if source == "remote" else {})}
+    before, engine, after = _PRIOR_PARTS
+    ms = before + max(load_ms, engine) + after
+    return Prediction(phases, ms, _cost(phases, ms, 0.0), source)
+
+
+def _values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:
+    found = state.estimates.get(estimate_key(model, node))
+    return found.parameters if found is not None else _NONE
+
+
+def _phases(parameters: Mapping[str, Parameter]) -> dict[str, float]:
+    """Milliseconds of the phases among them that bring no weights."""
+    return {k: p.value for k, p in parameters.items() if k in _FIXED}
+
+
+def on_device(status: LoaderStatus | None, revision: str, device_id: str) -> int:
+    """Bytes of a revision that a node's loader has on a device already."""
+    segments = status.segments if status is not None else ()
+    return max([s.on_devices.get(device_id, 0) for s in segments if s.weights_id == revision], default=0)
+
+
+def _cost(phases: Mapping[str, float], ms: float, spread_ms: float) -> Cost:
+    return Cost(ms / 1e3, {k: v / 1e3 for k, v in phases.items()}, spread_ms / 1e3)
+
+
+def again_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
+    """Seconds to start a model on a device that is free and on links that are idle."""
+    revision = card.info.revision
+    known = (state.measured_on.get(card.name), state.resident_on.get(revision), state.kept_on.get(revision))
+    if not any(known):  # as `Forecast` would have it, without making one
+        speed = (b.from_afar or b.bytes_per_second) if "://" in card.info.source else b.bytes_per_second
+        load = load_s(card.info.weights_bytes, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
+        before, engine, after = _PRIOR_PARTS
+        return (before + max(load, engine) + after) / 1e3
+    return Forecast(state, card).at(b, leaving=False).ms / 1e3
+
+
+def sooner_back(state: ClusterState, i: Instance) -> bool:
+    """Whether a ready instance, suspended, would be back no later than a new one could be started where it is."""
+    seen, model = state.seen.get(i.instance_id), state.models.get(i.model)
+    resume_ms = seen.status.suspension.resume_ms if seen is not None else None
+    if resume_ms is None or model is None:
+        return True
+    _, anew = Forecast(state, model.card).on(booking(state, i.node, i.device_ids[0]), leaving=False)
+    return resume_ms <= anew
+
+
+def learnt(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
+    """The estimates as a plan that came to its end moves them: of the model on its node, of the model anywhere, and of its node.
+
+    Waiting for a zygote that was starting itself says nothing of the next start.
+    """
+    chosen, model = plan.chosen, state.models.get(plan.model)
+    if plan.outcome != "ready" or chosen is None or model is None:
+        return []
+    phases = _by_phase(plan)
+    phases.pop(Phase.RESERVE.value, None)
+    reserved = _reserved_ms(plan)
+    found = []
+    if chosen.clearing in ("evict", "suspend", "preempt", "migrate") and reserved is not None:
+        found += [_moved(state, "", node, {LEAVING: reserved}, {LEAVING: LEAVING_MS}) for node in (chosen.node, ANYWHERE)]
+    if plan.way in RESTORES:
+        if (took := phases.get(Phase.RESTORE.value)) is not None:
+            found.append(_moved(state, plan.model, chosen.node, {RESUMING: took}, {RESUMING: DEFAULT_RESUME_MS}))
+        return found
+    loads_itself, weights = model.card.spec.loads_itself, model.card.info.weights_bytes
+    own = dict(phases)
+    if not loads_itself:
+        for name in BRINGING:
+            own.pop(name, None)
+        spans = [(s.start_ms, s.end_ms) for s in plan.measured if s.phase.value in BRINGING]
+        ms = covered(spans) - min(chosen.queued_ms, 0.9 * covered(spans))
+        missing = weights - chosen.resident_bytes
+        if ms > _LEAST_LOAD_MS and missing > 0 and chosen.source:
+            own[bandwidth(chosen.source)] = speed = missing / (ms / 1e3)
+            if not chosen.device_ids[0].startswith("cpu"):
+                own[bandwidth(chosen.source, chosen.device_ids[0])] = speed
+    anywhere = {k: v for k, v in own.items() if ":" not in k}
+    # The priors are the built-in engine's: they bound nothing of what another one, which may take a minute, was measured to take.
+    priors = PRIOR_MS if model.card.spec.engine == "builtin" else {}
+    return [
+        *found,
+        _moved(state, plan.model, chosen.node, own, priors),
+        _moved(state, plan.model, ANYWHERE, anywhere, priors),
+    ]
+
+
+def _reserved_ms(plan: PlanRecord) -> float | None:
+    """Milliseconds until victims were gone, of the decision to have them leave: what was waited before there was anything to decide is not
+    theirs. None: nobody was waited for."""
+    took = plan.chosen.took_ms if plan.chosen is not None else None
+    decided = plan.measured_ms - took if plan.measured_ms is not None and took is not None else float("-inf")
+    spans = [(max(s.start_ms, decided), s.end_ms) for s in plan.measured if s.phase is Phase.RESERVE and s.end_ms > decided]
+    return covered(spans) if spans else None
+
+
+def _by_phase(plan: PlanRecord) -> dict[str, float]:
+    """Milliseconds by phase, those left out that tell nothing."""
+    told = tuple(s for s in plan.measured if not _of_the_zygote(s) and s.phase not in (Phase.QUEUE, Phase.MESH))
+    return plan.model_copy(update={"measured": told}).measured_phases
+
+
+def _of_the_zygote(span: PhaseSpan) -> bool:
+    return span.phase is Phase.CONTAINER and span.detail.get("launcher") == NEW_ZYGOTE
+
+
+def _moved(state: ClusterState, model: str, node: str, measured: Mapping[str, float], priors: Mapping[str, float]) -> Estimate:
+    known = dict(_values(state, model, node))
+    for quantity, now in measured.items():
+        before = known.get(quantity)
+        if before is None and model and node != ANYWHERE:  # what it takes elsewhere is a better guess than what anything takes
+            prior = _values(state, model, ANYWHERE).get(quantity)
+            before = Parameter(prior.value, prior.error) if prior is not None else None
+        known[quantity] = observe(before, now, priors.get(quantity, now), 0.0 if ":" in quantity else LEAST_MS)
+    return Estimate(model, node, known)

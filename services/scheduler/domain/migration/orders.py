@@ -1,0 +1,298 @@
+"""Moving what an instance serves: where to, when it may be ordered, and what follows from its end. The steps of an order (`Move`):
+
+1. Asked for: by an operator (`MigrateAsked`), for a node that is drained, for room that another model needs, to spread the load.
+2. A destination: a ready instance of the same weights where it is wanted, else one that is starting, else a new one, placed as any other.
+3. It is ready: the order is written for the migrators (`OrderMigration`). Where the source goes in any case it is told to drain at once, so
+   that nothing new comes to it.
+4. Heard of its end: whoever asked is told, the times of its rounds are learned, and a source that is empty is stopped.
+
+A destination is protected until then (`ClusterState.move_to`). What was ordered is in the bucket: a new leader hears it from there. What was not is
+forgotten with its leader; a drained node's moves are then asked for anew.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.domain.effects import CallOffMigration, OrderMigration, ReplyTo
+from services.scheduler.domain.estimates.migration_times import learn
+from services.scheduler.domain.events import MigrateAsked
+from services.scheduler.domain.lifecycle.transitions import begin, leave
+from services.scheduler.domain.placement.place import place
+from services.scheduler.domain.state.entities import Instance, Model
+from services.scheduler.domain.state.migrations import Move
+from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.volatile import Pause
+from services.scheduler.domain.values import replace
+from shared.contracts.admin import MigrationsViewed
+from shared.contracts.base import ErrorBody
+from shared.contracts.migration import MigrationRecord
+from shared.contracts.node import InstanceState
+from shared.errors import Conflict, InsufficientMemory, InvalidRequest, NotFound, ThawError, Unavailable, UnsupportedParameter
+
+AT_ONCE = ("drain", "placement")
+"""Reasons for which the source goes, whatever becomes of the move."""
+TRIGGER = "migrate"
+UNCLAIMED_S = 10.0
+"""An order that no migrator has taken up by then is called off."""
+NO_MIGRATOR = "no migrator takes it up; start one: python -m services.migrator"
+RETRY_S = 5.0
+"""A drained node's instance is not asked to move again before this."""
+
+
+def ask(d: Draft, event: MigrateAsked) -> None:
+    """1: of an operator."""
+    try:
+        source = d.state.instances.get(event.instance_id)
+        if source is None:
+            raise NotFound(f"no instance {event.instance_id!r}; see `thaw ps`", param="instance_id")
+        model = _check(d, source, event)
+        move = Move(
+            f"m-{d.token():x}",
+            model.key,
+            source.instance_id,
+            event.at,
+            "operator",
+            request_id=event.request_id,
+            node=event.node,
+            device=event.device,
+            waiter=event.waiter,
+            wait=event.wait,
+        )
+        d.put(move)
+    except ThawError as e:
+        d.emit(ReplyTo(event.waiter, e.body()))
+
+
+def _check(d: Draft, source: Instance, event: MigrateAsked) -> Model:
+    """The model, if the move makes sense. Raises `ThawError`."""
+    model = d.state.models.get(source.model)
+    if source.state is not InstanceState.READY and source.state is not InstanceState.DRAINING:
+        raise Conflict(f"{source.label} is {source.state.value} and serves nothing that could move", param="instance_id")
+    if model is None or source.generation != model.card.generation:
+        raise Conflict(
+            f"{source.model} was changed or removed: what the old instance serves is finished there", param="instance_id"
+        )
+    if not _can_move(model):
+        raise UnsupportedParameter(f"{model.card.spec.engine} cannot go on with what another engine began: {model.key} cannot move")
+    if event.node:
+        node = d.state.nodes.get(event.node)
+        if node is None:
+            raise NotFound(f"no node {event.node!r}; see `thaw node list`", param="node")
+        if event.device and event.device not in {x.device_id for x in node.devices}:
+            raise NotFound(f"{event.node} has no device {event.device!r}", param="device")
+        if event.node == source.node and (not event.device or source.device_ids == (event.device,)):
+            raise InvalidRequest(f"{source.label} is on {event.node} already", param="node")
+    elif event.device:
+        raise InvalidRequest("a device needs its node: --to NODE:DEVICE", param="device")
+    for other in d.state.moves.values():
+        if event.request_id is None and other.whole and other.source == source.instance_id:
+            raise Conflict(f"{source.label} is just being moved ({other.migration_id})")
+        if other.destination == source.instance_id:
+            raise Conflict(f"requests are just being moved to {source.label} ({other.migration_id})")
+    return model
+
+
+def _can_move(model: Model) -> bool:
+    """Whether an engine can go on with what another one began, or may: its host knows, and says so of each request."""
+    return model.card.capabilities.token_resume or model.card.capabilities.may_resume
+
+
+def drain_node(d: Draft, name: str) -> None:
+    """1: what a drained node's instances serve moves elsewhere. What cannot move has `drain_timeout` to finish (retire.py)."""
+    node = d.state.nodes.get(name)
+    if node is None or node.drain_since is None:
+        return
+    for i in d.state.on_node(name):
+        if i.state is InstanceState.READY and i.leaving == "no" and d.idle_since(i.instance_id) is None:
+            want(d, i, "drain")
+
+
+def want(d: Draft, i: Instance, reason: str, where: str = "", plan_id: str | None = None) -> bool:
+    """Have all that an instance serves moved, if it can be. `where`: a device as node/device."""
+    model = d.state.models.get(i.model)
+    if model is None or i.generation != model.card.generation or not _can_move(model):
+        return False
+    if d.paused(_pause(i.instance_id)) or any(m.whole and m.source == i.instance_id for m in d.state.moves.values()):
+        return False
+    node, _, device = where.partition("/")
+    d.put(Move(f"m-{d.token():x}", model.key, i.instance_id, d.now, reason, node=node, device=device, plan_id=plan_id))
+    return True
+
+
+def _pause(instance_id: str) -> str:
+    return f"move\0{instance_id}"
+
+
+def hear(d: Draft, record: MigrationRecord) -> None:
+    """4: a migrator (or the leader before this one) has written the record."""
+    move = d.state.moves.get(record.migration_id)
+    if move is None:
+        if not record.over:
+            d.put(_reread(d, record))
+        elif _emptied(record) and (source := d.state.instances.get(record.source_instance)) is not None:
+            leave(d, source, "drain", f"moved to {record.instance_id}")
+        return
+    if not record.over:
+        d.put(replace(move, record=record))
+        return
+    d.drop(Move, move.migration_id)
+    learn(d, record)
+    if move.waiter is not None and move.wait:
+        d.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
+    source = d.state.instances.get(record.source_instance)
+    if source is not None and move.whole and record.state != "done":
+        d.put(Pause(_pause(record.source_instance), d.now + RETRY_S))
+    if source is not None and _emptied(record):
+        leave(d, source, "drain", f"moved to {record.instance_id}")
+
+
+def _emptied(record: MigrationRecord) -> bool:
+    return record.state == "done" and record.request_id is None
+
+
+def _reread(d: Draft, record: MigrationRecord) -> Move:
+    return Move(
+        record.migration_id,
+        record.model,
+        record.source_instance,
+        d.now,
+        record.reason,
+        request_id=record.request_id,
+        node=record.node,
+        destination=record.instance_id,
+        plan_id=record.plan_id,
+        record=record,
+    )
+
+
+def advance(d: Draft) -> None:
+    """2 and 3."""
+    if not d.state.moves:
+        return
+    for move in sorted(d.state.moves.values(), key=lambda m: m.since):
+        if move.record is None:
+            _advance(d, move)
+        elif move.record.state == "asked" and not move.record.owner and d.now - move.record.created > UNCLAIMED_S and not move.why:
+            d.put(replace(move, why=NO_MIGRATOR))
+            d.emit(CallOffMigration(move.migration_id, Unavailable(NO_MIGRATOR, should_retry=True).body()))
+
+
+def _advance(d: Draft, move: Move) -> None:
+    source = d.state.instances.get(move.source)
+    model = d.state.models.get(move.model)
+    if source is None or model is None or source.generation != model.card.generation:
+        _give_up(d, move, NotFound(f"the instance {move.source} has gone").body())
+        return
+    if move.waiter is None and d.idle_since(move.source) is not None:
+        d.drop(Move, move.migration_id)  # nothing is left to move; it leaves by itself
+        return
+    destination = _found(d, move, source) or _started(d, move, source, model)
+    if destination is None:
+        return
+    if destination.instance_id != move.destination:
+        move = replace(move, destination=destination.instance_id, why="")
+        d.put(move)
+    if destination.state is InstanceState.READY:
+        _order(d, move, source, destination)
+
+
+def _found(d: Draft, move: Move, source: Instance) -> Instance | None:
+    """A ready instance with the same weights where it is wanted, the one with the least to do; else one that is starting."""
+    there = [i for i in d.state.of_model(move.model) if _fits(d, move, source, i)]
+    ready = [i for i in there if i.state is InstanceState.READY]
+    if ready:
+        return min(ready, key=lambda i: (_load(d, i), i.instance_id))
+    return min(there, key=lambda i: (i.claim, i.planned_at), default=None)
+
+
+def _fits(d: Draft, move: Move, source: Instance, i: Instance) -> bool:
+    if (
+        i.instance_id == source.instance_id
+        or i.leaving != "no"
+        or i.generation != source.generation
+        or i.revision != source.revision
+    ):
+        return False
+    if not (i.state is InstanceState.READY or i.state.starting or i.state is InstanceState.RESUMING):
+        return False
+    node = d.state.nodes.get(i.node)
+    if node is None or node.drain_since is not None:
+        return False
+    return (not move.node or i.node == move.node) and (not move.device or i.device_ids == (move.device,))
+
+
+def _load(d: Draft, i: Instance) -> int:
+    seen = d.state.seen.get(i.instance_id)
+    return seen.status.load.active + seen.status.load.waiting if seen is not None else 0
+
+
+def _started(d: Draft, move: Move, source: Instance, model: Model) -> Instance | None:
+    """A new one. What an operator asked for is refused if there is no room; a drain waits for it."""
+    if move.destination:  # it was started, and is not there any more
+        why = model.error or "it did not become ready"
+        if _refuse(d, move, Unavailable(f"{model.key} could not be started where it was to move: {why}").body()):
+            return None
+        move = replace(move, destination="", why=why)
+        d.put(move)
+    if d.paused(_pause(move.source)):
+        return None
+    placement = place(d, model, 0.0, only=(move.node, move.device) if move.node else None)
+    if placement.chosen is None:
+        if not _refuse(d, move, InsufficientMemory(f"{model.key} has no room where it was to move: {placement.reason}").body()):
+            d.put(replace(move, why=placement.reason))
+            d.put(Pause(_pause(move.source), d.now + d.policy.shun_pause))
+        return None
+    begin(d, model, placement, TRIGGER, d.now)
+    plan = d.plans[-1]
+    return d.state.instances[plan.instance_id or ""]
+
+
+def _refuse(d: Draft, move: Move, error: ErrorBody) -> bool:
+    """Whether somebody is told that it cannot be."""
+    if move.waiter is None and move.reason in AT_ONCE:
+        return False
+    _give_up(d, move, error)
+    return True
+
+
+def _give_up(d: Draft, move: Move, error: ErrorBody) -> None:
+    d.drop(Move, move.migration_id)
+    if move.waiter is not None:
+        d.emit(ReplyTo(move.waiter, error))
+
+
+def _order(d: Draft, move: Move, source: Instance, destination: Instance) -> None:
+    """3."""
+    times = d.state.move_times.get(move.model)
+    known = times if times is not None and times.known else None
+    record = MigrationRecord(
+        migration_id=move.migration_id,
+        token=d.token(),
+        model=move.model,
+        revision=source.revision,
+        source_instance=source.instance_id,
+        source_node=source.node,
+        instance_id=destination.instance_id,
+        node=destination.node,
+        request_id=move.request_id,
+        reason=move.reason,
+        plan_id=move.plan_id,
+        created=d.now,
+        ms_per_token=known.per_token.value * 1e3 if known else None,
+        ms_fixed=known.fixed.value * 1e3 if known else None,
+    )
+    d.put(replace(move, record=record))
+    d.emit(OrderMigration(record))
+    if move.reason in AT_ONCE:
+        leave(d, source, "drain", f"moving to {destination.instance_id}")
+    if move.waiter is not None and not move.wait:
+        d.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
+
+
+def forget_waiter(d: Draft, waiter: str) -> None:
+    """Whoever asked waits no longer: what has not been ordered is not."""
+    for move in list(d.state.moves.values()):
+        if move.waiter == waiter:
+            if move.ordered:
+                d.put(replace(move, waiter=None))
+            else:
+                d.drop(Move, move.migration_id)

@@ -1,0 +1,110 @@
+"""Background rebalancing: which instance's requests should go on elsewhere, if nobody asked for anything. Pure; off unless a period is set.
+
+1. Spread: two instances are hot on one device, and another device that could hold one of them serves nobody: the one with less to do goes there.
+2. Pack: an instance is cold and alone on its device, and another device that serves only cold ones, and holds more, has room: it goes there, so
+   that its own device comes free as a whole.
+
+Hot and cold are apart, and 2 goes from less to more, so that neither undoes what the other has done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.scheduler.domain.migration.orders import want
+from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.volatile import Pause
+from services.scheduler.domain.values import value
+from shared.contracts.node import InstanceState
+
+HOT = 0.5
+"""Share of the requests it can run at once from which on an instance is hot."""
+COLD = 0.25
+"""Share up to which it is cold."""
+_PAUSE = "rebalance"
+
+
+@value(frozen=True, slots=True)
+class Serving:
+    """An instance that serves, on one device (node/device)."""
+
+    instance_id: str
+    device: str
+    nbytes: int
+    active: int
+    capacity: int
+
+    @property
+    def hot(self) -> bool:
+        return self.active >= HOT * self.capacity
+
+    @property
+    def cold(self) -> bool:
+        return self.active <= COLD * self.capacity
+
+
+@value(frozen=True, slots=True)
+class Room:
+    """A device where something new may be placed."""
+
+    device: str
+    free: int
+
+
+def proposal(serving: Sequence[Serving], rooms: Sequence[Room]) -> tuple[str, str] | None:
+    """The instance to move and the device to move it to; None: it is well as it is."""
+    on: dict[str, list[Serving]] = {}
+    for s in serving:
+        on.setdefault(s.device, []).append(s)
+    return _spread(on, rooms) or _pack(on, rooms)
+
+
+def _spread(on: Mapping[str, list[Serving]], rooms: Sequence[Room]) -> tuple[str, str] | None:
+    crowded = [(sum(s.active for s in there), device) for device, there in on.items() if sum(s.hot for s in there) > 1]
+    for _, device in sorted(crowded, reverse=True):
+        for s in sorted((s for s in on[device] if s.hot), key=lambda s: (s.active, s.instance_id)):
+            empty = [r for r in rooms if r.device not in on and r.free >= s.nbytes]
+            if empty:
+                return s.instance_id, min(empty, key=lambda r: (r.free, r.device)).device
+    return None
+
+
+def _pack(on: Mapping[str, list[Serving]], rooms: Sequence[Room]) -> tuple[str, str] | None:
+    held = {device: sum(s.nbytes for s in there) for device, there in on.items()}
+    for device in sorted(on, key=lambda x: (held[x], x)):
+        if len(on[device]) != 1 or not on[device][0].cold:
+            continue
+        s = on[device][0]
+        fuller = [
+            r
+            for r in rooms
+            if r.device in on and r.device != device and r.free >= s.nbytes
+            if all(x.cold for x in on[r.device]) and (held[r.device], r.device) > (held[device], device)
+        ]
+        if fuller:
+            return s.instance_id, max(fuller, key=lambda r: (held[r.device], r.device)).device
+    return None
+
+
+def rebalance(d: Draft) -> None:
+    """With each tick: one move at a time, none while anything else is on its way."""
+    state = d.state
+    if d.policy.rebalance_every <= 0 or d.paused(_PAUSE) or state.moves or state.unmet or state.claimed:
+        return
+    d.put(Pause(_PAUSE, d.now + d.policy.rebalance_every))
+    serving = []
+    for i in state.instances.values():
+        seen = state.seen.get(i.instance_id)
+        model = state.models.get(i.model)
+        if i.state.starting or (seen is not None and i.leaving != "no"):
+            return
+        if seen is None or model is None or model.card.spec.pin or i.state is not InstanceState.READY or len(i.device_ids) != 1:
+            continue
+        active = seen.status.load.active + seen.status.load.waiting
+        if active:
+            serving.append(
+                Serving(i.instance_id, f"{i.node}/{i.device_ids[0]}", i.reserve_bytes, active, max(1, seen.status.capacity))
+            )
+    rooms = [Room(b.key, b.free) for b in state.bookings.values() if not b.closed]
+    if (move := proposal(serving, rooms)) is not None:
+        want(d, state.instances[move[0]], "rebalance", move[1])

@@ -1,0 +1,90 @@
+"""Where a model's instances may run by what its operator says (`PlacementRules`), checked for each device that is considered.
+
+1. Labels: the node must have every one of them.
+2. Devices: the device must match one of the patterns, by its full name (node/device) or its own.
+3. Labels to keep off: the node must have none of them.
+4. Anti-affinity: no instance on the node may be of a model that the patterns name; nor of a model whose patterns name this one.
+5. Spread: no other instance of the model may be on the node.
+
+Who is leaving is not counted with those that are there, nor who is suspended: it is checked when it comes back. Nobody has to leave for
+a rule, and a changed rule holds from the next start on. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+from services.scheduler.domain.state.booking import Booking
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Model
+from shared.contracts.models import PlacementRules
+
+Excludes = Callable[[Booking], str]
+"""Says why a model may not run on a device; empty: it may."""
+
+
+def checker(state: ClusterState, model: Model, *, apart: bool = False) -> Excludes | None:
+    """What checks devices for the model, in the state as it is now; None: nothing is to be checked. `apart`: as if it were to be spread."""
+    rules = model.card.spec.placement
+    if apart and not rules.spread:
+        rules = rules.model_copy(update={"spread": True})
+    if not rules.any and not state.apart:
+        return None
+    found: dict[str, str] = {}
+    """By node: rules 1 and 3 to 5."""
+
+    def excludes(b: Booking) -> str:
+        why = found.get(b.node)
+        if why is None:
+            why = found[b.node] = _node(state, model, rules, b.node)
+        return why or _device(rules, b)
+
+    return excludes
+
+
+def confined(node: str, device: str, further: Excludes | None) -> Excludes:
+    """Nothing but a node, or a `device` of it; and what is excluded there besides."""
+
+    def excludes(b: Booking) -> str:
+        if b.node != node or (device and b.device_id != device):
+            return "it is wanted elsewhere"
+        return further(b) if further is not None else ""
+
+    return excludes
+
+
+def _device(rules: PlacementRules, b: Booking) -> str:
+    if not rules.devices or any(fnmatchcase(b.key, p) or fnmatchcase(b.device_id, p) for p in rules.devices):  # 2
+        return ""
+    return f"placement.devices allows {', '.join(rules.devices)} only"
+
+
+def _node(state: ClusterState, model: Model, rules: PlacementRules, name: str) -> str:
+    node = state.nodes.get(name)
+    labels = node.labels if node is not None else {}
+    for label, value in rules.labels.items():  # 1
+        if label not in labels or value not in ("*", labels[label]):
+            has = f"it is {labels[label]}" if label in labels else "the node has no such label"
+            return f"placement.labels wants {label}={value}: {has}"
+    for pattern in rules.anti_affinity:  # 3
+        label, is_label, value = pattern.partition("=")
+        if is_label and label in labels and value in ("*", labels[label]):
+            return f"placement.anti_affinity keeps it off {label}={labels[label]}"
+    if not rules.anti_affinity and not rules.spread and not state.apart:
+        return ""
+    for i in state.on_node(name):
+        if i.leaving != "no" or i.state.parked:
+            continue
+        if i.model == model.key:
+            if rules.spread:  # 5
+                return f"placement.spread: {i.instance_id} of it is on the node already"
+        elif _names(rules, i.model):  # 4
+            return f"placement.anti_affinity: {i.model} ({i.instance_id}) is on the node"
+        elif i.model in state.apart and _names(state.models[i.model].card.spec.placement, model.key):
+            return f"placement.anti_affinity of {i.model}, which is on the node ({i.instance_id})"
+    return ""
+
+
+def _names(rules: PlacementRules, model: str) -> bool:
+    return any("=" not in p and fnmatchcase(model, p) for p in rules.anti_affinity)

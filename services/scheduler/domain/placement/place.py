@@ -1,0 +1,255 @@
+"""Where one more instance of a model goes. The rules, in this order; the code carries the same numbers:
+
+ 1. The model has failed and `replicas.min` alone asks: wait until its back-off is over.
+ 2. No node is alive: wait, and when none has been for `no_node_timeout` tell those who wait (`Unavailable`).
+ 3. No device of a live node could hold the model even if it were empty: impossible, told at once (`InsufficientMemory`).
+ 4. Some device has room. A suspended instance of the model is one more way, on its own devices, with what it needs to come back.
+ 5. Some device has room once those that are leaving already have left: it is claimed there.
+ 6. Some device has room once idle instances have left (victims.py): the new one claims their bytes.
+ 7. The model has waited longer than `preempt_after`: as 6, but instances that serve may be drained too.
+ 8. Otherwise it waits; the reason names what is in the way.
+
+Whatever 4 to 7 make possible is an option; who leaves and which option is taken are the profile's choice (policies/port.py). Of many devices only
+a shortlist is considered (shortlist.py). A model that has waited for `starve_after` is placed by Thaw's own profile, whatever the profile says.
+An extra replica (`extra`) stops after 6, and never displaces a model that has demand. Pure: the state is only read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from operator import attrgetter
+
+from services.scheduler.domain.estimates.memory_needs import devices_of, need_to_start
+from services.scheduler.domain.estimates.start_times import Forecast
+from services.scheduler.domain.formatting import gib
+from services.scheduler.domain.placement.constraints import checker, confined
+from services.scheduler.domain.placement.options import Possible, Request, device_sets, of_devices, of_suspended
+from services.scheduler.domain.placement.shortlist import SHORTLIST, shortlists
+from services.scheduler.domain.placement.victims import Asking
+from services.scheduler.domain.policies import thaw
+from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask
+from services.scheduler.domain.state.booking import Booking, device_key
+from services.scheduler.domain.state.entities import Model
+from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.volatile import Presence
+from services.scheduler.domain.values import unchecked, value
+from shared.contracts.plans import Candidate, Way
+from shared.errors import InsufficientMemory, ThawError, Unavailable
+
+_name = attrgetter("node", "device_ids")
+
+
+@value(frozen=True, slots=True)
+class Placement:
+    """`chosen` with its victims' ids; or none, with `error` when it is hopeless and `reason` when it waits."""
+
+    way: Way
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+    chosen: Candidate | None = None
+    victims: tuple[str, ...] = ()
+    error: ThawError | None = None
+    resume: str | None = None
+    """The suspended instance that comes back."""
+    short: int = 0
+    """Bytes that the victims have to free."""
+    moves: tuple[tuple[str, str], ...] = ()
+    """Victims whose requests go on elsewhere, each with the device."""
+
+
+def place(
+    d: Draft,
+    model: Model,
+    waited: float,
+    *,
+    extra: bool = False,
+    kept_up_only: bool = False,
+    only: tuple[str, str] | None = None,
+    apart: bool = False,
+) -> Placement:
+    """Decide for `model`, which has waited `waited` seconds. `only`: the node and device (empty: any of it) that it is confined to; `apart`: not
+    on a node that runs an instance of it."""
+    trouble = d.state.trouble.get(model.key)
+    if kept_up_only and trouble and trouble.not_before > d.now:  # 1
+        return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
+    if not any(alive(p) for p in d.state.presence.values()):  # 2
+        reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
+        absent = d.now - max((p.heard_at for p in d.state.presence.values()), default=-math.inf)
+        hopeless = min(waited, absent) > d.policy.no_node_timeout
+        return Placement("wait", reason, error=Unavailable(f"{model.key}: {reason}") if hopeless else None)
+    devices = devices_of(model.card)
+    whole = need_to_start(d.state, model.card)
+    need = -(-whole // devices)
+    excludes = checker(d.state, model, apart=apart)
+    request = Request(
+        Asking(model, ask_of(d, model, whole, waited, extra=extra), not extra and waited >= d.policy.preempt_after, extra),
+        thaw.PROFILE if starving(d, waited) else d.policy.profile,
+        need,
+        devices,
+        trouble.avoid if trouble else (),
+        Forecast(d.state, model.card, d.now),
+        bool(d.state.pauses),
+        excludes if only is None else confined(*only, excludes),
+    )
+    considered: list[Candidate | Possible] = [] if extra else [of_suspended(d, request, i) for i in d.state.parked(model)]
+    for sets in _shortlists(d, request):
+        considered += (found := [of_devices(d, request, devices) for devices in sets])
+        if any(isinstance(f, Possible) for f in found):
+            break
+    if possible := [c for c in considered if isinstance(c, Possible)]:  # 4 to 7
+        return _chosen(d, request, possible, considered)
+    candidates = _candidates(considered)
+    if text := hopeless_on(d, model.key, whole, devices):  # 3
+        return Placement("impossible", text, candidates, error=InsufficientMemory(text))
+    return Placement("wait", _obstacles(candidates, len(d.state.bookings)), candidates)  # 8
+
+
+def _shortlists(d: Draft, r: Request) -> Iterator[list[tuple[Booking, ...]]]:
+    """Devices, or sets of them, to be considered together, until some are an option."""
+    if r.devices == 1:
+        for devices in shortlists(d, r.need, r.avoid, r.forecast, r.excludes):
+            yield [(b,) for b in devices]
+        return
+    sets = device_sets(d, r)
+    while some := list(islice(sets, SHORTLIST)):
+        yield some
+
+
+def hopeless_on(d: Draft, name: str, whole: int, devices: int) -> str:
+    """Why a model could not run even if everything were empty; empty: it could."""
+    need = -(-whole // devices)
+    if devices == 1:
+        largest = d.bookings().largest_budget()
+        return impossible(name, need, largest) if need > largest else ""
+    enough = 0
+    for node in d.state.nodes.values():
+        booked = [b for x in node.devices if (b := d.state.bookings.get(device_key(node.name, x.device_id))) is not None]
+        enough = max(enough, sum(1 for b in booked if b.reachable and b.budget >= need))
+    if enough >= devices:
+        return ""
+    return f"{name} needs {gib(need)} on each of {devices} devices of one node, and no node has more than {enough} that large"
+
+
+def ask_of(d: Draft, model: Model, need: int, waited: float, *, extra: bool) -> Ask:
+    spec = model.card.spec
+    return Ask(
+        model.key,
+        need,
+        waited,
+        requests=max(1, d.state.waiting(model.key)),
+        slo_ttft=spec.slo.ttft,
+        slo_tpot=spec.slo.tpot,
+        priority=spec.priority,
+        extra=extra,
+    )
+
+
+def starving(d: Draft, waited: float) -> bool:
+    """Whether nobody goes before it any more."""
+    return waited >= max(d.policy.starve_after, d.policy.preempt_after)
+
+
+def _chosen(d: Draft, r: Request, possible: list[Possible], considered: list[Candidate | Possible]) -> Placement:
+    seed = f"{d.state.epoch}/{d.counted()}/{r.asking.model.key}"
+    option = r.profile.choose(r.asking.ask, [p.option for p in possible], seed)
+    if option is None:
+        reason = f"the policy {r.profile.name} takes none of the ways that there are"
+        return Placement("wait", reason, _candidates(considered))
+    best = next(p for p in possible if p.option is option)
+    chosen = _recorded(best)
+    candidates = _candidates([chosen if c is best else c for c in considered])
+    moves = tuple(sorted(option.clearance.moves.items()))
+    return Placement(
+        chosen.way, _why(best), candidates, chosen, option.clearance.victims, resume=best.resume, short=best.short, moves=moves
+    )
+
+
+def alive(presence: Presence) -> bool:
+    return presence.alive and presence.status is not None and not presence.status.stopping
+
+
+def _candidates(considered: list[Candidate | Possible]) -> tuple[Candidate, ...]:
+    """Those of the first list, for the record, by name."""
+    found: list[Candidate] = []
+    last: Possible | None = None
+    for c in considered[:SHORTLIST]:
+        if isinstance(c, Candidate):
+            found.append(c)
+        elif c.option.clearance is NOTHING_TO_CLEAR:
+            same = last is not None and last.prediction is c.prediction
+            found.append(_elsewhere(c, like=found[-1]) if same else _recorded(c))
+        else:
+            found.append(_recorded(c))
+        last = None if isinstance(c, Candidate) else c
+    return tuple(sorted(found, key=_name))
+
+
+def _obstacles(candidates: tuple[Candidate, ...], devices: int) -> str:
+    if not candidates:
+        return "no live node has a device"
+    others = f"; and {devices - len(candidates)} more devices" if devices > len(candidates) else ""
+    return "no device has room: " + "; ".join(f"{c.node}/{c.device_ids[0]}: {c.excluded}" for c in candidates) + others
+
+
+def impossible(name: str, need: int, largest: int) -> str:
+    return (
+        f"{name} needs {gib(need)} and the largest device budget is {gib(largest)}: add a node with a larger budget, "
+        f"or lower max_model_len, max_concurrency or engine_args.kv_cache_bytes"
+    )
+
+
+def _recorded(p: Possible) -> Candidate:
+    option, prediction, clearance = p.option, p.prediction, p.option.clearance
+    free = clearance.how == "none"
+    if p.resume is None:
+        way: Way = "load" if free else "evict_then_load"
+    else:
+        way = "restore" if free else "evict_then_restore"
+    return unchecked(
+        Candidate,
+        {
+            "node": p.node,
+            "device_ids": p.device_ids,
+            "way": way,
+            "predicted_ms": option.cost.total * 1e3,
+            "predicted": prediction.phases,
+            "needed_bytes": p.need,
+            "free_bytes": max(0, option.free),
+            "victims": p.labels if clearance.victims else (),
+            "excluded": None,
+            "ready_by": option.way,
+            "clearing": clearance.how,
+            "source": option.source,
+            "resident_bytes": option.resident_bytes,
+            "stages": 1,
+            "full_workers": 1,
+            "spread_ms": option.cost.spread * 1e3,
+            "queued_ms": prediction.queued_ms,
+            "others_ms": clearance.penalty * 1e3,
+            "took_ms": None,
+        },
+    )
+
+
+def _elsewhere(p: Possible, like: Candidate) -> Candidate:
+    """The record of what differs from another one in nothing but the device."""
+    there = {"node": p.node, "device_ids": p.device_ids, "free_bytes": max(0, p.option.free)}
+    return unchecked(Candidate, {**like.__dict__, **there})
+
+
+def _why(best: Possible) -> str:
+    at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
+    if best.resume is not None:
+        gone = f" once these have left: {labels}" if labels else ""
+        return f"{best.resume} is suspended on {at} and comes back soonest{gone}"
+    match best.option.clearance.how:
+        case "none":
+            return f"{at} has room and is predicted to be ready soonest"
+        case "leaving":
+            return f"{at} has room once those already leaving have left"
+        case "preempt" | "migrate":
+            return f"waited too long: on {at} these are drained though they serve: {labels}"
+        case _:
+            return f"{at} has room once these idle instances have left: {labels}"

@@ -1,0 +1,168 @@
+"""Which devices are worth a closer look: those on which the model might soonest be ready, best first.
+
+Only the best are considered in full and kept in the plan; they are found in orders that are kept with the bookings (ranks.py). Looked at one by
+one are only devices that something tells apart: those this very decision has changed, those of nodes that have started the model before or
+hold its weights, and those where it has just failed. Nodes whose links are busy come after those that are not. The order is that of the
+branches of placement.py:
+
+ A. It fits now. Exact: the first of the list is the best there is. With it those few where it would be sooner although idle ones have to
+    leave: the nodes that hold its weights.
+ B. It fits once those that leave already have left. Exact too.
+ C. It may fit once idle instances have left; the device whose longest idle instance is idle the longest goes first.
+ D. It may fit once instances that serve have left.
+ E. It cannot fit now, or nothing may be placed there: shown to people if there is nothing better.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from heapq import merge, nsmallest
+from itertools import chain, groupby, islice
+from operator import itemgetter
+
+from services.scheduler.domain.estimates.start_times import Forecast
+from services.scheduler.domain.placement.constraints import Excludes
+from services.scheduler.domain.state.booking import Booking, device_key
+from services.scheduler.domain.state.booking_index import SpeedClass, Speeds, speed_of
+from services.scheduler.domain.state.transaction import Draft
+
+SHORTLIST = 8
+"""So many devices are considered at a time; if there are no more, simply all of them."""
+FITTING = 4
+"""So many of those that it fits on: the first is the soonest there is, the others are what a policy may prefer for reasons of its own."""
+CLEARED = 4
+"""So many of those that others have to leave at first: who might leave is looked at one by one."""
+_device = itemgetter(3)
+Ranked = tuple[bool, float, float, Booking]
+"""It has just failed there; milliseconds until it is ready; bytes free, or since when one is idle; the device (by its key)."""
+_NONE: Iterator[Ranked] = iter(())
+OfClass = Callable[[float, SpeedClass], Iterator[Ranked]]
+"""Devices of a class, best first, by the milliseconds until it is ready on any of them."""
+
+
+def shortlists(
+    d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None = None
+) -> Iterator[list[Booking]]:
+    """Devices for `need` bytes, best first, as lists to be gone through until one has a place; those that `excludes` names a reason for are
+    only in the last (E)."""
+    if len(d.state.bookings) <= SHORTLIST:
+        yield list(d.state.bookings.values())
+        return
+    search = _Search(d, avoid, forecast, excludes)
+    for fitting in (search.fitting(need), search.fitting_soon(need)):
+        if first := list(islice(fitting, FITTING)):  # A, B
+            yield [*first, *search.sooner_with_idle_gone(need, than=first[0])]
+            return
+    ranked = chain(search.with_idle_gone(need), search.with_all_gone(need))  # C, D
+    size, found = CLEARED, False
+    while some := list(islice(ranked, size)):
+        size, found = SHORTLIST, True
+        yield some
+    if not found:  # E
+        yield search.roomiest()
+
+
+class _Search:
+    def __init__(self, d: Draft, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None) -> None:
+        self._excludes = excludes
+        self._paused = d.paused if d.state.pauses else None
+        self._view = d.bookings()
+        self._avoid = avoid
+        self._forecast = forecast
+        self._any_busy, self._busy = bool(d.state.queues), False
+        keys = {*avoid, *self._view.rebooked}
+        for name in forecast.special:
+            if (node := d.state.nodes.get(name)) is not None:
+                keys.update([device_key(name, device.device_id) for device in node.devices])
+        self._apart = {key: self._view.get(key) for key in keys}
+
+    def fitting(self, need: int) -> Iterator[Booking]:
+        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
+            return self._open(ms, _from(known.free, need)) if known.free[-1][0] >= need else _NONE
+
+        return self._best(of_class, lambda b: b.free if b.free >= need else None)
+
+    def fitting_soon(self, need: int) -> Iterator[Booking]:
+        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
+            if not known.leaving:
+                return _NONE
+            found = [b for key in known.leaving if (b := self._view.get(key)) is not None and b.coming >= need]
+            return self._open(ms, sorted([(b.free, b.key) for b in found]))
+
+        return self._best(of_class, lambda b: b.free if b.coming >= need else None)
+
+    def with_idle_gone(self, need: int) -> Iterator[Booking]:
+        return self._may_fit(lambda b: b.coming + b.idle >= need, lambda known: known.with_idle[-1] >= need)
+
+    def with_all_gone(self, need: int) -> Iterator[Booking]:
+        return self._may_fit(
+            lambda b: b.coming + b.idle < need <= b.coming + b.movable,
+            lambda known: known.with_all[-1] >= need and known.with_idle[0] < need,
+        )
+
+    def sooner_with_idle_gone(self, need: int, than: Booking) -> list[Booking]:
+        """Of the devices apart those that idle instances must leave, and that are predicted to be ready sooner all the same."""
+        if not self._forecast.special:
+            return []
+        limit = self._forecast.on(than, leaving=False)[1]
+
+        def rank(b: Booking) -> float | None:
+            apart = b.node in self._forecast.special and b.coming < need <= b.coming + b.idle
+            return b.idle_since if apart and self._forecast.on(b, leaving=True)[1] < limit else None
+
+        return [b for *_, b in nsmallest(CLEARED, self._those_apart(rank))]
+
+    def roomiest(self) -> list[Booking]:
+        changed = self._view.changed
+        first = [*islice(self._view.roomiest(), SHORTLIST), *changed]
+        return nsmallest(SHORTLIST, first, key=lambda b: (bool(b.closed), -b.coming, b.key))
+
+    def _may_fit(self, fits: Callable[[Booking], bool], any_fits: Callable[[SpeedClass], bool]) -> Iterator[Booking]:
+        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
+            return (r for r in self._open(ms, known.idle_since) if fits(r[3])) if any_fits(known) else _NONE
+
+        return self._best(of_class, lambda b: b.idle_since if fits(b) else None)
+
+    def _open(self, ms: float, ordered: Iterable[tuple[float, str]]) -> Iterator[Ranked]:
+        """Those that are not looked at one by one, and not paused; on nodes with busy links or on those without, whichever it is the turn of."""
+        apart, paused, excludes, get = self._apart, self._paused, self._excludes, self._view.get
+        for rank, key in ordered:
+            if key in apart or (paused is not None and paused(key)):
+                continue
+            found = get(key)
+            if found is None or (self._any_busy and self._forecast.busy(found.node) is not self._busy):
+                continue
+            if excludes is None or not excludes(found):
+                yield False, ms, rank, found
+
+    def _best(self, of_class: OfClass, rank: Callable[[Booking], float | None]) -> Iterator[Booking]:
+        """Best first: the classes' devices as `of_class` orders them, and among them those apart, for which `rank` is not None."""
+        apart = sorted(self._those_apart(rank))
+        return map(_device, merge(self._of_classes(of_class), apart) if apart else self._of_classes(of_class))
+
+    def _of_classes(self, of_class: OfClass) -> Iterator[Ranked]:
+        """Class by class, the soonest first; a class is not looked at before those sooner are used up. Nodes whose links are busy come last:
+        how long they are is told apart when they are considered."""
+        for busy in (False, True) if self._any_busy else (False,):
+            self._busy = busy
+            for ms, classes in groupby(self._view.fastest_first(from_afar=self._forecast.from_afar), key=self._ms_of):
+                runs = [run for _, known in classes if (run := of_class(ms, known)) is not _NONE]
+                if runs:
+                    yield from runs[0] if len(runs) == 1 else merge(*runs)
+
+    def _ms_of(self, known: tuple[Speeds, SpeedClass]) -> float:
+        return self._forecast.elsewhere(speed_of(known[0], from_afar=self._forecast.from_afar))
+
+    def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
+        for key, b in self._apart.items():
+            if b is None or b.closed or (self._paused is not None and self._paused(key)):
+                continue
+            if self._excludes is not None and self._excludes(b):
+                continue
+            if (value := rank(b)) is not None:
+                yield (key in self._avoid, self._forecast.on(b, leaving=False)[1], value, b)
+
+
+def _from(ordered: list[tuple[int, str]], least: int) -> Iterator[tuple[int, str]]:
+    return islice(ordered, bisect_left(ordered, (least, "")), None)

@@ -1,0 +1,133 @@
+"""Who holds how many bytes of a device, and who has been promised some.
+
+`book` reckons it from the instances on the device; `apply` (changes.py) keeps the result for every device in `ClusterState.bookings`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from services.scheduler.domain.cost.links import afar
+from services.scheduler.domain.state.booking import Booking, device_key
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.device_memory import frees, left_bytes, share
+from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.volatile import Seen
+from shared.contracts.node import InstanceState
+
+_READY = InstanceState.READY
+
+
+def booking(state: ClusterState, node: str, device_id: str) -> Booking:
+    """The booking of a device; of one that its node does not have: what is held of nothing."""
+    return state.bookings.get(device_key(node, device_id)) or book(state, node, device_id)
+
+
+def book(state: ClusterState, node: str, device_id: str) -> Booking:
+    """Reckon the booking of a device.
+
+    Bytes count as held from the moment a start is sent until the nodeagent reports the instance gone; and what a nodeagent holds
+    beyond the instances known here (a process not proved gone yet) counts too.
+    """
+    held = claimed = leaving = going = known = idle = movable = 0
+    idle_since = float("inf")
+    key, instances, reports = device_key(node, device_id), state.instances, state.seen
+    for instance_id in state.by_device.get(key, ()):
+        i, seen = instances[instance_id], reports.get(instance_id)
+        if i.sent_at is None:
+            claimed += share(i, i.reserve_bytes) - (left_bytes(state, i) if seen is not None else 0)
+            continue
+        parked = i.state.parked
+        holds = left_bytes(state, i) if parked else share(i, i.reserve_bytes)
+        held += holds
+        if seen is not None and (parked or seen.status.state.holds_memory):
+            known += holds
+        if i.leaving != "no":
+            suspends = i.leaving in ("suspend", "suspend_if_idle")
+            freed = (frees(state, i) if i.state is _READY else _drained(state, i)) if suspends else holds
+            leaving += freed
+            going += freed if drained(seen) else 0
+        elif parked:
+            if holds and not _pinned(state, i):
+                movable += holds
+                idle += holds
+                idle_since = min(idle_since, i.ready_at or 0.0)
+        elif i.state is _READY:
+            if not _pinned(state, i):
+                movable += holds
+                if seen is not None and seen.idle_since is not None:
+                    idle += holds
+                    idle_since = min(idle_since, seen.idle_since)
+        elif i.trigger == "park" and i.state.starting:  # whoever is waited for goes before it
+            movable += holds
+            idle += holds
+            idle_since = min(idle_since, i.planned_at)
+    presence = state.presence.get(node)
+    reported = presence.status if presence else None
+    for device in reported.devices if reported else ():
+        if device.device_id == device_id:
+            held += max(0, device.reserved_bytes - known)
+            break
+    found = state.nodes.get(node)
+    budget = 0
+    for own in found.devices if found else ():
+        if own.device_id == device_id:
+            budget = own.budget_bytes
+            break
+    closed = ""
+    reachable = presence is not None and presence.alive and reported is not None and not reported.stopping
+    if not reachable:
+        closed = "the node is silent or stopping"
+    elif found is None or found.cordoned:
+        closed = "the node is cordoned"
+    loader = state.loaders.get(node)
+    free = budget - held - claimed
+    speed = rounded_speed(loader.status.bytes_per_second) if loader else None
+    return Booking(
+        key=key,
+        node=node,
+        device_id=device_id,
+        budget=budget,
+        held=held,
+        claimed=claimed,
+        leaving=leaving,
+        free=free,
+        coming=free + leaving,
+        idle=idle,
+        movable=movable,
+        idle_since=idle_since,
+        closed=closed,
+        reachable=reachable,
+        bytes_per_second=speed,
+        from_afar=rounded_speed(afar(loader.status)) if loader else None,
+        going=going,
+    )
+
+
+def drained(seen: Seen | None) -> bool:
+    """Whether an instance that is to leave has nothing more to do."""
+    if seen is None or seen.status.state is not InstanceState.DRAINING:
+        return False
+    return not (seen.status.load.active or seen.status.load.waiting)
+
+
+def _drained(state: ClusterState, i: Instance) -> int:
+    """What comes free of one that is being suspended."""
+    seen = state.seen.get(i.instance_id)
+    return max(0, share(i, i.reserve_bytes) - share(i, seen.status.suspension.left_bytes if seen else 0))
+
+
+def _pinned(state: ClusterState, i: Instance) -> bool:
+    model = state.models.get(i.model)
+    return model is not None and model.card.spec.pin
+
+
+@lru_cache(maxsize=1024)
+def rounded_speed(bytes_per_second: float | None) -> float | None:
+    return None if bytes_per_second is None else float(f"{bytes_per_second:.1e}")
+
+
+def claims(state: ClusterState, node: str, device_id: str) -> list[Instance]:
+    """Those waiting for bytes of the device, first come first."""
+    found = [i for i in state.on_device(node, device_id) if i.sent_at is None]
+    return sorted(found, key=lambda i: (i.planned_at, i.token)) if len(found) > 1 else found

@@ -1,0 +1,186 @@
+"""The bookings of all devices, with orders kept beside them: a decision about one model looks at a few devices, however many there are.
+
+Devices that may be used are kept apart by their loader's bandwidth: within one of these classes nothing but room and idleness tells them
+apart, so that the best of a class stands first in its list. Kept by insertion into sorted lists: the logarithm of the devices in
+comparisons, and one move of memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND
+from services.scheduler.domain.state.booking import Booking
+
+Speeds = tuple[float | None, float | None]
+"""Bytes per second of a loader: in general, and from afar."""
+
+
+@dataclass(slots=True)
+class SpeedClass:
+    """Devices of one bandwidth that may be used. Pairs end with the device's key."""
+
+    free: list[tuple[int, str]] = field(default_factory=list)
+    idle_since: list[tuple[float, str]] = field(default_factory=list)
+    with_idle: list[int] = field(default_factory=list)
+    """What would be free with all idle instances gone: `coming + idle` of each device."""
+    with_all: list[int] = field(default_factory=list)
+    """… and with all that serve: `coming + movable`."""
+    leaving: set[str] = field(default_factory=set)
+    """Devices that instances are leaving."""
+
+    def replace(self, old: Booking | None, new: Booking | None) -> None:
+        _move(self.free, old and (old.free, old.key), new and (new.free, new.key))
+        _move(self.idle_since, old and (old.idle_since, old.key), new and (new.idle_since, new.key))
+        # Sums of bytes are plain numbers: 0 is one of them.
+        _move(self.with_idle, None if old is None else old.coming + old.idle, None if new is None else new.coming + new.idle)
+        _move(self.with_all, None if old is None else old.coming + old.movable, None if new is None else new.coming + new.movable)
+        if old is not None:
+            self.leaving.discard(old.key)
+        if new is not None and new.leaving:
+            self.leaving.add(new.key)
+
+
+class Bookings(dict[str, Booking]):
+    """A table of bookings that keeps the orders. Change it by item assignment, `del` and `pop` only."""
+
+    def __init__(self, bookings: Iterable[tuple[str, Booking]] = ()) -> None:
+        super().__init__()
+        self.classes: dict[Speeds, SpeedClass] = {}
+        self.fastest_first: list[tuple[Speeds, SpeedClass]] = []
+        """The classes in the order in which a load from their own disks is done soonest; and one from afar."""
+        self.fastest_from_afar: list[tuple[Speeds, SpeedClass]] = []
+        self.roomiest: list[tuple[bool, int, str]] = []
+        """Every device: closed ones last, most `coming` first."""
+        self.budgets: list[tuple[int, str]] = []
+        """Of reachable devices."""
+        for key, booking in bookings:
+            self[key] = booking
+
+    def __setitem__(self, key: str, booking: Booking) -> None:
+        self._replace(self.get(key), booking)
+        super().__setitem__(key, booking)
+
+    def __delitem__(self, key: str) -> None:
+        self._replace(self[key], None)
+        super().__delitem__(key)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        found = self.get(key)
+        if found is None:
+            return default
+        del self[key]
+        return found
+
+    def _replace(self, old: Booking | None, new: Booking | None) -> None:
+        _move(self.roomiest, old and _room(old), new and _room(new))
+        _move(
+            self.budgets,
+            (old.budget, old.key) if old is not None and old.reachable else None,
+            (new.budget, new.key) if new is not None and new.reachable else None,
+        )
+        before = None if old is None or old.closed else old
+        after = None if new is None or new.closed else new
+        old_class, new_class = before and _speeds(before), after and _speeds(after)
+        if before is not None and old_class is not None and old_class == new_class:
+            self.classes[old_class].replace(before, after)
+            return
+        if before is not None and old_class is not None:
+            known = self.classes[old_class]
+            known.replace(before, None)
+            if not known.free:
+                del self.classes[old_class]
+                self._order_classes()
+        if after is not None and new_class is not None:
+            if new_class not in self.classes:
+                self.classes[new_class] = SpeedClass()
+                self._order_classes()
+            self.classes[new_class].replace(None, after)
+
+    def _order_classes(self) -> None:
+        self.fastest_first = sorted(self.classes.items(), key=lambda c: (-speed_of(c[0]), str(c[0])))
+        self.fastest_from_afar = sorted(self.classes.items(), key=lambda c: (-speed_of(c[0], from_afar=True), str(c[0])))
+
+
+def _speeds(b: Booking) -> Speeds:
+    return b.bytes_per_second, b.from_afar
+
+
+def speed_of(speeds: Speeds, *, from_afar: bool = False) -> float:
+    """Bytes per second of a load on devices of a class."""
+    local, afar = speeds
+    return ((afar or local) if from_afar else local) or DEFAULT_BYTES_PER_SECOND
+
+
+def _room(b: Booking) -> tuple[bool, int, str]:
+    return (bool(b.closed), -b.coming, b.key)
+
+
+def _move(order: list[Any], old: Any, new: Any) -> None:
+    if old == new:
+        return
+    if old is not None:
+        del order[bisect_left(order, old)]
+    if new is not None:
+        insort(order, new)
+
+
+class Dues(dict[str, float]):
+    """A table of times that keeps their order. Change it by item assignment, `del` and `pop` only."""
+
+    def __init__(self, dues: Iterable[tuple[str, float]] = ()) -> None:
+        super().__init__()
+        self.order: list[tuple[float, str]] = []
+        for key, due in dues:
+            self[key] = due
+
+    def __setitem__(self, key: str, due: float) -> None:
+        old = self.get(key)
+        _move(self.order, None if old is None else (old, key), (due, key))
+        super().__setitem__(key, due)
+
+    def __delitem__(self, key: str) -> None:
+        _move(self.order, (self[key], key), None)
+        super().__delitem__(key)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        found = self.get(key)
+        if found is None:
+            return default
+        del self[key]
+        return found
+
+
+class View:
+    """Bookings as a decision sees them: a table of orders, and what the decision has changed itself, which is in none of them."""
+
+    def __init__(self, below: Bookings, changed: dict[str, Booking | None]) -> None:
+        """`changed`: by key, the booking as it is now; None: the device is gone."""
+        self._below, self._changed = below, changed
+
+    @property
+    def rebooked(self) -> Iterable[str]:
+        """Keys of devices whose bookings the decision has changed, or may have."""
+        return self._changed
+
+    @property
+    def changed(self) -> list[Booking]:
+        return [b for b in self._changed.values() if b is not None]
+
+    def get(self, key: str) -> Booking | None:
+        return self._changed[key] if key in self._changed else self._below.get(key)
+
+    def fastest_first(self, *, from_afar: bool) -> list[tuple[Speeds, SpeedClass]]:
+        return self._below.fastest_from_afar if from_afar else self._below.fastest_first
+
+    def roomiest(self) -> Iterator[Booking]:
+        """All devices as they are below, the changed ones left out."""
+        return (self._below[key] for *_, key in self._below.roomiest if key not in self._changed)
+
+    def largest_budget(self) -> int:
+        """Of reachable devices; 0 if there is none."""
+        kept = next((budget for budget, key in reversed(self._below.budgets) if key not in self._changed), 0)
+        return max([kept, *(b.budget for b in self.changed if b.reachable)])

@@ -1,0 +1,136 @@
+"""How changes are applied to the cluster's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from services.scheduler.domain.state.cluster import ClusterState, Table
+from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.state.indexes import index
+from services.scheduler.domain.state.migrations import Move, MoveTimes
+from services.scheduler.domain.state.usage_history import Habit, Prefetch
+from services.scheduler.domain.state.volatile import (
+    Counter,
+    Estimate,
+    LoaderPresence,
+    MeasuredNeed,
+    ModelDemand,
+    Objective,
+    ParkTrouble,
+    Pause,
+    Presence,
+    Pressure,
+    Queueing,
+    Seen,
+    Trouble,
+    Unmet,
+    Waiter,
+)
+from services.scheduler.domain.values import replace, value
+from shared.contracts.plans import PlanRecord
+
+
+@value(frozen=True, slots=True)
+class Put:
+    """Insert or replace an entity."""
+
+    entity: Entity
+
+
+@value(frozen=True, slots=True)
+class Drop:
+    """Forget the entity of that kind and key."""
+
+    kind: type[Entity]
+    key: str
+
+
+@value(frozen=True, slots=True)
+class Traced:
+    """The plan's load has this root span."""
+
+    plan_id: str
+    instance_id: str
+    traceparent: str
+
+
+Change = Put | Drop | Traced
+
+
+_TABLES: dict[type[Any], str] = {
+    Model: "models",
+    Node: "nodes",
+    Instance: "instances",
+    PlanRecord: "plans",
+    Presence: "presence",
+    LoaderPresence: "loaders",
+    Seen: "seen",
+    ModelDemand: "demand",
+    Waiter: "waiters",
+    Unmet: "unmet",
+    Pressure: "pressure",
+    Trouble: "trouble",
+    ParkTrouble: "park_trouble",
+    MeasuredNeed: "measured",
+    Pause: "pauses",
+    Estimate: "estimates",
+    Counter: "counter",
+    Habit: "habits",
+    Prefetch: "prefetches",
+    Objective: "objectives",
+    Queueing: "queueing",
+    Move: "moves",
+    MoveTimes: "move_times",
+}
+KINDS: tuple[type[Any], ...] = tuple(_TABLES)
+
+
+def table(state: ClusterState, kind: type[Entity]) -> Table[Any]:
+    """To be read; `apply` and `put` write."""
+    found: Table[Any] = getattr(state, _TABLES[kind])
+    return found
+
+
+def apply(state: ClusterState, changes: Iterable[Change]) -> None:
+    """Carry out `changes` on `state`, in order."""
+    for change in changes:
+        match change:
+            case Put(entity):
+                put(state, entity)
+            case Drop(kind, key):
+                if table(state, kind).get(key) is not None:
+                    index(state, state.own(_TABLES[kind]).pop(key), None)
+            case Traced(plan_id, instance_id, traceparent):
+                if (plan := state.plans.get(plan_id)) is not None:
+                    state.own("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
+                if (instance := state.instances.get(instance_id)) is not None:
+                    state.own("instances")[instance_id] = replace(instance, traceparent=traceparent)
+
+
+def put(state: ClusterState, entity: Entity) -> bool:
+    """Insert or replace an entity; False if it is there already as it is."""
+    kind, key = type(entity), key_of(entity)
+    old = state.__dict__[_TABLES[kind]].get(key)
+    if old is not None and old == entity:
+        return False
+    if isinstance(entity, PlanRecord):
+        _put_plan(state, entity)
+    else:
+        state.own(_TABLES[kind])[key] = entity
+        index(state, old, entity)
+    return True
+
+
+def _put_plan(state: ClusterState, plan: PlanRecord) -> None:
+    """Of each model the last plan is kept, and those still pending; the database has the others."""
+    key = plan.plan_id
+    last = state.last_plan.get(plan.model)
+    if key not in state.plans and last != key:
+        if last is not None and (old := state.plans.get(last)) is not None and old.outcome != "pending":
+            del state.own("plans")[last]
+        state.own("last_plan")[plan.model] = last = key
+    if plan.outcome == "pending" or last == key:
+        state.own("plans")[key] = plan
+    else:
+        state.own("plans").pop(key, None)

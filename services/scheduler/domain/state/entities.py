@@ -1,0 +1,152 @@
+"""What the cluster's state is made of. All frozen: a change replaces a whole entity.
+
+`Model`, `Node`, `Instance` and `PlanRecord` survive in Postgres; everything else is heard again within a second or two of a new leader's
+start. Times are seconds on the loop's clock (Unix time at the process's start plus monotonic time since), bytes are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from services.scheduler.domain.state.migrations import Move, MoveTimes
+from services.scheduler.domain.state.usage_history import Habit, Prefetch
+from services.scheduler.domain.state.volatile import (
+    Counter,
+    Estimate,
+    LoaderPresence,
+    MeasuredNeed,
+    ModelDemand,
+    Objective,
+    ParkTrouble,
+    Pause,
+    Presence,
+    Pressure,
+    Queueing,
+    Seen,
+    Trouble,
+    Unmet,
+    Waiter,
+)
+from services.scheduler.domain.values import value
+from shared.contracts.models import ModelCard
+from shared.contracts.node import InstanceState
+from shared.contracts.plans import PlanRecord
+
+Leaving = Literal["no", "if_idle", "drain", "suspend_if_idle", "suspend"]
+
+
+@value(frozen=True, slots=True)
+class Model:
+    """`resting`: told to sleep; `replicas.min` holds again from the next demand, wake or change of the model."""
+
+    card: ModelCard
+    error: str | None = None
+    resting: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.card.spec.name
+
+    @property
+    def floor(self) -> int:
+        """How many instances are kept up without demand."""
+        return 0 if self.resting or self.card.spec.base is not None else self.card.spec.replicas.min
+
+
+@value(frozen=True, slots=True)
+class Device:
+    device_id: str
+    kind: Literal["cpu", "cuda"]
+    name: str
+    budget_bytes: int
+
+
+@value(frozen=True, slots=True)
+class Node:
+    """`drain_since`: being drained since then (a drained node is cordoned too)."""
+
+    name: str
+    boot_id: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    devices: tuple[Device, ...] = ()
+    cordoned: bool = False
+    drain_since: float | None = None
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+
+@value(frozen=True, slots=True)
+class Instance:
+    """What the scheduler believes and wants of one instance.
+
+    `sent_at` None: a claim. Its bytes are promised to it, and its start is sent once the nodeagent has reported them free. One that is
+    resuming is there already, suspended: it is its resumption that is sent.
+    """
+
+    instance_id: str
+    plan_id: str
+    model: str
+    generation: int
+    revision: str
+    node: str
+    device_ids: tuple[str, ...]
+    token: int
+    reserve_bytes: int
+    kv_bytes: int
+    requested_at: float
+    planned_at: float
+    state: InstanceState = InstanceState.PREPARING
+    leaving: Leaving = "no"
+    leave_reason: str = ""
+    stop_at: float | None = None
+    sent_at: float | None = None
+    ready_at: float | None = None
+    trigger: str = "demand"
+    traceparent: str | None = None
+
+    @property
+    def key(self) -> str:
+        return self.instance_id
+
+    @property
+    def claim(self) -> bool:
+        return self.sent_at is None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether this is a claim of a suspended instance, which is to come back."""
+        return self.claim and self.state is InstanceState.RESUMING
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} ({self.instance_id})"
+
+
+Durable = Model | Node | Instance | PlanRecord | MeasuredNeed | Estimate
+Volatile = (
+    Presence
+    | LoaderPresence
+    | Seen
+    | ModelDemand
+    | Waiter
+    | Unmet
+    | Pressure
+    | Trouble
+    | ParkTrouble
+    | Pause
+    | Counter
+    | Habit
+    | Prefetch
+    | Objective
+    | Queueing
+    | Move
+    | MoveTimes
+)
+Entity = Durable | Volatile
+
+
+def key_of(entity: Entity) -> str:
+    return entity.plan_id if isinstance(entity, PlanRecord) else entity.key

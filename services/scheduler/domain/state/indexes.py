@@ -1,0 +1,282 @@
+"""What `apply` keeps beside the tables, so that a decision looks only at what it is about. Values are replaced, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+from services.scheduler.domain.cost.links import afar, busy_until
+from services.scheduler.domain.policies.port import Keep
+from services.scheduler.domain.state.accounting import book, drained, rounded_speed
+from services.scheduler.domain.state.booking import device_key
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Entity, Instance, Model, Node
+from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, LoaderPresence, Presence, Seen
+from shared.contracts.node import InstanceState
+
+_AT_ONCE = float("-inf")
+Groups = MutableMapping[str, tuple[str, ...]]
+
+
+def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
+    """`old` was replaced by `new` in its table; None: there was, or is, none."""
+    keep = _KEEPERS.get(type(new if new is not None else old))
+    if keep is not None:
+        keep(state, old, new)
+
+
+def _seen(state: ClusterState, old: Seen | None, new: Seen | None) -> None:
+    present = new or old
+    assert present is not None
+    i = state.instances.get(present.instance_id)
+    if i is not None and _counts(old) != _counts(new):
+        _rebook(state, i.node, i.device_ids)
+        remind(state, i)
+
+
+def _presence(state: ClusterState, old: Presence | None, new: Presence | None) -> None:
+    present = new or old
+    assert present is not None
+    if _offers(old) != _offers(new):
+        _rebook_node(state, present.node)
+
+
+def _estimate(state: ClusterState, old: Estimate | None, new: Estimate | None) -> None:
+    present = new or old
+    assert present is not None
+    if present.model and present.node != ANYWHERE:
+        _regroup(state, "measured_on", {present.model} if old else (), {present.model} if new else (), present.node)
+
+
+def _counts(seen: Seen | None) -> tuple[object, ...]:
+    """What of a report a booking depends on."""
+    if seen is None:
+        return ()
+    status = seen.status
+    kept = status.memory.reserved if status.state.parked else None
+    possible = (status.suspension.possible, status.suspension.assessed)
+    return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes, drained(seen))
+
+
+def keeping(state: ClusterState, keep: Keep) -> ClusterState:
+    """`state`, with idle instances to stay as that function says."""
+    state.keep = keep
+    for i in state.instances.values():
+        remind(state, i)
+    return state
+
+
+def remind(state: ClusterState, i: Instance) -> None:
+    """Keep when the instance is due (retire.py, observe.py): never too late; too early only costs a look."""
+    due, known = _due(state, i), state.dues.get(i.instance_id)
+    if due == known:
+        return
+    if due is None:
+        state.own("dues").pop(i.instance_id, None)
+    else:
+        state.own("dues")[i.instance_id] = due
+
+
+def _due(state: ClusterState, i: Instance) -> float | None:
+    if i.leaving != "no":
+        return None
+    seen, model, node = state.seen.get(i.instance_id), state.models.get(i.model), state.nodes.get(i.node)
+    current = model is not None and i.generation == model.card.generation
+    drained = node is None or node.drain_since is not None
+    if not current or drained or seen is None or seen.status.state.starting or model is None:
+        return _AT_ONCE
+    if i.state.parked:
+        return None
+    if i.state is not InstanceState.READY or i.trigger == "park":
+        return _AT_ONCE
+    spec = model.card.spec
+    if seen.idle_since is None or spec.pin or (kept := state.kept_for(i, model)) < 0:
+        return None
+    return max(seen.idle_since, i.ready_at or seen.idle_since) + kept
+
+
+def _offers(presence: Presence | None) -> tuple[object, ...]:
+    status = presence.status if presence else None
+    return (presence.alive, status.stopping, status.devices) if presence and status else ()
+
+
+def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[str], member: str) -> None:
+    """`member` was in the `old` groups of that index and is in the `new` ones."""
+    before, after = set(old), set(new)
+    if before == after:
+        return
+    groups: Groups = state.own(name)
+    for group in before - after:
+        left = tuple(m for m in groups.get(group, ()) if m != member)
+        if left:
+            groups[group] = left
+        else:
+            groups.pop(group, None)
+    for group in after - before:
+        groups[group] = (*groups.get(group, ()), member)
+
+
+def _join(state: ClusterState, name: str, group: str, member: str) -> None:
+    groups: Groups = state.own(name)
+    groups[group] = (*groups.get(group, ()), member)
+
+
+def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -> None:
+    present = new or old
+    assert present is not None
+    if old is None or new is None or (old.node, old.device_ids, old.model) != (new.node, new.device_ids, new.model):
+        key = present.instance_id
+        if old is None:
+            _join(state, "by_model", present.model, key)
+            _join(state, "by_node", present.node, key)
+            for device in _devices(present):
+                _join(state, "by_device", device, key)
+            _park(state, present.model)
+        else:
+            _regroup(state, "by_model", [old.model], [new.model] if new else (), key)
+            _regroup(state, "by_node", [old.node], [new.node] if new else (), key)
+            _regroup(state, "by_device", _devices(old), _devices(new), key)
+            for model in {old.model, present.model}:
+                _park(state, model)
+    if old is not None:
+        _rebook(state, old.node, old.device_ids)
+    before, after = _brings(old), _brings(new)
+    if before != after:
+        _regroup(state, "bringing", [present.node] if before else (), [present.node] if after else (), present.instance_id)
+        _queue(state, present.node)
+    if new is None:
+        _forget(state, "dues", present.instance_id)
+    else:
+        remind(state, new)
+    if new is not None and (old is None or old.device_ids != new.device_ids or old.node != new.node):
+        _rebook(state, new.node, new.device_ids)
+
+
+def _devices(i: Instance | None) -> list[str]:
+    return [device_key(i.node, device) for device in i.device_ids] if i else []
+
+
+def _node(state: ClusterState, old: Node | None, new: Node | None) -> None:
+    present = new or old
+    assert present is not None
+    name = present.name
+    gone = {d.device_id for d in old.devices} if old else set()
+    gone -= {d.device_id for d in new.devices} if new else set()
+    for device in gone:
+        _forget(state, "bookings", device_key(name, device))
+    _rebook_node(state, name)
+    if old is None or new is None or old.drain_since != new.drain_since:
+        for i in state.on_node(name):
+            remind(state, i)
+
+
+def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence | None) -> None:
+    present = new or old
+    assert present is not None
+    _regroup(state, "resident_on", old.resident if old else (), new.resident if new else (), present.node)
+    _regroup(state, "kept_on", old.kept if old else (), new.kept if new else (), present.node)
+    _queue(state, present.node)
+    if _speed(old) != _speed(new):
+        _rebook_node(state, present.node)
+
+
+def _queue(state: ClusterState, node: str) -> None:
+    """Keep when the node's links will have brought what is queued on them (cost/links.py)."""
+    loader = state.loaders.get(node)
+    heard_at = loader.heard_at if loader is not None else 0.0
+    there = [state.instances[i] for i in state.bringing.get(node, ())]
+    decided = [load for i in there if (load := _brings(i)) is not None and load[0] > heard_at and not _resident(state, i)]
+    until = busy_until(heard_at, loader.status if loader is not None else None, decided)
+    if until <= 0.0:
+        _forget(state, "queues", node)
+    elif state.queues.get(node) != until:
+        state.own("queues")[node] = until
+
+
+def _brings(i: Instance | None) -> tuple[float, int] | None:
+    """When its load was decided, and how many bytes; None: it loads nothing."""
+    if i is None or not i.state.starting or i.state is InstanceState.RESUMING:
+        return None
+    return i.planned_at, max(0, i.reserve_bytes - i.kv_bytes)
+
+
+def _resident(state: ClusterState, i: Instance) -> bool:
+    return i.node in state.resident_on.get(i.revision, ())
+
+
+def _speed(loader: LoaderPresence | None) -> tuple[float | None, float | None]:
+    return (rounded_speed(loader.status.bytes_per_second), rounded_speed(afar(loader.status))) if loader else (None, None)
+
+
+def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
+    if old is not None:
+        for alias in old.card.spec.aliases:
+            _forget(state, "aliases", alias)
+        _forget(state, "kept_up", old.key)
+        _forget(state, "apart", old.key)
+    if new is not None:
+        if new.card.spec.aliases:
+            state.own("aliases").update(dict.fromkeys(new.card.spec.aliases, new.key))
+        if new.card.spec.replicas.min > 0 and new.card.spec.base is None:
+            state.own("kept_up")[new.key] = True
+        if new.card.spec.placement.anti_affinity:
+            state.own("apart")[new.key] = True
+    _park(state, (new or old).key)  # type: ignore[union-attr]  # one of them is there
+    if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
+        for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
+            _rebook(state, i.node, i.device_ids)
+    for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
+        remind(state, i)
+
+
+def _park(state: ClusterState, name: str) -> None:
+    model = state.models.get(name)
+    if model is not None and model.card.spec.park and model.card.spec.base is None and not state.by_model.get(name):
+        state.own("to_park")[name] = True
+    elif state.to_park:
+        _forget(state, "to_park", name)
+
+
+def _forget(state: ClusterState, name: str, key: str) -> None:
+    """Drop `key` from the index of that name."""
+    if state.__dict__[name].get(key) is not None:
+        state.own(name).pop(key)
+
+
+def _rebook_node(state: ClusterState, name: str) -> None:
+    if (node := state.nodes.get(name)) is not None:
+        _rebook(state, name, [d.device_id for d in node.devices])
+
+
+def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
+    found = state.nodes.get(node)
+    if found is None:  # its devices are reckoned when it is known
+        for device in device_ids:
+            _forget(state, "claimed", device_key(node, device))
+        return
+    for device in device_ids:
+        booked = book(state, node, device)
+        key = booked.key
+        if state.bookings.get(key) != booked and _has(found, device):
+            state.own("bookings")[key] = booked
+        if booked.claimed:
+            if key not in state.claimed:
+                state.own("claimed")[key] = (node, device)
+        else:
+            _forget(state, "claimed", key)
+
+
+def _has(node: Node, device_id: str) -> bool:
+    return any(d.device_id == device_id for d in node.devices)
+
+
+_KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {
+    Instance: _instance,
+    Seen: _seen,
+    Presence: _presence,
+    Node: _node,
+    LoaderPresence: _loader,
+    Model: _model,
+    Estimate: _estimate,
+}
+"""What is kept for each kind of entity; of the others nothing is."""

@@ -1,0 +1,113 @@
+"""A decision in the making: changes are applied above the state as they are made, so that each step sees the ones before it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.scheduler.domain.effects import Effect
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state.booking import Booking
+from services.scheduler.domain.state.booking_index import Bookings, Dues, View
+from services.scheduler.domain.state.changes import Change, Drop, Put, apply, put, table
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Entity, Instance, key_of
+from services.scheduler.domain.state.overlay import Overlay
+from services.scheduler.domain.state.volatile import Counter, Seen
+from shared.contracts.plans import PlanRecord
+
+TOKENS_PER_EPOCH = 2**32
+MAX_KEY = "\U0010ffff"
+
+
+@dataclass
+class Draft:
+    origin: ClusterState
+    now: float
+    policy: Policy
+    changes: list[Put | Drop] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    plans: list[PlanRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = self.origin.overlay()
+
+    def put(self, entity: Entity) -> None:
+        if put(self.state, entity):
+            self.changes.append(Put(entity))
+
+    def drop(self, kind: type[Entity], key: str) -> None:
+        if key not in table(self.state, kind):
+            return
+        change = Drop(kind, key)
+        apply(self.state, (change,))
+        self.changes.append(change)
+
+    def net(self) -> tuple[Change, ...]:
+        """The changes, each entity's last one only."""
+        last: dict[tuple[type[Entity], str], Change] = {}
+        for change in self.changes:
+            subject = (type(change.entity), key_of(change.entity)) if isinstance(change, Put) else (change.kind, change.key)
+            last.pop(subject, None)
+            last[subject] = change
+        return tuple(last.values())
+
+    def rebooked(self) -> tuple[str, ...]:
+        """Keys of the devices whose bookings have changed, or may have."""
+        bookings = self.state.bookings
+        return bookings.written if type(bookings) is Overlay else ()
+
+    def bookings(self) -> View:
+        """The bookings as they are now, with their orders."""
+        changed: dict[str, Booking | None] = {}
+        below: Mapping[str, Booking] = self.state.bookings
+        while type(below) is Overlay:
+            changed |= {key: self.state.bookings.get(key) for key in below.written}
+            below = below.below
+        return View(below if type(below) is Bookings else Bookings(below.items()), changed)
+
+    def due(self) -> list[Instance]:
+        """Instances for which the time that has passed may change something, those due the longest first."""
+        changed: set[str] = set()
+        below: Mapping[str, float] = self.state.dues
+        while isinstance(below, Overlay):
+            changed.update(below.written)
+            below = below.below
+        order = below.order if isinstance(below, Dues) else sorted((due, key) for key, due in below.items())
+        end = bisect_right(order, (self.now, MAX_KEY))
+        found = [(due, key) for due, key in order[:end] if key not in changed]
+        found += [(due, key) for key in changed if (due := self.state.dues.get(key)) is not None and due <= self.now]
+        return [self.state.instances[key] for _, key in sorted(found)]
+
+    def before(self, kind: type[Entity], key: str) -> Entity | None:
+        """An entity as it was before this decision."""
+        found: Entity | None = table(self.origin, kind).get(key)
+        return found
+
+    def emit(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def count(self) -> int:
+        """The next number of this epoch."""
+        counter = Counter(self.counted() + 1)
+        self.state.own("counter")[counter.key] = counter
+        self.changes.append(Put(counter))
+        return counter.value
+
+    def counted(self) -> int:
+        """Numbers given out in this epoch so far."""
+        return self.state.counter.get("counter", Counter(0)).value
+
+    def token(self) -> int:
+        """A fencing token, larger than every one before it."""
+        return self.state.epoch * TOKENS_PER_EPOCH + self.count()
+
+    def paused(self, subject: str) -> bool:
+        pause = self.state.pauses.get(subject)
+        return pause is not None and pause.until > self.now
+
+    def idle_since(self, instance_id: str) -> float | None:
+        """Since when an instance has nothing to do; None while it serves or has not been heard of."""
+        seen: Seen | None = self.state.seen.get(instance_id)
+        return seen.idle_since if seen else None

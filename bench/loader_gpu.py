@@ -35,14 +35,14 @@ from rich.table import Table
 
 from bench.disk import FIO_SETTINGS, run_fio, set_cache
 from bench.report import write
-from shared.errors import DeviceMissing
+from shared.errors import DeviceFailed, DeviceMissing
 from thaw.config.units import parse_size
 from weights.devices.cuda import CudaDevice
 from weights.devices.cuda_runtime import load_cuda
 from weights.devices.curve import elbow
 from weights.devices.driver import CudaDriver, DeviceFacts
 from weights.devices.pinning import Pins
-from weights.devices.port import DeviceFailed, Place
+from weights.devices.port import Place
 from weights.devices.probe import measure
 
 CHUNK = 16 * 1024 * 1024

@@ -1,34 +1,42 @@
 """Every error that leaves a Thaw process, in one tree with stable wire codes.
 
-    ThawError
-    ├── InvalidRequest 400
-    │   ├── ContextLengthExceeded
-    │   └── UnsupportedParameter
-    ├── AuthenticationFailed 401
-    ├── PermissionDenied 403
-    ├── NotFound 404
-    │   └── ModelNotFound
-    ├── Conflict 409
-    │   ├── StaleToken            a command older than one already seen
-    │   ├── InstanceDraining      the instance takes no new work
-    │   ├── InstanceBusy          asked to leave only if idle, and it is not
-    │   └── MigrationFailed       requests run on where they did, or elsewhere
-    ├── PayloadTooLarge 413
-    ├── InvalidModel 422          a registration or checkpoint that cannot work
-    │   ├── CheckpointInvalid
-    │   └── UnsupportedArchitecture
-    ├── QueueFull 429
-    ├── EngineFailed 500
-    │   ├── EngineKilled          from outside, not for want of memory
-    │   └── DeviceFailed          its GPU's driver does not answer
-    ├── DeviceMissing 500
-    ├── Unavailable 503
-    │   ├── Unreachable           nobody listens on that subject
-    │   ├── InsufficientMemory    it can never fit (or not now, see `should_retry`)
-    │   ├── StoreFull             a bucket of NATS is at its bound
-    │   └── ShuttingDown
-    └── DeadlineExceeded 504
-        └── QueueTimeout
+    ThawError                   500 internal_error
+    ├── InvalidRequest          400 invalid_request
+    │   ├── ContextLengthExceeded   context_length_exceeded
+    │   ├── UnsupportedParameter    unsupported_parameter
+    │   ├── MethodNotAllowed    405 method_not_allowed
+    │   ├── RequestTimeout      408 request_timeout           the client did not send it in time
+    │   ├── UnsupportedMediaType 415 unsupported_media_type
+    │   ├── IdempotencyKeyReused 422 idempotency_key_reused
+    │   └── HeadersTooLarge     431 headers_too_large
+    ├── AuthenticationFailed    401 invalid_api_key
+    ├── PermissionDenied        403 permission_denied
+    ├── NotFound                404 not_found
+    │   └── ModelNotFound           model_not_found
+    ├── Conflict                409 conflict
+    │   ├── StaleToken              stale_token               a newer command was executed before
+    │   ├── InstanceDraining        instance_draining         the instance accepts no new requests
+    │   ├── InstanceBusy            instance_busy             to be stopped only if idle, and it serves
+    │   └── MigrationFailed         migration_failed          some requests stayed or were re-run elsewhere
+    ├── PayloadTooLarge         413 payload_too_large
+    ├── InvalidModel            422 invalid_model             a registration or checkpoint that cannot work
+    │   ├── CheckpointInvalid       checkpoint_invalid
+    │   └── UnsupportedArchitecture unsupported_architecture
+    ├── QueueFull               429 queue_full
+    ├── TooManyConnections      429 too_many_connections
+    ├── EngineFailed            500 engine_failed
+    │   ├── EngineKilled            engine_killed             by another process, not out of memory
+    │   └── DeviceFailed            device_failed             the driver failed a call or gives no answer
+    ├── DeviceMissing           500 device_missing
+    ├── CannotSuspend           500 cannot_suspend            the engine still runs
+    ├── RestoreFailed           500 restore_failed            a suspended engine did not resume
+    ├── Unavailable             503 unavailable
+    │   ├── Unreachable             unreachable               no process subscribes to the subject
+    │   ├── InsufficientMemory      insufficient_memory       never fits, or not now (see `should_retry`)
+    │   ├── StoreFull               store_full                a NATS bucket is at its limit
+    │   └── ShuttingDown            shutting_down
+    └── DeadlineExceeded        504 deadline_exceeded
+        └── QueueTimeout            queue_timeout
 
 A `ThawError` crosses the wire as `ErrorBody` (shared/contracts/base.py) and is raised again, with the same class, on the other side.
 `should_retry` is what the OpenAI clients read from `x-should-retry`; None leaves their own rule in force.
@@ -40,16 +48,15 @@ from typing import ClassVar, Self
 
 from shared.contracts.base import ErrorBody
 
-_LONGEST, _END = 8000, 2000
-"""Characters of a message, and of them those kept of its end, where the remedy is. What a hostile file names may be as long as the file, and an
-answer too long is never sent."""
+_MAX_CHARS, _TAIL_CHARS = 8000, 2000
+"""Bounds of a message, and of its tail, which has the remedy. A hostile file can make names of any length, and NATS refuses large messages."""
 
 
 def _shortened(message: str) -> str:
-    if len(message) <= _LONGEST:
+    if len(message) <= _MAX_CHARS:
         return message
     cut = " … "
-    return f"{message[: _LONGEST - _END - len(cut)]}{cut}{message[-_END:]}"
+    return f"{message[: _MAX_CHARS - _TAIL_CHARS - len(cut)]}{cut}{message[-_TAIL_CHARS:]}"
 
 
 class ThawError(Exception):
@@ -97,7 +104,7 @@ class InvalidRequest(ThawError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt and the tokens asked for do not fit the model's context."""
+    """The prompt and the requested tokens exceed the model's context length."""
 
     code = "context_length_exceeded"
 
@@ -108,20 +115,50 @@ class UnsupportedParameter(InvalidRequest):
     code = "unsupported_parameter"
 
 
+class MethodNotAllowed(InvalidRequest):
+    """The route does not have this method."""
+
+    code, status = "method_not_allowed", 405
+
+
+class RequestTimeout(InvalidRequest):
+    """The request did not arrive in time."""
+
+    code, status = "request_timeout", 408
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The route does not read bodies of this media type."""
+
+    code, status = "unsupported_media_type", 415
+
+
+class IdempotencyKeyReused(InvalidRequest):
+    """The Idempotency-Key was used before with another body."""
+
+    code, status = "idempotency_key_reused", 422
+
+
+class HeadersTooLarge(InvalidRequest):
+    """The headers of the request are over the limit."""
+
+    code, status = "headers_too_large", 431
+
+
 class AuthenticationFailed(ThawError):
-    """No valid API key came with the request."""
+    """The request has no valid API key."""
 
     code, status, type = "invalid_api_key", 401, "authentication_error"
 
 
 class PermissionDenied(ThawError):
-    """The key is valid but not for this."""
+    """The API key is valid but does not permit this request."""
 
     code, status, type = "permission_denied", 403, "permission_error"
 
 
 class NotFound(ThawError):
-    """There is no such thing."""
+    """The requested resource does not exist."""
 
     code, status, type = "not_found", 404, "invalid_request_error"
 
@@ -133,13 +170,13 @@ class ModelNotFound(NotFound):
 
 
 class Conflict(ThawError):
-    """The request does not fit the present state."""
+    """The request conflicts with the present state."""
 
     code, status, type, retry = "conflict", 409, "invalid_request_error", False
 
 
 class StaleToken(Conflict):
-    """The command carries a fencing token older than one already seen; a newer leader is in charge."""
+    """The command carries a fencing token older than one already seen; a newer leader has taken over."""
 
     code = "stale_token"
 
@@ -151,13 +188,13 @@ class InstanceDraining(Conflict):
 
 
 class InstanceBusy(Conflict):
-    """The instance is serving and was asked to leave only if idle."""
+    """The instance serves requests, and was to be stopped only if idle."""
 
     code = "instance_busy"
 
 
 class MigrationFailed(Conflict):
-    """Not everything could be moved; what was not runs on where it did, or elsewhere."""
+    """Some requests were not moved; they continue on their instance, or on another one."""
 
     code = "migration_failed"
 
@@ -191,7 +228,13 @@ class QueueFull(ThawError):
 
     code, status, type = "queue_full", 429, "rate_limit_error"
     position: int | None = None
-    """The place in the queue that the request would have had, counted from 1. Not on the wire: only a gateway refuses so."""
+    """The place in the queue that the request would have had, counted from 1. Not on the wire: only a gateway raises it."""
+
+
+class TooManyConnections(ThawError):
+    """This address has as many connections as the gateway allows. Close some, or reuse them."""
+
+    code, status, type = "too_many_connections", 429, "rate_limit_error"
 
 
 class EngineFailed(ThawError):
@@ -201,31 +244,43 @@ class EngineFailed(ThawError):
 
 
 class EngineKilled(EngineFailed):
-    """The engine was killed from outside, or ended unseen, and not for want of memory: it says nothing of the model."""
+    """Another process killed the engine, or it exited unobserved, and not out of memory: the model is not at fault."""
 
     code = "engine_killed"
 
 
 class DeviceFailed(EngineFailed):
-    """The driver does not say what a device holds; `nvidia-smi` shows which, and the kernel's log (`dmesg`) why."""
+    """The driver of a device failed a call or gives no answer. See `nvidia-smi` and the kernel's log (`dmesg`)."""
 
     code = "device_failed"
 
 
 class DeviceMissing(ThawError):
-    """A device that was asked for is not there."""
+    """A requested device does not exist on this node."""
 
     code = "device_missing"
 
 
+class CannotSuspend(ThawError):
+    """The engine was not suspended and still runs."""
+
+    code = "cannot_suspend"
+
+
+class RestoreFailed(ThawError):
+    """The suspended engine could not be restored to its former state."""
+
+    code = "restore_failed"
+
+
 class Unavailable(ThawError):
-    """A part of the mesh that this needs is not there now."""
+    """A part of the mesh that the request needs is unavailable now."""
 
     code, status = "unavailable", 503
 
 
 class Unreachable(Unavailable):
-    """No process listens on that subject: it is stopped, or starting again."""
+    """No process subscribes to the subject: it is stopped, or restarting."""
 
     code = "unreachable"
 
@@ -237,7 +292,7 @@ class InsufficientMemory(Unavailable):
 
 
 class StoreFull(Unavailable):
-    """The store has no room for another entry; docs/operations.md tells its bound and what makes room."""
+    """The store has no room for another entry; docs/operations.md has its limit and how to free space."""
 
     code, retry = "store_full", False
 
@@ -249,7 +304,7 @@ class ShuttingDown(Unavailable):
 
 
 class DeadlineExceeded(ThawError):
-    """No answer within the deadline."""
+    """No answer arrived within the deadline."""
 
     code, status, type = "deadline_exceeded", 504, "timeout_error"
 
@@ -271,5 +326,5 @@ _BY_CODE = _tree(ThawError)
 
 
 def from_body(body: ErrorBody) -> ThawError:
-    """The exception that `body` was made from; an unknown code (a newer peer) becomes a plain `ThawError`."""
+    """Rebuild the exception that `body` was made from; an unknown code (a newer peer) becomes a plain `ThawError`."""
     return _BY_CODE.get(body.code, ThawError)._build(body)

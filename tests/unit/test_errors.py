@@ -1,6 +1,8 @@
 """Errors keep their class, fields and advice across the wire."""
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -23,23 +25,43 @@ def test_round_trip(code: str) -> None:
     )
 
 
-def test_codes_are_unique_and_the_docstring_is_the_default_message() -> None:
-    def all_kinds(root: type[ThawError]) -> list[type[ThawError]]:
-        return [root, *(k for child in root.__subclasses__() for k in all_kinds(child))]
+def _all_kinds(root: type[ThawError]) -> list[type[ThawError]]:
+    return [root, *(kind for child in root.__subclasses__() for kind in _all_kinds(child))]
 
-    kinds = [kind for kind in all_kinds(ThawError) if kind.__module__ == ThawError.__module__]
-    assert len({k.code for k in kinds}) == len(kinds)
+
+def test_codes_are_unique_and_the_docstring_is_the_default_message() -> None:
+    kinds = [kind for kind in _all_kinds(ThawError) if kind.__module__ == ThawError.__module__]
+    assert len({kind.code for kind in kinds}) == len(kinds)
+    assert all("code" in vars(kind) for kind in kinds)
     assert str(_BY_CODE["queue_full"]()) == "Too many requests are waiting for this model; try again later."
 
 
+def test_no_other_module_defines_an_error_that_peers_could_not_raise_again() -> None:
+    names = {kind.__name__ for kind in _BY_CODE.values()}
+    root = Path(__file__).parents[2]
+    elsewhere = []
+    for path in (path for package in ("services", "shared", "weights", "thaw") for path in (root / package).rglob("*.py")):
+        if path == Path(errors.__file__):
+            continue
+        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        elsewhere += [(path.name, c.name) for c in classes if names & {ast.unparse(base).rpartition(".")[2] for base in c.bases}]
+    assert elsewhere == []
+
+
 def test_the_tree_that_the_module_draws_is_the_one_there_is() -> None:
-    drawn = re.findall(r"^( *)[│ ├└─]*?(\w+)(?: (\d{3}))?(?: {2,}.*)?$", errors.__doc__ or "", re.MULTILINE)
-    shown = {name: int(status) if status else None for _, name, status in drawn if name[0].isupper()}
-    kinds = {kind.__name__: kind for kind in _BY_CODE.values()}
-    assert shown.keys() == kinds.keys()
-    for name, status in shown.items():
-        own = "status" in vars(kinds[name]) or kinds[name].__base__ is ThawError
-        assert status == (kinds[name].status if own and name != "ThawError" else None), name
+    """Names, depths, codes, and the status of every class that sets one."""
+    lines = re.findall(r"^ {4}([│ ├└─]*)(\w+) +(\d{3})? *(\w+)", errors.__doc__ or "", re.MULTILINE)
+    drawn = [(len(indent) // 4, name, code, int(status) if status else None) for indent, name, status, code in lines]
+
+    def expected(kind: type[ThawError], depth: int) -> list[tuple[int, str, str, int | None]]:
+        has_status = "status" in vars(kind) or kind.__base__ in (ThawError, Exception)
+        mine = (depth, kind.__name__, kind.code, kind.status if has_status else None)
+        return [
+            mine,
+            *(line for child in kind.__subclasses__() if child in _BY_CODE.values() for line in expected(child, depth + 1)),
+        ]
+
+    assert drawn == expected(ThawError, 0)
 
 
 def test_an_unknown_code_from_a_newer_peer_is_still_an_error() -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from shared.contracts.segment import CudaIpcHandle
-from shared.errors import ThawError
+from shared.errors import DeviceFailed, ThawError
 from weights.devices.cpu import check_range, wait_for
 from weights.devices.driver import CudaDriver, DeviceFacts, Event, Stream
 from weights.devices.grouping import CopyQueue, Group, Watermark
 from weights.devices.pinning import Pins
-from weights.devices.port import DeviceFailed, Place, Priority
+from weights.devices.port import Place, Priority
 
 log = logging.getLogger(__name__)
 GRANULE = 2 * 1024 * 1024

@@ -6,9 +6,8 @@ import ctypes
 from importlib import import_module
 from typing import Any
 
-from shared.errors import DeviceMissing, InsufficientMemory
+from shared.errors import DeviceFailed, DeviceMissing, InsufficientMemory
 from weights.devices.driver import IPC_HANDLE_BYTES, DeviceFacts, Event, Stream
-from weights.devices.port import DeviceFailed
 
 _BUS_ID_CHARS = 32
 

@@ -20,13 +20,6 @@ from enum import IntEnum
 from typing import Protocol
 
 from shared.contracts.segment import ArenaHandle, Extent
-from shared.errors import ThawError
-
-
-class DeviceFailed(ThawError):
-    """A call to the device's driver failed."""
-
-    code = "device_failed"
 
 
 class Priority(IntEnum):

@@ -163,14 +163,17 @@ async def start_container(
         container = await docker.create(name, body)
     except NoSuchImage as e:
         if options.pull == "never":
-            raise EngineFailed(f"image {options.image} is not there, and pull is never: {e.message}") from e
+            raise EngineFailed(f"image {options.image} is not there, and pull is never: {e}") from e
         layers: dict[str, float] = {}
         async for message in docker.pull(options.image):
             detail = message.get("progressDetail") or {}
             if detail.get("total"):
                 layers[str(message.get("id"))] = detail.get("current", 0) / detail["total"]
                 told(Phase.FETCH, sum(layers.values()) / len(layers))
-        container = await docker.create(name, body)
+        try:
+            container = await docker.create(name, body)
+        except NoSuchImage as again:
+            raise EngineFailed(str(again)) from again
     try:
         await docker.start(container)
         found = await docker.inspect(container)

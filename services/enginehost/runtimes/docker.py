@@ -19,8 +19,8 @@ _VERSION = "/v1.41"
 _FRAME_HEAD = 8
 
 
-class NoSuchImage(EngineFailed):
-    """The image is not there."""
+class NoSuchImage(Exception):
+    """The container engine does not have the image."""
 
 
 class Docker:

@@ -11,25 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from services.gateway.http.error_formats import Dialect
-from shared.errors import InvalidRequest, NotFound, QueueFull, ThawError
-
-
-class MethodNotAllowed(InvalidRequest):
-    """The route has no such method."""
-
-    code, status = "method_not_allowed", 405
-
-
-class UnsupportedMediaType(InvalidRequest):
-    """The body is of a kind that the route does not read."""
-
-    code, status = "unsupported_media_type", 415
-
-
-class RequestTimeout(InvalidRequest):
-    """The request did not arrive in time."""
-
-    code, status = "request_timeout", 408
+from shared.errors import InvalidRequest, MethodNotAllowed, NotFound, QueueFull, ThawError
 
 
 def error_headers(error: ThawError) -> dict[str, str]:

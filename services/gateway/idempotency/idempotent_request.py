@@ -38,18 +38,12 @@ from services.gateway.domain.ticket import Stage
 from services.gateway.idempotency.replay import REPLAY_S, Listener
 from services.gateway.requests.active_request import Exchange
 from shared.contracts import subjects
-from shared.errors import DeadlineExceeded, InvalidRequest, ThawError, Unavailable
+from shared.errors import DeadlineExceeded, IdempotencyKeyReused, ThawError, Unavailable
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _AWAY_S, _ASK_AGAIN_S = 60.0, 0.5
-
-
-class IdempotencyKeyReused(InvalidRequest):
-    """The Idempotency-Key came before with another body."""
-
-    code, status = "idempotency_key_reused", 422
 
 
 def joinable(place: Claim | Found, request: str) -> Claim | Found:

@@ -13,9 +13,9 @@ from services.loader.domain.effects import CloseArena, OpenArena
 from services.loader.domain.events import ArenaClosed, Brought, Event
 from shared.contracts.loader import LinkStatus
 from shared.contracts.segment import ArenaHandle
-from shared.errors import ThawError
+from shared.errors import DeviceFailed, ThawError
 from weights.devices.opening import Devices
-from weights.devices.port import Arena, DeviceFailed, Place, Priority
+from weights.devices.port import Arena, Place, Priority
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
 from weights.pool.region import Region

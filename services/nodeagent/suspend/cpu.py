@@ -13,10 +13,10 @@ import time
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target
+from services.nodeagent.suspend.port import Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from shared.contracts.node import SuspendWay
-from shared.errors import EngineFailed, PermissionDenied
+from shared.errors import CannotSuspend, EngineFailed, PermissionDenied, RestoreFailed
 
 log = logging.getLogger(__name__)
 _MOST_LEFT = 0.9

@@ -18,10 +18,10 @@ from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.port import UNPROVABLE, CannotSuspend, RestoreFailed, Taken, Target
+from services.nodeagent.suspend.port import UNPROVABLE, Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from shared.contracts.node import SuspendWay
-from shared.errors import EngineFailed, PermissionDenied
+from shared.errors import CannotSuspend, EngineFailed, PermissionDenied, RestoreFailed
 
 log = logging.getLogger(__name__)
 LEAST_DRIVER = 570

@@ -14,12 +14,21 @@ from services.nodeagent.domain.state import Instance, Outlook
 from services.nodeagent.suspend import segments
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Spilling, Taken, Target, Way
+from services.nodeagent.suspend.port import Spilling, Taken, Target, Way
 from shared.contracts import subjects
 from shared.contracts.base import Message, Request
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.node import Capability, SuspendWay
-from shared.errors import DeadlineExceeded, DeviceFailed, EngineFailed, PermissionDenied, ThawError, Unreachable
+from shared.errors import (
+    CannotSuspend,
+    DeadlineExceeded,
+    DeviceFailed,
+    EngineFailed,
+    PermissionDenied,
+    RestoreFailed,
+    ThawError,
+    Unreachable,
+)
 from shared.processes import end_marked, mark_of, marked
 
 R = TypeVar("R", bound=Message)

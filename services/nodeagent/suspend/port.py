@@ -8,22 +8,9 @@ from typing import Protocol, runtime_checkable
 
 from services.nodeagent.domain.state import Outlook
 from shared.contracts.node import SuspendWay
-from shared.errors import ThawError
 
 UNPROVABLE = "the bytes of its processes cannot be read here (NVML knows them by other pids): nothing could be proved"
 """Of an engine that runs on a GPU and is seen to use none of it."""
-
-
-class CannotSuspend(ThawError):
-    """The engine was not suspended; it runs as before."""
-
-    code = "cannot_suspend"
-
-
-class RestoreFailed(ThawError):
-    """The engine did not come back as it was."""
-
-    code = "restore_failed"
 
 
 @dataclass(frozen=True)

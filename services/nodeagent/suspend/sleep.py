@@ -10,11 +10,11 @@ from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.memory import footprint
-from services.nodeagent.suspend.port import UNPROVABLE, CannotSuspend, Taken, Target
+from services.nodeagent.suspend.port import UNPROVABLE, Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from shared.contracts.engine import EngineAsleep
 from shared.contracts.node import SuspendWay
-from shared.errors import ThawError
+from shared.errors import CannotSuspend, ThawError
 
 log = logging.getLogger(__name__)
 _LEAST_FREED = 0.1

@@ -12,11 +12,11 @@ from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend.cuda import CudaWay
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.memory import footprint
-from services.nodeagent.suspend.port import CannotSuspend, Taken, Target
+from services.nodeagent.suspend.port import Taken, Target
 from services.nodeagent.suspend.rates import Rates
 from services.nodeagent.suspend.sleep import Sleep
 from shared.contracts.node import SuspendWay
-from shared.errors import ThawError
+from shared.errors import CannotSuspend, ThawError
 
 _LEVEL = 1
 _KEPT_SHARE = 0.5

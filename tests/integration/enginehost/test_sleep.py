@@ -10,11 +10,11 @@ import pytest
 from services.nodeagent.devices.port import DeviceInfo
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.memory import footprint
-from services.nodeagent.suspend.port import CannotSuspend, Target
+from services.nodeagent.suspend.port import Target
 from services.nodeagent.suspend.sleep import SleepWay
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
-from shared.errors import EngineFailed
+from shared.errors import CannotSuspend, EngineFailed
 from tests.integration.enginehost.test_drivers import card_of
 from tests.support.hosted import MIB, Hosts, fake_program
 

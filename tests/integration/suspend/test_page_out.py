@@ -23,8 +23,8 @@ from services.nodeagent.suspend.cpu import CpuWay
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
 from services.nodeagent.suspend.keeper import Keeper
-from services.nodeagent.suspend.port import CannotSuspend, Target
-from shared.errors import EngineFailed, PermissionDenied
+from services.nodeagent.suspend.port import Target
+from shared.errors import CannotSuspend, EngineFailed, PermissionDenied
 from shared.processes import descendants
 
 MIB = 1 << 20

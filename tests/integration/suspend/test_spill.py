@@ -10,7 +10,8 @@ from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.cuda import CudaWay
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.port import CannotSuspend, Target
+from services.nodeagent.suspend.port import Target
+from shared.errors import CannotSuspend
 from tests.integration.suspend.test_page_out import MIB, Tree
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 

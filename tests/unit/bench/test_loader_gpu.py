@@ -10,10 +10,9 @@ import pytest
 
 from bench import loader_gpu
 from bench.loader_gpu import CHUNK, NO_DEVICE, Bench, disk_file, figures_of, main
-from shared.errors import DeviceMissing
+from shared.errors import DeviceFailed, DeviceMissing
 from tests.unit.loader.devices.fake_driver import FakeDriver
 from weights.devices.curve import Point
-from weights.devices.port import DeviceFailed
 
 
 def test_no_gpu_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

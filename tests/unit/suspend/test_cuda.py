@@ -11,8 +11,8 @@ from services.nodeagent.suspend import cuda, memory
 from services.nodeagent.suspend.cuda import CudaBindings, CudaWay, State, open_driver
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Target
-from shared.errors import DeviceFailed, EngineFailed, PermissionDenied
+from services.nodeagent.suspend.port import Target
+from shared.errors import CannotSuspend, DeviceFailed, EngineFailed, PermissionDenied, RestoreFailed
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 
 GIB = 1 << 30

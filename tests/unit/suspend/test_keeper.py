@@ -12,10 +12,10 @@ from services.nodeagent.suspend import keeper as keeper_module
 from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.groups import Groups
 from services.nodeagent.suspend.keeper import Keeper
-from services.nodeagent.suspend.port import CannotSuspend, RestoreFailed, Taken, Target
+from services.nodeagent.suspend.port import Taken, Target
 from shared.contracts.engine import EngineProbed
 from shared.contracts.node import SuspendWay
-from shared.errors import DeviceFailed
+from shared.errors import CannotSuspend, DeviceFailed, RestoreFailed
 from tests.unit.nodeagent.world import start
 
 MIB = 1 << 20

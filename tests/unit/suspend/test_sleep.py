@@ -6,9 +6,10 @@ import pytest
 
 from services.nodeagent.suspend import sleep
 from services.nodeagent.suspend.gauge import Gauge
-from services.nodeagent.suspend.port import CannotSuspend, Target
+from services.nodeagent.suspend.port import Target
 from services.nodeagent.suspend.sleep import SleepWay
 from shared.contracts.engine import EngineAsleep
+from shared.errors import CannotSuspend
 
 GIB = 1 << 30
 

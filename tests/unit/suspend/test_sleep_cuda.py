@@ -7,10 +7,10 @@ import pytest
 from services.nodeagent.domain.choosing import choose
 from services.nodeagent.suspend.cuda import CudaWay, State
 from services.nodeagent.suspend.gauge import Gauge
-from services.nodeagent.suspend.port import CannotSuspend, Target
+from services.nodeagent.suspend.port import Target
 from services.nodeagent.suspend.sleep_cuda import SleepCudaWay
 from shared.contracts.engine import EngineAsleep
-from shared.errors import EngineFailed
+from shared.errors import CannotSuspend, EngineFailed
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 from tests.unit.suspend.test_cuda import GIB, A, B, Frozen
 

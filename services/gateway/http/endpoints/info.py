@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.http.endpoints.openapi import POSTS, document
-from services.gateway.http.errors import MethodNotAllowed, json_response
+from services.gateway.http.errors import json_response
 from services.gateway.loop import Gateway
 from shared.contracts.models import ModelCard
-from shared.errors import NotFound
+from shared.errors import MethodNotAllowed, NotFound
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from services.gateway.http.error_formats import OPENAI
+from shared.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ThawError, TooManyConnections, Unavailable
+
 _MAX_PIPELINED = 16
 """Requests that one connection may have waiting: each costs a task, and 40 bytes to send."""
 
@@ -37,14 +40,14 @@ class Connections:
     total: int = 0
     by_address: Counter[str] = field(default_factory=Counter)
 
-    def enter(self, address: str) -> tuple[int, str, str] | None:
-        """Count a connection in; if it is one too many, why (status, code, message)."""
+    def enter(self, address: str) -> ThawError | None:
+        """Count a connection in; the error if it is one too many."""
         self.total += 1
         self.by_address[address] += 1
         if self.total > self.limits.connections:
-            return 503, "unavailable", "The gateway has as many connections as it may. Repeat the request later"
+            return Unavailable("The gateway has as many connections as it may. Repeat the request later")
         if self.by_address[address] > self.limits.per_address:
-            return 429, "too_many_connections", "This address has as many connections as it may. Close some, or reuse them"
+            return TooManyConnections("This address has as many connections as it may. Close some, or reuse them")
         return None
 
     def leave(self, address: str) -> None:
@@ -70,7 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._refusal: tuple[int, str, str] | None = None
+        self._refusal: ThawError | None = None
 
     # The connection.
 
@@ -100,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_head:
             self._received_bytes += len(data)
             if self._received_bytes > self._limits.head_bytes:
-                self._refuse(431, "headers_too_large", f"The headers are over the limit of {self._limits.head_bytes} bytes")
+                self._refuse(HeadersTooLarge(f"The headers are over the limit of {self._limits.head_bytes} bytes"))
         elif self.timeout_keep_alive_task is None and not self._answering:
             self._start_head_timer()  # bytes that begin no request have ended the keep-alive timer
 
@@ -109,7 +112,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if len(self.pipeline) >= _MAX_PIPELINED:
-            self._refusal = 400, "invalid_request", f"More than {_MAX_PIPELINED} requests are pipelined. Wait for answers"
+            self._refusal = InvalidRequest(f"More than {_MAX_PIPELINED} requests are pipelined. Wait for answers")
             raise _Refused
         self._in_head = True
         self._received_bytes = self._head_bytes = self._head_fields = 0
@@ -122,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_fields += 1
         if self._head_fields > self._limits.headers:
-            self._refusal = 431, "headers_too_large", f"The request has more than {self._limits.headers} headers, the limit"
+            self._refusal = HeadersTooLarge(f"The request has more than {self._limits.headers} headers, the limit")
             raise _Refused
         self._count(len(name) + len(value) + 4)
         super().on_header(name, value)
@@ -130,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > self._limits.head_bytes:
-            self._refusal = 431, "headers_too_large", f"The headers are over the limit of {self._limits.head_bytes} bytes"
+            self._refusal = HeadersTooLarge(f"The headers are over the limit of {self._limits.head_bytes} bytes")
             raise _Refused
 
     def on_headers_complete(self) -> None:
@@ -150,7 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _head_late(self) -> None:
         self._head_timer = None
         if self._in_head:
-            self._refuse(408, "request_timeout", f"The headers were not complete within {self._limits.head_timeout:g} s")
+            self._refuse(RequestTimeout(f"The headers were not complete within {self._limits.head_timeout:g} s"))
         elif not self.transport.is_closing():
             self.transport.close()
 
@@ -161,23 +164,21 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # Refusals.
 
-    def _refuse(self, status: int, code: str, message: str) -> None:
-        self._refusal = status, code, message
-        self.send_400_response(message)
+    def _refuse(self, error: ThawError) -> None:
+        self._refusal = error
+        self.send_400_response(error.message)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what cannot become a request, and close; uvicorn calls it with its own words."""
         if self.transport.is_closing():
             return
-        status, code, message = self._refusal or (400, "invalid_request", msg)
-        self._refusal = status, code, message
+        error = self._refusal = self._refusal or InvalidRequest(msg)
         if self._answering:  # an earlier request of this connection: words in between would be taken for its answer's
             self.transport.close()
             return
-        kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
-        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
-        head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
-        head += b"retry-after: 1\r\n" if status in (429, 503) else b""
+        body = json.dumps(OPENAI.body(error)).encode()
+        head = STATUS_LINE[error.status] + b"content-type: application/json\r\nconnection: close\r\n"
+        head += b"retry-after: 1\r\n" if error.status in (429, 503) else b""
         self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self.transport.close()
 

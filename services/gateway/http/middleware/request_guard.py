@@ -13,10 +13,9 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from services.gateway.authorization import Keys, hash_key
-from services.gateway.http.errors import UnsupportedMediaType
 from services.gateway.http.parsing.multipart import is_form
 from services.gateway.settings import Exposure, GatewaySettings
-from shared.errors import AuthenticationFailed, NotFound, PermissionDenied
+from shared.errors import AuthenticationFailed, NotFound, PermissionDenied, UnsupportedMediaType
 
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})

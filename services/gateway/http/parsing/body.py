@@ -7,8 +7,7 @@ import asyncio
 from starlette.types import Message, Receive, Scope
 
 from services.gateway.domain.admission import Reservation
-from services.gateway.http.errors import RequestTimeout
-from shared.errors import InvalidRequest, PayloadTooLarge, ThawError
+from shared.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, ThawError
 
 _DISCARDED_BYTES = 256 * 1024 * 1024
 """Bytes of a refused body that are read and discarded, so that the client gets the response."""

@@ -9,9 +9,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from shared.errors import InsufficientMemory
+from shared.errors import DeviceFailed, InsufficientMemory
 from weights.devices.driver import IPC_HANDLE_BYTES, DeviceFacts, Event, Stream
-from weights.devices.port import DeviceFailed
 
 TOTAL = 64 * 1024 * 1024
 _exported: dict[bytes, int] = {}

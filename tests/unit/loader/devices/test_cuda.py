@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from shared.contracts.segment import CudaIpcHandle
-from shared.errors import InsufficientMemory
+from shared.errors import DeviceFailed, InsufficientMemory
 from tests.unit.loader.devices.behaviour import PAGE, SEGMENT, DeviceBehaviour, Host
 from tests.unit.loader.devices.fake_driver import TOTAL, FakeDriver
 from weights.devices.cuda import GRANULE, CudaDevice
 from weights.devices.grouping import Run
 from weights.devices.pinning import Pins
-from weights.devices.port import Arena, Device, DeviceFailed, Place, Priority
+from weights.devices.port import Arena, Device, Place, Priority
 
 GROUP = 4 * PAGE
 

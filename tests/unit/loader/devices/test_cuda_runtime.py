@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from shared.errors import DeviceMissing
+from shared.errors import DeviceFailed, DeviceMissing
 from weights.devices.cuda_runtime import CudaRuntime, load_cuda
 from weights.devices.driver import Event, Stream
-from weights.devices.port import DeviceFailed
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

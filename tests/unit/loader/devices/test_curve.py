@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shared.errors import DeviceFailed
 from tests.unit.loader.devices.fake_driver import FakeDriver
 from weights.devices.curve import FALLBACK_BYTES, Point, elbow
-from weights.devices.port import DeviceFailed
 from weights.devices.probe import group_bytes, measure
 
 KIB, MIB = 1024, 1024 * 1024

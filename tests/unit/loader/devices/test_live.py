@@ -21,12 +21,11 @@ from shared.contracts.loader import AttachWeights, PrepareWeights, ReleaseWeight
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
 from shared.contracts.segment import CudaIpcHandle
-from shared.errors import InsufficientMemory
+from shared.errors import DeviceFailed, InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.devices.fake_driver import FakeDriver
 from tests.unit.loader.test_handlers import Bench
 from weights.devices.opening import Devices
-from weights.devices.port import DeviceFailed
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
 

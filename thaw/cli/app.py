@@ -56,6 +56,7 @@ COMMANDS = (
         "convert",
         "Convert a checkpoint into aligned, hashed partitions that load straight into memory. Pickles are not executed.",
     ),
+    Entry("import", "importing", "app", "Write a thaw.yaml from the configuration of another server."),
     Entry("load", "load", "load", "Time one load of a checkpoint into memory; the memory is given back."),
     Entry(
         "simulate",

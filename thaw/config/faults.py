@@ -44,13 +44,13 @@ class Fault:
 class ConfigError(CommandError):
     """Every fault of one file."""
 
-    def __init__(self, file: str, faults: Iterable[Fault]) -> None:
+    def __init__(self, file: str, faults: Iterable[Fault], remedy: str = "") -> None:
         self.file = file
         self.faults = tuple(sorted(set(faults), key=lambda f: (f.line, f.column, dotted(f.path), f.message)))
         count = len(self.faults)
         super().__init__(
             f"{file} has {count} fault{'s' if count != 1 else ''}; nothing was started or changed.",
-            f"Correct them; {EXAMPLE} shows every key.",
+            remedy or f"Correct them; {EXAMPLE} shows every key.",
             code="invalid_config",
             details=[
                 {"file": file, "line": f.line, "column": f.column, "path": dotted(f.path), "message": f.message}

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
 from shared.policies import policy_names
-from thaw.config.faults import EXAMPLE, ConfigError, message_of, unknown_key
+from thaw.config.faults import EXAMPLE, ConfigError, Fault, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
 from thaw.config.tree import Tree, read_tree
 from thaw.config.units import parse_duration, parse_size
@@ -101,6 +101,13 @@ def load_config(path: Path) -> ThawFile:
     if tree.faults:
         raise ConfigError(str(path), tree.faults)
     return result
+
+
+def faults_of(text: str, directory: Path) -> tuple[Fault, ...]:
+    """Return the faults of a thaw.yaml's text; relative sources are looked up in `directory`."""
+    tree = read_tree(text)
+    _Check(tree, directory).file()
+    return tuple(sorted(set(tree.faults)))
 
 
 class _Check:

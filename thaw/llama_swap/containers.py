@@ -1,0 +1,147 @@
+"""`docker run …` and `podman run …` as a model with `container`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from shared.contracts.models import ENGINE_SOURCE
+from thaw.config.units import parse_size
+from thaw.llama_swap.engines import NotTranslatable, Server, arguments_of, engine_of_image
+
+_SHORT = {
+    "-p": "publish",
+    "-v": "volume",
+    "-e": "env",
+    "-u": "user",
+    "-m": "memory",
+    "-w": "workdir",
+    "-l": "label",
+    "-h": "hostname",
+}
+_LOGICAL = frozenset(
+    {"rm", "init", "detach", "interactive", "tty", "d", "i", "t", "it", "ti", "dit", "privileged", "read-only", "q"}
+)
+_DROPPED = frozenset(
+    {"rm", "init", "detach", "interactive", "tty", "d", "i", "t", "it", "ti", "dit", "q", "name", "restart", "label"}
+)
+"""Options that Thaw decides by itself."""
+_REASONS = {
+    "ipc": "Thaw sets the size of /dev/shm by container.shm_bytes",
+    "network": "Thaw connects the container itself",
+    "net": "Thaw connects the container itself",
+    "env-file": "write the variables into env",
+}
+
+
+@dataclass
+class _Run:
+    image: str
+    arguments: list[str]
+    given: list[tuple[str, str]] = field(default_factory=list)
+
+    def values(self, *names: str) -> list[str]:
+        return [value for name, value in self.given if name in names]
+
+    def value(self, name: str) -> str | None:
+        return next(reversed(self.values(name)), None)
+
+
+def is_container(words: Sequence[str]) -> bool:
+    return len(words) > 2 and PurePosixPath(words[0]).name in ("docker", "podman") and words[1] == "run"
+
+
+def container(name: str, words: Sequence[str]) -> Server:
+    """Return what `docker run …` starts, for the model `name`. Raises ValueError for a command without an image."""
+    run = _parse(words[2:])
+    body: dict[str, Any] = {"image": run.image}
+    losses = [
+        (f"cmd --{name}", _REASONS.get(name, "no counterpart in `container`"))
+        for name in dict.fromkeys(n for n, _ in run.given)
+        if name not in _DROPPED and name not in _TAKEN
+    ]
+    server = _server(name, run, body)
+    _limits(run, body)
+    if variables := dict(entry.split("=", 1) for entry in run.values("env") if "=" in entry):
+        server.options["env"] = variables
+    if devices := _devices(run.value("gpus") or ""):
+        server.options["placement"] = {"devices": devices}
+    server.options["container"] = body
+    server.losses += losses
+    return server
+
+
+_TAKEN = frozenset(
+    {"publish", "volume", "env", "user", "memory", "shm-size", "runtime", "entrypoint", "cap-add", "pids-limit", "gpus"}
+)
+
+
+def _parse(words: Sequence[str]) -> _Run:
+    at, given = 0, []
+    while at < len(words) and words[at].startswith("-"):
+        option, equals, value = words[at].partition("=")
+        name = _SHORT.get(option, option.lstrip("-"))
+        at += 1
+        if not equals and name not in _LOGICAL:
+            if at == len(words):
+                raise ValueError(f"{option} has no value")
+            value, at = words[at], at + 1
+        given.append((name, value))
+    if at == len(words):
+        raise ValueError("the command names no image")
+    return _Run(words[at], list(words[at + 1 :]), given)
+
+
+def _server(name: str, run: _Run, body: dict[str, Any]) -> Server:
+    """Return engine, source and options from the arguments of the image."""
+    ports = [publish.rpartition(":")[2].partition("/")[0] for publish in run.values("publish")]
+    if ports:
+        body["port"] = int(ports[0])
+    mounts = [tuple(volume.split(":")) for volume in run.values("volume") if volume.startswith("/")]
+    engine = engine_of_image(run.image)
+    try:
+        if engine is None or run.value("entrypoint"):
+            raise NotTranslatable("an image of another server")
+        server = arguments_of(engine, run.arguments)
+        source = str(server.options["source"])
+        if source.startswith("/"):
+            server.options["source"], used = _on_host(source, mounts)
+            mounts.remove(used)
+    except NotTranslatable as e:
+        server = Server("openai", {"source": f"{ENGINE_SOURCE}{name}"})
+        body["args"] = run.arguments
+        if entrypoint := run.value("entrypoint"):
+            body["entrypoint"] = [entrypoint]
+        server.losses.append(("cmd", f"kept as arguments of the container, because {e}"))
+    if mounts:
+        body["mounts"] = [":".join((*mount[:2], "ro" if mount[2:] and "ro" in mount[2].split(",") else "rw")) for mount in mounts]
+    return server
+
+
+def _on_host(path: str, mounts: Sequence[tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+    """Return the path on the host of `path` inside the container, and the mount that holds it."""
+    for mount in mounts:
+        if PurePosixPath(path).is_relative_to(mount[1]):
+            return str(PurePosixPath(mount[0]) / PurePosixPath(path).relative_to(mount[1])), mount
+    raise NotTranslatable(f"{path} is inside the image")
+
+
+def _limits(run: _Run, body: dict[str, Any]) -> None:
+    for option, key in (("shm-size", "shm_bytes"), ("memory", "memory_limit_bytes")):
+        if size := run.value(option):
+            body[key] = parse_size(size)
+    for option in ("runtime", "user"):
+        if text := run.value(option):
+            body[option] = text
+    if run.values("cap-add"):
+        body["capabilities"] = run.values("cap-add")
+    if limit := run.value("pids-limit"):
+        body["pids_limit"] = int(limit)
+
+
+def _devices(gpus: str) -> list[str]:
+    """Return the devices of `--gpus device=0,1`; none for all of them."""
+    numbers = gpus.strip("\"'").removeprefix("device=").split(",")
+    return [f"cuda:{number}" for number in numbers] if all(number.isdigit() for number in numbers) else []

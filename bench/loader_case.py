@@ -29,7 +29,7 @@ _PAGE = 4096
 def thaw_pool(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
     """What the mesh does: chunks of a pool, filled by a link's threads, mapped by the engine as one range. `ready`: the chunks have memory
     before the clock runs, as in a pool that has been used. `small_pages`: they lie wherever memory happened to be free."""
-    from services.engine.segment import Segment
+    from services.engine.model.segment import Segment
     from weights.formats.checkpoint import open_checkpoint
     from weights.formats.segment import lay_out
     from weights.pool.chunks import CHUNK_BYTES, parts

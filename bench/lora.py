@@ -40,10 +40,10 @@ from bench.disk import FIO_SETTINGS, Loading, level, run_fio, set_cache
 from bench.loader import Case
 from bench.loader_case import checksum
 from bench.report import machine, median, write
-from services.engine import attention
-from services.engine.attention import PACKED
-from services.engine.lora import Adapter, Pair
-from services.engine.runner import PackedRunner, Row
+from services.engine.generation import attention
+from services.engine.generation.attention import PACKED
+from services.engine.generation.lora_layers import Adapter, Pair
+from services.engine.generation.runner import PackedRunner, Row
 from thaw.config.units import parse_size
 from thaw.demo.models import make_demo_model
 
@@ -267,7 +267,7 @@ LOADERS: dict[str, tuple[tuple[str, int], ...]] = {"thaw_pool": (("ready", 1),),
 
 def _held(file: Path, rounds: int, checksums: set[float]) -> list[float]:
     """What an instance waits for whose node holds the adapter already: the mapping, every tensor, and the checksum of the other cases."""
-    from services.engine.segment import SHARED_MEMORY, Segment
+    from services.engine.model.segment import SHARED_MEMORY, Segment
     from weights.load import load_segment
 
     name = f"thaw-bench-lora-{os.getpid()}"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Self
 
 from services.nodeagent.suspend import memory
+from services.nodeagent.suspend.cgroups import Groups, open_groups
 from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.groups import Groups, open_groups
 from services.nodeagent.suspend.port import Target
 
 GIB = 1 << 30

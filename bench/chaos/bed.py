@@ -21,7 +21,7 @@ import psutil
 
 from bench.chaos.balancer import Balancer
 from bench.chaos.load import Served
-from services.nodeagent.suspend.groups import hierarchies
+from services.nodeagent.suspend.cgroups import hierarchies
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
 from shared.settings import NodeSettings

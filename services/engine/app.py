@@ -12,17 +12,17 @@ from pathlib import Path
 
 import torch
 
-from services.engine import loading
-from services.engine.adapters import Adapters
-from services.engine.batcher import Batcher
-from services.engine.early import EarlyAdapters
-from services.engine.events import Event
-from services.engine.moving import Moving
-from services.engine.serving import Serving
+from services.engine.generation.batcher import Batcher
+from services.engine.generation.events import Event
+from services.engine.loader_client import Weights
+from services.engine.lora.cache import Adapters
+from services.engine.lora.loader_source import LoaderShelf
+from services.engine.lora.prefetch import EarlyAdapters
+from services.engine.model import loading
+from services.engine.server.migration import Moving
+from services.engine.server.serving import Serving
+from services.engine.server.suspension import Suspension
 from services.engine.settings import EngineSettings
-from services.engine.shelf import LoaderShelf
-from services.engine.suspension import Suspension
-from services.engine.weights import Weights
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
@@ -37,8 +37,8 @@ from shared.contracts.engine import (
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
+from shared.engines.instance_process import InstanceProcess
 from shared.errors import EngineFailed, ThawError
-from shared.instance import InstanceProcess
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 

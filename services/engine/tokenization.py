@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from services.engine import own_code
-from services.engine.domain.quoting import first_words
+from services.engine import remote_code
+from services.engine.domain.error_text import first_words
 from shared.errors import CheckpointInvalid, InvalidRequest
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -45,7 +45,7 @@ class Tokenization:
     def read(cls, directory: Path, trust_remote_code: bool) -> Tokenization:
         """Raises `CheckpointInvalid` if there is no tokenizer in `directory` that can be read."""
         try:
-            with own_code.exclusive(trust_remote_code):
+            with remote_code.exclusive(trust_remote_code):
                 found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True)
             return cls(found)
         except Exception as e:  # the Rust side raises bare Exceptions for a damaged tokenizer.json

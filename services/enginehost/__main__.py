@@ -21,9 +21,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.enginehost.app import run_host
 from services.enginehost.drivers.registry import DRIVERS
-from services.enginehost.reach import ALONE, can_isolate
 from services.enginehost.runtimes.container import remove_containers
 from services.enginehost.runtimes.docker import Docker
+from services.enginehost.runtimes.endpoint import ALONE, can_isolate
 from services.enginehost.runtimes.process import clean_environment
 from services.enginehost.runtimes.spare import Spare
 from services.enginehost.settings import HostSettings

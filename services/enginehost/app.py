@@ -13,9 +13,9 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from services.enginehost.engine import Engine
-from services.enginehost.moving import Moving
 from services.enginehost.runtimes.spare import Spare
-from services.enginehost.serving import Serving
+from services.enginehost.server.migration import Moving
+from services.enginehost.server.serving import Serving
 from services.enginehost.settings import HostSettings
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
@@ -31,8 +31,8 @@ from shared.contracts.engine import (
 from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
+from shared.engines.instance_process import InstanceProcess
 from shared.errors import EngineFailed, InstanceDraining, ThawError
-from shared.instance import InstanceProcess
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 

@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from services.enginehost.drivers.port import Command, Driver, Launch
+from services.enginehost.drivers.probe_response import said
 from services.enginehost.drivers.registry import driver_of
 from services.enginehost.http1 import Address, Client, HttpError
-from services.enginehost.probe import said
-from services.enginehost.reach import ALONE, CONTAINER_DIRECTORY, LOOPBACK, ON_LOOPBACK, Reach, choose_container_reach, choose_reach
 from services.enginehost.runtimes.container import start_container
+from services.enginehost.runtimes.endpoint import (
+    ALONE,
+    CONTAINER_DIRECTORY,
+    LOOPBACK,
+    ON_LOOPBACK,
+    Reach,
+    choose_container_reach,
+    choose_reach,
+)
 from services.enginehost.runtimes.port import Activity, Ended, Running
 from services.enginehost.runtimes.process import EngineProcess, free_port
 from services.enginehost.runtimes.spare import Spare
@@ -25,10 +33,10 @@ from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart, HostedEngine
 from shared.contracts.phases import Phase
 from shared.enginelog import log_tail
+from shared.engines.status_reporter import Reporter
 from shared.environment import REFERENCE, referenced
 from shared.errors import EngineFailed, EngineKilled
 from shared.processes import mark_of
-from shared.reporting import Reporter
 from shared.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)

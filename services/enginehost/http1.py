@@ -6,11 +6,15 @@ Beside httpx a streamed event costs a third of the CPU time (4 µs of 12) and th
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import httptools
+
+from shared.errors import EngineFailed
 
 _HIGH_WATER = 1 << 20
 _LOW_WATER = 1 << 18
@@ -207,3 +211,18 @@ class Client:
         if any("\r" in line or "\n" in line for line in lines):
             raise HttpError("a header or path with a line break")
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + request.body
+
+
+def json_request(path: str, body: Any, method: str = "POST") -> HttpRequest:
+    return HttpRequest(method, path, json.dumps(body).encode(), {"content-type": "application/json"})
+
+
+async def call(client: Client, request: HttpRequest, what: str) -> bytes:
+    """The body of a successful answer. Raises `EngineFailed` naming `what` was tried."""
+    try:
+        status, body = await client.ask(request)
+    except HttpError as e:
+        raise EngineFailed(f"{what}: {e}") from e
+    if not 200 <= status < 300:
+        raise EngineFailed(f"{what}: the engine answered {status}: {body[:300].decode(errors='replace')}")
+    return body

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from services.nodeagent.devices.inventory import open_devices
-from services.nodeagent.devices.parse import labels
 from services.nodeagent.devices.port import Device
 from services.nodeagent.devices.weights import weights_on_gpu
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import NodeState, Policy, Process
+from services.nodeagent.effects import Parts, Performer
 from services.nodeagent.engines.by_engine import LauncherByEngine
 from services.nodeagent.engines.direct import DirectLauncher
 from services.nodeagent.engines.exits import explain_exit, keep_logs_bounded
@@ -31,11 +31,11 @@ from services.nodeagent.engines.spares import Spares
 from services.nodeagent.engines.zygote import MAX_SOCKET_PATH, ZygoteLauncher
 from services.nodeagent.loop import Loop
 from services.nodeagent.meter import Meter
-from services.nodeagent.performer import Parts, Performer
 from services.nodeagent.publisher import Publisher
 from services.nodeagent.records import Record, Records
 from services.nodeagent.settings import NodeagentSettings
-from services.nodeagent.suspend.opening import open_keeper, snapshot_budget
+from services.nodeagent.settings_syntax import labels
+from services.nodeagent.suspend.factory import open_keeper, snapshot_budget
 from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
 from shared.contracts.base import Done

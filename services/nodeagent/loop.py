@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from services.nodeagent.domain.decide import decide
 from services.nodeagent.domain.events import Effect, Event, Tick
-from services.nodeagent.domain.machine import decide
 from services.nodeagent.domain.state import NodeState, deadlines
 
 _IDLE_S = 60.0

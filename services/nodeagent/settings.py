@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from services.nodeagent.devices.parse import labels, parse_bytes, parse_devices
+from services.nodeagent.settings_syntax import labels, parse_bytes, parse_devices
 from shared.settings import NodeSettings
 
 CAN_WAIT = ("vllm",)

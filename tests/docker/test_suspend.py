@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.groups import hierarchies
+from services.nodeagent.suspend.cgroups import hierarchies
 from tests.docker.engine import COMPOSE_COMMANDS, Images, Project
 from tests.integration.loader.fake_hub import FakeHub
 from tests.support.otlp import OtlpReceiver

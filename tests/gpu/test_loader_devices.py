@@ -20,7 +20,7 @@ from weights.devices.probe import measure
 pytestmark = pytest.mark.gpu
 READER = """
 import hashlib, sys
-from services.engine.device_segment import open_on_gpu
+from services.engine.model.device_segment import open_on_gpu
 from shared.contracts.segment import CudaIpcHandle
 memory = open_on_gpu(CudaIpcHandle.model_validate_json(sys.stdin.readline()))
 print(hashlib.sha256(memory.cpu().numpy().tobytes()).hexdigest(), flush=True)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import pytest
 
 from services.nodeagent.devices.cuda import CudaDevice, load_nvml
+from services.nodeagent.suspend.cgroups import Groups, open_groups
 from services.nodeagent.suspend.cuda import CudaWay, State, open_driver
-from services.nodeagent.suspend.gauge import Gauge
-from services.nodeagent.suspend.groups import Groups, open_groups
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import Target
 
 pytestmark = pytest.mark.gpu

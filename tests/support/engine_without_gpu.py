@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from services.engine import __main__, device_segment
+from services.engine import __main__
+from services.engine.model import device_segment
 from shared.contracts.segment import CudaIpcHandle
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from services.nodeagent.suspend.groups import hierarchies
+from services.nodeagent.suspend.cgroups import hierarchies
 
 _WITHIN_S = 10.0
 _POLL_S = 0.02

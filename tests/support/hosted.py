@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from services.enginehost import reaper
+from services.enginehost.runtimes import reaper
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferData, InferEnd, InferFailed, InferReply, InferResponse, Resume, ResumedChoice
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-from services.enginehost import reaper
+from services.enginehost.runtimes import reaper
 from shared.contracts.segment import segment_prefix
 from tests.support.servers import free_port
 from thaw.cli.app import main

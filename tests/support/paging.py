@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from services.nodeagent.suspend.cgroups import open_groups
 from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.groups import open_groups
 from services.nodeagent.suspend.memory import swap_space
 
 LEAST_MIB = 512

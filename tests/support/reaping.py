@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 
-from services.enginehost import reaper
+from services.enginehost.runtimes import reaper
 
 VARIABLE = "TEST_RUN"
 _WITHIN_S = 30.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from services.engine.domain.generation import Generation
-from services.engine.domain.params import Ending
+from services.engine.domain.sampling_params import Ending
 from shared.contracts.inference import (
     ChoiceDelta,
     InferChunk,

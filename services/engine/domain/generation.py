@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.engine.domain.detokenizer import Detokenizer
-from services.engine.domain.params import Ending
-from services.engine.domain.stops import StopMatcher
+from services.engine.domain.sampling_params import Ending
+from services.engine.domain.stop_strings import StopMatcher
 
 
 @dataclass(frozen=True)

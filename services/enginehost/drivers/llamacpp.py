@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.enginehost.drivers.port import Command, Driver, flags
-from services.enginehost.drivers.tokens import LlamaServerTokens, TokenApi
+from services.enginehost.drivers.token_api import LlamaServerTokens, TokenApi
 from shared.errors import InvalidModel
 
 _OURS = frozenset({"kv_cache_bytes"})

@@ -11,8 +11,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, Told, call, json_request
-from services.enginehost.http1 import Client, HttpError, HttpRequest
+from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, Told
+from services.enginehost.http1 import Client, HttpError, HttpRequest, call, json_request
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InvalidModel
 

@@ -10,7 +10,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-_PACKAGES = ("services", "shared")
+_PACKAGES = ("weights", "shared")
 _METADATA = "Metadata-Version: 2.1\nName: thaw-vllm-plugin\nVersion: 1\n"
 _ENTRY_POINTS = "[vllm.general_plugins]\nthaw = weights.vllm_plugin:register\n"
 

@@ -6,16 +6,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from services.enginehost.http1 import Client, HttpError, HttpRequest
+from services.enginehost.drivers.token_api import TokenApi
+from services.enginehost.http1 import Client, HttpError, HttpRequest, json_request
 from services.enginehost.settings import HostSettings
 from shared.contracts.models import ENGINE_SOURCE, ModelCard
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter
-
-if TYPE_CHECKING:
-    from services.enginehost.drivers.tokens import TokenApi
+from shared.errors import InvalidModel, UnsupportedParameter
 
 Told = Callable[[Phase, float], None]
 """`(phase, share of it that is done)`, for preparations that can tell."""
@@ -201,21 +199,6 @@ class Driver:
 
     async def wake(self, client: Client, level: int) -> None:
         raise UnsupportedParameter(f"engine {self.card.spec.engine} has no sleep level {level}", param="level")
-
-
-def json_request(path: str, body: Any, method: str = "POST") -> HttpRequest:
-    return HttpRequest(method, path, json.dumps(body).encode(), {"content-type": "application/json"})
-
-
-async def call(client: Client, request: HttpRequest, what: str) -> bytes:
-    """The body of a successful answer. Raises `EngineFailed` naming `what` was tried."""
-    try:
-        status, body = await client.ask(request)
-    except HttpError as e:
-        raise EngineFailed(f"{what}: {e}") from e
-    if not 200 <= status < 300:
-        raise EngineFailed(f"{what}: the engine answered {status}: {body[:300].decode(errors='replace')}")
-    return body
 
 
 def flags(arguments: Mapping[str, Any], *, underscores: bool = False, no_prefix: bool = True) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.enginehost.drivers.port import Command, Driver, call, flags, json_request
-from services.enginehost.http1 import Client
+from services.enginehost.drivers.port import Command, Driver, flags
+from services.enginehost.http1 import Client, call, json_request
 
 _OURS = frozenset({"kv_cache_bytes"})
 _KV = "kv_cache"

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.enginehost.drivers.overlay import plugin_path
-from services.enginehost.drivers.port import Command, Driver, call, flags, json_request
-from services.enginehost.drivers.tokens import VllmTokens
-from services.enginehost.http1 import Client, HttpRequest
+from services.enginehost.drivers.port import Command, Driver, flags
+from services.enginehost.drivers.token_api import VllmTokens
+from services.enginehost.http1 import Client, HttpRequest, call, json_request
 from services.enginehost.settings import HostSettings
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter

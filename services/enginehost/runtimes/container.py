@@ -14,8 +14,8 @@ import psutil
 
 from services.enginehost.drivers.port import Launch
 from services.enginehost.http1 import Address, HttpError
-from services.enginehost.reach import CONTAINER_DIRECTORY, LOOPBACK, ON_LOOPBACK, Reach
 from services.enginehost.runtimes.docker import Docker, NoSuchImage
+from services.enginehost.runtimes.endpoint import CONTAINER_DIRECTORY, LOOPBACK, ON_LOOPBACK, Reach
 from services.enginehost.runtimes.port import Activity, Ended
 from services.enginehost.runtimes.process import oom_kills
 from services.enginehost.settings import HostSettings

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from services.enginehost.drivers.port import json_request
-from services.enginehost.http1 import Address, Client, HttpError, HttpRequest
+from services.enginehost.http1 import Address, Client, HttpError, HttpRequest, json_request
 from shared.errors import EngineFailed
 
 _VERSION = "/v1.41"

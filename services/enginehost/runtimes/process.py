@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from services.enginehost import reaper, spawn
 from services.enginehost.drivers.port import Command
 from services.enginehost.http1 import Address
-from services.enginehost.reach import ON_LOOPBACK, Reach
+from services.enginehost.runtimes import reaper, spawn
+from services.enginehost.runtimes.endpoint import ON_LOOPBACK, Reach
 from services.enginehost.runtimes.port import Activity, Ended
 from services.enginehost.runtimes.spare import Spare
 from shared.environment import without_credentials

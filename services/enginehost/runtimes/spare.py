@@ -11,9 +11,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.enginehost import spawn
 from services.enginehost.drivers.port import Command
-from services.enginehost.runtimes import preload
+from services.enginehost.runtimes import preload, spawn
 from shared.errors import EngineFailed
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from services.nodeagent.devices.cpu import CpuDevice, available_bytes
 from services.nodeagent.devices.cuda import CudaDevice, load_nvml
-from services.nodeagent.devices.parse import WantedDevice, parse_bytes, parse_devices
 from services.nodeagent.devices.port import Device
 from services.nodeagent.settings import NodeagentSettings
+from services.nodeagent.settings_syntax import WantedDevice, parse_bytes, parse_devices
 from shared.contracts.node import DeviceStatus
 from shared.errors import DeviceFailed, DeviceMissing
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.nodeagent.domain import ending, starting, stopping
+from services.nodeagent.domain import process_exit, starting, termination
 from services.nodeagent.domain.events import Adopted, AskDrain, Assess, Persist, Ping, Publish, Resume
 from services.nodeagent.domain.state import Instance, Process
-from services.nodeagent.domain.turn import Turn
+from services.nodeagent.domain.transition import Turn
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InsufficientMemory
@@ -23,7 +23,7 @@ def on_adopted(turn: Turn, event: Adopted) -> None:
     command = instance.command
     if instance.process is Process.QUEUED:  # its place in the queue went with the earlier agent, and it holds nothing
         waited = InsufficientMemory("the nodeagent was restarted while it waited for room", should_retry=True)
-        ending.process_gone(turn, turn.put(instance), waited.body())
+        process_exit.process_gone(turn, turn.put(instance), waited.body())
         return
     still = instance.state.parked and event.alive and (event.frozen or instance.state is InstanceState.ASLEEP)
     booked = instance.parking.left_bytes if still else max(command.reserve_bytes, instance.parking.need_bytes)
@@ -33,7 +33,7 @@ def on_adopted(turn: Turn, event: Adopted) -> None:
     instance = turn.put(instance.model_copy(update={"release_at": None, "progress_at": turn.now}))
     if not event.alive:  # 2
         known_dead = instance.process is Process.GONE
-        ending.process_gone(turn, instance, None if known_dead else event.error)
+        process_exit.process_gone(turn, instance, None if known_dead else event.error)
         return
     if not instance.stop_asked and instance.state is not InstanceState.FAILED:
         if still:  # 4
@@ -51,9 +51,9 @@ def on_adopted(turn: Turn, event: Adopted) -> None:
         turn.emit(Assess(instance.instance_id))
     if instance.state is InstanceState.FAILED or (instance.stop_asked and instance.kill_at is not None):
         turn.put(instance.model_copy(update={"kill_at": None}))
-        stopping.terminate(turn, turn.state.instances[instance.instance_id])
+        termination.terminate(turn, turn.state.instances[instance.instance_id])
     elif instance.stop_asked and instance.drain_until is None:
-        stopping.kill(turn, instance)
+        termination.kill(turn, instance)
     elif instance.stop_asked:
         turn.emit(AskDrain(instance.instance_id, only_if_idle=False, reason="continued after the nodeagent's restart"))
 
@@ -75,4 +75,4 @@ def on_silence(turn: Turn, instance: Instance) -> None:
             f"the engine (pid {instance.pid}) did not answer within {turn.state.policy.adopt_s:g} s after the nodeagent's restart"
         ).body(),
     )
-    stopping.kill(turn, turn.state.instances[instance.instance_id])
+    termination.kill(turn, turn.state.instances[instance.instance_id])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.nodeagent.domain.events import PersistEpoch
 from services.nodeagent.domain.state import EPOCH_SHIFT, Instance
-from services.nodeagent.domain.turn import Turn
+from services.nodeagent.domain.transition import Turn
 from shared.errors import StaleToken
 
 

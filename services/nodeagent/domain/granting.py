@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import ending, resuming
+from services.nodeagent.domain import process_exit, resuming
 from services.nodeagent.domain.events import Fork
 from services.nodeagent.domain.reservations import Reservation, grant
 from services.nodeagent.domain.state import Process
-from services.nodeagent.domain.turn import Turn
+from services.nodeagent.domain.transition import Turn
 from shared.contracts.node import RESERVATION
 from shared.errors import InsufficientMemory
 
@@ -41,6 +41,6 @@ def _give_up(turn: Turn, r: Reservation) -> None:
     message = f"no room was free within {waited:.1f} s on {', '.join(r.device_ids)}"
     error = InsufficientMemory(message, param=RESERVATION, should_retry=True).body()
     if instance.process is Process.QUEUED:
-        ending.process_gone(turn, instance, error)
+        process_exit.process_gone(turn, instance, error)
     elif instance.state.parked:
         turn.park(instance, no_room=error)

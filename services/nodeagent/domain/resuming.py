@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.nodeagent.domain import stopping
+from services.nodeagent.domain import termination
 from services.nodeagent.domain.events import Assess, Fork, Measure, Reply, Resume, ResumeCommand, Resumed, ResumeFailed
 from services.nodeagent.domain.fencing import stale
 from services.nodeagent.domain.reservations import Reservation
 from services.nodeagent.domain.state import Instance, Lap, Parking, Process
-from services.nodeagent.domain.turn import Turn
+from services.nodeagent.domain.transition import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
@@ -115,7 +115,7 @@ def on_resume_failed(turn: Turn, event: ResumeFailed) -> None:
     if instance.state is not InstanceState.RESUMING:
         return
     instance = turn.park(instance, fell_back=event.error)
-    stopping.kill(turn, instance)
+    termination.kill(turn, instance)
 
 
 def restarts(instance: Instance) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import ending, parking, stopping
+from services.nodeagent.domain import process_exit, suspending, teardown, termination
 from services.nodeagent.domain.events import (
     AskDrain,
     Assess,
@@ -21,7 +21,7 @@ from services.nodeagent.domain.events import (
 from services.nodeagent.domain.fencing import stale
 from services.nodeagent.domain.reservations import Reservation
 from services.nodeagent.domain.state import STRAY_HOLDER_S, Instance, Lap, Parking, Process
-from services.nodeagent.domain.turn import Turn
+from services.nodeagent.domain.transition import Turn
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport
 from shared.contracts.loader import instance_of
@@ -81,7 +81,7 @@ def on_forked(turn: Turn, event: EngineForked) -> None:
         return
     instance = turn.change(instance, process=Process.ALIVE, pid=event.pid, process_start=event.process_start, progress_at=turn.now)
     if instance.stop_asked or instance.state is InstanceState.FAILED:
-        stopping.kill(turn, instance)
+        termination.kill(turn, instance)
     elif instance.heard_early:
         turn.emit(Ping(instance.instance_id))
 
@@ -89,7 +89,7 @@ def on_forked(turn: Turn, event: EngineForked) -> None:
 def on_fork_failed(turn: Turn, event: ForkFailed) -> None:
     instance = turn.find(event.instance_id)
     if instance is not None and instance.process is Process.FORKING:
-        ending.process_gone(turn, instance, event.error)
+        process_exit.process_gone(turn, instance, event.error)
 
 
 def on_report(turn: Turn, report: EngineReport) -> None:
@@ -121,7 +121,7 @@ def on_report(turn: Turn, report: EngineReport) -> None:
     )
     turn.put(instance)
     if instance.parking.holding:
-        parking.on_idle_report(turn, instance)
+        suspending.on_idle_report(turn, instance)
     match report.state:  # 4
         case "loading" if instance.state is InstanceState.PREPARING:
             turn.change(instance, state=InstanceState.LOADING)
@@ -151,7 +151,7 @@ def on_loader(turn: Turn, event: LoaderHeard) -> None:
             turn.put(instance.model_copy(update={"loaded_bytes": loaded, "progress_at": turn.now}))
             turn.emit(Publish(urgent=False))
         elif instance.release_at is not None:
-            ending.release(turn, instance)
+            teardown.release(turn, instance)
     _let_strays_go(turn, event)
 
 
@@ -179,10 +179,10 @@ def on_no_progress(turn: Turn, instance: Instance) -> None:
 def fail(turn: Turn, instance: Instance, error: ErrorBody) -> None:
     """It will not serve (any more): told at once, its process ended; its bytes stay booked until that is proved."""
     if instance.stop_asked:
-        stopping.terminate(turn, instance)
+        termination.terminate(turn, instance)
         return
     instance = turn.change(instance, state=InstanceState.FAILED, error=error, phase=None)
-    stopping.terminate(turn, instance)
+    termination.terminate(turn, instance)
 
 
 def _engine_state(instance: Instance) -> str:

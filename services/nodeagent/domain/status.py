@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.nodeagent.domain.parking import why_not
 from services.nodeagent.domain.state import Instance, Lap, NodeState, Process
+from services.nodeagent.domain.suspending import why_not
 from shared.contracts.node import InstanceMemory, InstanceStatus, Suspension, Timing
 from shared.contracts.phases import PhaseSpan
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import ending
-from services.nodeagent.domain.events import AskDrain, DrainAnswered, Measure, Reply, Shutdown, Signal, StopCommand
+from services.nodeagent.domain import teardown, termination
+from services.nodeagent.domain.events import AskDrain, DrainAnswered, Measure, Reply, Shutdown, StopCommand
 from services.nodeagent.domain.fencing import stale
 from services.nodeagent.domain.state import IdleAsk, Instance, Process
-from services.nodeagent.domain.turn import Turn
+from services.nodeagent.domain.transition import Turn
 from shared.contracts.node import InstanceState
 
 
@@ -39,11 +39,11 @@ def begin(turn: Turn, instance: Instance, timeout_s: float, reason: str) -> None
     """Have it leave within `timeout_s`. A second call can only bring the end nearer. What serves nobody is killed at once."""
     if instance.process is Process.QUEUED:
         turn.state = replace(turn.state, queue=tuple(r for r in turn.state.queue if r.instance_id != instance.instance_id))
-        ending.process_gone(turn, turn.change(instance, stop_asked=True), None)
+        teardown.free(turn, teardown.mark_gone(turn, turn.change(instance, stop_asked=True), None))
         return
     if instance.state.starting or instance.state.parked or instance.parking.freezing:
         turn.state = replace(turn.state, queue=tuple(r for r in turn.state.queue if r.instance_id != instance.instance_id))
-        kill(turn, turn.change(instance, stop_asked=True, state=InstanceState.DRAINING, phase=None))
+        termination.kill(turn, turn.change(instance, stop_asked=True, state=InstanceState.DRAINING, phase=None))
         return
     until = min(turn.now + timeout_s, instance.drain_until if instance.drain_until is not None else float("inf"))
     first = not instance.stop_asked
@@ -68,7 +68,7 @@ def on_drain_answer(turn: Turn, event: DrainAnswered) -> None:
         turn.emit(*(Reply(a.reply, None if leaving else event.error) for a in asks))
     elif event.error is not None and instance is not None and instance.process is Process.ALIVE and instance.stop_asked:
         # It cannot be asked: it does not answer, or answers that it cannot.
-        terminate(turn, instance)
+        termination.terminate(turn, instance)
 
 
 def drain_over(turn: Turn, instance: Instance) -> None:
@@ -76,24 +76,7 @@ def drain_over(turn: Turn, instance: Instance) -> None:
     if instance.parking.holding:
         parking = instance.parking.model_copy(update={"holding": False})
         instance = turn.change(instance, stop_asked=True, parking=parking)
-    terminate(turn, instance)
-
-
-def terminate(turn: Turn, instance: Instance) -> None:
-    """SIGTERM, and SIGKILL when the grace is over. Harmless when under way, and before the fork is known (then `on_forked` kills)."""
-    if instance.process is not Process.ALIVE or instance.kill_at is not None:
-        turn.put(instance.model_copy(update={"drain_until": None}))
-        return
-    turn.change(instance, drain_until=None, adopt_until=None, kill_at=turn.now + turn.state.policy.kill_grace_s)
-    turn.emit(Measure(instance.instance_id), Signal(instance.instance_id, "term"))
-
-
-def kill(turn: Turn, instance: Instance) -> None:
-    """SIGKILL, again after each grace until the process is gone."""
-    if instance.process is not Process.ALIVE:
-        return
-    turn.change(instance, drain_until=None, adopt_until=None, kill_at=turn.now + turn.state.policy.kill_grace_s)
-    turn.emit(Measure(instance.instance_id), Signal(instance.instance_id, "kill"))
+    termination.terminate(turn, instance)
 
 
 def on_shutdown(turn: Turn, event: Shutdown) -> None:

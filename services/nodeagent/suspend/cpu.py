@@ -12,9 +12,9 @@ import time
 
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.cgroups import Groups
+from services.nodeagent.suspend.estimates import Rates
 from services.nodeagent.suspend.port import Taken, Target
-from services.nodeagent.suspend.rates import Rates
 from shared.contracts.node import SuspendWay
 from shared.errors import CannotSuspend, EngineFailed, PermissionDenied, RestoreFailed
 

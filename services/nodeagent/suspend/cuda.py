@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.gauge import Gauge
-from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.cgroups import Groups
+from services.nodeagent.suspend.estimates import Rates
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import UNPROVABLE, Taken, Target
-from services.nodeagent.suspend.rates import Rates
 from shared.contracts.node import SuspendWay
 from shared.errors import CannotSuspend, EngineFailed, PermissionDenied, RestoreFailed
 

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.domain.state import Outlook
-from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.estimates import Rates
 from services.nodeagent.suspend.memory import footprint
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import UNPROVABLE, Taken, Target
-from services.nodeagent.suspend.rates import Rates
 from shared.contracts.engine import EngineAsleep
 from shared.contracts.node import SuspendWay
 from shared.errors import CannotSuspend, ThawError

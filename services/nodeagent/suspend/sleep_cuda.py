@@ -10,10 +10,10 @@ import asyncio
 
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend.cuda import CudaWay
-from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.estimates import Rates
 from services.nodeagent.suspend.memory import footprint
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import Taken, Target
-from services.nodeagent.suspend.rates import Rates
 from services.nodeagent.suspend.sleep import Sleep
 from shared.contracts.node import SuspendWay
 from shared.errors import CannotSuspend, ThawError

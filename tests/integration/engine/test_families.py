@@ -15,13 +15,13 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from services.engine import loading
-from services.engine.batcher import Batcher
-from services.engine.checkpoint import PACKABLE
-from services.engine.domain.planning import BLOCK_TOKENS, Limits
-from services.engine.events import Broken, Event, Progressed
-from services.engine.loading import Bound, Computable, Files
-from services.engine.requests import GenerationRequest
+from services.engine.domain.step_planning import BLOCK_TOKENS, Limits
+from services.engine.generation.batcher import Batcher
+from services.engine.generation.events import Broken, Event, Progressed
+from services.engine.generation.request import GenerationRequest
+from services.engine.model import loading
+from services.engine.model.checkpoint import PACKABLE
+from services.engine.model.loading import Bound, Computable, Files
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferRequest

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.engine.ahead import Computed, Outcome, Prepare
-from services.engine.batcher import Batcher
-from services.engine.events import Broken, Event, Progressed, Yielded
-from services.engine.requests import GenerationRequest
-from services.engine.runner import Row, Runner
+from services.engine.generation.batcher import Batcher
+from services.engine.generation.events import Broken, Event, Progressed, Yielded
+from services.engine.generation.prepared_prefixes import Computed, Outcome, Prepare
+from services.engine.generation.request import GenerationRequest
+from services.engine.generation.runner import Row, Runner
 from shared.contracts.inference import ChoiceDelta, InferRequest, Resume, ResumedChoice
 from shared.errors import Conflict, InsufficientMemory
 from tests.integration.engine.test_families import BF16_NEAR_TIE, LoadedModel, save

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from services.enginehost import reaper
+from services.enginehost.runtimes import reaper
 from shared.contracts.engine import EngineReport
 from tests.support.hosted import Hosts, fake_card
 from tests.support.launcher import until

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.nodeagent.devices.port import DeviceInfo
-from services.nodeagent.suspend.gauge import Gauge
 from services.nodeagent.suspend.memory import footprint
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import Target
 from services.nodeagent.suspend.sleep import SleepWay
 from shared.contracts import subjects

@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from services.enginehost.drivers.port import Launch, call
+from services.enginehost.drivers.port import Launch
 from services.enginehost.drivers.vllm import Vllm
-from services.enginehost.http1 import Address, Client, HttpRequest
+from services.enginehost.http1 import Address, Client, HttpRequest, call
 from services.enginehost.settings import HostSettings
 from shared.contracts import subjects
 from shared.contracts.engine import EngineProbed, ProbeEngine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.enginehost.reach import can_isolate
+from services.enginehost.runtimes.endpoint import can_isolate
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import RealEngine, listening
 from tests.support.intruder import listening_sockets, tried_by_another_user

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.enginehost import reaper
+from services.enginehost.runtimes import reaper
 from services.nodeagent.engines.direct import DirectLauncher
 from services.nodeagent.engines.spares import Spares
 from shared.messaging import Mesh

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from pydantic import SecretStr
 
-from services.enginehost import reaper
+from services.enginehost.runtimes import reaper
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.inference import InferRequest

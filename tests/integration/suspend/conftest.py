@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.nodeagent.suspend.groups import Groups, open_groups
+from services.nodeagent.suspend.cgroups import Groups, open_groups
 from tests.integration.nodeagent.harness import Node, running_node
 from tests.support.groups import remove_groups
 from tests.support.paging import skip_unless_able

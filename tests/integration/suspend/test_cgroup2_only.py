@@ -20,7 +20,7 @@ ONLY_V2 = "umount -R -l /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup &
 PROGRAM = """
 import asyncio, json, subprocess, sys, time, uuid
 from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.groups import hierarchies, open_groups
+from services.nodeagent.suspend.cgroups import hierarchies, open_groups
 from services.nodeagent.suspend.port import Target
 
 tree = subprocess.Popen([sys.executable, sys.argv[1], "60", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.nodeagent.suspend.groups import open_groups
+from services.nodeagent.suspend.cgroups import open_groups
 from shared.contracts.node import InstanceState, InstanceStatus
 from shared.errors import NotFound
 from shared.settings import NodeSettings

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from services.nodeagent.suspend import memory
+from services.nodeagent.suspend.cgroups import Groups
 from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.gauge import Gauge
-from services.nodeagent.suspend.groups import Groups
-from services.nodeagent.suspend.keeper import Keeper
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import Target
+from services.nodeagent.suspend.suspender import Keeper
 from shared.errors import CannotSuspend, EngineFailed, PermissionDenied
 from shared.processes import descendants
 

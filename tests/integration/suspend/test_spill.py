@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from services.nodeagent.suspend import memory
+from services.nodeagent.suspend.cgroups import Groups
 from services.nodeagent.suspend.cuda import CudaWay
-from services.nodeagent.suspend.gauge import Gauge
-from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import Target
 from shared.errors import CannotSuspend
 from tests.integration.suspend.test_page_out import MIB, Tree

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from services.engine.device_segment import DeviceSegment, open_on_gpu
+from services.engine.model.device_segment import DeviceSegment, open_on_gpu
 from shared.contracts.segment import CudaIpcHandle, SegmentIndex, SegmentTensor
 from shared.errors import CheckpointInvalid, EngineFailed
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers as tf
 
-from services.engine import device_segment, loading
+from services.engine.generation.runner import Row
+from services.engine.model import device_segment, loading
 from services.engine.process import prepare_environment
-from services.engine.runner import Row
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.segment import CudaIpcHandle

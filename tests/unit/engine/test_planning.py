@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.engine.domain.planning import BLOCK_TOKENS, Limits, SequenceView, Work, blocks_for, plan_step
+from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, SequenceView, Work, blocks_for, plan_step
 
 LIMITS = Limits(max_sequences=4, kv_blocks=10, step_tokens=1000, chunk_tokens=64)
 

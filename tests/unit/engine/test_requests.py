@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.engine.requests import Capacity, EmbedRequest, GenerationRequest, RequestReader
+from services.engine.generation.request import EmbedRequest, GenerationRequest
+from services.engine.server.request_reader import Capacity, RequestReader
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import Endpoint, InferRequest
 from shared.errors import ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.domain.params import SamplingParams
-from services.engine.randomness import Draw
-from services.engine.sampling import History, sample
+from services.engine.domain.sampling_params import SamplingParams
+from services.engine.generation.philox import Draw
+from services.engine.generation.sampling import History, sample
 
 NOTHING = History(frozenset(), Counter())
 FIRST = Draw(0, 0, 0)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from services.engine.domain.detokenizer import Detokenizer
 from services.engine.domain.generation import Generation
-from services.engine.domain.params import Ending
-from services.engine.domain.stops import StopMatcher
+from services.engine.domain.sampling_params import Ending
+from services.engine.domain.stop_strings import StopMatcher
 
 
 def decode_bytes(ids: list[int]) -> str:

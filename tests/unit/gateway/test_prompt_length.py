@@ -59,8 +59,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def engines_count(tokenizer: Any, request: ChatCompletionRequest) -> int:
-    """As services/engine/requests.py does it."""
-    from services.engine.requests import _message
+    """As services/engine/server/request_reader.py does it."""
+    from services.engine.server.request_reader import _message
 
     messages = [_message(i, m) for i, m in enumerate(request.messages)]
     text = tokenizer.apply_chat_template(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.nodeagent.domain import events as e
+from services.nodeagent.domain.decide import decide
 from services.nodeagent.domain.events import Effect, Event
-from services.nodeagent.domain.machine import decide
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import Instance, NodeState, Outlook, Policy
 from shared.contracts.base import ErrorBody

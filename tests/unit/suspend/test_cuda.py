@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.nodeagent.suspend import cuda, memory
+from services.nodeagent.suspend.cgroups import Groups
 from services.nodeagent.suspend.cuda import CudaBindings, CudaWay, State, open_driver
-from services.nodeagent.suspend.gauge import Gauge
-from services.nodeagent.suspend.groups import Groups
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import Target
 from shared.errors import CannotSuspend, DeviceFailed, EngineFailed, PermissionDenied, RestoreFailed
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.nodeagent.suspend import sleep
-from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import Target
 from services.nodeagent.suspend.sleep import SleepWay
 from shared.contracts.engine import EngineAsleep

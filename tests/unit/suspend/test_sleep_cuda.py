@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.nodeagent.domain.choosing import choose
+from services.nodeagent.domain.suspend_choice import choose
 from services.nodeagent.suspend.cuda import CudaWay, State
-from services.nodeagent.suspend.gauge import Gauge
+from services.nodeagent.suspend.memory_usage import Gauge
 from services.nodeagent.suspend.port import Target
 from services.nodeagent.suspend.sleep_cuda import SleepCudaWay
 from shared.contracts.engine import EngineAsleep

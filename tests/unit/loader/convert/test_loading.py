@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from services.engine import attention
-from services.engine import checkpoint as engine_checkpoint
-from services.engine.segment import Segment
+from services.engine.generation import attention
+from services.engine.model import checkpoint as engine_checkpoint
+from services.engine.model.segment import Segment
 from shared.contracts.models import ModelInfo
 from shared.dtypes import TORCH_NAMES
 from tests.unit.loader.convert.models import raw, some_weights, write_torch

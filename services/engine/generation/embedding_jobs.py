@@ -1,0 +1,60 @@
+"""Embedding requests on the computing thread: one forward pass for the oldest of them at a time, between steps of generation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.engine.generation.embedding import Embedder
+from services.engine.generation.events import Admitted, Broken, Embedded, Event
+from services.engine.generation.request import EmbedRequest
+from shared.errors import EngineFailed, ThawError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    request: EmbedRequest
+    vectors: list[bytes] = field(default_factory=list)
+
+
+class EmbeddingJobs:
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
+        self._jobs: deque[_Job] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def add(self, request: EmbedRequest) -> None:
+        self._jobs.append(_Job(request))
+
+    def forget(self, request_id: str) -> None:
+        """Harmless if there is none."""
+        self._jobs = deque(j for j in self._jobs if j.request.request_id != request_id)
+
+    def step(self) -> list[Event]:
+        if not self._jobs:
+            return []
+        job = self._jobs[0]
+        request_id, done = job.request.request_id, len(job.vectors)
+        events: list[Event] = [] if done else [Admitted(request_id, time.monotonic())]
+        try:
+            vectors = self._embedder.embed(job.request.inputs[done : done + self._embedder.batch], job.request.dimensions)
+        except ThawError as e:
+            return [*events, self._broken(e)]
+        except Exception as e:  # a process boundary: this request fails, the engine goes on
+            log.exception("an embedding failed")
+            error = EngineFailed(f"the engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")
+            return [*events, self._broken(error)]
+        job.vectors += [row.numpy().astype("<f4").tobytes() for row in vectors]
+        if len(job.vectors) == len(job.request.inputs):
+            self._jobs.popleft()
+            events.append(Embedded(request_id, tuple(job.vectors), vectors.shape[-1]))
+        return events
+
+    def _broken(self, error: ThawError) -> Broken:
+        return Broken(self._jobs.popleft().request.request_id, error)

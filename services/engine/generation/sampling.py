@@ -1,0 +1,118 @@
+"""From logits to a token. Pure functions over tensors.
+
+In this order, as vLLM has it: logit bias, penalties, temperature, min-p, top-k, top-p. Log-probabilities are the model's own, before any of
+these. The draw is a race: each token that may be drawn has an exponential number of its own, which depends on the request alone, and the
+one with the least number over its probability wins (the Gumbel-max trick; Maddison et al., "A* sampling", NIPS 2014, section 2). So an answer
+is the same on every device, in every batch and after a move: rounding matters only where the two best are as near as rounding is, and not, as
+with an inverted cumulative distribution, wherever one token's share ends and the next one's begins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.engine.domain.sampling_params import SamplingParams
+from services.engine.generation.philox import Draw
+
+_NUCLEUS_GUESS = 1024
+"""Sorted first for top-p; the whole vocabulary is sorted only where so many tokens do not reach it."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """`top` holds (token, log-probability), best first."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class History:
+    """Tokens seen so far, for penalties."""
+
+    prompt: frozenset[int]
+    output: Counter[int]
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, history: History, draw: Draw) -> Sampled:
+    """Choose one token from `logits` (float32, one row)."""
+    adjusted = logits if params.untouched else _adjusted(logits, params, history)
+    token = int(adjusted.argmax()) if params.greedy else _drawn(adjusted, params, draw)
+    return token_logprobs(logits, token, params.top_logprobs)
+
+
+def token_logprobs(logits: torch.Tensor, token: int, top: int | None) -> Sampled:
+    """`token` with its log-probability under `logits` and those of the `top` best; without any for None."""
+    if top is None:
+        return Sampled(token)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    best: tuple[tuple[int, float], ...] = ()
+    if top:
+        values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
+        best = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return Sampled(token, float(logprobs[token]), best)
+
+
+def _adjusted(logits: torch.Tensor, params: SamplingParams, history: History) -> torch.Tensor:
+    logits = logits.clone()
+    if params.logit_bias:
+        ids, values = zip(*params.logit_bias, strict=True)
+        logits.index_add_(0, _ids(logits, ids), torch.tensor(values, dtype=logits.dtype, device=logits.device))
+    if params.repetition_penalty != 1.0 and (seen := history.prompt | history.output.keys()):
+        at = _ids(logits, tuple(seen))
+        values_seen = logits[at]
+        logits[at] = torch.where(values_seen > 0, values_seen / params.repetition_penalty, values_seen * params.repetition_penalty)
+    if history.output and (params.presence_penalty or params.frequency_penalty):
+        at = _ids(logits, tuple(history.output))
+        counts = torch.tensor(list(history.output.values()), dtype=logits.dtype, device=logits.device)
+        logits[at] -= params.presence_penalty + params.frequency_penalty * counts
+    return logits
+
+
+def _ids(like: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.long, device=like.device)
+
+
+def _drawn(logits: torch.Tensor, params: SamplingParams, draw: Draw) -> int:
+    probabilities = torch.softmax(logits / params.temperature, dim=-1)
+    if params.min_p > 0:
+        probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
+    uniform = torch.from_numpy(draw.uniform(logits.shape[-1])).to(logits.device)
+    if params.top_k <= 0 and params.top_p >= 1.0:
+        return _first(probabilities, uniform)
+    kept, ids = _kept(probabilities, params)
+    return int(ids[_first(kept, uniform[ids])])
+
+
+def _first(probabilities: torch.Tensor, uniform: torch.Tensor) -> int:
+    """Where the race is won: at the least exponential number over its probability."""
+    exponential = torch.log1p(-uniform).neg().clamp(min=torch.finfo(torch.float64).tiny)
+    return int((probabilities / exponential).argmax())
+
+
+def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities that may be drawn and their token ids, most likely first."""
+    size = probabilities.shape[-1]
+    k = params.top_k if 0 < params.top_k < size else size
+    if k == size and params.top_p < 1.0 and size > _NUCLEUS_GUESS:
+        guess = probabilities.topk(_NUCLEUS_GUESS)
+        # top-p counts within what min-p left, so the total is not always one.
+        if guess.values.double().sum() >= params.top_p * probabilities.double().sum():
+            return _nucleus(guess.values, guess.indices, params.top_p, float(probabilities.double().sum()))
+    ordered = probabilities.topk(k) if k < size else probabilities.sort(descending=True, stable=True)
+    values, ids = ordered.values, ordered.indices
+    if params.top_p < 1.0:
+        return _nucleus(values, ids, params.top_p, float(values.double().sum()))
+    return values, ids
+
+
+def _nucleus(values: torch.Tensor, ids: torch.Tensor, top_p: float, total: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fewest most likely tokens whose share of `total` is at least `top_p`."""
+    before = values.double().cumsum(0) - values.double()
+    count = max(1, int((before < top_p * total).sum()))
+    return values[:count], ids[:count]

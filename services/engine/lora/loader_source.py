@@ -1,0 +1,55 @@
+"""Adapters from the node's loader, as any weights: mapped from its shared memory, not copied on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from services.engine.generation.batcher import Batcher
+from services.engine.generation.lora_layers import Adapter
+from services.engine.loader_client import Weights
+from shared.contracts.loader import WeightsAttached, adapter_holder
+from shared.contracts.models import ModelCard
+
+
+class LoaderShelf:
+    """`bind` makes an adapter of attached weights; it runs in `threads`."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        weights: Weights,
+        batcher: Batcher,
+        bind: Callable[[ModelCard, WeightsAttached], Adapter],
+        threads: Executor,
+    ) -> None:
+        self._instance_id = instance_id
+        self._weights = weights
+        self._batcher = batcher
+        self._bind = bind
+        self._threads = threads
+
+    async def load(self, card: ModelCard, number: int) -> Adapter:
+        holder = adapter_holder(self._instance_id, number)
+        try:
+            attached = await self._weights.attach(card, holder, "complete")
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._bind, card, attached)
+        except BaseException:
+            await self._weights.release(holder)
+            raise
+
+    async def drop(self, adapter: Adapter, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        forgotten = asyncio.Event()
+
+        def on_forgotten() -> None:
+            loop.call_soon_threadsafe(forgotten.set)
+
+        self._batcher.forget(adapter, on_forgotten)
+        del adapter  # the loader gives memory back that nobody maps
+        await forgotten.wait()
+        await self._weights.release(adapter_holder(self._instance_id, number))
+
+    def grant(self, kv_blocks: int) -> None:
+        self._batcher.grant(kv_blocks)

@@ -1,0 +1,1 @@
+"""Building a model on the bytes that the node's loader holds."""

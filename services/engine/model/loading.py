@@ -1,0 +1,180 @@
+"""From a segment to an engine that can compute. Everything here runs in threads; the event loop only awaits it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from services.engine.domain.step_planning import BLOCK_TOKENS, AdapterRoom, Limits, adapter_room
+from services.engine.generation import attention, lora_layers
+from services.engine.generation.embedding import Embedder, Pooling, read_pooling
+from services.engine.generation.kv_cache import SequenceKV
+from services.engine.generation.lora_layers import Adapter
+from services.engine.generation.runner import PackedRunner, Row, Runner, SequentialRunner
+from services.engine.model import checkpoint, device_segment
+from services.engine.model.segment import Segment
+from services.engine.server.request_reader import Capacity, RequestReader
+from services.engine.settings import EngineSettings
+from services.engine.tokenization import Tokenization
+from shared.contracts.engine import EngineStart
+from shared.contracts.loader import WeightsAttached
+from shared.contracts.models import ModelCard
+from shared.contracts.segment import ArenaHandle, CudaIpcHandle
+from shared.errors import InsufficientMemory
+
+log = logging.getLogger(__name__)
+_WARM_UP_TOKENS = 2
+"""One short step reads every weight once, which maps its pages, and makes the kernels; more would only be waited for."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the model's small files say."""
+
+    tokenization: Tokenization
+    generation_defaults: Mapping[str, Any]
+    pooling: Pooling
+
+
+@dataclass
+class Bound:
+    """`copied` names parameters that do not lie in the segment, because they are converted. `memory`: the segment on the device, opened by
+    `handle`; None where the loader has it in host memory only."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    segment: Segment
+    is_packed: bool
+    copied: list[str]
+    handle: ArenaHandle | None = None
+    memory: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Computable:
+    """`runner` is None for models that only embed."""
+
+    runner: Runner | None
+    embedder: Embedder
+    reader: RequestReader
+    limits: Limits
+    block_bytes: int
+    model: PreTrainedModel
+    device: torch.device
+    room: AdapterRoom
+
+
+def read_files(directory: Path, start: EngineStart) -> Files:
+    tokenization = Tokenization.read(directory, start.card.spec.trust_remote_code)
+    tokenization.warm()
+    return Files(
+        tokenization,
+        checkpoint.read_generation_defaults(directory),
+        read_pooling(directory, causal=start.card.info.task == "generate"),
+    )
+
+
+def bind_early(directory: Path, attached: WeightsAttached, start: EngineStart) -> Bound:
+    """Build the model and bind it while its bytes still arrive."""
+    attention.register()
+    config = checkpoint.read_config(directory, start.card)
+    kind = checkpoint.model_class(config, start.card, directory)
+    segment = Segment(attached.segment, attached.extents, attached.weights_id)
+    model = checkpoint.bind(kind, config, segment, checkpoint.torch_dtype(start.card))
+    is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
+    bound = Bound(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
+    _open(bound, attached.handle)
+    return bound
+
+
+def _open(bound: Bound, handle: ArenaHandle | None) -> None:
+    """Have the device's memory that `handle` names; early, a GPU's context is made while the bytes still arrive."""
+    if handle != bound.handle:
+        bound.handle, bound.memory = handle, None
+        if isinstance(handle, CudaIpcHandle):
+            bound.memory = device_segment.open_on_gpu(handle)
+
+
+def complete(
+    bound: Bound, files: Files, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None = None
+) -> Computable:
+    """Every byte is there: convert what must be, bind to the device's memory (`handle`) or move there, and compute a few tokens, so that
+    the first request finds all warm.
+
+    Raises `InsufficientMemory` if the granted KV bytes hold nothing.
+    """
+    if bound.copied:
+        # Converted above from bytes that may not have been there yet.
+        log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
+        bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
+    _open(bound, handle)
+    device = _to_device(bound, start)
+    causal = start.card.info.task == "generate"
+    embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)
+    runner: Runner | None = None
+    block_bytes = 1
+    if causal:
+        runner = (PackedRunner if bound.is_packed else SequentialRunner)(bound.model, device)
+        block_bytes = _warm_up(runner, start) * BLOCK_TOKENS
+    else:
+        embedder.embed([[1] * _WARM_UP_TOKENS], None)
+    reserved = int(start.card.spec.engine_args.get("adapter_cache_bytes", 0)) if causal else 0
+    kv_blocks = max(0, start.kv_bytes - reserved) // block_bytes if causal else 0
+    limits = Limits(
+        start.card.spec.max_concurrency,
+        kv_blocks,
+        settings.engine_step_tokens,
+        settings.engine_chunk_tokens,
+    )
+    if causal and limits.kv_blocks < 1:
+        raise InsufficientMemory(
+            f"{start.kv_bytes} bytes of KV cache do not hold a block of {BLOCK_TOKENS} tokens ({block_bytes} bytes)"
+        )
+    vocabulary = int(bound.model.get_input_embeddings().weight.shape[0])
+    capacity = Capacity(start.card.context_length, limits.kv_tokens, vocabulary)
+    eos = checkpoint.eos_tokens(bound.config, files.generation_defaults, files.tokenization.tokenizer.eos_token_id)
+    reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal, start.card.info.revision)
+    room = adapter_room(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
+    return Computable(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
+
+
+def _to_device(bound: Bound, start: EngineStart) -> torch.device:
+    if bound.memory is not None:
+        copied = device_segment.rebind(bound.model, bound.segment.offset_of, bound.memory)
+        log.info("weights are mapped on the device", extra={"device": str(bound.memory.device), "copied_bytes": copied})
+        return bound.memory.device
+    device = torch_device(start.device)
+    if device.type != "cpu":
+        bound.model.to(device)
+    return device
+
+
+def bind_adapter(computable: Computable, card: ModelCard, attached: WeightsAttached) -> Adapter:
+    """The adapter whose weights are all there. Raises `CheckpointInvalid` if it does not fit the model."""
+    tensors = Segment(attached.segment, attached.extents, attached.weights_id).tensors()
+    return lora_layers.parse(card, tensors, computable.model, computable.device)
+
+
+def torch_device(name: str) -> torch.device:
+    """`cpu:0` is a share of this machine's memory; torch knows one CPU."""
+    return torch.device("cpu") if name.startswith("cpu") else torch.device(name)
+
+
+def _warm_up(runner: Runner, start: EngineStart) -> int:
+    """Compute a few tokens; bytes of keys and values that a token takes."""
+    state = runner.new_state()
+    runner.forward([Row(state, 0, [1] * _WARM_UP_TOKENS)])
+    if isinstance(state, SequenceKV):
+        return state.nbytes // BLOCK_TOKENS
+    return _cache_bytes(state) // _WARM_UP_TOKENS or start.card.info.kv_bytes_per_token or 1
+
+
+def _cache_bytes(cache: DynamicCache) -> int:
+    held = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return sum(t.nbytes for t in held if isinstance(t, torch.Tensor))

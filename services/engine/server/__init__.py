@@ -1,0 +1,1 @@
+"""Requests into the engine and responses out of it."""

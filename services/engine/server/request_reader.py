@@ -1,0 +1,278 @@
+"""From an OpenAI body to what the engine computes; everything that cannot be honoured is refused by name."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from services.engine.domain.generation import Generation
+from services.engine.domain.sampling_params import Ending, SamplingParams
+from services.engine.generation.request import Begun, Choice, EmbedRequest, GenerationRequest
+from services.engine.tokenization import Tokenization
+from shared.contracts.inference import RESUME, InferRequest, Resume, ResumedChoice
+from shared.contracts.migration import RunningChoice
+from shared.contracts.openai import (
+    INERT,
+    NOT_HONOURED,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    EmbeddingRequest,
+    not_honoured,
+    prompts_of,
+)
+from shared.errors import Conflict, ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
+
+Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
+Generating = ChatCompletionRequest | CompletionRequest
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """`context`: tokens of prompt and output together; `kv_tokens`: the longest sequence whose keys and values fit."""
+
+    context: int
+    kv_tokens: int
+    vocab_size: int
+
+
+class RequestReader:
+    """Reads the requests for one model. `defaults` are what its generation_config.json says explicitly."""
+
+    def __init__(
+        self,
+        tokenization: Tokenization,
+        capacity: Capacity,
+        eos: frozenset[int],
+        defaults: Mapping[str, Any],
+        generates: bool,
+        revision: str,
+    ) -> None:
+        self._tokens = tokenization
+        self._capacity = capacity
+        self._eos = eos
+        self._defaults = defaults
+        self._generates = generates
+        self._revision = revision
+
+    def read(self, request: InferRequest) -> GenerationRequest | EmbedRequest:
+        """Raises `InvalidRequest` and its children."""
+        if request.endpoint == "other":
+            raise NotFound(f"the built-in engine does not serve {request.route}")
+        if request.endpoint == "embedding":
+            return self._embedding(request.request_id, _validated(EmbeddingRequest, request.body))
+        if not self._generates:
+            raise InvalidRequest("this model embeds and does not generate; use /v1/embeddings", param="model")
+        if request.endpoint == "chat":
+            read = self._chat(request.request_id, _validated(ChatCompletionRequest, request.body))
+        else:
+            read = self._completion(request.request_id, _validated(CompletionRequest, request.body))
+        return read if request.resume is None else self._resumed(read, request.resume)
+
+    def _resumed(self, request: GenerationRequest, resume: Resume) -> GenerationRequest:
+        """Raises `Conflict` if this engine would not go on with the same."""
+        self.check_revision(resume.revision)
+        if request.prompt_tokens != resume.prompt_tokens:
+            raise Conflict(
+                f"the prompt has {request.prompt_tokens} tokens here and had {resume.prompt_tokens} where the answer was begun",
+                param=RESUME,
+            )
+        there = {c.index: c for c in resume.choices}
+        if unknown := there.keys() - {c.index for c in request.choices}:
+            raise Conflict(f"the request has no choice {min(unknown)}", param=RESUME)
+        for resumed in resume.choices:
+            self._known(list(resumed.token_ids), RESUME)
+        over = {index: c for index, c in there.items() if c.finish_reason is not None}
+        choices = tuple(
+            self._begun(c, there[c.index]) if c.index in there and there[c.index].token_ids else c
+            for c in request.choices
+            if c.index not in over
+        )
+        finished = tuple(RunningChoice(index=i, token_ids=c.token_ids, finish_reason=c.finish_reason) for i, c in over.items())
+        params = request.params if resume.seed is None else replace(request.params, seed=resume.seed)
+        return replace(request, choices=choices, finished=finished, params=params, prepared=resume.prepared)
+
+    def _begun(self, choice: Choice, resumed: ResumedChoice) -> Choice:
+        generation = Generation(self._tokens.decode, choice.prompt, choice.ending)
+        owed = generation.resume(resumed.token_ids, resumed.text_chars, choice.echo or "")
+        return replace(choice, begun=Begun(resumed.token_ids, generation, owed))
+
+    def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Raises `InvalidRequest` for tokens, and `ContextLengthExceeded` for lengths, that this model has not."""
+        limit = min(self._capacity.context, self._capacity.kv_tokens)
+        for sequence in sequences:
+            self._known(list(sequence), "sequences")
+            if len(sequence) > limit:
+                raise ContextLengthExceeded(f"a sequence has {len(sequence)} tokens, and {limit} fit", param="sequences")
+
+    def check_revision(self, revision: str) -> None:
+        """Raises `Conflict` for any other than the weights'."""
+        if revision != self._revision:
+            raise Conflict(f"these are the weights of revision {self._revision}, and the tokens are of {revision}", param=RESUME)
+
+    def _chat(self, request_id: str, body: ChatCompletionRequest) -> GenerationRequest:
+        prompt = self._tokens.chat(
+            [_message(i, m) for i, m in enumerate(body.messages)],
+            body.tools,
+            body.add_generation_prompt,
+            body.chat_template_kwargs or {},
+        )
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        return self._generation(request_id, body, [(prompt, None)], top)
+
+    def _completion(self, request_id: str, body: CompletionRequest) -> GenerationRequest:
+        if (body.best_of or 1) > (body.n or 1):
+            raise UnsupportedParameter("best_of over n is not supported by this engine", param="best_of")
+        if body.echo and body.logprobs is not None:
+            raise UnsupportedParameter("echo together with logprobs is not supported by this engine", param="logprobs")
+        prompts: list[tuple[list[int], str | None]] = []
+        for prompt in prompts_of(body.prompt):
+            ids = self._ids(prompt, "prompt")
+            shown = prompt if isinstance(prompt, str) else self._tokens.decode(ids)
+            prompts.append((ids, shown if body.echo else None))
+        return self._generation(request_id, body, prompts, body.logprobs)
+
+    def _generation(
+        self, request_id: str, body: Generating, prompts: list[tuple[list[int], str | None]], top_logprobs: int | None
+    ) -> GenerationRequest:
+        choices = []
+        n = body.n or 1
+        for number, (ids, echo) in enumerate(prompts):
+            ending = Ending(
+                self._token_limit(body, len(ids)),
+                frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else self._eos),
+                body.stops,
+            )
+            choices += [Choice(number * n + i, tuple(ids), ending, echo) for i in range(n)]
+        single = tuple(prompts[0][0]) if len(prompts) == 1 else None
+        return GenerationRequest(
+            request_id,
+            tuple(choices),
+            self._params(body, top_logprobs),
+            sum(len(ids) for ids, _ in prompts),
+            single if body.return_token_ids else None,
+            _ignored(body),
+        )
+
+    def _token_limit(self, body: Generating, prompt: int) -> int:
+        limit = min(self._capacity.context, self._capacity.kv_tokens)
+        name = "context" if limit == self._capacity.context else "share of the KV cache"
+        if prompt < 1:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if prompt >= limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt} tokens and this model's {name} holds {limit}, output included", param=_prompt_field(body)
+            )
+        asked = body.token_limit
+        if asked is None:
+            default = self._defaults.get("max_new_tokens")
+            return min(limit - prompt, default) if isinstance(default, int) and default > 0 else limit - prompt
+        if prompt + asked > limit:
+            raise ContextLengthExceeded(
+                f"{prompt} prompt tokens and {asked} to generate are more than this model's {name} of {limit}", param="max_tokens"
+            )
+        return asked
+
+    def _params(self, body: Generating, top_logprobs: int | None) -> SamplingParams:
+        def chosen(name: str, neutral: float) -> float:
+            value = getattr(body, name)
+            default = self._defaults.get(name)
+            return value if value is not None else (default if isinstance(default, int | float) else neutral)
+
+        return SamplingParams(
+            temperature=chosen("temperature", 1.0),
+            top_p=chosen("top_p", 1.0),
+            top_k=max(0, int(chosen("top_k", 0))),
+            min_p=chosen("min_p", 0.0),
+            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=chosen("repetition_penalty", 1.0),
+            logit_bias=self._bias(body.logit_bias),
+            top_logprobs=top_logprobs,
+        )
+
+    def _bias(self, bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+        try:
+            pairs = tuple((int(token), value) for token, value in (bias or {}).items())
+        except ValueError as e:
+            raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias") from e
+        self._known([token for token, _ in pairs], "logit_bias")
+        return pairs
+
+    def _embedding(self, request_id: str, body: EmbeddingRequest) -> EmbedRequest:
+        inputs = [self._ids(value, "input") for value in prompts_of(body.input)]
+        if not inputs or not all(inputs):
+            raise InvalidRequest("an input is empty", param="input")
+        longest = max(map(len, inputs))
+        if longest > self._capacity.context:
+            raise ContextLengthExceeded(
+                f"an input has {longest} tokens and this model's context holds {self._capacity.context}", param="input"
+            )
+        return EmbedRequest(request_id, tuple(map(tuple, inputs)), body.dimensions, sum(map(len, inputs)), _ignored(body))
+
+    def _ids(self, prompt: str | list[int], param: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokens.encode(prompt, special_tokens=True)
+        self._known(prompt, param)
+        return prompt
+
+    def _known(self, tokens: list[int], param: str) -> None:
+        if any(not 0 <= t < self._capacity.vocab_size for t in tokens):
+            raise InvalidRequest(f"{param} has a token id outside the vocabulary of {self._capacity.vocab_size}", param=param)
+
+
+def _validated(kind: type[Body], body: dict[str, Any]) -> Body:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as e:
+        fault = e.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise InvalidRequest(f"{where}: {fault['msg']}" if where else fault["msg"], param=where or None) from e
+
+
+def _prompt_field(body: Generating) -> str:
+    return "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
+
+
+def _ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
+    """Names of fields that mean nothing here; raises `UnsupportedParameter` for those that would change the output."""
+    if (name := not_honoured(body)) is not None:
+        raise UnsupportedParameter(f"{name} is not supported by this engine", param=name)
+    return tuple(sorted((body.model_extra or {}).keys() - INERT - NOT_HONOURED.keys()))
+
+
+def _message(number: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as chat templates expect it: content as text, arguments of tool calls as objects."""
+    plain = message.model_dump(exclude_unset=True)
+    if isinstance(message.content, list):
+        plain["content"] = "\n".join(_text_part(number, part) for part in message.content)
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_tool_call(number, call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _text_part(number: int, part: dict[str, Any]) -> str:
+    text = part.get("text")
+    if part.get("type") != "text" or not isinstance(text, str):
+        raise UnsupportedParameter(
+            f"a content part of type {part.get('type')!r} is not supported by this engine; only text is",
+            param=f"messages.{number}.content",
+        )
+    return text
+
+
+def _tool_call(number: int, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as e:
+        raise InvalidRequest("the arguments of a tool call are not JSON", param=f"messages.{number}.tool_calls") from e
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,1 @@
+"""Requests to a hosted engine and its responses, with their tokens and usage."""

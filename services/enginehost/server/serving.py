@@ -1,0 +1,226 @@
+"""The token path of a hosted engine: requests from NATS to its port, its answers back as they come, numbered without gaps."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.enginehost.drivers.port import Driver
+from services.enginehost.http1 import Client, HttpError, Response
+from services.enginehost.server.token_tracker import Tracker
+from services.enginehost.server.upstream_request import Asked, asked_for
+from services.enginehost.server.usage_meter import Meter
+from shared.contracts import subjects
+from shared.contracts.engine import EngineLoad
+from shared.contracts.inference import (
+    DATA_BYTES,
+    ChoiceDelta,
+    InferData,
+    InferEnd,
+    InferRequest,
+    InferResponse,
+    InferYielded,
+    Usage,
+)
+from shared.contracts.migration import RunningRequest
+from shared.contracts.phases import Phase
+from shared.engines.request_server import Answering
+from shared.errors import Conflict, DeadlineExceeded, EngineFailed, EngineKilled, InstanceDraining, NotFound, ThawError
+from shared.messaging import Mesh
+from shared.telemetry.timeline import Timeline
+from shared.telemetry.tracing import context_of, record_phases
+
+log = logging.getLogger(__name__)
+_KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
+
+
+@dataclass
+class _Stream:
+    """One request that has been taken on."""
+
+    request_id: str
+    reply: str
+    parent: str | None
+    received: float
+    timeline: Timeline = field(default_factory=lambda: Timeline("enginehost"))
+    seq: int = 0
+    task: asyncio.Task[None] | None = None
+    tracker: Tracker | None = None
+    fixed: str = "nothing has been heard of it yet"
+    first_at: float | None = None
+
+    def running(self) -> RunningRequest:
+        tracker, now = self.tracker, time.monotonic()
+        generated = tracker.generated if tracker is not None else 0
+        here = len(tracker.tokens) if tracker is not None else 0
+        rate = (here - 1) / (now - self.first_at) if self.first_at is not None and here > 1 and now > self.first_at else 0.0
+        return RunningRequest(
+            request_id=self.request_id,
+            gateway_id=subjects.gateway_of(self.reply),
+            prompt_tokens=tracker.prompt_tokens if tracker is not None else 0,
+            generated_tokens=generated,
+            tokens_per_second=rate,
+            fixed=self.fixed,
+            traceparent=self.parent,
+        )
+
+
+async def _unknown() -> bool:
+    return False
+
+
+class Serving(Answering[_Stream]):
+    """Until `open` is called, and after `close`, requests are refused as not ready."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self._driver: Driver | None = None
+        self._client: Client | None = None
+        self.was_killed: Callable[[], Awaitable[bool]] = _unknown
+        """Whether the engine has just been killed from outside."""
+
+    def open(self, driver: Driver, client: Client) -> None:
+        self._driver, self._client = driver, client
+        self._idle_since = time.monotonic()
+
+    def close(self) -> None:
+        """Refuse requests until `open`. Raises `InstanceBusy` if any is being served."""
+        self.refuse_if_busy()
+        self._driver = self._client = None
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            active=len(self.streams),
+            completed=self._completed,
+            generated_tokens=self._generated,
+            idle_ms=int(self.idle_s * 1000),
+        )
+
+    # Requests in
+
+    async def _take(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
+        if self.draining or self._driver is None or self._client is None:
+            raise InstanceDraining("" if self.draining else "the instance is not ready")
+        stream = _Stream(request.request_id, reply, parent, time.monotonic())
+        self._begin(stream)
+        name = f"request {request.request_id}"
+        stream.task = asyncio.create_task(self._serve(stream, request, self._driver, self._client), name=name)
+
+    def _release(self, stream: _Stream) -> None:
+        """The engine sees its connection closed."""
+        if stream.task is not None and stream.task is not asyncio.current_task():
+            stream.task.cancel()
+
+    async def _serve(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
+        try:
+            async with asyncio.timeout(request.deadline_ms / 1000):
+                await self._forward(stream, request, driver, client)
+        except TimeoutError:
+            self._fail(stream, DeadlineExceeded("the answer was not complete within the request's deadline"))
+        except HttpError as e:
+            kind = EngineKilled if await self.was_killed() else EngineFailed
+            self._fail(stream, kind(f"the engine did not answer to the end: {e}"), engine_lost=True)
+        except ThawError as e:
+            self._fail(stream, e)
+        except Exception as e:  # a process boundary: the request must have an answer
+            log.exception("a request failed", extra={"request_id": stream.request_id})
+            self._fail(stream, EngineFailed(f"{type(e).__name__}: {str(e)[:300]}"))
+
+    async def _forward(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
+        asked = await asked_for(request, driver, client)
+        response = await client.send(asked.outgoing)
+        try:
+            content_type = response.headers.get("content-type", "application/octet-stream")
+            if asked.tracker is not None and response.status == 200 and content_type.startswith("text/event-stream"):
+                usage = await self._follow(stream, response, asked, asked.tracker)
+            else:
+                fixed = asked.fixed or "it was not answered with a stream"
+                self._send(stream, self._head(stream, response, fixed=fixed))
+                meter = Meter(content_type, hide_usage=asked.hide_usage)
+                await self._relay(stream, response, meter)
+                usage = meter.usage
+        finally:
+            response.close()
+        self._send(stream, InferEnd(seq=stream.seq, usage=usage))
+        begun = asked.tracker.begun if asked.tracker is not None else None
+        self._generated += usage.completion_tokens - (begun.kept if begun is not None else 0)
+        self._completed += 1
+        record_phases(stream.timeline.spans(), context_of(stream.parent))
+        self._end(stream)
+
+    def _head(self, stream: _Stream, response: Response, *, fixed: str) -> InferResponse:
+        stream.fixed = fixed
+        kept = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
+        kind = response.headers.get("content-type", "application/octet-stream")
+        return InferResponse(seq=stream.seq, status=response.status, content_type=kind, headers=kept, fixed=fixed)
+
+    async def _relay(self, stream: _Stream, response: Response, meter: Meter) -> None:
+        first = True
+        while piece := await response.read():
+            if first:
+                stream.timeline.add(Phase.PREFILL, stream.received, time.monotonic())
+            if data := meter.feed(piece):
+                self._send_data(stream, data, first)
+                first = False
+        if data := meter.finish():
+            self._send_data(stream, data, first)
+
+    async def _follow(self, stream: _Stream, response: Response, asked: Asked, tracker: Tracker) -> Usage:
+        """As `_relay`, with the tokens beside the bytes. The head waits for the first of them: it tells what the prompt was."""
+        first = True
+        while piece := await response.read():
+            data, deltas = tracker.feed(piece)
+            if not data and not deltas:
+                continue
+            if first:
+                now = stream.first_at = time.monotonic()
+                stream.timeline.add(Phase.PREFILL, stream.received, now)
+                stream.tracker = tracker
+                self._send(stream, self._tracked_head(stream, response, asked, tracker))
+            self._send_data(stream, data, first, deltas)
+            first = False
+        if first:
+            self._send(stream, self._head(stream, response, fixed="the stream was empty"))
+        if data := tracker.finish():
+            self._send_data(stream, data, first)
+        return tracker.usage
+
+    def _tracked_head(self, stream: _Stream, response: Response, asked: Asked, tracker: Tracker) -> InferResponse:
+        head = self._head(stream, response, fixed="" if tracker.prompt else "the engine tells no token ids")
+        more = {"seed": asked.seed, "prompt_tokens": tracker.prompt_tokens, "resume_head": tracker.head}
+        return head.model_copy(update=more)
+
+    def yield_(self, request_id: str) -> None:
+        """End the request's stream after what has been told of it. Raises `NotFound`, or `Conflict` for what cannot be gone on with."""
+        stream = self.stream(request_id)
+        if stream.fixed:
+            raise Conflict(stream.fixed)
+        self._send(stream, InferYielded(seq=stream.seq))
+        self._end(stream)
+
+    def stream(self, request_id: str) -> _Stream:
+        """Raises `NotFound`."""
+        stream = self.streams.get(request_id)
+        if stream is None:
+            raise NotFound(f"request {request_id} is not here (any more)")
+        return stream
+
+    def running(self) -> tuple[RunningRequest, ...]:
+        return tuple(s.running() for s in self.streams.values())
+
+    def _send_data(self, stream: _Stream, data: bytes, first: bool, deltas: Sequence[ChoiceDelta] = ()) -> None:
+        """`deltas` go with the last of the bytes: whoever goes on from them must have all of those."""
+        starts = range(0, len(data), DATA_BYTES) or (0,)
+        for start in starts:
+            encoded = base64.b64encode(data[start : start + DATA_BYTES])
+            progress = tuple(deltas) if start == starts[-1] else ()
+            if first or progress:
+                phases = stream.timeline.spans() if first else ()
+                self._send(stream, InferData(seq=stream.seq, data=encoded.decode(), phases=phases, progress=progress))
+                first = False
+            else:  # one of thousands: made without a model
+                self._put(stream, b'{"v":"1.0","kind":"data","seq":%d,"data":"%b"}' % (stream.seq, encoded))

@@ -1,0 +1,317 @@
+"""Carries out what the domain decides: the one port through which effects leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nats.errors import Error as NatsError
+
+from services.nodeagent.domain import events as e
+from services.nodeagent.engines.exits import explain_exit, prune_logs
+from services.nodeagent.engines.launcher import Launcher
+from services.nodeagent.engines.process import Processes
+from services.nodeagent.loop import Loop
+from services.nodeagent.meter import Meter
+from services.nodeagent.publisher import Publisher
+from services.nodeagent.records import Records
+from services.nodeagent.suspend.suspender import Keeper
+from services.nodeagent.timelines import Timelines
+from shared.contracts import subjects
+from shared.contracts.base import Done, ErrorBody, Message, Request
+from shared.contracts.engine import DrainEngine, EngineReport, EngineStart, PingEngine
+from shared.contracts.loader import ReleaseWeights, WeightsReleased
+from shared.contracts.node import InstanceState
+from shared.errors import ThawError, Unavailable, from_body
+from shared.messaging import Mesh
+from shared.tasks import end
+
+R = TypeVar("R", bound=Message)
+log = logging.getLogger(__name__)
+_EXIT_STATUS_WITHIN_S = 0.25
+_KEPT_LOGS = 64
+_CLEAN_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What effects go out through."""
+
+    mesh: Mesh
+    launcher: Launcher
+    records: Records
+    timelines: Timelines
+    meter: Meter
+    publisher: Publisher
+    keeper: Keeper
+
+
+class Performer:
+    def __init__(
+        self, parts: Parts, node: str, logs: Path, environment: dict[str, str], loop: Loop, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._mesh = parts.mesh
+        self._launcher = parts.launcher
+        self._records = parts.records
+        self._timelines = parts.timelines
+        self._meter = parts.meter
+        self._publisher = parts.publisher
+        self._keeper = parts.keeper
+        self._node = node
+        self._logs = logs
+        self._environment = environment
+        self._post = loop.post
+        self._loop = loop
+        self._tasks = tasks
+        self._running: set[asyncio.Task[None]] = set()
+        self._replies: dict[int, asyncio.Future[Done]] = {}
+        self.processes = Processes(self._exited)
+
+    def expect_reply(self) -> tuple[int, asyncio.Future[Done]]:
+        """A number for a command's reply, and the future that the reply resolves."""
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        number = id(future)
+        self._replies[number] = future
+        future.add_done_callback(lambda _: self._replies.pop(number, None))
+        return number, future
+
+    def perform(self, effect: e.Effect) -> None:
+        match effect:
+            case e.Persist():
+                instance = self._loop.state.instances[effect.instance_id]
+                self._records.save(instance, self._timelines.spans(instance, origin=0.0))
+            case e.PersistEpoch():
+                self._records.save_epoch(effect.epoch)
+            case e.Reply():
+                self._reply(effect.reply, effect.error)
+            case e.Publish():
+                self._publisher.changed(urgent=effect.urgent)
+            case e.Signal():
+                self._signal(effect)
+            case e.Fork():
+                self._spawn("fork", effect.instance_id, self._fork(effect.instance_id))
+            case e.Ping():
+                self._spawn("ping", effect.instance_id, self._ping(effect.instance_id))
+            case e.AskDrain():
+                self._spawn("drain", effect.instance_id, self._drain(effect))
+            case e.AskHold():
+                self._spawn("hold", effect.instance_id, self._hold(effect))
+            case e.Suspend():
+                self._spawn("suspend", effect.instance_id, self._suspend(effect))
+            case e.Resume():
+                self._spawn("resume", effect.instance_id, self._resume(effect))
+            case e.Spill():
+                self._spawn("spill", effect.instance_id, self._spill(effect))
+            case e.Assess():
+                self._spawn("assess", effect.instance_id, self._assess(effect))
+            case e.Measure():
+                self._spawn("measure", effect.instance_id, self._measure(effect))
+            case e.ProveMemory():
+                self._spawn("prove", effect.instance_id, self._prove(effect.instance_id))
+            case e.Release():
+                self._spawn("release", effect.instance_id, self._release(effect.instance_id))
+            case e.Forget():
+                self._forget(effect.instance_id)
+
+    async def give_up(self) -> None:
+        """Give up what is under way; engines are left as they are."""
+        await end(*self._running)
+        self.processes.close()
+
+    def log_path(self, instance_id: str) -> Path:
+        return self._logs / f"{instance_id}.engine.log"
+
+    def frozen(self, instance_id: str) -> bool:
+        """Whether the processes of an instance stand still."""
+        return self._keeper.groups.frozen(instance_id)
+
+    def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.create_task(work, name=f"{what} {instance_id}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def _reply(self, number: int, error: ErrorBody | None) -> None:
+        future = self._replies.get(number)
+        if future is None or future.done():  # the asker's deadline is over
+            return
+        if error is None:
+            future.set_result(Done())
+        else:
+            future.set_exception(from_body(error))
+
+    async def _fork(self, instance_id: str) -> None:
+        command = self._loop.state.instances[instance_id].command
+        start = EngineStart(
+            instance_id=instance_id,
+            node=self._node,
+            card=command.card,
+            device=command.device_ids[0],
+            devices=command.device_ids,
+            kv_bytes=command.kv_bytes,
+            traceparent=command.traceparent,
+            log_path=str(self.log_path(instance_id)),
+            environment=self._environment,
+            cgroup_procs=self._keeper.group_for(self._loop.state.instances[instance_id]),
+        )
+        self._timelines.of(instance_id).forking(self._launcher.name_for(start))
+        try:
+            pid = await self._launcher.launch(start)
+        except ThawError as error:
+            log.error("an engine could not be started", extra={"instance": instance_id, "error": error.message})
+            self._post(e.ForkFailed(instance_id, error.body()))
+            return
+        started = self.processes.watch(instance_id, pid)
+        self._keeper.started(self._loop.state.instances[instance_id], pid)
+        log.info("engine started", extra={"instance": instance_id, "pid": pid, "model": command.card.name})
+        self._post(e.EngineForked(instance_id, pid, started or 0))
+        if started is None:
+            self._exited(instance_id, pid)
+
+    def _exited(self, instance_id: str, pid: int) -> None:
+        self._spawn("exit", instance_id, self._explain(instance_id, pid))
+
+    async def _explain(self, instance_id: str, pid: int) -> None:
+        status = await self._launcher.exit_status(pid, _EXIT_STATUS_WITHIN_S)
+        await self._keeper.ended(instance_id)
+        error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
+        log.info("engine ended", extra={"instance": instance_id, "pid": pid, "status": status})
+        self._post(e.EngineExited(instance_id, pid, status, error))
+
+    async def _ask(self, subject: str, request: Request, reply: type[R]) -> R:
+        """`Mesh.request`, with a connection that is not there now as one more typed error."""
+        try:
+            return await self._mesh.request(subject, request, reply)
+        except NatsError as fault:
+            raise Unavailable(f"NATS is not there now: {fault}") from fault
+
+    async def _ping(self, instance_id: str) -> None:
+        try:
+            report = await self._ask(subjects.engine_control(instance_id), PingEngine(deadline_ms=2_000), EngineReport)
+        except ThawError as error:
+            log.debug("an engine does not answer yet", extra={"instance": instance_id, "error": error.message})
+            return
+        self.heard(report)
+
+    def heard(self, report: EngineReport) -> None:
+        """An engine has told about itself."""
+        instance = self._loop.state.instances.get(report.instance_id)
+        if instance is not None and instance.state.starting and instance.state is not InstanceState.RESUMING:
+            self._timelines.of(report.instance_id).reported(report, instance.command.traceparent)
+        self._post(e.EngineReported(report))
+
+    async def _drain(self, effect: e.AskDrain) -> None:
+        error: ErrorBody | None = None
+        request = DrainEngine(only_if_idle=effect.only_if_idle, reason=effect.reason, deadline_ms=3_000)
+        try:
+            await self._ask(subjects.engine_control(effect.instance_id), request, Done)
+        except ThawError as refused:
+            error = refused.body()
+        self._post(e.DrainAnswered(effect.instance_id, effect.only_if_idle, error))
+
+    def _signal(self, effect: e.Signal) -> None:
+        self.processes.send(effect.instance_id, effect.signal)
+        if effect.signal == "kill":
+            self._keeper.groups.kill(effect.instance_id)
+
+    async def _hold(self, effect: e.AskHold) -> None:
+        error: ErrorBody | None = None
+        try:
+            await self._keeper.hold(effect.instance_id)
+        except ThawError as refused:
+            error = refused.body()
+        self._post(e.HoldAnswered(effect.instance_id, effect.only_if_idle, error))
+
+    async def _suspend(self, effect: e.Suspend) -> None:
+        instance = self._loop.state.instances[effect.instance_id]
+        try:
+            taken = await self._keeper.suspend(instance, effect.way)
+        except ThawError as error:
+            log.warning("not suspended", extra={"instance": effect.instance_id, "way": effect.way, "error": error.message})
+            self._post(e.SuspendFailed(effect.instance_id, error.body()))
+            return
+        self._post(e.Suspended(effect.instance_id, taken.freed_bytes, taken.left_bytes, taken.used_bytes, taken.snapshot_bytes))
+        await self._meter.measure_and_tell(instance)
+
+    async def _spill(self, effect: e.Spill) -> None:
+        try:
+            freed = await self._keeper.spill(self._loop.state.instances[effect.instance_id], effect.way)
+        except ThawError as error:
+            log.warning("a snapshot stays in host memory", extra={"instance": effect.instance_id, "error": error.message})
+            self._post(e.Spilled(effect.instance_id, error=error.body()))
+            return
+        log.info("a snapshot went to swap", extra={"instance": effect.instance_id, "bytes": freed})
+        self._post(e.Spilled(effect.instance_id, freed))
+
+    async def _resume(self, effect: e.Resume) -> None:
+        instance = self._loop.state.instances[effect.instance_id]
+        timeline = self._timelines.of(effect.instance_id)
+        timeline.restoring(effect.way or "held")
+        try:
+            used = await self._keeper.resume(instance, effect.way)
+        except ThawError as error:
+            log.error(
+                "a restore failed; starting it cold",
+                extra={"instance": effect.instance_id, "way": effect.way, "error": error.message},
+            )
+            self._post(e.ResumeFailed(effect.instance_id, error.body()))
+            return
+        finally:
+            timeline.restored(instance.command.traceparent)
+        self._post(e.Resumed(effect.instance_id, used))
+
+    async def _assess(self, effect: e.Assess) -> None:
+        await asyncio.sleep(effect.after_s)
+        instance = self._loop.state.instances.get(effect.instance_id)
+        if instance is not None and (not effect.after_s or instance.state is InstanceState.READY):
+            outlook, used = await self._keeper.assess(instance)
+            self._post(e.Assessed(effect.instance_id, outlook, used))
+
+    async def _measure(self, effect: e.Measure) -> None:
+        instance = self._loop.state.instances[effect.instance_id]
+        await asyncio.sleep(effect.after_s)
+        await self._meter.measure_and_tell(self._loop.state.instances.get(effect.instance_id, instance))
+
+    async def _prove(self, instance_id: str) -> None:
+        instance = self._loop.state.instances[instance_id]
+        while True:
+            try:
+                # Also after an earlier agent's death: what its engine left behind is this one's to end.
+                await self._keeper.ended(instance_id)
+                await self._launcher.clean_up(instance_id, instance.command.card)
+                freed = await self._meter.prove_gone(instance)
+            except ThawError as fault:
+                log.error("what an engine left behind is not gone yet", extra={"instance": instance_id, "error": fault.message})
+                await asyncio.sleep(_CLEAN_AGAIN_S)
+                continue
+            except TimeoutError as late:
+                log.error("memory of an ended engine is not free yet", extra={"instance": instance_id, "error": str(late)})
+                continue
+            self._post(e.MemoryProved(instance_id, freed))
+            return
+
+    async def _release(self, instance_id: str) -> None:
+        request = ReleaseWeights(instance_id=instance_id, deadline_ms=5_000)
+        try:
+            before = await self._meter.loader_holds(instance_id)
+            released = await self._ask(subjects.loader_command(self._node), request, WeightsReleased)
+        except ThawError as error:
+            log.warning("weights not released yet; trying again", extra={"instance": instance_id, "error": error.message})
+            self._post(e.ReleaseFailed(instance_id, error.body()))
+            return
+        freed = released.freed_bytes
+        if released.device_bytes:
+            if await self._meter.prove_returned(instance_id, before, released.device_bytes):
+                freed += released.device_bytes
+            else:
+                log.warning("GPU memory that the loader gave back is not seen to be free", extra={"instance": instance_id})
+        self._post(e.WeightsReleased(instance_id, freed))
+
+    def _forget(self, instance_id: str) -> None:
+        self._records.forget(instance_id)
+        self._timelines.forget(instance_id)
+        self._meter.forget(instance_id)
+        prune_logs(self._logs, _KEPT_LOGS, frozenset(self._loop.state.instances))

@@ -1,0 +1,276 @@
+"""Control groups, one for each engine: whatever it forks is found, frozen, measured and ended with it. Freezer of cgroup v2 and v1.
+
+v2: `cgroup.freeze` and `cgroup.events`; SIGKILL works on what is frozen. v1: `freezer.state`; a signal waits until it is thawed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from services.nodeagent.suspend import shared_memory
+from shared.errors import EngineFailed
+from shared.processes import descendants
+
+log = logging.getLogger(__name__)
+_FREEZE_WITHIN_S = 5.0
+_FIRST_POLL_S = 0.0005
+_LONGEST_POLL_S = 0.02
+_PREFIX = "thaw-"
+_TRIAL = ".trial-"
+_SWEPT_AFTER_S = 600.0
+
+
+class Freezer(Protocol):
+    """One hierarchy of control groups. `directory` is a group's own."""
+
+    version: int
+
+    def prepare(self, directory: Path) -> None: ...
+    def set_frozen(self, directory: Path, frozen: bool) -> None: ...
+    def is_frozen(self, directory: Path) -> bool: ...
+
+
+class FreezerV2:
+    version = 2
+
+    def prepare(self, directory: Path) -> None:
+        """Raises `OSError` where the kernel's groups cannot freeze (before 5.2) or may not be written."""
+        (directory / "cgroup.freeze").read_text()
+
+    def set_frozen(self, directory: Path, frozen: bool) -> None:
+        (directory / "cgroup.freeze").write_text("1" if frozen else "0")
+
+    def is_frozen(self, directory: Path) -> bool:
+        return "frozen 1" in (directory / "cgroup.events").read_text()
+
+
+class FreezerV1:
+    version = 1
+
+    def prepare(self, directory: Path) -> None:
+        (directory / "freezer.state").read_text()
+
+    def set_frozen(self, directory: Path, frozen: bool) -> None:
+        (directory / "freezer.state").write_text("FROZEN" if frozen else "THAWED")
+
+    def is_frozen(self, directory: Path) -> bool:
+        return (directory / "freezer.state").read_text().strip() == "FROZEN"
+
+
+class Groups:
+    """The control groups of one node's engines (`scope`: NodeSettings.scope), under the group of this process. `root` None: there are none,
+    and `reason` says why.
+
+    All of it blocks for milliseconds at most, but for `freeze`, which may take seconds while a process is in the kernel.
+    """
+
+    def __init__(self, scope: str, root: Path | None, freezer: Freezer | None, reason: str = "") -> None:
+        self.scope = scope
+        self._root = root
+        self._freezer = freezer
+        self.reason = reason
+        self._left: dict[str, set[int]] = {}
+
+    @property
+    def available(self) -> bool:
+        return self._root is not None
+
+    @property
+    def version(self) -> int | None:
+        return self._freezer.version if self._freezer is not None else None
+
+    def create(self, instance_id: str) -> Path | None:
+        """Make the instance's group; the file that takes pids, or None where there are no groups."""
+        if self._root is None:
+            return None
+        directory = self._directory(instance_id)
+        try:
+            directory.mkdir(exist_ok=True)
+        except OSError as e:
+            log.warning("no control group could be made", extra={"instance": instance_id, "error": str(e)})
+            return None
+        return directory / "cgroup.procs"
+
+    def add(self, instance_id: str, pid: int) -> None:
+        """Put a process, with all its threads, into the group. Children that it has already stay where they are."""
+        if (procs := self.create(instance_id)) is None:
+            return
+        try:
+            procs.write_text(str(pid))
+        except ProcessLookupError:
+            return
+        except OSError as e:
+            log.warning("a process could not be put into its control group", extra={"pid": pid, "error": str(e)})
+
+    def gather(self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Bring `host`'s descendants and `others` into the group (and itself if it is the engine); all pids of the engine."""
+        found = [*descendants(host)[0 if include_host else 1 :], *others]
+        inside = set(self.pids(instance_id))
+        for pid in found:
+            if pid not in inside:
+                self.add(instance_id, pid)
+        return tuple(sorted({p for p in (*found, *self.pids(instance_id)) if Path(f"/proc/{p}").exists()}))
+
+    def pids(self, instance_id: str) -> tuple[int, ...]:
+        if self._root is None:
+            return ()
+        try:
+            return tuple(int(p) for p in (self._directory(instance_id) / "cgroup.procs").read_text().split())
+        except OSError:
+            return ()
+
+    def outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of `pids` that are there and not in the group: it may not be given them (a delegated v2 group, seen from another one)."""
+        inside = set(self.pids(instance_id))
+        return tuple(p for p in pids if p not in inside and Path(f"/proc/{p}").exists())
+
+    def freeze(self, instance_id: str) -> None:
+        """Stop every process of the group. Raises `EngineFailed`, with the group thawed again, if that does not come about in time."""
+        directory, freezer = self._there(instance_id)
+        freezer.set_frozen(directory, True)
+        deadline, wait = time.monotonic() + _FREEZE_WITHIN_S, _FIRST_POLL_S
+        while not freezer.is_frozen(directory):
+            if time.monotonic() > deadline:
+                freezer.set_frozen(directory, False)
+                raise EngineFailed(f"the engine's processes could not be frozen within {_FREEZE_WITHIN_S:g} s")
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_POLL_S)
+
+    def thaw(self, instance_id: str) -> None:
+        """Let the group's processes go on; harmless if they do."""
+        if self._root is not None and self._freezer is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._freezer.set_frozen(self._directory(instance_id), False)
+
+    def frozen(self, instance_id: str) -> bool:
+        if self._root is None or self._freezer is None:
+            return False
+        try:
+            return self._freezer.is_frozen(self._directory(instance_id))
+        except OSError:
+            return False
+
+    def kill(self, instance_id: str, spared: int | None = None) -> None:
+        """SIGKILL to every process of the group, frozen or not, and to what they fork meanwhile."""
+        for _ in range(10):
+            left = [p for p in self.pids(instance_id) if p != spared]
+            for pid in left:
+                self._left.setdefault(instance_id, set()).update(shared_memory.mapped(pid))
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            self.thaw(instance_id)
+            if not left:
+                return
+
+    def left_segments(self, instance_id: str) -> set[int]:
+        """Shared memory that processes had which `kill` has ended (shared_memory.py), told once."""
+        return self._left.pop(instance_id, set())
+
+    def remove(self, instance_id: str) -> bool:
+        """Remove the group; False while there is a process in it."""
+        if self._root is None:
+            return True
+        try:
+            self._directory(instance_id).rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def known(self) -> Iterator[str]:
+        """Instances that have a group: of this agent, or left by an earlier one of this node."""
+        if self._root is None:
+            return
+        prefix = f"{_PREFIX}{self.scope}."
+        for directory in self._root.glob(f"{prefix}*"):
+            yield directory.name.removeprefix(prefix)
+
+    def _directory(self, instance_id: str) -> Path:
+        assert self._root is not None
+        return self._root / f"{_PREFIX}{self.scope}.{instance_id}"
+
+    def _there(self, instance_id: str) -> tuple[Path, Freezer]:
+        if self._root is None or self._freezer is None:
+            raise EngineFailed(self.reason)
+        return self._directory(instance_id), self._freezer
+
+
+def open_groups(scope: str, version: int | None = None) -> Groups:
+    """The first hierarchy in which this process may make groups that freeze: v2, then v1 (or only `version`)."""
+    reasons = []
+    for freezer, root in hierarchies():
+        if version not in (None, freezer.version):
+            continue
+        trial = root / f"{_PREFIX}{scope}{_TRIAL}{os.getpid()}"
+        try:
+            trial.mkdir()
+        except OSError as e:
+            reasons.append(f"cgroup v{freezer.version} at {root}: {e.strerror}")
+            continue
+        try:
+            freezer.prepare(trial)
+            _sweep(root)
+            return Groups(scope, root, freezer)
+        except OSError as e:
+            reasons.append(f"cgroup v{freezer.version} at {root} cannot freeze: {e.strerror}")
+        finally:
+            with contextlib.suppress(OSError):
+                trial.rmdir()
+    return Groups(scope, None, None, "; ".join(reasons) or "no cgroup freezer is mounted")
+
+
+def _sweep(root: Path) -> None:
+    """Remove empty groups of nodes that are gone: one with a process in it cannot be removed, and a new one may be about to get its first."""
+    for directory in root.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - directory.stat().st_mtime > _SWEPT_AFTER_S:
+                directory.rmdir()
+
+
+def hierarchies() -> Iterator[tuple[Freezer, Path]]:
+    """Where groups below this process's own would be, by freezer."""
+    own = dict(_own_paths())
+    for kind, mount, root, _ in _mounts():
+        if kind == "cgroup2":
+            yield FreezerV2(), _below(mount, root, own.get("", "/"))
+    for kind, mount, root, options in _mounts():
+        if kind == "cgroup" and "freezer" in options.split(","):
+            yield FreezerV1(), _below(mount, root, own.get("freezer", "/"))
+
+
+def _below(mount: Path, root: str, path: str) -> Path:
+    """This process's own group; the mount's root where that is not visible from here (a container's own view)."""
+    relative = path.removeprefix(root.rstrip("/")).lstrip("/")
+    own = mount / relative
+    return own if own.is_dir() else mount
+
+
+def _mounts() -> Iterator[tuple[str, Path, str, str]]:
+    """(kind, mount point, root within the hierarchy, options) of each mount."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields, kind_fields = before.split(), after.split()
+        yield kind_fields[0], Path(fields[4]), fields[3], kind_fields[-1]
+
+
+def _own_paths() -> Iterator[tuple[str, str]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            yield controller, path

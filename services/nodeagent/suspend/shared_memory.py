@@ -1,0 +1,41 @@
+"""Shared-memory segments of killed Python engines (vLLM included), which cannot unlink them.
+
+The host's reaper (services/enginehost/runtimes/reaper.py) does the same. When the nodeagent kills host and engine together, the reaper starts too
+late to see which segments the engine had mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Set
+from pathlib import Path
+
+from shared.processes import all_pids
+
+_DIRECTORY = Path("/dev/shm")
+_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
+"""What Python's multiprocessing calls its shared memory and its semaphores, and vLLM that of its workers on cpu."""
+_MAPPED = ("/dev/shm/psm_", "/dev/shm/sem.", "/dev/shm/vllm_dist_")
+"""As the kernel shows them: a semaphore by the name that the C library made it under, which is gone."""
+
+
+def mapped(pid: int) -> set[int]:
+    """The inodes of such segments that a process has mapped."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) > 5 and fields[5].startswith(_MAPPED):
+                found.add(int(fields[4]))
+    return found
+
+
+def remove(left: Set[int]) -> None:
+    """Unlink those of these segments that no process has mapped any more. Reads every process's maps."""
+    if not left:
+        return
+    unused = left - {inode for pid in all_pids() for inode in mapped(pid)}
+    for path in (p for name in _NAMES for p in _DIRECTORY.glob(name)):
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino in unused:
+                path.unlink()

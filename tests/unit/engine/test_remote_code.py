@@ -1,0 +1,50 @@
+"""Models' own code is imported by one thread at a time: importlib's caches bear no more."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from services.engine import remote_code
+from services.engine.model import checkpoint
+from services.engine.tokenization import Tokenization
+from shared.errors import CheckpointInvalid
+
+
+def _is_free() -> bool:
+    """Whether another thread could import a model's own code now."""
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(remote_code.LOCK.acquire(blocking=False))
+        if found[0]:
+            remote_code.LOCK.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_only_one_thread_reads_a_model_that_has_code_of_its_own(monkeypatch: pytest.MonkeyPatch, trusted: bool) -> None:
+    free: list[bool] = []
+
+    def look(*_: Any, **__: Any) -> None:
+        free.append(_is_free())
+        raise OSError("looked")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", look)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", look)
+    card: Any = SimpleNamespace(spec=SimpleNamespace(trust_remote_code=trusted))
+    with pytest.raises(CheckpointInvalid):
+        Tokenization.read(Path("model"), trusted)
+    with pytest.raises(CheckpointInvalid):
+        checkpoint.read_config(Path("model"), card)
+    assert free == [not trusted] * 2
+    assert _is_free()

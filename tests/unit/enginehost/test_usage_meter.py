@@ -1,0 +1,65 @@
+"""What a host reads of answers that it passes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.enginehost.server.usage_meter import Meter, usage_of
+
+EVENTS = [{"choices": [{"index": 0, "delta": {"content": t}}]} for t in ("a", "ü", 'usage: "x"')]
+LAST = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}}
+
+
+def stream(*events: object, end: str = "\n\n") -> bytes:
+    return "".join(f"data: {json.dumps(e, ensure_ascii=False)}{end}" for e in events).encode() + f"data: [DONE]{end}".encode()
+
+
+def fed(meter: Meter, data: bytes, cuts: list[int]) -> bytes:
+    edges = [0, *sorted(cuts), len(data)]
+    return b"".join(meter.feed(data[a:b]) for a, b in itertools.pairwise(edges)) + meter.finish()
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.sampled_from(["\n\n", "\r\n\r\n"]))
+def test_however_a_stream_is_cut_only_the_usage_is_taken_out(cuts: list[int], end: str) -> None:
+    data = stream(*EVENTS, LAST, end=end)
+    meter = Meter("text/event-stream; charset=utf-8", hide_usage=True)
+    assert fed(meter, data, [min(c, len(data)) for c in cuts]) == stream(*EVENTS, end=end)
+    assert (meter.usage.prompt_tokens, meter.usage.completion_tokens, meter.usage.cached_tokens) == (7, 3, 2)
+
+
+@given(st.lists(st.integers(0, 300), max_size=8))
+def test_what_the_client_asked_for_is_left_alone(cuts: list[int]) -> None:
+    data = stream(*EVENTS, LAST)
+    meter = Meter("text/event-stream", hide_usage=False)
+    assert fed(meter, data, [min(c, len(data)) for c in cuts]) == data
+    assert meter.usage.completion_tokens == 3
+
+
+@given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=5), st.booleans())
+def test_whatever_comes_is_passed_on(data: bytes, cuts: list[int], hide: bool) -> None:
+    for kind in ("text/event-stream", "application/json", "audio/wav"):
+        assert fed(Meter(kind, hide_usage=hide), data, [min(c, len(data)) for c in cuts]) == data
+
+
+def test_an_event_of_a_megabyte_does_not_wait_for_its_end() -> None:
+    meter = Meter("text/event-stream", hide_usage=True)
+    assert meter.feed(b"data: {" + b"x" * (1 << 20)).startswith(b"data: {")
+
+
+def test_usage_by_the_names_of_other_apis() -> None:
+    found = usage_of({"usage": {"input_tokens": 5, "output_tokens": 6}})
+    assert found is not None
+    assert (found.prompt_tokens, found.completion_tokens) == (5, 6)
+    assert usage_of({"usage": None}) is None
+    assert usage_of([1]) is None
+
+
+def test_whole_json() -> None:
+    meter = Meter("application/json", hide_usage=False)
+    body = json.dumps({"usage": LAST["usage"]}).encode()
+    assert fed(meter, body, [3]) == body
+    assert meter.usage.prompt_tokens == 7

@@ -1,0 +1,70 @@
+"""Sizes, devices and labels as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.nodeagent.settings import NodeagentSettings
+from services.nodeagent.settings_syntax import WantedDevice, labels, parse_bytes, parse_devices
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4096", 4096),
+        ("1500MiB", 1500 << 20),
+        ("2 GB", 2 * 10**9),
+        ("1.5GiB", 3 << 29),
+        ("1g", 1 << 30),
+        ("7kb", 7000),
+        ("10B", 10),
+    ],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "12 apples", "-5MiB", "0", "1e3", "0.1B"])
+def test_what_is_no_size_is_told_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_devices() -> None:
+    assert parse_devices("auto") is None
+    assert parse_devices("cpu:0=1500MiB, cuda:1=50%,cuda:0") == (
+        WantedDevice("cpu:0", bytes=1500 << 20),
+        WantedDevice("cuda:1", share=0.5),
+        WantedDevice("cuda:0"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gpu:0", "is not a device"),
+        ("cpu:1", "one cpu device"),
+        ("cuda:0,cuda:0", "named twice"),
+        ("cpu:0=120%", "at most 100%"),
+        ("cpu:0=much%", "at most 100%"),
+        ("cpu:0=much", "is not a size"),
+        ("cpu:0=", "is not a size"),
+        ("", "is not a device"),
+    ],
+)
+def test_faults_in_devices(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_devices(text)
+
+
+def test_labels() -> None:
+    assert labels("") == {}
+    assert labels("zone=a, rack = 12") == {"zone": "a", "rack": "12"}
+    with pytest.raises(ValueError, match="is not a label"):
+        labels("zone")
+
+
+@pytest.mark.parametrize("setting", [{"devices": "cpu"}, {"cpu_reserve": "some"}, {"labels": "x"}, {"engine_threads": 0}])
+def test_settings_are_checked_at_the_start(setting: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="validation error"):
+        NodeagentSettings.model_validate(setting)

@@ -1,0 +1,28 @@
+"""What the keeper does beside the ways of suspending."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.nodeagent.suspend.cgroups import FreezerV2, Groups
+from services.nodeagent.suspend.memory_usage import Gauge
+from services.nodeagent.suspend.suspender import Keeper
+
+
+class Busy(Groups):
+    """The kernel lets go of an empty group a little after its last process has ended."""
+
+    refusals = 2
+
+    def remove(self, instance_id: str) -> bool:
+        self.refusals -= 1
+        return self.refusals < 0 and super().remove(instance_id)
+
+
+async def test_the_group_of_an_engine_that_has_ended_does_not_stay(tmp_path: Path) -> None:
+    groups = Busy("n", tmp_path, FreezerV2())
+    assert groups.create("i") is not None
+    unused: Any = None
+    await Keeper({}, groups, Gauge({}), unused, 1.0).ended("i")
+    assert list(groups.known()) == []

@@ -7,13 +7,11 @@ traces, leave the mesh.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import resource
 import socket
 import sys
-from collections.abc import Generator
 from functools import partial
 from typing import cast
 
@@ -23,6 +21,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from services.gateway.adapters.catalog_watcher import CatalogCopy
+from services.gateway.adapters.garbage_collector import collect_when_idle, start_collecting_rarely
 from services.gateway.authorization import is_exposed
 from services.gateway.handlers.find_request import answer_finds
 from services.gateway.handlers.move_request import Mover
@@ -33,6 +32,7 @@ from services.gateway.http.middleware.connection_limits import BoundedProtocol, 
 from services.gateway.http.middleware.error_boundary import Edge
 from services.gateway.http.middleware.request_guard import Guard
 from services.gateway.http.middleware.request_id import RequestIds
+from services.gateway.http.server import HttpServer
 from services.gateway.loop import Gateway
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import Metrics
@@ -83,14 +83,6 @@ def http_app(gateway: Gateway, *, loopback: bool) -> ASGIApp:
         ]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return RequestIds(app)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn inside our loop: signals are the runtime's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:
@@ -171,7 +163,7 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
 
 async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> int:
     settings = gateway.settings
-    server = _Server(
+    server = HttpServer(
         uvicorn.Config(
             http_app(gateway, loopback=_is_loopback(listener)),
             http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
@@ -184,17 +176,20 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
             timeout_graceful_shutdown=int(settings.drain_timeout + _LAST_WORDS_S) + 1,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
-        )
+        ),
+        listener,
     )
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(server.serve(sockets=[listener]), name="http")
+        serving = group.create_task(server.serve(), name="http")
         log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
         gateway.keys.note_configured()
         _warn_of_access(gateway)
         background = [
             group.create_task(_join(gateway, group), name="join"),
             group.create_task(gateway.recorder.run(), name="traces"),
+            group.create_task(collect_when_idle(server.activity), name="garbage"),
         ]
+        start_collecting_rarely()
         await first(stop, gateway.mesh.lost)
         lost = gateway.mesh.lost.is_set()
         await _finish(gateway, server, serving)

@@ -1,0 +1,49 @@
+"""A burst of messages does not keep a process's event loop from other tasks."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.messaging.mesh import Mesh
+from shared.settings import CommonSettings
+from tests.support.servers import NatsServer
+
+MESSAGES = 8_000
+BODY = b"x" * 150
+
+
+async def test_other_tasks_run_during_a_burst(nats_server: NatsServer) -> None:
+    mesh, sender = (Mesh(CommonSettings(nats_url=nats_server.url), name) for name in ("receiver", "sender"))
+    received = turn = longest = 0
+    done = asyncio.Event()
+
+    async def on_message(_: object) -> None:
+        nonlocal received, turn, longest
+        received, turn = received + 1, turn + 1
+        longest = max(longest, turn)
+        if received == MESSAGES:
+            done.set()
+
+    async def other_task() -> None:
+        nonlocal turn
+        while not done.is_set():
+            turn = 0
+            await asyncio.sleep(0)
+
+    await mesh.start()
+    await sender.start()
+    try:
+        await mesh.nc.subscribe("burst", cb=on_message)
+        await mesh.flush()
+        other = asyncio.create_task(other_task())
+        # One thread: all of this is sent, and lies in the receiver's socket, before the receiver reads.
+        for _ in range(MESSAGES):
+            await sender.nc.publish("burst", BODY)
+        await sender.flush()
+        await asyncio.wait_for(done.wait(), 30)
+        await other
+        # Two reads of nats-py, 32 KiB each: one that is parsed and one that is being handled.
+        assert longest <= 2 * (32 << 10) // len(BODY), longest
+    finally:
+        await sender.stop()
+        await mesh.stop()

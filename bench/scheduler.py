@@ -28,14 +28,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import machine, write
-from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
+from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 from services.scheduler.domain import ClusterState, decide
 from services.scheduler.domain.effects import SendStart, SendStop
-from services.scheduler.domain.events import DemandHeard, Event, NodeStatusHeard, Tick
+from services.scheduler.domain.events import DemandReceived, Event, NodeStatusReceived, Tick
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.entities import Device, Instance, Model, Node
-from services.scheduler.domain.state.volatile import LoaderPresence, Presence, Seen
+from services.scheduler.domain.state.volatile import InstanceReport, LoaderPresence, Presence
 from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
 from shared.contracts.loader import LoaderStatus
@@ -105,7 +105,7 @@ class Cluster:
             speed = 2e9 + number % 40 * 1e8
             changes.append(Put(LoaderPresence(name, NOW, LoaderStatus(node=name, boot_id="b", bytes_per_second=speed))))
             changes += [Put(i) for i, _ in known]
-            changes += [Put(Seen(i.instance_id, s, NOW - 60 - hash(i.instance_id) % 1000)) for i, s in known]
+            changes += [Put(InstanceReport(i.instance_id, s, NOW - 60 - hash(i.instance_id) % 1000)) for i, s in known]
         apply(self.state, changes)
         self.nodes = list(self.state.presence)
 
@@ -144,7 +144,7 @@ class Cluster:
 
     def demands(self) -> Iterator[Event]:
         for name in cycle(self.cold):
-            yield DemandHeard(NOW, Demand(gateway="g", model=name, waiting=1), "w")
+            yield DemandReceived(NOW, Demand(gateway="g", model=name, waiting=1), "w")
 
     def statuses(self) -> Iterator[Event]:
         seq = 2
@@ -153,7 +153,7 @@ class Cluster:
             for name in self.nodes:
                 status = self.state.presence[name].status
                 assert status is not None
-                yield NodeStatusHeard(NOW, status.model_copy(update={"seq": seq}))
+                yield NodeStatusReceived(NOW, status.model_copy(update={"seq": seq}))
 
     def ticks(self) -> Iterator[Event]:
         while True:
@@ -169,7 +169,7 @@ def run(state: ClusterState, events: Iterator[Event], seconds: float, expected: 
         above = state.overlay()
         started = time.process_time()
         decision = decide(state, event, NOW, POLICY)
-        above.absorb(decision.above)
+        above.absorb(decision.overlay)
         took.append(time.process_time() - started)
         if expected is not None and not any(expected(e) for e in decision.effects):
             raise RuntimeError(f"not the decision that is to be measured: {decision.effects}")
@@ -178,11 +178,11 @@ def run(state: ClusterState, events: Iterator[Event], seconds: float, expected: 
 
 def measure(devices: int, seconds: float) -> dict[str, list[float]]:
     part, full = Cluster(devices, 2), Cluster(devices, 3)
-    settle_heap()  # as the service does
+    freeze_heap()  # as the service does
     try:
         return _measured(part, full, seconds)
     finally:
-        unsettle_heap()
+        unfreeze_heap()
 
 
 def _measured(part: Cluster, full: Cluster, seconds: float) -> dict[str, list[float]]:

@@ -30,14 +30,14 @@ from bench.scheduler import Cluster, percentile
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
 from services.scheduler.adapters.database import connect, migrate, plain_url
-from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
+from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 from services.scheduler.adapters.leadership import leadership
-from services.scheduler.adapters.loads import Loads
+from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.effects import ReplyTo
-from services.scheduler.domain.events import DemandHeard
+from services.scheduler.domain.events import DemandReceived
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import Put
 from services.scheduler.domain.state.cluster import ClusterState
@@ -95,7 +95,7 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
     await mesh.start()
     js = mesh.nc.jetstream()
     await ensure_streams(js)
-    loads, answers, repository = Loads(), Answers(), Repository(engine)
+    loads, answers, repository = LoadTraces(), Answers(), Repository(engine)
     try:
         async with leadership(plain_url(database)) as term:
             state = cluster.state
@@ -105,7 +105,7 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
             loop = SchedulerLoop(state, repository, loads, Policy())
             outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, Migrations(mesh, loop.post))
             deciding = asyncio.create_task(loop.run(outbox))
-            settle_heap()
+            freeze_heap()
             before = await _started(mesh)
             took: list[float] = []
             todo = iter(cluster.cold)
@@ -123,7 +123,7 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
                 await deciding
             await outbox.close()
     finally:
-        unsettle_heap()
+        unfreeze_heap()
         loads.close()
         await mesh.stop()
         await engine.dispose()
@@ -134,7 +134,7 @@ async def _ask(loop: SchedulerLoop, answers: Answers, todo: Iterator[str], took:
     for name in todo:
         answered = answers.waiting[name] = asyncio.get_running_loop().create_future()
         asked = time.monotonic()
-        loop.post(DemandHeard(clock.now(), Demand(gateway="g", model=name, waiting=1), name))
+        loop.post(DemandReceived(clock.now(), Demand(gateway="g", model=name, waiting=1), name))
         await answered
         took.append(time.monotonic() - asked)
 

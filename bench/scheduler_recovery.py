@@ -34,7 +34,7 @@ from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain import decide
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.effects import SendStart
-from services.scheduler.domain.events import DemandHeard
+from services.scheduler.domain.events import DemandReceived
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
@@ -84,7 +84,7 @@ async def term(url: str, repository: Repository, catalog: Catalog, cluster: Clus
                 state = await repository.load(lead.epoch, NOW)
             with timed(times, "catalogue"):
                 await catalog.reconcile([m.card for m in state.models.values()])
-            heard: list[Entity] = [*cluster.state.presence.values(), *cluster.state.seen.values()]
+            heard: list[Entity] = [*cluster.state.presence.values(), *cluster.state.reports.values()]
             apply(state, [Put(e) for e in heard])
             with timed(times, "first"):
                 _first(state, cluster)
@@ -94,7 +94,7 @@ async def term(url: str, repository: Repository, catalog: Catalog, cluster: Clus
 
 def _first(state: ClusterState, cluster: Cluster) -> None:
     demand = Demand(gateway="g", model=cluster.cold[0], waiting=1)
-    decision = decide(state, DemandHeard(NOW, demand, "w"), NOW + 10, POLICY)
+    decision = decide(state, DemandReceived(NOW, demand, "w"), NOW + 10, POLICY)
     if not any(isinstance(e, SendStart) for e in decision.effects):
         raise RuntimeError("the first demand was not placed")
 

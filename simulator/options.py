@@ -131,7 +131,7 @@ class Options:
         view = world.view(device)
         leaving = sum(r.nbytes for r in view.residents if r.state == "leaving")
         if short <= leaving:
-            return Clearance("leaving", freed=leaving)
+            return Clearance("leaving", freed_bytes=leaving)
         found = world.profile.clear(ask, view, short - leaving, world.clock.now)
         if found is None or (needed := _NEEDS.get(found.how)) is None or needed in world.can:
             return found

@@ -59,7 +59,7 @@ class Pipelines:
                 return
             clearance = world.profile.clear(Ask(model.name, model.need, 0.0), view, short - leaving, world.clock.now)
             if clearance is not None and clearance.how == "evict":
-                found.append((clearance.penalty, n, clearance))
+                found.append((clearance.penalty_s, n, clearance))
         if found:
             _, n, clearance = min(found, key=lambda f: f[:2])
             self._departures.clear(instance.parts[n].device, clearance)

@@ -47,7 +47,7 @@ class Starts:
         stage = -(-model.need // option.stages)
         parts = [Part(d, model.need if n < option.full_workers or option.stages == 1 else stage) for n, d in enumerate(devices)]
         instance = Instance(key, model, parts, world.clock, world.runtime, finished)
-        instance.predicted, instance.source = option.cost.total, option.source
+        instance.predicted, instance.source = option.cost.total_s, option.source
         start = Start(instance, option.way, option.clearance.victims, ready)
         instance.prompt_predicted = model.queue[0].prompt if model.queue and "prefill" in option.cost.phases else 0
         if option.way == "peer_copy":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-from services.scheduler.domain.cost.formulas import likely_again
-from services.scheduler.domain.policies.port import Ask, Capability, Demand, DeviceView, Move, Profile, Resident, Usage
+from services.scheduler.domain.cost.formulas import reuse_odds
+from services.scheduler.domain.policies.port import Ask, Capability, Demand, DeviceView, MigrationTarget, Profile, Resident, Usage
 from simulator.clock import Clock
 from simulator.config import ClusterFile, ModelGroup, names_of
 from simulator.fetches import Fetches
@@ -110,7 +110,7 @@ class World:
         state = instance.state
         serving = state == "ready" and bool(runs or instance.moving)
         resume: float | None = None
-        moves: tuple[Move, ...] = ()
+        moves: tuple[MigrationTarget, ...] = ()
         left = 0.0
         if serving and self.interrupts:
             left, tokens = instance.progress()
@@ -127,21 +127,21 @@ class World:
             active=len(runs),
             queued=len(model.queue),
             priority=model.group.priority,
-            heavy=model.group.heavy,
+            is_heavy=model.group.heavy,
             sensitivity=model.group.sensitivity,
-            miss=self.popularity(model),
-            again=self._again(model, instance.leaves_at),
+            miss_probability=self.popularity(model),
+            reuse_probability=self._again(model, instance.leaves_at),
             reload_s=(reload := self.reload_seconds(device, model, model.weights)),
-            later_s=self._later_seconds(model, reload),
-            resume_s=resume if not moves else min(m.seconds for m in moves),
-            move_to=min(moves, key=lambda m: (m.seconds, m.device)).device if moves else "",
+            delay_s=self._later_seconds(model, reload),
+            resume_s=resume if not moves else min(m.total_s for m in moves),
+            move_to=min(moves, key=lambda m: (m.total_s, m.device)).device if moves else "",
             moves=moves,
-            left_s=left,
-            copies=len(model.instances),
-            protected=self._protected(instance, moves),
+            remaining_s=left,
+            replicas=len(model.instances),
+            protected_reason=self._protected(instance, moves),
         )
 
-    def _protected(self, instance: Instance, moves: tuple[Move, ...]) -> str:
+    def _protected(self, instance: Instance, moves: tuple[MigrationTarget, ...]) -> str:
         """Who serves is interrupted only for a higher priority, or if its requests can go on or begin again elsewhere: two that interrupt
         each other for ever serve nobody. To be suspended is no interruption: what runs is answered first."""
         interrupted = "suspend" not in self.can or "preempt" in self.can
@@ -167,26 +167,26 @@ class World:
             "weights",
             last_used=kept.last_used,
             sensitivity=model.group.sensitivity,
-            heavy=model.group.heavy,
-            miss=self.popularity(model),
-            again=self._again(model),
+            is_heavy=model.group.heavy,
+            miss_probability=self.popularity(model),
+            reuse_probability=self._again(model),
             reload_s=self.reload_seconds(device, model, kept.nbytes),
-            copies=len(model.instances) + 1,
-            protected="wanted" if wanted else "",
+            replicas=len(model.instances) + 1,
+            protected_reason="wanted" if wanted else "",
         )
 
-    def _moves(self, device: SimDevice, instance: Instance, resume: float) -> tuple[Move, ...]:
+    def _moves(self, device: SimDevice, instance: Instance, resume: float) -> tuple[MigrationTarget, ...]:
         """Devices with room for the instance's model: to load it there, and to take its requests over."""
         model = instance.model
         found = [
-            Move(i.parts[0].device.key, resume, model.need + max(0, self.free(i.parts[0].device)))
+            MigrationTarget(i.parts[0].device.key, resume, model.need + max(0, self.free(i.parts[0].device)))
             for i in model.instances.values()
             if i is not instance and i.open and len(i.runs) + len(instance.runs) <= i.capacity
         ]
         for other in self.roomy(model.need):
             if other is not device and other.node in model.nodes and not any(i.model is model for i in other.instances.values()):
                 seconds = resume + self.start_seconds(other, model, model.weights)
-                found.append(Move(other.key, seconds, self.free(other)))
+                found.append(MigrationTarget(other.key, seconds, self.free(other)))
         return tuple(found)
 
     def roomy(self, need: int) -> list[SimDevice]:
@@ -212,7 +212,7 @@ class World:
             return 0.0
         unused = now - model.last_asked
         every = max(now / model.total, unused / 2, 1e-3)
-        return min(likely_again(unused, horizon), 1 - exp(-horizon / every))
+        return min(reuse_odds(unused, horizon), 1 - exp(-horizon / every))
 
     def reload_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
         """Bytes over the slowest link passed, alone on it."""
@@ -253,12 +253,12 @@ class World:
             now - first.arrived,
             len(model.queue),
             f"{model.name}#{first.number}",
-            deadline=first.arrived + group.slo_ttft - now,
-            slo_ttft=group.slo_ttft,
-            slo_tpot=group.slo_tpot,
+            deadline_s=first.arrived + group.slo_ttft - now,
+            slo_ttft_s=group.slo_ttft,
+            slo_tpot_s=group.slo_tpot,
             priority=group.priority,
-            heavy=heavy,
-            extra=bool(model.instances) and not self.runtime.exclusive,
+            is_heavy=heavy,
+            is_extra=bool(model.instances) and not self.runtime.exclusive,
             exec_s=model.exec_seconds(first.prompt, model.mean_output),
             prompt_tokens=first.prompt,
             output_tokens=model.mean_output,

@@ -40,7 +40,7 @@ def stages(count: int) -> Callable[[Ask, Sequence[Option], str], Option | None]:
     def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
         whole = ask.need_bytes <= 10 * c.GB_PER_GIB * 1e9 + c.KV_GB.value * 1e9
         found = [o for o in options if o.stages == (1 if whole else count)]
-        return min(found, key=lambda o: (o.cost.total, -o.full_workers, o.key), default=None)
+        return min(found, key=lambda o: (o.cost.total_s, -o.full_workers, o.key), default=None)
 
     return choose
 

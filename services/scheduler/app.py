@@ -21,15 +21,15 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
 from services.scheduler.adapters.database import connect, migrate, plain_url, refused_login
-from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
+from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 from services.scheduler.adapters.leadership import Term, leadership
-from services.scheduler.adapters.learned import told
-from services.scheduler.adapters.loads import Loads
+from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
-from services.scheduler.adapters.repository import Deposed, Repository
+from services.scheduler.adapters.repository import Repository, StaleEpoch
+from services.scheduler.adapters.statistics import persisted_part
 from services.scheduler.domain.events import Recovered, Tick
-from services.scheduler.domain.state.indexes import keeping
+from services.scheduler.domain.state.indexes import with_keep_alive
 from services.scheduler.handlers import Handlers
 from services.scheduler.loop import SchedulerLoop, SteppedDown
 from services.scheduler.metrics import Metrics
@@ -42,12 +42,12 @@ from shared.telemetry.logs import Seldom
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
-PRUNE_S = 600.0
-SETTLE_S = 60.0
-REMEMBER_S = 10.0
+PRUNE_PERIOD_S = 600.0
+HEAP_PERIOD_S = 60.0
+LOADER_STATUS_PERIOD_S = 10.0
 LOADERS_AT_ONCE = 100
 _AGAIN_S = 0.2
-_TROUBLE = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, Deposed)
+_TROUBLE = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, StaleEpoch)
 
 
 async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
@@ -97,8 +97,10 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     """One term. Returns the epoch that the next one must exceed."""
     repository = Repository(engine)
     policy = settings.rules()
-    loads = Loads(metrics.plan)
-    loop = SchedulerLoop(keeping(await repository.load(term.epoch, clock.now()), policy.profile.keep), repository, loads, policy)
+    loads = LoadTraces(metrics.plan)
+    loop = SchedulerLoop(
+        with_keep_alive(await repository.load(term.epoch, clock.now()), policy.profile.keep), repository, loads, policy
+    )
     js = mesh.nc.jetstream()
     catalog = Catalog(js, mesh.replicas)
     await ensure_streams(js, mesh.replicas)
@@ -147,27 +149,27 @@ async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrat
         while True:
             try:
                 await repository.prune(epoch, clock.now())
-            except (SQLAlchemyError, OSError, Deposed) as e:
+            except (SQLAlchemyError, OSError, StaleEpoch) as e:
                 log.warning("old plans were not pruned", extra={"error": repr(e)})
-            await asyncio.sleep(PRUNE_S)
+            await asyncio.sleep(PRUNE_PERIOD_S)
 
     async def settle() -> None:
         while True:
             await loop.idle()
-            settle_heap()
-            await asyncio.sleep(SETTLE_S)
+            freeze_heap()
+            await asyncio.sleep(HEAP_PERIOD_S)
 
     async def remember() -> None:
         written: dict[str, tuple[object, ...]] = {}
         while True:
-            await asyncio.sleep(REMEMBER_S)
-            now = {name: told(x) for name, x in loop.state.loaders.items()}
+            await asyncio.sleep(LOADER_STATUS_PERIOD_S)
+            now = {name: persisted_part(x) for name, x in loop.state.loaders.items()}
             changed = [name for name, what in now.items() if written.get(name) != what]
             try:
                 for some in _batches(changed, LOADERS_AT_ONCE):
                     await repository.keep_loaders(epoch, [x for n in some if (x := loop.state.loaders.get(n)) is not None])
                     written |= {n: now[n] for n in some}
-            except (SQLAlchemyError, OSError, Deposed) as e:
+            except (SQLAlchemyError, OSError, StaleEpoch) as e:
                 log.warning("what loaders told was not kept", extra={"error": repr(e)})
 
     timers = {"tick": tick(), "prune": prune(), "settle": settle(), "remember": remember(), "migrations": migrations.watch()}
@@ -176,4 +178,4 @@ async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrat
         yield
     finally:
         await end(*tasks)
-        unsettle_heap()
+        unfreeze_heap()

@@ -12,23 +12,23 @@ from pydantic import TypeAdapter
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository
-from services.scheduler.domain.admin.commands import check, to_inspect
+from services.scheduler.domain.admin.commands import check_names, needs_inspection
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.events import (
-    AddModelsAsked,
-    ChangeNodeAsked,
-    DemandHeard,
+    AddModelsRequested,
+    ChangeNodeRequested,
+    DemandReceived,
     Event,
-    LoaderStatusHeard,
-    MigrateAsked,
-    NodeStatusHeard,
-    RemoveModelAsked,
-    SleepAsked,
-    WaiterGone,
-    WakeAsked,
+    LoaderStatusReceived,
+    MigrationRequested,
+    NodeStatusReceived,
+    RemoveModelRequested,
+    SleepRequested,
+    WaiterCancelled,
+    WakeRequested,
 )
 from services.scheduler.domain.policy import Policy
-from services.scheduler.explaining import Explainer
+from services.scheduler.explain import Explainer
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.views import view
 from shared.contracts import subjects
@@ -120,17 +120,17 @@ class Handlers:
         finally:
             del self._waiting[waiter]
             if future.cancelled():
-                self._loop.post(WaiterGone(clock.now(), waiter))
+                self._loop.post(WaiterCancelled(clock.now(), waiter))
 
     async def _node_status(self, status: NodeStatus) -> None:
-        self._loop.post(NodeStatusHeard(clock.now(), status))
+        self._loop.post(NodeStatusReceived(clock.now(), status))
 
     async def _loader_status(self, status: LoaderStatus) -> None:
-        self._loop.post(LoaderStatusHeard(clock.now(), status))
+        self._loop.post(LoaderStatusReceived(clock.now(), status))
 
     async def _demand(self, demand: Demand) -> Message:
         at = clock.now()
-        return await self._ask(lambda waiter: DemandHeard(at, demand, waiter))
+        return await self._ask(lambda waiter: DemandReceived(at, demand, waiter))
 
     async def _admin(self, request: AdminRequest) -> Message:
         at = clock.now()
@@ -138,13 +138,13 @@ class Handlers:
             case AddModels():
                 return await self._add(request)
             case RemoveModel(name=name, with_adapters=too):
-                return await self._ask(lambda w: RemoveModelAsked(at, w, name, too))
+                return await self._ask(lambda w: RemoveModelRequested(at, w, name, too))
             case WakeModel(name=name):
-                return await self._ask(lambda w: WakeAsked(at, w, name))
+                return await self._ask(lambda w: WakeRequested(at, w, name))
             case SleepModel(name=name):
-                return await self._ask(lambda w: SleepAsked(at, w, name))
+                return await self._ask(lambda w: SleepRequested(at, w, name))
             case ChangeNode(node=node, action=action):
-                return await self._ask(lambda w: ChangeNodeAsked(at, w, node, action))
+                return await self._ask(lambda w: ChangeNodeRequested(at, w, node, action))
             case ExplainPlan():
                 return await self._explainer.explain(request)
             case Migrate():
@@ -171,14 +171,14 @@ class Handlers:
             raise NotFound(f"no engine serves request {request.request_id!r} now; it may be over", param="request_id")
         at, instance_id = clock.now(), source
         to = (request.node or "", request.device or "")
-        return await self._ask(lambda w: MigrateAsked(at, w, instance_id, name, *to, request.wait))
+        return await self._ask(lambda w: MigrationRequested(at, w, instance_id, name, *to, request.wait))
 
     async def _add(self, request: AddModels) -> Message:
         """Read the files of new models first, on some node, then have the loop register all of them or none. `reread`: of all models, but one
         that is known stays as it is while its source cannot be reached."""
-        check(self._loop.state, request.specs, request.prune)
+        check_names(self._loop.state, request.specs, request.prune)
         infos = {}
-        needed = to_inspect(self._loop.state, request.specs)
+        needed = needs_inspection(self._loop.state, request.specs)
         for spec in request.specs if request.reread else needed:
             try:
                 infos[spec.name] = await self._inspect(spec, request.deadline_ms)
@@ -187,7 +187,7 @@ class Handlers:
                     raise
                 log.warning("a model's files could not be read again", extra={"model": spec.name, "error": e.message})
         at = clock.now()
-        return await self._ask(lambda w: AddModelsAsked(at, w, request.specs, infos, request.prune))
+        return await self._ask(lambda w: AddModelsRequested(at, w, request.specs, infos, request.prune))
 
     async def _inspect(self, spec: ModelSpec, deadline_ms: int) -> ModelInfo:
         missing: Exception | None = None
@@ -205,7 +205,7 @@ class Handlers:
         while True:
             now = clock.now()
             state = self._loop.state
-            alive = [n for n in sorted(state.loaders) if state.loader_alive(n, now, self._policy.node_lost_after)]
+            alive = [n for n in sorted(state.loaders) if state.is_loader_alive(n, now, self._policy.node_lost_after_s)]
             if alive:
                 return alive
             if now >= deadline:
@@ -213,8 +213,8 @@ class Handlers:
                     "no node is alive to read the model's files; start one with `thaw up`, or python -m services.loader",
                     should_retry=True,
                 )
-            self._loop.loader_heard.clear()
+            self._loop.loader_status_received.clear()
             try:
-                await asyncio.wait_for(self._loop.loader_heard.wait(), deadline - now)
+                await asyncio.wait_for(self._loop.loader_status_received.wait(), deadline - now)
             except TimeoutError:
                 continue

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from services.scheduler.adapters import clock
-from services.scheduler.adapters.loads import Loads
+from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, durable
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import Effect, LoadStarted, ReplyTo, StepDown
-from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, LoaderStatusHeard, NodeStatusHeard
+from services.scheduler.domain.events import DemandBatch, DemandReceived, Event, LoaderStatusReceived, NodeStatusReceived
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import Change, Traced, apply
 from services.scheduler.domain.state.cluster import ClusterState
@@ -22,9 +22,9 @@ from shared.errors import ThawError
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
-AT_A_STRETCH = 16
+DECISIONS_PER_TURN = 16
 """Decisions made before other work of the process has its turn."""
-MAX_AHEAD = 512
+MAX_UNCOMMITTED = 512
 """Decisions that may wait for the database."""
 
 
@@ -36,14 +36,14 @@ class SteppedDown(Exception):
         super().__init__(f"epoch {epoch} has been seen")
 
 
-def together(events: list[Event]) -> list[Event]:
+def merge_demand(events: list[Event]) -> list[Event]:
     """`events`, those in a row that tell of demand as one: they are decided together, not first come only."""
     found: list[Event] = []
-    for is_demand, run in groupby(events, key=lambda e: isinstance(e, DemandHeard)):
+    for is_demand, run in groupby(events, key=lambda e: isinstance(e, DemandReceived)):
         some = list(run)
         if is_demand and len(some) > 1:
-            heard = tuple(e for e in some if isinstance(e, DemandHeard))
-            found.append(DemandsHeard(heard[-1].at, heard))
+            heard = tuple(e for e in some if isinstance(e, DemandReceived))
+            found.append(DemandBatch(heard[-1].at, heard))
         else:
             found += some
     return found
@@ -63,9 +63,9 @@ class SchedulerLoop:
     way is committed in the next one, together; only then its effects are carried out, in order. So nothing is told to anybody that a crash
     could take back: a term that ends before its commit takes its state with it."""
 
-    def __init__(self, state: ClusterState, repository: Repository, loads: Loads, policy: Policy) -> None:
+    def __init__(self, state: ClusterState, repository: Repository, loads: LoadTraces, policy: Policy) -> None:
         self.state = state
-        self.loader_heard = asyncio.Event()
+        self.loader_status_received = asyncio.Event()
         self._repository = repository
         self._loads = loads
         self._policy = policy
@@ -83,7 +83,7 @@ class SchedulerLoop:
         await self._events.join()
 
     async def run(self, outbox: Outbox) -> None:
-        """Until cancelled. Raises `SteppedDown`, `Deposed` or the database's error when this leader's term is over."""
+        """Until cancelled. Raises `SteppedDown`, `StaleEpoch` or the database's error when this leader's term is over."""
         tasks = [
             asyncio.create_task(self._decide_all(), name="decide events"),
             asyncio.create_task(self._keep_all(outbox), name="keep decisions"),
@@ -100,11 +100,11 @@ class SchedulerLoop:
         while True:
             await self._few.wait()
             stretch = [await self._events.get()]
-            while len(stretch) < AT_A_STRETCH and not self._events.empty():
+            while len(stretch) < DECISIONS_PER_TURN and not self._events.empty():
                 stretch.append(self._events.get_nowait())
-            for event in together(stretch):
+            for event in merge_demand(stretch):
                 self._decide(event)
-            if len(self._decided.events) >= MAX_AHEAD:
+            if len(self._decided.events) >= MAX_UNCOMMITTED:
                 self._few.clear()
             await asyncio.sleep(0)  # a transaction may be over
 
@@ -123,13 +123,13 @@ class SchedulerLoop:
 
     def _decide(self, event: Event) -> None:
         decided = self._decided
-        decided.events += event.heard if isinstance(event, DemandsHeard) else (event,)
+        decided.events += event.demands if isinstance(event, DemandBatch) else (event,)
         self._some.set()
         try:
             decision = decide(self.state, event, clock.now(), self._policy)
         except Exception as e:  # the state is as before: one event must not end the mesh
             log.exception("an event could not be decided", extra={"event": type(event).__name__})
-            for each in event.heard if isinstance(event, DemandsHeard) else (event,):
+            for each in event.demands if isinstance(event, DemandBatch) else (event,):
                 waiter = getattr(each, "waiter", None)
                 if waiter is not None:
                     decided.effects.append(ReplyTo(waiter, ThawError(f"{type(e).__name__} while deciding: {e}").body()))
@@ -138,7 +138,7 @@ class SchedulerLoop:
             if isinstance(effect, StepDown):
                 raise SteppedDown(effect.epoch)
         traced = self._trace(decision.effects)
-        self.state.absorb(decision.above)
+        self.state.absorb(decision.overlay)
         apply(self.state, traced)
         decided.changes += (*decision.changes, *traced)
         decided.effects += decision.effects
@@ -152,7 +152,7 @@ class SchedulerLoop:
 
     def _notify(self, batch: list[Event], heard: Callable[[str], None]) -> None:
         for event in batch:
-            if isinstance(event, NodeStatusHeard):
+            if isinstance(event, NodeStatusReceived):
                 heard(event.status.node)
-            elif isinstance(event, LoaderStatusHeard):
-                self.loader_heard.set()
+            elif isinstance(event, LoaderStatusReceived):
+                self.loader_status_received.set()

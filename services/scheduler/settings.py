@@ -81,13 +81,13 @@ class SchedulerSettings(CommonSettings):
         """What decisions depend on."""
         return Policy(
             profile=profile_named(self.policy),
-            preempt_after=self.preempt_after,
-            min_active=self.min_active,
-            no_node_timeout=self.no_node_timeout,
-            drain_timeout=self.drain_timeout,
-            scale_up_after=self.scale_up_after,
-            grant_wait=self.grant_wait,
-            park_at_once=self.park_at_once,
+            preempt_after_s=self.preempt_after,
+            min_active_s=self.min_active,
+            no_node_timeout_s=self.no_node_timeout,
+            drain_timeout_s=self.drain_timeout,
+            scale_up_after_s=self.scale_up_after,
+            grant_wait_s=self.grant_wait,
+            park_concurrency=self.park_at_once,
             prefetch=self.prefetch,
-            rebalance_every=self.rebalance_every,
+            rebalance_period_s=self.rebalance_every,
         )

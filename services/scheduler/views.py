@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.prewarm.parking import view_of
+from services.scheduler.domain.prewarm.parking import park_view
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance, Node
 from shared.contracts.admin import ClusterView, ModelView, NodeView
@@ -15,10 +15,10 @@ def view(state: ClusterState, scheduler: str, now: float, policy: Policy) -> Clu
     models = tuple(
         ModelView(
             card=m.card,
-            waiting=state.waiting(m.key),
+            waiting=state.waiting_count(m.key),
             last_plan=state.last_plan_of(m.key),
             error=m.error,
-            park=view_of(state, m, now, policy),
+            park=park_view(state, m, now, policy),
         )
         for m in sorted(state.models.values(), key=lambda m: m.key)
     )
@@ -30,7 +30,7 @@ def _node(state: ClusterState, node: Node, now: float, policy: Policy) -> NodeVi
     presence = state.presence.get(node.name)
     status = presence.status if presence else None
     alive = presence is not None and presence.alive and status is not None
-    claims = tuple(_claim(i) for i in state.on_node(node.name) if i.claim)
+    claims = tuple(_claim(i) for i in state.on_node(node.name) if i.is_claim)
     unheard = tuple(
         DeviceStatus(device_id=d.device_id, kind=d.kind, name=d.name, budget_bytes=d.budget_bytes, reserved_bytes=0)
         for d in node.devices
@@ -39,8 +39,8 @@ def _node(state: ClusterState, node: Node, now: float, policy: Policy) -> NodeVi
         node=node.name,
         alive=alive,
         cordoned=node.cordoned,
-        loader_alive=state.loader_alive(node.name, now, policy.node_lost_after),
-        last_seen_ms=int((now - presence.heard_at) * 1e3) if presence and status else None,
+        loader_alive=state.is_loader_alive(node.name, now, policy.node_lost_after_s),
+        last_seen_ms=int((now - presence.last_message_at) * 1e3) if presence and status else None,
         labels=node.labels,
         devices=status.devices if status else unheard,
         instances=(*(status.instances if status and alive else ()), *claims),

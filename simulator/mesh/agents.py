@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.scheduler.domain.events import Event, LoaderStatusHeard, NodeStatusHeard, StartRefused, StopRefused
+from services.scheduler.domain.events import Event, LoaderStatusReceived, NodeStatusReceived, StartRefused, StopRefused
 from shared.contracts.node import InstanceState, ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.phases import Phase
 from shared.errors import InstanceBusy, InsufficientMemory, NotFound, ThawError, Unavailable
@@ -78,11 +78,11 @@ class Agents:
         """Its status, at once."""
         self._dirty.pop(node.name, None)
         if node.alive:
-            self._post(NodeStatusHeard(self._world.clock.now + self._delay, node.status(self._world.clock.now)))
+            self._post(NodeStatusReceived(self._world.clock.now + self._delay, node.status(self._world.clock.now)))
 
     def report_loader(self, node: MeshNode) -> None:
         if node.alive:
-            self._post(LoaderStatusHeard(self._world.clock.now + self._delay, node.loader_status()))
+            self._post(LoaderStatusReceived(self._world.clock.now + self._delay, node.loader_status()))
 
     def loads_changed(self, node: MeshNode) -> None:
         if node.name not in self._dirty:
@@ -104,7 +104,7 @@ class Agents:
         engine = Instance(
             command.instance_id, model, [Part(device, command.reserve_bytes)], world.clock, world.runtime, self._answered
         )
-        instance = MeshInstance(command, engine, device, world.clock.now, suspendable="suspend" in world.can, phases=before)
+        instance = MeshInstance(command, engine, device, world.clock.now, can_suspend="suspend" in world.can, phases=before)
         instance.resume_s = world.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in device.path)
         device.instances[engine.key] = engine
         node.instances[instance.key] = instance
@@ -151,7 +151,7 @@ class Agents:
             return
         self._world.outcome.startup.append(self._world.clock.now - instance.began)
         self._ready(node, instance)
-        if instance.command.park and instance.suspendable:
+        if instance.command.park and instance.can_suspend:
             self._drain(node, instance, "suspend")
 
     def _ready(self, node: MeshNode, instance: MeshInstance) -> None:
@@ -181,7 +181,7 @@ class Agents:
         if instance.state is not InstanceState.READY:
             self.weights.end(instance)
             then = "stop"
-        self._drain(node, instance, then if instance.suspendable else "stop")
+        self._drain(node, instance, then if instance.can_suspend else "stop")
 
     def _drain(self, node: MeshNode, instance: MeshInstance, then: str) -> None:
         self.listener.unrouted(instance)

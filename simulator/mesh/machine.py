@@ -30,7 +30,7 @@ class MeshInstance:
     snapshot: int = 0
     resume_s: float = 0.0
     """What coming back is expected to take."""
-    suspendable: bool = False
+    can_suspend: bool = False
     holds: bool = False
     """Whether the weights are kept in its node's memory for it."""
     phases: tuple[tuple[Phase, float, float], ...] = ()
@@ -158,8 +158,8 @@ def _report(i: MeshInstance, now: float) -> InstanceStatus:
         if i.state is InstanceState.READY
         else (),
         suspension=Suspension(
-            possible=i.suspendable,
-            way="cuda" if i.suspendable else None,
+            possible=i.can_suspend,
+            way="cuda" if i.can_suspend else None,
             freed_bytes=c.reserve_bytes if i.snapshot else 0,
             snapshot_bytes=i.snapshot,
             need_bytes=c.reserve_bytes,

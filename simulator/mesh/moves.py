@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.scheduler.domain.events import Event, MigrationHeard
+from services.scheduler.domain.events import Event, MigrationUpdated
 from shared.contracts.migration import MigrationRecord, MigrationRound, MigrationState, MovedRequest
 from shared.contracts.node import InstanceState
 from simulator.instances import Run
@@ -74,4 +74,4 @@ class _Migration:
     def _end(self, state: MigrationState, moved: tuple[MovedRequest, ...] = ()) -> None:
         now = self._world.clock.now
         update = {"state": state, "rounds": tuple(self._rounds), "requests": moved, "duration_ms": (now - self._began) * 1e3}
-        self._post(MigrationHeard(now, self._record.model_copy(update=update)))
+        self._post(MigrationUpdated(now, self._record.model_copy(update=update)))

@@ -15,7 +15,7 @@ from math import inf
 
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import (
-    CallOffMigration,
+    CancelMigration,
     Effect,
     LoadEnded,
     OrderMigration,
@@ -27,10 +27,10 @@ from services.scheduler.domain.effects import (
     SendStop,
     SendSuspend,
 )
-from services.scheduler.domain.events import DemandHeard, DemandsHeard, Event, Recovered, Tick
+from services.scheduler.domain.events import DemandBatch, DemandReceived, Event, Recovered, Tick
 from services.scheduler.domain.policies.port import Profile
 from services.scheduler.domain.policy import LIVE, Policy
-from services.scheduler.domain.state.booking_index import Dues
+from services.scheduler.domain.state.booking_index import DueTimes
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Model, Node
@@ -101,12 +101,12 @@ class Simulation:
             profile=profile or given.profile,
             capabilities=live,
             # Nodes and the gateway are heard of as long as there is something to say; only one that has failed falls silent.
-            node_lost_after=NODE_LOST_AFTER_S if fails else inf,
-            demand_lost_after=inf,
+            node_lost_after_s=NODE_LOST_AFTER_S if fails else inf,
+            demand_lost_after_s=inf,
             # Its nodes keep no queue of reservations: what a status message takes is all that one would save.
-            grant_wait=0.0,
-            recovery_window=0.0,
-            demand_settle=0.0,
+            grant_wait_s=0.0,
+            recovery_window_s=0.0,
+            demand_grace_s=0.0,
         )
         self.world = World(cluster, groups, self._policy.profile, seed)
         self.world.can = live
@@ -165,7 +165,7 @@ class Simulation:
 
     def _beat(self) -> None:
         """Nodes report every second while anything is open: else there is nothing to learn from them."""
-        if self._gateway.open or self._fails or self.state.unmet or self.state.claimed:
+        if self._gateway.open or self._fails or self.state.unschedulable or self.state.claimed:
             for node in self.nodes.values():
                 self.agents.report(node)
                 if node.sim.network.flows:
@@ -194,7 +194,7 @@ class Simulation:
 
     def _told(self, demand: Demand) -> None:
         delay = self.world.runtime.gateway_ms / 1e3 + self._delay
-        self._clock.after(delay, lambda: self._hear(DemandHeard(self._clock.now, demand, "w")))
+        self._clock.after(delay, lambda: self._hear(DemandReceived(self._clock.now, demand, "w")))
 
     def _later(self, event: Event) -> None:
         self._clock.after(self._delay, lambda: self._hear(event))
@@ -209,10 +209,10 @@ class Simulation:
     def _turn(self) -> None:
         heard, self._heard = self._heard, []
         before = self._sent
-        for is_demand, run in groupby(heard, key=lambda e: isinstance(e, DemandHeard)):
+        for is_demand, run in groupby(heard, key=lambda e: isinstance(e, DemandReceived)):
             some = list(run)
-            demands = tuple(e for e in some if isinstance(e, DemandHeard))
-            for event in (DemandsHeard(self._clock.now, demands),) if is_demand and len(some) > 1 else some:
+            demands = tuple(e for e in some if isinstance(e, DemandReceived))
+            for event in (DemandBatch(self._clock.now, demands),) if is_demand and len(some) > 1 else some:
                 self._decide(event)
         if self._sent > before or self._heard:
             self._clock.after(self._decision if self._sent > before else 0.0, self._turned)
@@ -254,7 +254,7 @@ class Simulation:
                 self._send(partial(self._gateway.failed, failed.model))
             case LoadEnded(plan=plan) if plan.outcome == "ready" and plan.chosen and plan.chosen.predicted_ms and plan.measured_ms:
                 self.outcome.prediction_errors.append((plan.measured_ms - plan.chosen.predicted_ms) / 1e3)
-            case CallOffMigration():
+            case CancelMigration():
                 raise AssertionError("a migrator takes up every order at once")
             case _:
                 pass
@@ -279,9 +279,9 @@ class Simulation:
         """The scheduler's timer, left out while nothing depends on the time."""
         if self._ticking:
             return
-        state, dues = self.state, self.state.dues
-        first = dues.order[0][0] if isinstance(dues, Dues) and dues.order else inf
-        if state.unmet or state.claimed or state.pauses or state.pressure or state.moves or self._fails:
+        state, dues = self.state, self.state.deadlines
+        first = dues.order[0][0] if isinstance(dues, DueTimes) and dues.order else inf
+        if state.unschedulable or state.claimed or state.cooldowns or state.overload or state.migrations or self._fails:
             first = self._clock.now
         if first < inf:
             self._ticking = True

@@ -30,7 +30,7 @@ def any_device(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     if not devices:
         return None
     device = devices[int(drawn(seed, ask.model, ask.request_id) * len(devices))]
-    return min((o for o in options if o.key == device), key=lambda o: (o.cost.total, o.way))
+    return min((o for o in options if o.key == device), key=lambda o: (o.cost.total_s, o.way))
 
 
 def first_fit(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
@@ -41,9 +41,9 @@ def first_fit(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 def bound(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """Early binding (Torpor §2.2): an instance once made is the only one; the device with the most free memory gets a new one."""
     ready = [o for o in options if o.way == "ready"]
-    if ready or ask.extra:
+    if ready or ask.is_extra:
         return min(ready, key=lambda o: o.key, default=None)
-    return min(options, key=lambda o: (-o.free, o.key), default=None)
+    return min(options, key=lambda o: (-o.free_bytes, o.key), default=None)
 
 
 def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
@@ -51,7 +51,7 @@ def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Optio
 
     def place(o: Option) -> tuple[bool, bool, float, tuple[str, ...]]:
         leaving = [r.last_used for d in o.devices for r in d.residents if r.key in o.clearance.victims]
-        return (o.way != "ready", bool(leaving), max(leaving, default=-o.free), o.key)
+        return (o.way != "ready", bool(leaving), max(leaving, default=-o.free_bytes), o.key)
 
     return min(options, key=place, default=None)
 

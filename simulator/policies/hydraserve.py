@@ -142,13 +142,15 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """Algorithm 1's last step over options: `cost.total` is its TTFT, `tpot_s` its TPOT. What is ready or warm is an option of one stage like
     any other, and is taken before sharing is compared: it starts nothing."""
     if ready := [o for o in options if o.way == "ready"]:
-        return min(ready, key=lambda o: (o.cost.total, o.key))
-    limit, step = ask.slo_ttft, ask.slo_tpot
-    within = [o for o in options if (limit is None or o.cost.total <= limit) and (step is None or o.tpot_s <= step)]
+        return min(ready, key=lambda o: (o.cost.total_s, o.key))
+    limit, step = ask.slo_ttft_s, ask.slo_tpot_s
+    within = [o for o in options if (limit is None or o.cost.total_s <= limit) and (step is None or o.tpot_s <= step)]
     if within:
-        return min(within, key=lambda o: (o.sharing, o.full_workers + (o.stages - o.full_workers) / o.stages, o.cost.total, o.key))
+        return min(
+            within, key=lambda o: (o.sharing, o.full_workers + (o.stages - o.full_workers) / o.stages, o.cost.total_s, o.key)
+        )
     alone = [o for o in options if (o.stages, o.full_workers) == (1, 1)]
-    return min(alone, key=lambda o: (o.cost.total, o.clearance.penalty, o.key), default=None)
+    return min(alone, key=lambda o: (o.cost.total_s, o.clearance.penalty_s, o.key), default=None)
 
 
 PROFILE = Profile(

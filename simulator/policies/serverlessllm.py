@@ -23,14 +23,14 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     if found is None:
         return None
     moves = {key: to for key, to in found.moves if to}
-    seconds = {(v.key, m.device): (m.node, m.seconds) for v in serving for m in v.moves}
+    seconds = {(v.key, m.device): (m.node, m.total_s) for v in serving for m in v.moves}
     queues: dict[str, float] = {}
     for pair in moves.items():
         node, took = seconds[pair]
         queues[node] = queues.get(node, 0.0) + took
     delay = max(queues.values(), default=0.0)
     return Clearance(
-        "migrate" if moves else "evict", tuple(k for k, _ in found.moves), found.freed, delay, penalty=found.seconds, moves=moves
+        "migrate" if moves else "evict", tuple(k for k, _ in found.moves), found.freed, delay, penalty_s=found.seconds, moves=moves
     )
 
 

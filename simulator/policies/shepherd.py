@@ -20,7 +20,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     found = serverlessllm.clear(ask, device, short, now)
     if found is None or found.how == "evict":
         return found
-    return Clearance("preempt", found.victims, found.freed, penalty=found.penalty)
+    return Clearance("preempt", found.victims, found.freed_bytes, penalty_s=found.penalty_s)
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:

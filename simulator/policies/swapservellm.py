@@ -17,8 +17,8 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     found = in_order(running, short, "suspend")
     if found is None:
         return None
-    left = sum(r.left_s for r in running if r.key in found.victims)
-    return Clearance(found.how, found.victims, found.freed, left, found.penalty)
+    left = sum(r.remaining_s for r in running if r.key in found.victims)
+    return Clearance(found.how, found.victims, found.freed_bytes, left, found.penalty_s)
 
 
 PROFILE = Profile(

@@ -11,7 +11,7 @@ from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """Lines 3 to 10 of Algorithm 2 for one request: the least estimated load time (S - S') / B over the devices that can run it. The first of
     equals is taken, as there."""
-    return min(options, key=lambda o: (o.cost.total, o.key), default=None)
+    return min(options, key=lambda o: (o.cost.total_s, o.key), default=None)
 
 
 def schedule(asks: Sequence[Ask], options: Mapping[str, Sequence[Option]]) -> list[tuple[Ask, Option]]:
@@ -29,7 +29,7 @@ def schedule(asks: Sequence[Ask], options: Mapping[str, Sequence[Option]]) -> li
 
 def eviction_cost(r: Resident) -> float:
     """Eq. 2: c = p · (s / b) · alpha: how likely it is missed, the seconds to load it again, and what a second of its model counts."""
-    return r.miss * r.reload_s * r.sensitivity
+    return r.miss_probability * r.reload_s * r.sensitivity
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:

@@ -24,10 +24,10 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     if here := [o for o in available if o.way == "ready"]:
         return sorted(here, key=lambda o: o.key)[int(drawn(seed, ask.model) * len(here))]
     if copies := [o for o in available if o.way == "peer_copy"]:
-        return min(copies, key=lambda o: (o.cost.total, o.clearance.penalty, o.key))
+        return min(copies, key=lambda o: (o.cost.total_s, o.clearance.penalty_s, o.key))
     for quiet in (("none",), ("none", "light"), ("none", "light", "heavy")):
         if from_host := [o for o in available if all(d.neighbour_loads in quiet for d in o.devices)]:
-            return min(from_host, key=lambda o: (o.clearance.penalty, -o.free, o.key))
+            return min(from_host, key=lambda o: (o.clearance.penalty_s, -o.free_bytes, o.key))
     return None
 
 
@@ -40,7 +40,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
 
 
 def _class(r: Resident) -> int:
-    return 0 if r.copies > 1 else 2 if r.heavy else 1
+    return 0 if r.replicas > 1 else 2 if r.is_heavy else 1
 
 
 PROFILE = Profile(

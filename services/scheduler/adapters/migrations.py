@@ -13,7 +13,7 @@ from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
 from services.scheduler.adapters import clock
-from services.scheduler.domain.events import Event, MigrationHeard
+from services.scheduler.domain.events import Event, MigrationUpdated
 from shared.contracts import subjects
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MIGRATION_KEPT_S, FindRequest, ListRequests, MigrationRecord, RequestFound, RequestsListed
@@ -61,7 +61,7 @@ class Migrations:
             self._records[key] = record
             self._heard.pop(key, None)
             self._heard[key] = now
-            self._post(MigrationHeard(now, record))
+            self._post(MigrationUpdated(now, record))
             self._forget(now - MIGRATION_KEPT_S)
 
     def _forget(self, before: float) -> None:
@@ -73,7 +73,7 @@ class Migrations:
         self._heard.pop(key, None)
         record = self._records.pop(key, None)
         if record is not None and not record.over:
-            self._post(MigrationHeard(clock.now(), record.model_copy(update={"state": "cancelled"})))
+            self._post(MigrationUpdated(clock.now(), record.model_copy(update={"state": "cancelled"})))
 
     def latest(self, migration_id: str | None, limit: int) -> tuple[MigrationRecord, ...]:
         """The latest first."""

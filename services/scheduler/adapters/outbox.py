@@ -17,10 +17,10 @@ from nats.js import JetStreamContext
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog
-from services.scheduler.adapters.loads import SCHEDULER, Loads
+from services.scheduler.adapters.load_traces import SCHEDULER, LoadTraces
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.domain.effects import (
-    CallOffMigration,
+    CancelMigration,
     DeleteCatalog,
     Effect,
     LoadEnded,
@@ -71,7 +71,7 @@ class Outbox:
         mesh: Mesh,
         js: JetStreamContext,
         catalog: Catalog,
-        loads: Loads,
+        loads: LoadTraces,
         post: Callable[[Event], None],
         reply: Callable[[ReplyTo], None],
         patience: float,
@@ -115,7 +115,7 @@ class Outbox:
                     self._lane("traces", self._trace_job(self._loads.ended(effect)))
                 case OrderMigration(record):
                     self._lane("migrations", partial(self._migrations.order, record))
-                case CallOffMigration(migration_id, error):
+                case CancelMigration(migration_id, error):
                     self._lane("migrations", partial(self._migrations.call_off, migration_id, error))
                 case PutCatalog(card):
                     catalogued = True

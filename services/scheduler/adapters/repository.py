@@ -11,8 +11,8 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
-from services.scheduler.adapters.garbage import growing_heap
-from services.scheduler.adapters.learned import (
+from services.scheduler.adapters.gc_tuning import growing_heap
+from services.scheduler.adapters.statistics import (
     delete_estimates,
     forget_unknown,
     read_estimates,
@@ -23,7 +23,7 @@ from services.scheduler.adapters.learned import (
 from services.scheduler.domain.state.changes import Change, Drop, Put, Traced, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node, key_of
-from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, MeasuredNeed, Profile
+from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, MeasuredMemory, MemoryProfile
 from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
@@ -35,7 +35,7 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
     Instance: (tables.instances, "instance_id"),
     PlanRecord: (tables.plans, "plan_id"),
     Estimate: (tables.parameters, ""),
-    MeasuredNeed: (tables.profiles, "model"),
+    MeasuredMemory: (tables.profiles, "model"),
 }
 _REMEMBERED_PLANS = 1000
 """Plans read back for `thaw explain` without a database call."""
@@ -48,7 +48,7 @@ _TRACE_INSTANCE = (
 )
 
 
-class Deposed(Exception):
+class StaleEpoch(Exception):
     """Another leader has been elected: nothing was written."""
 
 
@@ -57,7 +57,7 @@ class Repository:
         self._engine = engine
 
     async def commit(self, epoch: int, changes: Iterable[Change]) -> None:
-        """Write the durable ones of `changes` in one transaction. Raises `Deposed` if `epoch` is not the present one."""
+        """Write the durable ones of `changes` in one transaction. Raises `StaleEpoch` if `epoch` is not the present one."""
         puts, drops, traced = _net(changes)
         if not (puts or drops or traced):
             return
@@ -93,7 +93,7 @@ class Repository:
         return state
 
     async def keep_loaders(self, epoch: int, loaders: Iterable[LoaderPresence]) -> None:
-        """What these loaders told last, in place of what was known of their nodes. Raises `Deposed` as `commit` does."""
+        """What these loaders told last, in place of what was known of their nodes. Raises `StaleEpoch` as `commit` does."""
         async with self._engine.begin() as connection:
             await _fence(connection, epoch)
             await write_loaders(connection, loaders)
@@ -121,7 +121,7 @@ class Repository:
         """Delete plans over seven days old or beyond the newest ten thousand, but none that is pending; how many were deleted.
 
         Deletes PRUNE_BATCH rows in each transaction, so that decisions wait for none of them for long.
-        Raises `Deposed` if `epoch` is not the present one.
+        Raises `StaleEpoch` if `epoch` is not the present one.
         """
         async with self._engine.begin() as connection:
             await _fence(connection, epoch)
@@ -144,7 +144,7 @@ async def _fence(connection: AsyncConnection, epoch: int) -> None:
     """No other leader begins before this transaction is over."""
     guard = select(tables.leadership.c.epoch).where(tables.leadership.c.epoch == epoch).with_for_update(read=True)
     if (await connection.execute(guard)).first() is None:
-        raise Deposed(f"epoch {epoch} is over")
+        raise StaleEpoch(f"epoch {epoch} is over")
 
 
 def durable(changes: Iterable[Change]) -> bool:
@@ -221,11 +221,11 @@ def _row(entity: Entity) -> dict[str, Any]:
                 "name": entity.key,
                 "card": entity.card,
                 "error": entity.error,
-                "resting": entity.resting,
+                "resting": entity.sleep_requested,
             }
         case Node():
             return {k: v for k, v in _fields(entity).items() if k != "devices"}
-        case MeasuredNeed():
+        case MeasuredMemory():
             return {**_fields(entity), "by_kind": {k: p.model_dump() for k, p in entity.by_kind.items()}}
         case Instance():
             return {**_fields(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
@@ -238,13 +238,13 @@ def _row(entity: Entity) -> dict[str, Any]:
     raise TypeError(f"{type(entity).__name__} is not kept in the database")
 
 
-def _fields(entity: Node | Instance | MeasuredNeed) -> dict[str, Any]:
+def _fields(entity: Node | Instance | MeasuredMemory) -> dict[str, Any]:
     """As `dataclasses.asdict`, which copies every value: these are frozen, or made into JSON at once."""
     return {f.name: getattr(entity, f.name) for f in fields(entity)}
 
 
-def _profile(row: dict[str, Any]) -> MeasuredNeed:
-    return MeasuredNeed(**{**row, "by_kind": {k: Profile.model_validate(p) for k, p in row["by_kind"].items()}})
+def _profile(row: dict[str, Any]) -> MeasuredMemory:
+    return MeasuredMemory(**{**row, "by_kind": {k: MemoryProfile.model_validate(p) for k, p in row["by_kind"].items()}})
 
 
 async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:

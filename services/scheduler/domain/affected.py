@@ -10,80 +10,93 @@ from typing import Any
 
 from services.scheduler.domain.state.changes import Put
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import ModelDemand, Presence, Pressure, Seen, Trouble, Unmet, Waiter
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import (
+    FailureHistory,
+    InstanceReport,
+    ModelDemand,
+    Overload,
+    Presence,
+    Unschedulable,
+    Waiter,
+)
 
-_BY_MODEL: frozenset[type[Any]] = frozenset((Model, ModelDemand, Unmet, Pressure, Trouble))
+_BY_MODEL: frozenset[type[Any]] = frozenset((Model, ModelDemand, Unschedulable, Overload, FailureHistory))
 
 
-class Everything:
+class FullScope:
     """The whole state; of the instances only those that are due, if all that has happened is that time has passed."""
 
-    def __init__(self, d: Draft, *, only_due: bool = False) -> None:
-        self._d = d
+    def __init__(self, tx: Transaction, *, only_due: bool = False) -> None:
+        self._tx = tx
         self._only_due = only_due
 
     def instances(self) -> list[Instance]:
-        return self._d.due() if self._only_due else list(self._d.state.instances.values())
+        return self._tx.due_instances() if self._only_due else list(self._tx.state.instances.values())
 
     def claimed(self) -> list[tuple[str, str]]:
-        return sorted(self._d.state.claimed.values())
+        return sorted(self._tx.state.claimed.values())
 
     def models(self) -> set[str]:
-        state = self._d.state
+        state = self._tx.state
         return {
             *state.demand,
-            *state.kept_up,
+            *state.kept_running,
             *state.to_park,
-            *state.unmet,
+            *state.unschedulable,
             *(w.model for w in state.waiters.values() if w.kind == "wake"),
         }
 
 
-class Touched:
+class ChangedScope:
     """What the draft's changes so far have touched; asked again, it has heard of those made meanwhile."""
 
-    def __init__(self, d: Draft) -> None:
-        self._d = d
+    def __init__(self, tx: Transaction) -> None:
+        self._tx = tx
         self._read = 0
         self._models: set[str] = set()
         self._nodes: set[str] = set()
 
     def instances(self) -> list[Instance]:
         self._look()
-        state = self._d.state
+        state = self._tx.state
         found = {i.instance_id: i for node in sorted(self._nodes) for i in state.on_node(node)}
         found |= {i.instance_id: i for model in sorted(self._models) for i in state.of_model(model)}
         return list(found.values())
 
     def claimed(self) -> list[tuple[str, str]]:
-        claimed = self._d.state.claimed
-        return sorted(claimed[key] for key in self._d.rebooked() if key in claimed)
+        claimed = self._tx.state.claimed
+        return sorted(claimed[key] for key in self._tx.changed_devices() if key in claimed)
 
     def models(self) -> set[str]:
         self._look()
-        return self._models | set(self._d.state.unmet) if self._roomier() else self._models
+        return self._models | set(self._tx.state.unschedulable) if self._roomier() else self._models
 
     def _roomier(self) -> bool:
         """Whether something that did not fit anywhere may fit now."""
-        before, after = self._d.origin.bookings, self._d.state.bookings
-        for key in self._d.rebooked():
+        before, after = self._tx.origin.bookings, self._tx.state.bookings
+        for key in self._tx.changed_devices():
             new, old = after.get(key), before.get(key)
-            if new is not None and not new.closed:
-                if old is None or old.closed:
+            if new is not None and not new.closed_reason:
+                if old is None or old.closed_reason:
                     return True
-                if new.free > old.free or new.coming > old.coming or new.idle > old.idle or new.movable > old.movable:
+                if (
+                    new.free_bytes > old.free_bytes
+                    or new.free_soon_bytes > old.free_soon_bytes
+                    or new.idle_bytes > old.idle_bytes
+                    or new.evictable_bytes > old.evictable_bytes
+                ):
                     return True
         return False
 
     def _look(self) -> None:
-        changes = self._d.changes
+        changes = self._tx.changes
         for change in changes[self._read :]:
             if isinstance(change, Put):
                 self._touch(change.entity)
             elif change.kind in _BY_MODEL:
                 self._models.add(change.key)
-            elif (old := self._d.before(change.kind, change.key)) is not None:
+            elif (old := self._tx.original(change.kind, change.key)) is not None:
                 self._touch(old)
         self._read = len(changes)
 
@@ -92,7 +105,7 @@ class Touched:
             self._models.add(key_of(entity))
         elif isinstance(entity, Instance | Waiter):
             self._models.add(entity.model)
-        elif isinstance(entity, Seen):
+        elif isinstance(entity, InstanceReport):
             self._models.add(entity.status.model)
         elif isinstance(entity, Node | Presence):
             self._nodes.add(entity.key)

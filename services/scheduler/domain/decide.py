@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from services.scheduler.domain.admin.commands import administer
-from services.scheduler.domain.demand.reports import answer_demand, forget_old_demand, hear_demand
-from services.scheduler.domain.demand.slo import adapt
+from services.scheduler.domain.admin.commands import execute
+from services.scheduler.domain.demand.reports import apply_demand, expire_demand, reply_to_demand
+from services.scheduler.domain.demand.slo import adapt_alpha
 from services.scheduler.domain.effects import Effect, StepDown
 from services.scheduler.domain.events import (
-    AddModelsAsked,
-    ChangeNodeAsked,
+    AddModelsRequested,
+    ChangeNodeRequested,
     CommandAccepted,
-    DemandHeard,
-    DemandsHeard,
+    DemandBatch,
+    DemandReceived,
     Event,
-    LoaderStatusHeard,
-    MigrateAsked,
-    MigrationHeard,
-    NodeStatusHeard,
+    LoaderStatusReceived,
+    MigrationRequested,
+    MigrationUpdated,
+    NodeStatusReceived,
     Recovered,
-    RemoveModelAsked,
-    SleepAsked,
+    RemoveModelRequested,
+    SleepRequested,
     StartRefused,
     StopRefused,
     Tick,
-    WaiterGone,
-    WakeAsked,
+    WaiterCancelled,
+    WakeRequested,
 )
-from services.scheduler.domain.lifecycle.failures import refused, resume_refused, start_failed
-from services.scheduler.domain.lifecycle.node_status import end_stalled_starts, hear_node, lose_silent_nodes
-from services.scheduler.domain.lifecycle.transitions import release
-from services.scheduler.domain.migration.orders import ask, drain_node, forget_waiter, hear
+from services.scheduler.domain.lifecycle.failures import on_resume_refused, on_start_failed, on_start_refused
+from services.scheduler.domain.lifecycle.node_status import apply_node_status, expire_silent_nodes, stop_stalled_starts
+from services.scheduler.domain.lifecycle.transitions import release_weights
+from services.scheduler.domain.migration.orders import apply_migration_record, cancel_waiter, drain_node, request_migration
 from services.scheduler.domain.migration.rebalance import rebalance
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.reconcile import settle
+from services.scheduler.domain.reconcile import reconcile
 from services.scheduler.domain.state.changes import Change
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import LoaderPresence, Pause, Presence, Waiter
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import Cooldown, LoaderPresence, Presence, Waiter
 from services.scheduler.domain.values import replace, value
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
@@ -58,79 +58,79 @@ class Decision:
     changes: tuple[Change, ...]
     effects: tuple[Effect, ...]
     plans: tuple[PlanRecord, ...]
-    above: ClusterState = field(compare=False, repr=False)
+    overlay: ClusterState = field(compare=False, repr=False)
 
 
 def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Decision:
     """What follows from `event`. `state` is not changed: `apply` the changes to it."""
-    d = Draft(state, now, policy)
+    tx = Transaction(state, now, policy)
     match event:
         case Recovered():
-            for node in d.state.nodes.values():
-                d.put(Presence(node.name, now))
+            for node in tx.state.nodes.values():
+                tx.put(Presence(node.name, now))
         case Tick():
-            forget_old_demand(d)
-            lose_silent_nodes(d)
-            end_stalled_starts(d)
-            adapt(d)
-            for pause in list(d.state.pauses.values()):
+            expire_demand(tx)
+            expire_silent_nodes(tx)
+            stop_stalled_starts(tx)
+            adapt_alpha(tx)
+            for pause in list(tx.state.cooldowns.values()):
                 if pause.until <= now:
-                    d.drop(Pause, pause.subject)
-            for node in d.state.nodes.values():
+                    tx.drop(Cooldown, pause.subject)
+            for node in tx.state.nodes.values():
                 if node.drain_since is not None:
-                    drain_node(d, node.name)
-            rebalance(d)
-        case DemandHeard():
-            hear_demand(d, event)
-        case DemandsHeard(heard=heard):
-            for each in heard:
-                hear_demand(d, each)
-        case NodeStatusHeard(status=status):
-            hear_node(d, status)
-        case LoaderStatusHeard(status=loader):
-            d.put(LoaderPresence(loader.node, now, loader))
+                    drain_node(tx, node.name)
+            rebalance(tx)
+        case DemandReceived():
+            apply_demand(tx, event)
+        case DemandBatch(demands=demands):
+            for each in demands:
+                apply_demand(tx, each)
+        case NodeStatusReceived(status=status):
+            apply_node_status(tx, status)
+        case LoaderStatusReceived(status=loader):
+            tx.put(LoaderPresence(loader.node, now, loader))
         case StartRefused(instance_id=instance_id, error=error):
-            _start_refused(d, instance_id, error)
+            _start_refused(tx, instance_id, error)
         case StopRefused(instance_id=instance_id, error=error):
-            _stop_refused(d, instance_id, error)
+            _stop_refused(tx, instance_id, error)
         case CommandAccepted():
             pass
-        case WaiterGone(waiter=waiter):
-            d.drop(Waiter, waiter)
-            forget_waiter(d, waiter)
-        case MigrateAsked():
-            ask(d, event)
-        case MigrationHeard(record=record):
-            hear(d, record)
-        case AddModelsAsked() | RemoveModelAsked() | WakeAsked() | SleepAsked() | ChangeNodeAsked():
-            administer(d, event)
-    recovering = now - state.recovered_at <= policy.recovery_window
-    settle(d, everything=recovering or isinstance(event, Recovered | Tick), only_due=not recovering and isinstance(event, Tick))
-    for each in (event,) if isinstance(event, DemandHeard) else event.heard if isinstance(event, DemandsHeard) else ():
-        answer_demand(d, each)
-    return Decision(d.net(), tuple(d.effects), tuple(d.plans), d.state)
+        case WaiterCancelled(waiter=waiter):
+            tx.drop(Waiter, waiter)
+            cancel_waiter(tx, waiter)
+        case MigrationRequested():
+            request_migration(tx, event)
+        case MigrationUpdated(record=record):
+            apply_migration_record(tx, record)
+        case AddModelsRequested() | RemoveModelRequested() | WakeRequested() | SleepRequested() | ChangeNodeRequested():
+            execute(tx, event)
+    recovering = now - state.recovered_at <= policy.recovery_window_s
+    reconcile(tx, everything=recovering or isinstance(event, Recovered | Tick), only_due=not recovering and isinstance(event, Tick))
+    for each in (event,) if isinstance(event, DemandReceived) else event.demands if isinstance(event, DemandBatch) else ():
+        reply_to_demand(tx, each)
+    return Decision(tx.net_changes(), tuple(tx.effects), tuple(tx.plans), tx.state)
 
 
-def _start_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
-    instance = d.state.instances.get(instance_id)
+def _start_refused(tx: Transaction, instance_id: str, error: ErrorBody) -> None:
+    instance = tx.state.instances.get(instance_id)
     if instance is None:
         return
     if error.code == StaleToken.code:
-        d.emit(StepDown(d.state.epoch + EPOCHS_SKIPPED))
+        tx.emit(StepDown(tx.state.epoch + EPOCHS_SKIPPED))
     elif instance.state is InstanceState.RESUMING:
-        resume_refused(d, instance, error)
+        on_resume_refused(tx, instance, error)
     elif error.code == InsufficientMemory.code:
-        refused(d, instance)
-    elif instance_id not in d.state.seen:
-        release(d, instance)
-        start_failed(d, instance, error)
+        on_start_refused(tx, instance)
+    elif instance_id not in tx.state.reports:
+        release_weights(tx, instance)
+        on_start_failed(tx, instance, error)
 
 
-def _stop_refused(d: Draft, instance_id: str, error: ErrorBody) -> None:
+def _stop_refused(tx: Transaction, instance_id: str, error: ErrorBody) -> None:
     """A busy instance stays. Any other refusal is left to the next status: the stop is repeated until it shows effect."""
-    instance = d.state.instances.get(instance_id)
+    instance = tx.state.instances.get(instance_id)
     if error.code == StaleToken.code:
-        d.emit(StepDown(d.state.epoch + EPOCHS_SKIPPED))
+        tx.emit(StepDown(tx.state.epoch + EPOCHS_SKIPPED))
     elif instance is not None and error.code == InstanceBusy.code and instance.leaving in ("if_idle", "suspend_if_idle"):
-        d.put(replace(instance, leaving="no", leave_reason="", stop_at=None))
-        d.put(Pause(instance_id, d.now + d.policy.busy_pause))
+        tx.put(replace(instance, leaving="no", leave_reason="", stop_at=None))
+        tx.put(Cooldown(instance_id, tx.now + tx.policy.busy_cooldown_s))

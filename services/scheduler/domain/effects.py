@@ -126,7 +126,7 @@ class OrderMigration:
 
 
 @value(frozen=True, slots=True)
-class CallOffMigration:
+class CancelMigration:
     """Cancel an order that no migrator has taken up."""
 
     migration_id: str
@@ -156,6 +156,6 @@ Effect = (
     | LoadStarted
     | LoadEnded
     | OrderMigration
-    | CallOffMigration
+    | CancelMigration
     | StepDown
 )

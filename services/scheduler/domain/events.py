@@ -24,28 +24,28 @@ class Tick:
 
 
 @value(frozen=True, slots=True)
-class DemandHeard:
+class DemandReceived:
     at: float
     demand: Demand
     waiter: str
 
 
 @value(frozen=True, slots=True)
-class DemandsHeard:
+class DemandBatch:
     """Demand for several models that was heard while something else was decided: it is decided together."""
 
     at: float
-    heard: tuple[DemandHeard, ...]
+    demands: tuple[DemandReceived, ...]
 
 
 @value(frozen=True, slots=True)
-class NodeStatusHeard:
+class NodeStatusReceived:
     at: float
     status: NodeStatus
 
 
 @value(frozen=True, slots=True)
-class LoaderStatusHeard:
+class LoaderStatusReceived:
     at: float
     status: LoaderStatus
 
@@ -73,7 +73,7 @@ class CommandAccepted:
 
 
 @value(frozen=True, slots=True)
-class AddModelsAsked:
+class AddModelsRequested:
     """`infos`: what a loader read of each spec whose source is new or changed, by name."""
 
     at: float
@@ -84,7 +84,7 @@ class AddModelsAsked:
 
 
 @value(frozen=True, slots=True)
-class RemoveModelAsked:
+class RemoveModelRequested:
     at: float
     waiter: str
     name: str
@@ -92,21 +92,21 @@ class RemoveModelAsked:
 
 
 @value(frozen=True, slots=True)
-class WakeAsked:
+class WakeRequested:
     at: float
     waiter: str
     name: str
 
 
 @value(frozen=True, slots=True)
-class SleepAsked:
+class SleepRequested:
     at: float
     waiter: str
     name: str
 
 
 @value(frozen=True, slots=True)
-class ChangeNodeAsked:
+class ChangeNodeRequested:
     at: float
     waiter: str
     node: str
@@ -114,7 +114,7 @@ class ChangeNodeAsked:
 
 
 @value(frozen=True, slots=True)
-class MigrateAsked:
+class MigrationRequested:
     """`request_id` None: everything that the instance serves. `node` and `device` empty: wherever."""
 
     at: float
@@ -127,7 +127,7 @@ class MigrateAsked:
 
 
 @value(frozen=True, slots=True)
-class MigrationHeard:
+class MigrationUpdated:
     """The record of a migration, as it is in the bucket now."""
 
     at: float
@@ -135,26 +135,26 @@ class MigrationHeard:
 
 
 @value(frozen=True, slots=True)
-class WaiterGone:
+class WaiterCancelled:
     """Whoever asked waits no longer."""
 
     at: float
     waiter: str
 
 
-AdminAsked = AddModelsAsked | RemoveModelAsked | WakeAsked | SleepAsked | ChangeNodeAsked
+AdminRequested = AddModelsRequested | RemoveModelRequested | WakeRequested | SleepRequested | ChangeNodeRequested
 Event = (
     Recovered
     | Tick
-    | DemandHeard
-    | DemandsHeard
-    | NodeStatusHeard
-    | LoaderStatusHeard
+    | DemandReceived
+    | DemandBatch
+    | NodeStatusReceived
+    | LoaderStatusReceived
     | StartRefused
     | StopRefused
     | CommandAccepted
-    | AdminAsked
-    | MigrateAsked
-    | MigrationHeard
-    | WaiterGone
+    | AdminRequested
+    | MigrationRequested
+    | MigrationUpdated
+    | WaiterCancelled
 )

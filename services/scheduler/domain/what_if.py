@@ -16,20 +16,20 @@ from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import Change, Drop, Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Instance, Model, Node
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import GatewayDemand, LoaderPresence, ModelDemand, Presence, Unmet
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import GatewayDemand, LoaderPresence, ModelDemand, Presence, Unschedulable
 from services.scheduler.domain.values import replace, value
 from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption, QueuePlace
 from shared.contracts.node import DeviceStatus, NodeStatus
 from shared.contracts.plans import PlanRecord
 from shared.errors import Conflict, NotFound
 
-WHAT_IF = "what-if"
+WHAT_IF_ID = "what-if"
 _SHOWN = 10
 
 
 @value(frozen=True, slots=True)
-class Supposed:
+class WhatIfResult:
     """`assumed`: in words. `plan`: of the model; `others`: of those that would start with it."""
 
     plan: PlanRecord
@@ -37,7 +37,9 @@ class Supposed:
     others: tuple[PlanRecord, ...]
 
 
-def suppose(state: ClusterState, model: Model, assumptions: Iterable[Assumption], now: float, policy: Policy) -> Supposed:
+def evaluate_what_if(
+    state: ClusterState, model: Model, assumptions: Iterable[Assumption], now: float, policy: Policy
+) -> WhatIfResult:
     """Raises `NotFound` or `Conflict` for a node or device that is not there, or is there already."""
     above = state.overlay()
     assumed = []
@@ -45,27 +47,29 @@ def suppose(state: ClusterState, model: Model, assumptions: Iterable[Assumption]
         changes, words = _changes(above, assumption, now)
         apply(above, changes)
         assumed.append(words)
-    if running := above.live(model):
-        return Supposed(_one_more(above, model, running, now, policy), tuple(assumed), ())
-    if not above.waiting(model.key):
-        asked = GatewayDemand(WHAT_IF, 1, 0, now, now)
+    if running := above.live_instances(model):
+        return WhatIfResult(_one_more(above, model, running, now, policy), tuple(assumed), ())
+    if not above.waiting_count(model.key):
+        asked = GatewayDemand(WHAT_IF_ID, 1, 0, now, now)
         apply(above, [Put(ModelDemand(model.key, (asked,)))])
     decision = decide(above, Tick(now), now, policy)
-    after = decision.above
-    plan = after.last_plan_of(model.key) or PlanRecord(plan_id=WHAT_IF, model=model.key, created=now, trigger=WHAT_IF, way="wait")
+    after = decision.overlay
+    plan = after.last_plan_of(model.key) or PlanRecord(
+        plan_id=WHAT_IF_ID, model=model.key, created=now, trigger=WHAT_IF_ID, way="wait"
+    )
     others = tuple(p for p in decision.plans if p.model != model.key)
-    return Supposed(plan.model_copy(update={"trigger": WHAT_IF}), tuple(assumed), others)
+    return WhatIfResult(plan.model_copy(update={"trigger": WHAT_IF_ID}), tuple(assumed), others)
 
 
 def _one_more(state: ClusterState, model: Model, running: list[Instance], now: float, policy: Policy) -> PlanRecord:
     """Of a model that runs nothing would be decided: where one more instance of it would go."""
-    placement = place(Draft(state, now, policy), model, 0.0)
+    placement = place(Transaction(state, now, policy), model, 0.0)
     there = ", ".join(f"{i.instance_id} on {i.node}" for i in running)
     return PlanRecord(
-        plan_id=WHAT_IF,
+        plan_id=WHAT_IF_ID,
         model=model.key,
         created=now,
-        trigger=WHAT_IF,
+        trigger=WHAT_IF_ID,
         way=placement.way,
         chosen=placement.chosen,
         candidates=placement.candidates,
@@ -97,11 +101,11 @@ def _added(state: ClusterState, a: AssumeNode, now: float) -> tuple[list[Change]
     devices = tuple(Device(f"{kind}:{n}", kind, "", budget) for n in range(count))
     status = NodeStatus(
         node=a.node,
-        boot_id=WHAT_IF,
+        boot_id=WHAT_IF_ID,
         seq=2,
         devices=tuple(DeviceStatus(device_id=d.device_id, kind=kind, budget_bytes=budget, reserved_bytes=0) for d in devices),
     )
-    changes: list[Change] = [Put(Node(a.node, WHAT_IF, {}, devices)), Put(Presence(a.node, now, True, status))]
+    changes: list[Change] = [Put(Node(a.node, WHAT_IF_ID, {}, devices)), Put(Presence(a.node, now, True, status))]
     if like is not None and (loader := state.loaders.get(like.name)) is not None:
         empty = loader.status.model_copy(update={"node": a.node, "segments": (), "cached": (), "links": ()})
         changes.append(Put(LoaderPresence(a.node, now, empty)))
@@ -124,22 +128,22 @@ def _node(state: ClusterState, name: str) -> Node:
     return found
 
 
-def queue_place(state: ClusterState, model: Model, now: float) -> QueuePlace | None:
+def queue_position(state: ClusterState, model: Model, now: float) -> QueuePlace | None:
     """Where the model stands among those that wait; None: it does not wait."""
-    mine = state.unmet.get(model.key)
+    mine = state.unschedulable.get(model.key)
     if mine is None:
         return None
 
-    def order(u: Unmet) -> tuple[int, float, str]:
+    def order(u: Unschedulable) -> tuple[int, float, str]:
         owner = state.models.get(u.model)
         return (-owner.card.spec.priority if owner is not None else 0, u.since, u.model)
 
-    queue = [u.model for u in sorted(state.unmet.values(), key=order)]
+    queue = [u.model for u in sorted(state.unschedulable.values(), key=order)]
     at = queue.index(model.key)
     return QueuePlace(
         position=at + 1,
         length=len(queue),
-        waiting=state.waiting(model.key),
+        waiting=state.waiting_count(model.key),
         since_ms=max(0.0, now - mine.since) * 1e3,
         reason=mine.reason,
         before=tuple(queue[max(0, at - _SHOWN) : at]),

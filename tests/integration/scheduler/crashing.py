@@ -18,16 +18,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.database import plain_url
 from services.scheduler.adapters.leadership import leadership
-from services.scheduler.adapters.loads import Loads
+from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.effects import Effect, ReplyTo, SendPrepare, SendStart, SendStop
 from services.scheduler.domain.events import (
-    AddModelsAsked,
+    AddModelsRequested,
     CommandAccepted,
-    DemandHeard,
+    DemandReceived,
     Event,
-    NodeStatusHeard,
+    NodeStatusReceived,
     Recovered,
     StartRefused,
     StopRefused,
@@ -146,7 +146,7 @@ async def lead(site: Site, *, rounds: int) -> Nodes:
         site.epochs.append(term.epoch)
         repository = DyingRepository(site.engine, site.steps)
         nodes = Nodes(site, site.steps)
-        nodes.loop = loop = SchedulerLoop(await repository.load(term.epoch, site.now), repository, Loads(), Policy())
+        nodes.loop = loop = SchedulerLoop(await repository.load(term.epoch, site.now), repository, LoadTraces(), Policy())
         running = asyncio.create_task(loop.run(nodes))
         try:
             await settled(loop, running, Recovered(site.now))
@@ -174,17 +174,17 @@ async def one_round(site: Site, loop: SchedulerLoop, running: asyncio.Task[None]
     """Half a second: nodes report, engines come up and end, gateways repeat what waits; everything served is idle for long."""
 
     def report() -> list[Event]:
-        return [NodeStatusHeard(site.now, agent.status(site.now)) for agent in site.agents.values()]
+        return [NodeStatusReceived(site.now, agent.status(site.now)) for agent in site.agents.values()]
 
     site.now += 0.5
     await settled(loop, running, *report())
     if not site.registered:
         specs = tuple(ModelSpec(name=n, source=f"/m/{n}", keep_alive=-1) for n in (*FIRST, *THEN))
         infos = {s.name: model_info(s.source, 100 * MIB) for s in specs}
-        await settled(loop, running, AddModelsAsked(site.now, "models", specs, infos, False))
+        await settled(loop, running, AddModelsRequested(site.now, "models", specs, infos, False))
     for model in (*FIRST, *THEN):
         waiting = int(model in wanted and not site.of(model, READY))
-        await settled(loop, running, DemandHeard(site.now, Demand(gateway="g", model=model, waiting=waiting), f"{model} waits"))
+        await settled(loop, running, DemandReceived(site.now, Demand(gateway="g", model=model, waiting=waiting), f"{model} waits"))
     for agent in site.agents.values():
         agent.finish_stops()
         for r in agent.instances.values():

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.scheduler.adapters import tables
 from services.scheduler.adapters.database import connect, migrate
-from services.scheduler.adapters.repository import Deposed, Repository
+from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.domain.state.changes import Drop
 from services.scheduler.domain.state.entities import Model
 from shared.contracts.node import InstanceState
@@ -50,7 +50,7 @@ async def check(site: Site) -> None:
     assert site.promised <= plans, "no decision that somebody was told of is lost"
     assert all(len(site.of(m)) <= 1 for m in (*FIRST, *THEN)), "none is started twice"
     assert site.epochs == sorted(set(site.epochs))
-    with pytest.raises(Deposed):
+    with pytest.raises(StaleEpoch):
         await Repository(site.engine).commit(site.epochs[-1] - 1, [Drop(Model, "a")])
 
 

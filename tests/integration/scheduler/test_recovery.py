@@ -14,7 +14,7 @@ from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain import decide
 from services.scheduler.domain.effects import SendStart
-from services.scheduler.domain.events import DemandHeard
+from services.scheduler.domain.events import DemandReceived
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
@@ -53,7 +53,7 @@ async def test_a_new_leader_has_everything_back_and_places_the_first_request(
         assert {c.name for c in (await catalog.read()).values()} == set(before.models)
         assert len(state.plans) <= PLANS
         assert {e.node for e in state.estimates.values() if e.model} == set(before.nodes) - {ANYWHERE}
-        assert set(state.kept_on) == {f"revision-{n}" for n in range(10)}
+        assert set(state.on_disk) == {f"revision-{n}" for n in range(10)}
         assert _first(_heard(state, before), cluster.cold[0]) == _first(_heard(before, before), cluster.cold[0])
     finally:
         await mesh.stop()
@@ -63,11 +63,11 @@ async def test_a_new_leader_has_everything_back_and_places_the_first_request(
 def _heard(state: ClusterState, before: ClusterState) -> ClusterState:
     """With what nodes and loaders report anew, in a term of its own."""
     state.epoch, state.recovered_at = 9, NOW - 100
-    heard: list[Entity] = [*before.presence.values(), *before.seen.values(), *before.loaders.values()]
+    heard: list[Entity] = [*before.presence.values(), *before.reports.values(), *before.loaders.values()]
     apply(state, [Put(e) for e in heard])
     return state
 
 
 def _first(state: ClusterState, model: str) -> list[tuple[str, tuple[str, ...]]]:
-    decision = decide(state, DemandHeard(NOW, Demand(gateway="g", model=model, waiting=1), "w"), NOW, POLICY)
+    decision = decide(state, DemandReceived(NOW, Demand(gateway="g", model=model, waiting=1), "w"), NOW, POLICY)
     return [(e.node, e.command.device_ids) for e in decision.effects if isinstance(e, SendStart)]

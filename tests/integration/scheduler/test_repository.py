@@ -14,7 +14,7 @@ from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.state.changes import Drop, Put, Traced
 from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node
-from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, MeasuredNeed, Profile
+from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, MeasuredMemory, MemoryProfile
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.plans import Candidate, PlanRecord
@@ -60,7 +60,7 @@ async def test_what_was_learned_and_what_loaders_told_outlive_their_leader(datab
         Estimate("", "n1", {"leaving": Parameter(80.0, 2.0, 1)}),
         Estimate("gone", "n1", {"init": Parameter(1.0)}),
     ]
-    profile = MeasuredNeed("a", 3, "vllm", {"cpu": Profile(need_bytes=2 << 30, load_bytes=9, runtime_bytes=1 << 30)})
+    profile = MeasuredMemory("a", 3, "vllm", {"cpu": MemoryProfile(need_bytes=2 << 30, load_bytes=9, runtime_bytes=1 << 30)})
     status = LoaderStatus(
         node="n1",
         boot_id="b",
@@ -88,11 +88,11 @@ async def test_what_was_learned_and_what_loaders_told_outlive_their_leader(datab
             state = await repository.load(term.epoch, now=10.0)
             assert state.estimates == {newer.key: replace(newer, parameters=learned[0].parameters | newer.parameters)}
             assert state.measured == {"a": profile}
-            assert (state.resident_on.get("r1"), state.resident_on.get("r2"), state.kept_on.get("r2")) == (("n1",), None, ("n1",))
-            assert not state.loader_alive("n1", 20.0, 3.0)
+            assert (state.in_memory.get("r1"), state.in_memory.get("r2"), state.on_disk.get("r2")) == (("n1",), None, ("n1",))
+            assert not state.is_loader_alive("n1", 20.0, 3.0)
             assert [link.link for link in state.loaders["n1"].status.links] == ["ssd:nvme0n1"]
-            assert not state.queues, "a queue that was is over"
-            await repository.commit(term.epoch, [Drop(Node, "n1"), Drop(MeasuredNeed, "a")])
+            assert not state.links_busy_until, "a queue that was is over"
+            await repository.commit(term.epoch, [Drop(Node, "n1"), Drop(MeasuredMemory, "a")])
             assert not (await repository.load(term.epoch, now=10.0)).measured
             await repository.prune(term.epoch, now=10.0)
             assert not (await repository.load(term.epoch, now=10.0)).loaders

@@ -15,7 +15,7 @@ from sqlalchemy.event import listen
 
 from services.scheduler.adapters import repository as repository_module
 from services.scheduler.adapters.database import connect, migrate
-from services.scheduler.adapters.repository import Deposed, Repository
+from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.app import run
 from services.scheduler.domain.state.changes import Drop
 from services.scheduler.domain.state.entities import Model
@@ -120,7 +120,7 @@ async def test_a_deposed_leader_writes_nothing(database_url: str) -> None:
         await migrate(engine)
         await migrate(engine)
         repository = Repository(engine)
-        with pytest.raises(Deposed):
+        with pytest.raises(StaleEpoch):
             await repository.commit(41, [Drop(Model, "a")])
     finally:
         await engine.dispose()
@@ -147,7 +147,7 @@ async def test_old_plans_are_pruned_by_age_and_count_but_none_that_is_pending(da
             await connection.execute(plans, {"tag": "old", "now": now, "age": TRACE_MAX_AGE_S + 60, "last": 5})
             await connection.execute(plans, {"tag": "new", "now": now, "age": 0, "last": 99})
         repository = Repository(engine)
-        with pytest.raises(Deposed):
+        with pytest.raises(StaleEpoch):
             await repository.prune(6, now)
         assert await repository.prune(7, now) == 5
         assert await kept() == [*(f"new{n}" for n in range(100)), "old0"]

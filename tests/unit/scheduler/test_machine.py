@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
 from services.scheduler.domain.events import Recovered
-from services.scheduler.domain.lifecycle.scale_down import must_leave
+from services.scheduler.domain.lifecycle.scale_down import stop_reason
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.node import Capability, InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed
 from simulator.policies import PROFILES
@@ -37,7 +37,7 @@ class Cluster(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w = World(policy=Policy(profile=PROFILES[self.profile], preempt_after=5.0, starve_after=20.0))
+        self.w = World(policy=Policy(profile=PROFILES[self.profile], preempt_after_s=5.0, starve_after_s=20.0))
         self.heard_stops = 0
         self.silent: set[str] = set()
         self.waiting: dict[str, int] = {}
@@ -151,7 +151,7 @@ class Cluster(RuleBasedStateMachine):
     def another_leader(self) -> None:
         """Only what is durable survives; the new epoch is one higher."""
         old = self.w.state
-        state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now, keep=old.keep)
+        state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now, keep_alive_rule=old.keep_alive_rule)
         kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
         apply(state, [Put(e) for e in kept])
         self.w.state = state
@@ -161,33 +161,35 @@ class Cluster(RuleBasedStateMachine):
     def nothing_is_booked_twice(self) -> None:
         for n in NODES:
             if n in self.w.state.nodes:
-                booked = booking(self.w.state, n, "cpu:0")
+                booked = booking_of(self.w.state, n, "cpu:0")
                 there = [i for i in self.w.state.instances.values() if i.node == n]
                 sent = sum(i.reserve_bytes for i in there if i.sent_at is not None)
                 staying = sum(i.reserve_bytes for i in there if i.leaving == "no")
-                assert sent <= booked.held
-                assert booked.held - booked.leaving <= booked.budget, "only for bytes that are leaving does anything wait there"
-                assert staying <= booked.budget, "more is claimed than will come free"
+                assert sent <= booked.held_bytes
+                assert booked.held_bytes - booked.leaving_bytes <= booked.budget_bytes, (
+                    "only for bytes that are leaving does anything wait there"
+                )
+                assert staying <= booked.budget_bytes, "more is claimed than will come free"
 
     @invariant()
     def indexes_are_what_the_tables_say(self) -> None:
         kept = self.w.state
-        anew = ClusterState(epoch=kept.epoch, keep=kept.keep)
-        tables = (kept.models, kept.nodes, kept.presence, kept.loaders, kept.seen, kept.estimates, kept.instances)
+        anew = ClusterState(epoch=kept.epoch, keep_alive_rule=kept.keep_alive_rule)
+        tables = (kept.models, kept.nodes, kept.presence, kept.loaders, kept.reports, kept.estimates, kept.instances)
         apply(anew, [Put(e) for table in tables for e in table.values()])
         assert anew.bookings == kept.bookings
         assert anew.claimed == kept.claimed
-        for index in ("by_model", "by_node", "by_device", "resident_on", "kept_on", "measured_on"):
+        for index in ("by_model", "by_node", "by_device", "in_memory", "on_disk", "measured_on"):
             had, have = getattr(anew, index), getattr(kept, index)
             assert {k: set(v) for k, v in had.items()} == {k: set(v) for k, v in have.items()}, index
-        assert (anew.aliases, anew.kept_up, anew.dues) == (kept.aliases, kept.kept_up, kept.dues)
+        assert (anew.aliases, anew.kept_running, anew.deadlines) == (kept.aliases, kept.kept_running, kept.deadlines)
 
     @invariant()
     def whoever_time_makes_leave_is_due_by_then(self) -> None:
         for later in (0.0, 5.0, 1000.0):
-            d = Draft(self.w.state, self.w.now + later, self.w.policy)
-            leaving = {i.instance_id for i in self.w.state.instances.values() if i.leaving == "no" and must_leave(d, i)}
-            assert leaving <= {i.instance_id for i in d.due()}
+            tx = Transaction(self.w.state, self.w.now + later, self.w.policy)
+            leaving = {i.instance_id for i in self.w.state.instances.values() if i.leaving == "no" and stop_reason(tx, i)}
+            assert leaving <= {i.instance_id for i in tx.due_instances()}
 
     @invariant()
     def nobody_is_thrown_out_unasked(self) -> None:
@@ -202,9 +204,9 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def never_more_than_asked_for(self) -> None:
         """Only while requests move is there one more for each instance that they leave: the one that they go to."""
-        left = {move.source for move in self.w.state.moves.values()}
+        left = {move.source for move in self.w.state.migrations.values()}
         for model in self.w.state.models.values():
-            live = self.w.state.live(model)
+            live = self.w.state.live_instances(model)
             assert sum(i.instance_id not in left for i in live) <= model.card.spec.replicas.max
             assert len({i.instance_id for i in live}) == len(live)
 
@@ -233,7 +235,7 @@ class Cluster(RuleBasedStateMachine):
                     served.add(n)
                     w.demand(n, 0)
         told = {e.event.model for e in w.sent(PublishLoadFailed)[before:]}
-        assert wanted <= served | told, (wanted - served, w.state.unmet)
+        assert wanted <= served | told, (wanted - served, w.state.unschedulable)
         waiting_wakes = [x for x in w.state.waiters.values() if x.kind == "wake"]
         assert not waiting_wakes, waiting_wakes
         answers = [e.waiter for e in w.sent(ReplyTo)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.events import WaiterGone
+from services.scheduler.domain.events import WaiterCancelled
 from shared.contracts.admin import ModelAsleep, ModelAwake
 from shared.errors import CheckpointInvalid, EngineFailed
 from tests.support.fake_node import MIB
@@ -37,7 +37,7 @@ def test_a_wake_given_up_cancels_its_start(w: World) -> None:
     w.node()
     w.model("a")
     waiter = w.wake("a")
-    w.send(WaiterGone(w.now, waiter))
+    w.send(WaiterCancelled(w.now, waiter))
     assert len(w.stops("a")) == 1
 
 
@@ -52,7 +52,7 @@ def test_a_sleep_calls_off_the_wake_before_it(w: World) -> None:
     w.finish_stops()
     w.tick(5)
     assert len(w.starts("a")) == 1
-    assert w.state.waiting("a") == 0
+    assert w.state.waiting_count("a") == 0
 
 
 def test_a_removal_answers_who_waits_for_a_wake(w: World) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.domain.what_if import Supposed, queue_place, suppose
+from services.scheduler.domain.what_if import WhatIfResult, evaluate_what_if, queue_position
 from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assumption
 from shared.errors import Conflict, NotFound
 from tests.support.fake_node import MIB
@@ -29,9 +29,9 @@ def full() -> World:
     return w
 
 
-def ask(w: World, model: str, *assumptions: Assumption) -> Supposed:
+def ask(w: World, model: str, *assumptions: Assumption) -> WhatIfResult:
     before, count = w.state.fork(), len(w.effects)
-    found = suppose(w.state, w.state.models[model], assumptions, w.now, w.policy)
+    found = evaluate_what_if(w.state, w.state.models[model], assumptions, w.now, w.policy)
     assert (w.state, len(w.effects)) == (before, count), "nothing is done"
     return found
 
@@ -97,10 +97,10 @@ def test_what_does_not_fit_the_cluster_is_refused() -> None:
 
 def test_the_place_in_the_queue() -> None:
     w = full()
-    low = queue_place(w.state, w.state.models["low"], w.now)
+    low = queue_position(w.state, w.state.models["low"], w.now)
     assert low is not None
     assert (low.position, low.length, low.before, low.waiting) == (2, 2, ("high",), 1)
-    assert queue_place(w.state, w.state.models["pinned"], w.now) is None
+    assert queue_position(w.state, w.state.models["pinned"], w.now) is None
 
 
 changes = st.one_of(

@@ -8,18 +8,18 @@ from typing import Any, TypeVar
 from services.scheduler.domain.decide import Decision, decide
 from services.scheduler.domain.effects import Effect, ReplyTo, SendResume, SendStart, SendStop, SendSuspend
 from services.scheduler.domain.events import (
-    AddModelsAsked,
-    ChangeNodeAsked,
+    AddModelsRequested,
+    ChangeNodeRequested,
     CommandAccepted,
-    DemandHeard,
+    DemandReceived,
     Event,
-    NodeStatusHeard,
-    RemoveModelAsked,
-    SleepAsked,
+    NodeStatusReceived,
+    RemoveModelRequested,
+    SleepRequested,
     StartRefused,
     StopRefused,
     Tick,
-    WakeAsked,
+    WakeRequested,
 )
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import KINDS, apply, table
@@ -225,7 +225,7 @@ class World:
     tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100, keep=self.policy.profile.keep)
+        self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100, keep_alive_rule=self.policy.profile.keep)
         self._asked = 0
 
     def send(self, event: Event) -> Decision:
@@ -234,7 +234,7 @@ class World:
         assert self.state == before, "decide must not change the state"
         again = decide(before, event, self.now, self.policy)
         assert (again.changes, again.effects, again.plans) == (decision.changes, decision.effects, decision.plans), "the same again"
-        self.state.absorb(decision.above)
+        self.state.absorb(decision.overlay)
         apply(before, decision.changes)
         assert all(table(self.state, kind) == table(before, kind) for kind in KINDS), "taken over and applied are the same"
         self.decisions.append(decision)
@@ -278,7 +278,7 @@ class World:
 
     def hear(self, *names: str) -> None:
         for name in names or tuple(self.agents):
-            self.send(NodeStatusHeard(self.now, self.agents[name].status(self.now)))
+            self.send(NodeStatusReceived(self.now, self.agents[name].status(self.now)))
 
     def tick(self, seconds: float = 0.0, *, heard: bool = True) -> None:
         """Time passes; nodes are heard in it unless told."""
@@ -289,7 +289,7 @@ class World:
 
     def model(self, name: str, weights: int = 100 * MIB, **options: Any) -> None:
         spec = ModelSpec(name=name, source=f"/m/{name}", **options)
-        answer = self.admin(AddModelsAsked(self.now, self._waiter(), (spec,), {name: model_info(spec.source, weights)}, False))
+        answer = self.admin(AddModelsRequested(self.now, self._waiter(), (spec,), {name: model_info(spec.source, weights)}, False))
         assert not isinstance(answer, ErrorBody), answer
 
     def _waiter(self) -> str:
@@ -306,24 +306,24 @@ class World:
 
     def demand(self, model: str, waiting: int = 1, gateway: str = "g1", **more: Any) -> Any:
         waiter = self._waiter()
-        self.send(DemandHeard(self.now, Demand(gateway=gateway, model=model, waiting=waiting, **more), waiter))
+        self.send(DemandReceived(self.now, Demand(gateway=gateway, model=model, waiting=waiting, **more), waiter))
         return self.answer(waiter)
 
     def wake(self, model: str) -> str:
         waiter = self._waiter()
-        self.send(WakeAsked(self.now, waiter, model))
+        self.send(WakeRequested(self.now, waiter, model))
         return waiter
 
     def sleep(self, model: str) -> str:
         waiter = self._waiter()
-        self.send(SleepAsked(self.now, waiter, model))
+        self.send(SleepRequested(self.now, waiter, model))
         return waiter
 
     def remove(self, model: str) -> Any:
-        return self.admin(RemoveModelAsked(self.now, self._waiter(), model))
+        return self.admin(RemoveModelRequested(self.now, self._waiter(), model))
 
     def change_node(self, node: str, action: str) -> Any:
-        return self.admin(ChangeNodeAsked(self.now, self._waiter(), node, action))
+        return self.admin(ChangeNodeRequested(self.now, self._waiter(), node, action))
 
     def of(self, model: str, *states: InstanceState) -> list[Running]:
         found = [r for a in self.agents.values() for r in a.instances.values() if r.command.card.name == model]
@@ -347,7 +347,7 @@ class World:
         self.hear()
         return running
 
-    def suspendable(self, running: Running, *, left: int = 0, resume_ms: float = 100.0) -> None:
+    def can_suspend(self, running: Running, *, left: int = 0, resume_ms: float = 100.0) -> None:
         """From now on its node says that it can be suspended, and would leave `left` bytes in use."""
         running.left = left
         running.suspension = Suspension(

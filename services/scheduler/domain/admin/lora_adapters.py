@@ -41,7 +41,7 @@ def base_of(spec: ModelSpec, cards: Mapping[str, ModelCard]) -> ModelCard | None
     return base
 
 
-def fitted(spec: ModelSpec, info: ModelInfo, base: ModelCard | None) -> ModelInfo:
+def resolve_info(spec: ModelSpec, info: ModelInfo, base: ModelCard | None) -> ModelInfo:
     """`info`, for an adapter with what its base lends it. Raises `InvalidModel` or `CheckpointInvalid` for rules 1 and 3."""
     if base is None:
         if info.adapter is not None:
@@ -66,7 +66,7 @@ def _lent(info: ModelInfo, base: ModelInfo) -> ModelInfo:
     return info.model_copy(update={name: getattr(base, name) for name in names})
 
 
-def says_the_same(info: ModelInfo, known: ModelInfo) -> bool:
+def same_content(info: ModelInfo, known: ModelInfo) -> bool:
     """Whether files that were read again say what is `known` of them; what a base lends its adapter aside."""
     return info == known or (info.adapter is not None and _lent(info, known) == known)
 
@@ -107,14 +107,14 @@ def check_removal(name: str, adapters: Iterable[str], *, with_adapters: bool) ->
         )
 
 
-def refitted(cards: Mapping[str, ModelCard], fresh: Iterable[str]) -> list[ModelCard]:
+def resolve_infos(cards: Mapping[str, ModelCard], fresh: Iterable[str]) -> list[ModelCard]:
     """The `fresh` ones of `cards` and the adapters of those, each adapter with what its (new) base lends it. Raises if one does not fit."""
     names = set(fresh)
     found = []
     for card in cards.values():
         base = base_of(card.spec, cards)
         if card.name in names or (base is not None and base.name in names):
-            info = fitted(card.spec, card.info, base)
+            info = resolve_info(card.spec, card.info, base)
             if card.name in names or info != card.info:
                 found.append(card.model_copy(update={"info": info}))
     return found

@@ -16,6 +16,6 @@ Way = ReadyBy
 class Cost:
     """Seconds. `total` is the critical path over `phases`, which may overlap; `spread` the parameters' learned mean absolute error."""
 
-    total: float
+    total_s: float
     phases: Mapping[str, float] = field(default_factory=dict)
-    spread: float = 0.0
+    spread_s: float = 0.0

@@ -34,14 +34,14 @@ def critical_path(phases: Mapping[str, float]) -> float:
     return _sum(phases, BEFORE) + max(bringing, _sum(phases, ENGINE)) + _sum(phases, AFTER)
 
 
-def waited_for(phases: Mapping[str, float]) -> tuple[str, ...]:
+def critical_phases(phases: Mapping[str, float]) -> tuple[str, ...]:
     """The phases on the critical path."""
     bringing = max(BRINGING, key=lambda p: phases.get(p, 0.0))
     beside = ENGINE if _sum(phases, ENGINE) >= phases.get(bringing, 0.0) else (bringing,)
     return tuple(p for p in (*BEFORE, *beside, *AFTER) if p in phases)
 
 
-def likely_again(unused_s: float, horizon_s: float) -> float:
+def reuse_odds(unused_s: float, horizon_s: float) -> float:
     """How likely something unused for so long is wanted within the horizon: what has lasted for a time lasts as long again at even odds
     (Gott's rule), so that the odds are horizon : time unused."""
     return horizon_s / (horizon_s + max(0.0, unused_s))

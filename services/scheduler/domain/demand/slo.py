@@ -11,61 +11,61 @@ from collections.abc import Mapping
 from services.scheduler.domain.policies.port import Usage
 from services.scheduler.domain.policies.torpor_queue import FIRST_ALPHA, PERIOD_S, compliant_ratio, next_alpha
 from services.scheduler.domain.state.entities import Instance, Model
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import Objective, Queueing, Seen
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import InstanceReport, SloCounts, SloQueue
 from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceStatus
 
 _NO_BOOK: Mapping[str, Usage] = {}
 
 
-def count_completed(d: Draft, old: Seen | None, s: InstanceStatus) -> None:
+def count_completed(tx: Transaction, old: InstanceReport | None, s: InstanceStatus) -> None:
     """Requests that an instance has completed since its last report."""
-    if not d.policy.profile.slo_queue:
+    if not tx.policy.profile.slo_queue:
         return
     since = old.status.load.completed if old is not None else 0
-    if (more := s.load.completed - since) > 0 and s.model in d.state.models:
-        known = d.state.objectives.get(s.model) or Objective(s.model)
-        d.put(replace(known, total=known.total + more))
+    if (more := s.load.completed - since) > 0 and s.model in tx.state.models:
+        known = tx.state.slo_counts.get(s.model) or SloCounts(s.model)
+        tx.put(replace(known, total=known.total + more))
 
 
-def count_late(d: Draft, i: Instance, model: Model) -> None:
+def count_late_requests(tx: Transaction, i: Instance, model: Model) -> None:
     """Those that waited for this start, if it came too late for them."""
     limit = model.card.spec.slo.ttft
-    if not d.policy.profile.slo_queue or limit is None or d.now - i.requested_at <= limit:
+    if not tx.policy.profile.slo_queue or limit is None or tx.now - i.requested_at <= limit:
         return
-    demand = d.state.demand.get(model.key)
-    known = d.state.objectives.get(model.key) or Objective(model.key)
-    d.put(replace(known, late=known.late + (demand.waiting if demand is not None else 0)))
+    demand = tx.state.demand.get(model.key)
+    known = tx.state.slo_counts.get(model.key) or SloCounts(model.key)
+    tx.put(replace(known, late=known.late + (demand.waiting if demand is not None else 0)))
 
 
-def book(d: Draft) -> Mapping[str, Usage]:
+def slo_usage(tx: Transaction) -> Mapping[str, Usage]:
     """What the profile's order is told."""
-    if not d.policy.profile.slo_queue:
+    if not tx.policy.profile.slo_queue:
         return _NO_BOOK
     found = {}
-    for name, o in d.state.objectives.items():
-        model = d.state.models.get(name)
+    for name, o in tx.state.slo_counts.items():
+        model = tx.state.models.get(name)
         if model is not None and model.card.spec.slo.ttft is not None:
             total = max(o.total, o.late)
             found[name] = Usage(name, total, total - o.late, model.card.spec.slo.percentile)
     return found
 
 
-def alpha(d: Draft) -> float:
-    known = d.state.queueing.get("")
+def queue_alpha(tx: Transaction) -> float:
+    known = tx.state.slo_queue.get("")
     return known.alpha if known is not None else FIRST_ALPHA
 
 
-def adapt(d: Draft) -> None:
+def adapt_alpha(tx: Transaction) -> None:
     """Once in a period: Torpor's Algorithm 2."""
-    if not d.policy.profile.slo_queue or not d.state.objectives:
+    if not tx.policy.profile.slo_queue or not tx.state.slo_counts:
         return
-    known = d.state.queueing.get("")
-    if known is not None and d.now - known.since < PERIOD_S:
+    known = tx.state.slo_queue.get("")
+    if known is not None and tx.now - known.since < PERIOD_S:
         return
-    ratio = compliant_ratio(book(d).values())
+    ratio = compliant_ratio(slo_usage(tx).values())
     if known is None:
-        d.put(Queueing(FIRST_ALPHA, ratio, d.now))
+        tx.put(SloQueue(FIRST_ALPHA, ratio, tx.now))
     else:
-        d.put(Queueing(next_alpha(known.alpha, known.ratio, ratio), ratio, d.now))
+        tx.put(SloQueue(next_alpha(known.alpha, known.ratio, ratio), ratio, tx.now))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import MeasuredNeed, Profile
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import MeasuredMemory, MemoryProfile
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, InstanceStatus
 from shared.sizing import need_of
@@ -13,7 +13,7 @@ GREW = 1.05
 """A later measurement this much larger replaces the first, until an engine has come back twice: from then on it would be a leak."""
 
 
-def need_to_start(state: ClusterState, card: ModelCard, kind: str | None = None) -> int:
+def start_bytes(state: ClusterState, card: ModelCard, kind: str | None = None) -> int:
     """Bytes of devices of a kind (None: whichever needs the most). What was measured stands for the runtime's share, which is a guess before;
     weights and KV cache are promised to the engine and never booked below their size. The built-in engine is told its bytes and keeps to them."""
     configured = need_of(card)
@@ -24,10 +24,10 @@ def need_to_start(state: ClusterState, card: ModelCard, kind: str | None = None)
     return max(*found, configured.total - configured.runtime) if found else configured.total
 
 
-def learn_need(d: Draft, s: InstanceStatus) -> None:
+def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
     """Of an instance that is suspended, whose node has measured what its engine used at most, or has served. Kept: a later start, of a later
     scheduler too, books it at once."""
-    model = d.state.models.get(s.model)
+    model = tx.state.models.get(s.model)
     nbytes = _measured(s)
     if (
         model is None
@@ -38,19 +38,19 @@ def learn_need(d: Draft, s: InstanceStatus) -> None:
     ):
         return
     kind = s.device_ids[0].partition(":")[0]
-    known = d.state.measured.get(s.model)
+    known = tx.state.measured.get(s.model)
     by_kind = known.by_kind if known is not None and known.generation == s.generation else {}
     old = by_kind.get(kind)
     if old is not None and (nbytes <= GREW * old.need_bytes or s.suspension.resumes > 1):
         return
     info, booked = model.card.info, need_of(model.card)
-    profile = Profile(
+    profile = MemoryProfile(
         need_bytes=nbytes,
         load_bytes=info.weights_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
         runtime_bytes=max(0, nbytes - booked.weights - booked.kv),
     )
-    d.put(MeasuredNeed(s.model, s.generation, model.card.spec.engine, {**by_kind, kind: profile}))
+    tx.put(MeasuredMemory(s.model, s.generation, model.card.spec.engine, {**by_kind, kind: profile}))
 
 
 def _measured(s: InstanceStatus) -> int:
@@ -64,7 +64,7 @@ _PARALLEL = ("tensor_parallel_size", "tp_size", "tp", "pipeline_parallel_size", 
 """Engine arguments by which vLLM, SGLang and TensorRT-LLM are told how many devices one instance has; their product counts."""
 
 
-def devices_of(card: ModelCard) -> int:
+def device_count(card: ModelCard) -> int:
     """How many devices an instance has, all of one node."""
     if card.spec.engine == "builtin" or not card.spec.engine_args:
         return 1

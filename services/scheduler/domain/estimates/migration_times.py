@@ -6,8 +6,8 @@ from services.scheduler.domain.cost.formulas import resume_s
 from services.scheduler.domain.cost.learned import observe
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
-from services.scheduler.domain.state.migrations import DEFAULT_FIXED_S, DEFAULT_TOKEN_S, MoveTimes
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.migrations import DEFAULT_FIXED_S, DEFAULT_TOKEN_S, MigrationTimes
+from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.migration import MigrationRecord
 
 SHORT_TOKENS = 32
@@ -15,9 +15,9 @@ SHORT_TOKENS = 32
 LEAST_S = 0.002
 
 
-def learn(d: Draft, record: MigrationRecord) -> None:
+def learn_migration_times(tx: Transaction, record: MigrationRecord) -> None:
     """Rounds of few tokens are what every round takes; what longer ones take beyond that is their tokens'."""
-    times = d.state.move_times.get(record.model) or MoveTimes(record.model)
+    times = tx.state.migration_times.get(record.model) or MigrationTimes(record.model)
     per_token, fixed = times.per_token, times.fixed
     for r in record.rounds:
         took = r.took_ms / 1e3
@@ -26,13 +26,13 @@ def learn(d: Draft, record: MigrationRecord) -> None:
         elif r.tokens > SHORT_TOKENS:
             per_token = observe(per_token, max(0.0, took - fixed.value) / r.tokens, DEFAULT_TOKEN_S, LEAST_S / r.tokens)
     if (per_token, fixed) != (times.per_token, times.fixed):
-        d.put(MoveTimes(record.model, per_token, fixed))
+        tx.put(MigrationTimes(record.model, per_token, fixed))
 
 
-def resume_seconds(state: ClusterState, i: Instance) -> float:
+def resume_requests_s(state: ClusterState, i: Instance) -> float:
     """Of all that the instance serves, one after the other. Its KV cache in use tells how many tokens there are."""
-    times = state.move_times.get(i.model) or MoveTimes(i.model)
-    model, seen = state.models.get(i.model), state.seen.get(i.instance_id)
+    times = state.migration_times.get(i.model) or MigrationTimes(i.model)
+    model, seen = state.models.get(i.model), state.reports.get(i.instance_id)
     load = seen.status.load if seen is not None else None
     active = load.active if load is not None else 0
     per_token = model.card.info.kv_bytes_per_token if model is not None else 0

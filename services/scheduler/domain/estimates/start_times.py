@@ -1,7 +1,7 @@
 """How long a start will take, by phase: from parameters learned of the same model on the same node, else of the model anywhere, else of its bytes.
 
 Bytes are predicted as q + n/b: q is what is queued on the node's links, b the bandwidth learned of this model, device and tier, or else what the
-loader has measured of the slowest link on the way. A start that was measured moves the parameters (`learnt`).
+loader has measured of the slowest link on the way. A start that was measured moves the parameters (`updated_estimates`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
 from services.scheduler.domain.cost.cost import Cost
-from services.scheduler.domain.cost.formulas import AFTER, BEFORE, BRINGING, ENGINE, critical_path, load_s, waited_for
+from services.scheduler.domain.cost.formulas import AFTER, BEFORE, BRINGING, ENGINE, critical_path, critical_phases, load_s
 from services.scheduler.domain.cost.learned import Parameter, observe
 from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, slowest
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
@@ -47,7 +47,7 @@ def bandwidth(tier: str, device_id: str = "") -> str:
 
 def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
     """Whether the node's loader holds the weights of this revision, whole, in memory."""
-    return node in state.resident_on.get(card.info.revision, ())
+    return node in state.in_memory.get(card.info.revision, ())
 
 
 @value(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Prediction:
     ms: float
     cost: Cost
     source: str = ""
-    there: int = 0
+    resident_bytes: int = 0
     queued_ms: float = 0.0
 
 
@@ -69,7 +69,7 @@ class Forecast:
         """`now`: what is queued on links counts from then; None: it does not count."""
         self._state, self._card, self._now = state, card, now
         self._loads_itself = card.spec.loads_itself
-        self.from_afar = "://" in card.info.source
+        self.is_remote = "://" in card.info.source
         """Nodes that have none of its bytes load it over their links to remote sources."""
         self._anywhere = _values(state, card.name, ANYWHERE)
         self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
@@ -81,33 +81,35 @@ class Forecast:
         self._found: dict[tuple[str, float | None, bool], Prediction] = {}
 
     @cached_property
-    def special(self) -> set[str]:
+    def known_nodes(self) -> set[str]:
         """Nodes that hold its weights, or have started it before."""
         state, revision = self._state, self._card.info.revision
-        found = {*state.resident_on.get(revision, ()), *state.kept_on.get(revision, ())}
+        found = {*state.in_memory.get(revision, ()), *state.on_disk.get(revision, ())}
         found.update(state.measured_on.get(self._card.name, ()))
         return found
 
-    def busy(self, node: str) -> bool:
+    def has_queue(self, node: str) -> bool:
         """Whether a load would have to wait for the node's links."""
-        return self._now is not None and self._state.queues.get(node, 0.0) > self._now
+        return self._now is not None and self._state.links_busy_until.get(node, 0.0) > self._now
 
     def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
         """Milliseconds by phase on a device's node, and in all. `leaving`: others must leave first."""
-        found = self.at(b, leaving=leaving)
+        found = self.predict(b, leaving=leaving)
         return found.phases, found.ms
 
-    def at(self, b: Booking, *, leaving: bool) -> Prediction:
+    def predict(self, b: Booking, *, leaving: bool) -> Prediction:
         """The prediction for a device."""
-        special = b.node in self.special or (self._now is not None and self._state.queues.get(b.node, 0.0) > self._now)
-        speed = (b.from_afar or b.bytes_per_second) if self.from_afar else b.bytes_per_second
+        special = b.node in self.known_nodes or (
+            self._now is not None and self._state.links_busy_until.get(b.node, 0.0) > self._now
+        )
+        speed = (b.remote_bytes_per_second or b.bytes_per_second) if self.is_remote else b.bytes_per_second
         key = (b.key if special else "", speed, leaving)
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._predicted(b if special else None, speed, leaving)
         return found
 
-    def elsewhere(self, bytes_per_second: float | None) -> float:
+    def default_ms(self, bytes_per_second: float | None) -> float:
         """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are neither special nor busy, without its detail."""
         return self._before + max(self._load_ms(bytes_per_second), self._engine) + self._after
 
@@ -116,9 +118,9 @@ class Forecast:
             return self._own_load
         return load_s(self._card.info.weights_bytes, bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
 
-    def restore(self, i: Instance, *, leaving: bool) -> Prediction:
+    def predict_resume(self, i: Instance, *, leaving: bool) -> Prediction:
         """Until a suspended instance is back: as its node has measured it."""
-        seen = self._state.seen.get(i.instance_id)
+        seen = self._state.reports.get(i.instance_id)
         known = seen.status.suspension.resume_ms if seen is not None else None
         phases = {k: PRIOR_MS[k] for k in BEFORE} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
         spread = 0.0
@@ -147,7 +149,7 @@ class Forecast:
             phases["reserve"] += self._leaving_ms(b.node if b is not None else ANYWHERE)
         ms = critical_path(phases)
         device_id = b.device_id if b is not None else ""
-        errors = [self._error(own, p, source, device_id) for p in waited_for(phases)]
+        errors = [self._error(own, p, source, device_id) for p in critical_phases(phases)]
         return Prediction(phases, ms, _cost(phases, ms, sum(errors)), source, there, queued_ms)
 
     def _bring(
@@ -176,7 +178,7 @@ class Forecast:
             missing = 0 if speed is None or b.device_id.startswith("cpu") else missing
             phases["fetch"], phases["load"] = 0.0, load_s(missing, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
             return tier, info.weights_bytes - missing, 0.0
-        queued = max(0.0, self._state.queues.get(b.node, 0.0) - self._now) if self._now is not None else 0.0
+        queued = max(0.0, self._state.links_busy_until.get(b.node, 0.0) - self._now) if self._now is not None else 0.0
         phases["load"] = load_s(missing, speed or bytes_per_second or DEFAULT_BYTES_PER_SECOND, queued) * 1e3
         if tier == "remote":
             phases["fetch"] = phases["load"]  # piece by piece: both last as long as the slower
@@ -187,12 +189,12 @@ class Forecast:
         """Where its bytes come from on a node that has none of them; empty: its engine knows."""
         if self._loads_itself:
             return ""
-        return "remote" if self.from_afar else "ssd"
+        return "remote" if self.is_remote else "ssd"
 
     def _tier(self, node: str) -> str:
         if resident(self._state, node, self._card):
             return "dram"
-        return "ssd" if node in self._state.kept_on.get(self._card.info.revision, ()) else self._afar
+        return "ssd" if node in self._state.on_disk.get(self._card.info.revision, ()) else self._afar
 
     def _error(self, own: Mapping[str, Parameter], phase: str, source: str, device_id: str) -> float:
         """Milliseconds by which a phase's prediction is usually out; 0: nothing is known of that."""
@@ -242,29 +244,29 @@ def _cost(phases: Mapping[str, float], ms: float, spread_ms: float) -> Cost:
     return Cost(ms / 1e3, {k: v / 1e3 for k, v in phases.items()}, spread_ms / 1e3)
 
 
-def again_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
+def restart_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
     """Seconds to start a model on a device that is free and on links that are idle."""
     revision = card.info.revision
-    known = (state.measured_on.get(card.name), state.resident_on.get(revision), state.kept_on.get(revision))
+    known = (state.measured_on.get(card.name), state.in_memory.get(revision), state.on_disk.get(revision))
     if not any(known):  # as `Forecast` would have it, without making one
-        speed = (b.from_afar or b.bytes_per_second) if "://" in card.info.source else b.bytes_per_second
+        speed = (b.remote_bytes_per_second or b.bytes_per_second) if "://" in card.info.source else b.bytes_per_second
         load = load_s(card.info.weights_bytes, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
         before, engine, after = _PRIOR_PARTS
         return (before + max(load, engine) + after) / 1e3
-    return Forecast(state, card).at(b, leaving=False).ms / 1e3
+    return Forecast(state, card).predict(b, leaving=False).ms / 1e3
 
 
-def sooner_back(state: ClusterState, i: Instance) -> bool:
+def resumes_faster(state: ClusterState, i: Instance) -> bool:
     """Whether a ready instance, suspended, would be back no later than a new one could be started where it is."""
-    seen, model = state.seen.get(i.instance_id), state.models.get(i.model)
+    seen, model = state.reports.get(i.instance_id), state.models.get(i.model)
     resume_ms = seen.status.suspension.resume_ms if seen is not None else None
     if resume_ms is None or model is None:
         return True
-    _, anew = Forecast(state, model.card).on(booking(state, i.node, i.device_ids[0]), leaving=False)
+    _, anew = Forecast(state, model.card).on(booking_of(state, i.node, i.device_ids[0]), leaving=False)
     return resume_ms <= anew
 
 
-def learnt(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
+def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
     """The estimates as a plan that came to its end moves them: of the model on its node, of the model anywhere, and of its node.
 
     Waiting for a zygote that was starting itself says nothing of the next start.

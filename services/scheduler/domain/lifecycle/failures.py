@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo
 from services.scheduler.domain.lifecycle import park_attempts
-from services.scheduler.domain.lifecycle.transitions import conclude, finish_plan, leave, release, stays_suspended
+from services.scheduler.domain.lifecycle.transitions import (
+    cancel_resume,
+    finish_plan,
+    release_weights,
+    remove_instance,
+    stop_instance,
+)
 from services.scheduler.domain.state.entities import Instance, Model
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import ModelDemand, Pause, Pressure, Trouble, Unmet, Waiter
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import Cooldown, FailureHistory, ModelDemand, Overload, Unschedulable, Waiter
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import LoadFailed
@@ -17,91 +23,95 @@ MAX_ATTEMPTS, MAX_KILLED = 2, 6
 """Starts tried before those who wait are told: a start that fails by itself is likely to fail again, one that was killed is not."""
 
 
-def start_failed(d: Draft, i: Instance, error: ErrorBody) -> None:
+def on_start_failed(tx: Transaction, i: Instance, error: ErrorBody) -> None:
     """A start failed: once more if that can help, else everybody who waits is told."""
-    conclude(d, i, "failed" if i.leaving == "no" else "cancelled", error.message, error)
-    _count_failure(d, i, error)
+    remove_instance(tx, i, "failed" if i.leaving == "no" else "cancelled", error.message, error)
+    _count_failure(tx, i, error)
 
 
-def stalled(d: Draft, i: Instance, error: ErrorBody) -> None:
-    """A start gets on no longer: as `start_failed`, but it is stopped first, and its bytes stay booked until they are proved free."""
-    plan = d.state.plans.get(i.plan_id)
+def on_start_stalled(tx: Transaction, i: Instance, error: ErrorBody) -> None:
+    """A start gets on no longer: as `on_start_failed`, but it is stopped first, and its bytes stay booked until they are proved free."""
+    plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending":
-        finish_plan(d, i, plan.model_copy(update={"outcome": "failed", "error": error}))
-    leave(d, i, "drain", error.message)
-    _count_failure(d, i, error)
+        finish_plan(tx, i, plan.model_copy(update={"outcome": "failed", "error": error}))
+    stop_instance(tx, i, "drain", error.message)
+    _count_failure(tx, i, error)
 
 
-def _count_failure(d: Draft, i: Instance, error: ErrorBody) -> None:
-    model = d.state.models.get(i.model)
+def _count_failure(tx: Transaction, i: Instance, error: ErrorBody) -> None:
+    model = tx.state.models.get(i.model)
     if model is None or i.leaving != "no" or i.generation != model.card.generation:
         return
-    trouble = d.state.trouble.get(i.model) or Trouble(i.model)
+    trouble = tx.state.failures.get(i.model) or FailureHistory(i.model)
     here = tuple(f"{i.node}/{device}" for device in i.device_ids)
     cause = from_body(error)
     hopeless, killed = isinstance(cause, InvalidModel), isinstance(cause, EngineKilled)
     if i.trigger == park_attempts.TRIGGER:
-        park_attempts.failed(d, i.model, error.message, hopeless=hopeless)
-        d.put(replace(model, error=error.message))
+        park_attempts.record_park_failure(tx, i.model, error.message, hopeless=hopeless)
+        tx.put(replace(model, error=error.message))
         return
-    if killed and trouble.killed + 1 < MAX_KILLED:
-        d.put(replace(trouble, killed=trouble.killed + 1, error=error))
+    if killed and trouble.kills + 1 < MAX_KILLED:
+        tx.put(replace(trouble, kills=trouble.kills + 1, error=error))
     elif not (hopeless or killed) and trouble.attempts + 1 < MAX_ATTEMPTS:
-        d.put(replace(trouble, attempts=trouble.attempts + 1, avoid=trouble.avoid + here, error=error))
+        tx.put(replace(trouble, attempts=trouble.attempts + 1, failed_devices=trouble.failed_devices + here, error=error))
     else:
-        give_up(d, model, error, i.plan_id)
+        fail_demand(tx, model, error, i.plan_id)
         return
-    d.put(replace(model, error=error.message))
+    tx.put(replace(model, error=error.message))
 
 
-def crashed(d: Draft, i: Instance, error: ErrorBody) -> None:
+def on_crash(tx: Transaction, i: Instance, error: ErrorBody) -> None:
     """A ready instance failed: the next demand starts another, `replicas.min` backs off if it keeps happening."""
-    conclude(d, i, "failed", error.message, error)
-    model = d.state.models.get(i.model)
+    remove_instance(tx, i, "failed", error.message, error)
+    model = tx.state.models.get(i.model)
     if model is None:
         return
-    d.put(replace(model, error=error.message))
+    tx.put(replace(model, error=error.message))
     if i.trigger == park_attempts.TRIGGER:
-        park_attempts.failed(d, i.model, error.message)
-    trouble = d.state.trouble.get(i.model) or Trouble(i.model)
-    quick = i.ready_at is not None and d.now - i.ready_at < d.policy.settled_after
+        park_attempts.record_park_failure(tx, i.model, error.message)
+    trouble = tx.state.failures.get(i.model) or FailureHistory(i.model)
+    quick = i.ready_at is not None and tx.now - i.ready_at < tx.policy.stable_after_s
     failures = trouble.failures + 1 if quick else 1
-    d.put(replace(trouble, failures=failures, not_before=d.now + d.policy.backoff(failures), error=error))
+    tx.put(replace(trouble, failures=failures, not_before=tx.now + tx.policy.backoff_s(failures), error=error))
 
 
-def give_up(d: Draft, model: Model, error: ErrorBody, plan_id: str | None) -> None:
+def fail_demand(tx: Transaction, model: Model, error: ErrorBody, plan_id: str | None) -> None:
     """Nobody need wait any longer: the model cannot be made ready now. Its next request may try again."""
-    trouble = d.state.trouble.get(model.key) or Trouble(model.key)
+    trouble = tx.state.failures.get(model.key) or FailureHistory(model.key)
     failures = trouble.failures + 1
-    d.put(Trouble(model.key, failures=failures, failed_at=d.now, not_before=d.now + d.policy.backoff(failures), error=error))
+    tx.put(
+        FailureHistory(
+            model.key, failures=failures, failed_at=tx.now, not_before=tx.now + tx.policy.backoff_s(failures), error=error
+        )
+    )
     if error.code != Unavailable.code:  # that there is no node is no failure of the model's, and over when one is there
-        d.put(replace(model, error=error.message))
-    d.emit(PublishLoadFailed(LoadFailed(model=model.key, plan_id=plan_id, error=error)))
-    d.drop(ModelDemand, model.key)
-    d.drop(Unmet, model.key)
-    d.drop(Pressure, model.key)
-    for w in list(d.state.waiters.values()):
+        tx.put(replace(model, error=error.message))
+    tx.emit(PublishLoadFailed(LoadFailed(model=model.key, plan_id=plan_id, error=error)))
+    tx.drop(ModelDemand, model.key)
+    tx.drop(Unschedulable, model.key)
+    tx.drop(Overload, model.key)
+    for w in list(tx.state.waiters.values()):
         if w.kind == "wake" and w.model == model.key:
-            d.drop(Waiter, w.waiter)
-            d.emit(ReplyTo(w.waiter, error))
+            tx.drop(Waiter, w.waiter)
+            tx.emit(ReplyTo(w.waiter, error))
 
 
-def refused(d: Draft, i: Instance) -> None:
+def on_start_refused(tx: Transaction, i: Instance) -> None:
     """The nodeagent had no room after all: the bytes are promised anew once its status tells what it has."""
-    conclude(d, i, "cancelled", "the nodeagent refused the reservation")
-    release(d, i)
-    _shun(d, i)
+    remove_instance(tx, i, "cancelled", "the nodeagent refused the reservation")
+    release_weights(tx, i)
+    _shun(tx, i)
 
 
-def resume_refused(d: Draft, i: Instance, error: ErrorBody) -> None:
+def on_resume_refused(tx: Transaction, i: Instance, error: ErrorBody) -> None:
     """No room after all: promised anew once the node tells what it has. Not there any more: another one is started."""
     if error.code == InsufficientMemory.code:
-        stays_suspended(d, i, error.message)
-        _shun(d, i)
+        cancel_resume(tx, i, error.message)
+        _shun(tx, i)
     else:
-        conclude(d, i, "cancelled", error.message, error)
+        remove_instance(tx, i, "cancelled", error.message, error)
 
 
-def _shun(d: Draft, i: Instance) -> None:
+def _shun(tx: Transaction, i: Instance) -> None:
     for device in i.device_ids:
-        d.put(Pause(f"{i.node}/{device}", d.now + d.policy.shun_pause))
+        tx.put(Cooldown(f"{i.node}/{device}", tx.now + tx.policy.refusal_cooldown_s))

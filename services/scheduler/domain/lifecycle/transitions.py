@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.demand.slo import count_late
+from services.scheduler.domain.demand.slo import count_late_requests
 from services.scheduler.domain.effects import (
     LoadEnded,
     LoadStarted,
@@ -14,15 +14,15 @@ from services.scheduler.domain.effects import (
     SendStop,
     SendSuspend,
 )
-from services.scheduler.domain.estimates.memory_needs import need_to_start
-from services.scheduler.domain.estimates.start_times import NODES_KEPT, learnt, sooner_back
-from services.scheduler.domain.lifecycle.suspension import gently, make_way, park
+from services.scheduler.domain.estimates.memory_needs import start_bytes
+from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster, updated_estimates
+from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
 from services.scheduler.domain.placement.place import Placement
-from services.scheduler.domain.state.device_memory import need_bytes
+from services.scheduler.domain.state.device_memory import resume_need_bytes
 from services.scheduler.domain.state.entities import Instance, Leaving, Model
-from services.scheduler.domain.state.migrations import Move
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, Pause, Seen, Waiter, estimate_key
+from services.scheduler.domain.state.migrations import Migration
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import ANYWHERE, Cooldown, Estimate, InstanceReport, Waiter, estimate_key
 from services.scheduler.domain.values import replace, unchecked
 from shared.contracts import subjects
 from shared.contracts.admin import ModelAwake
@@ -34,25 +34,25 @@ from shared.contracts.plans import Candidate, PlanRecord
 from shared.sizing import need_of
 
 
-def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: float) -> None:
+def start_instance(tx: Transaction, model: Model, placement: Placement, trigger: str, since: float) -> None:
     """Promise the chosen device's bytes to a new instance, ask its victims to leave, and start it if nobody needs to."""
     chosen = placement.chosen
     if chosen is None:
         return
-    number = d.token()
-    waiting = d.state.last_plan_of(model.key)
+    number = tx.next_token()
+    waiting = tx.state.last_plan_of(model.key)
     reuse = waiting is not None and waiting.outcome == "pending" and waiting.way == "wait"
     plan_id = waiting.plan_id if waiting and reuse else f"plan-{number:x}"
     if placement.resume is None:
-        instance = _new(d, model, chosen, plan_id, number, trigger, since)
+        instance = _new(tx, model, chosen, plan_id, number, trigger, since)
     else:
-        instance = _comes_back(d, placement.resume, plan_id, number, trigger, since)
+        instance = _comes_back(tx, placement.resume, plan_id, number, trigger, since)
     plan = unchecked(
         PlanRecord,
         {
             "plan_id": plan_id,
             "model": model.key,
-            "created": waiting.created if waiting and reuse else d.now,
+            "created": waiting.created if waiting and reuse else tx.now,
             "trigger": trigger,
             "way": placement.way,
             "chosen": chosen,
@@ -66,23 +66,23 @@ def begin(d: Draft, model: Model, placement: Placement, trigger: str, since: flo
             "traceparent": None,
         },
     )
-    d.put(plan)
-    d.plans.append(plan)
-    d.put(instance)
-    demand = d.state.demand.get(model.key)
-    d.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
+    tx.put(plan)
+    tx.plans.append(plan)
+    tx.put(instance)
+    demand = tx.state.demand.get(model.key)
+    tx.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
     if placement.victims:
-        _clear(d, [d.state.instances[v] for v in placement.victims], placement.short, f"makes room for {model.key}")
-    for victim, device in placement.moves:
+        _clear(tx, [tx.state.instances[v] for v in placement.victims], placement.short_bytes, f"makes room for {model.key}")
+    for victim, device in placement.migrations:
         node, _, device_id = device.partition("/")
-        source = d.state.instances[victim]
-        key = f"m-{d.token():x}"
-        d.put(Move(key, source.model, victim, d.now, "placement", node=node, device=device_id, plan_id=plan_id))
-    if model.resting and trigger != "park":
-        d.put(replace(model, resting=False))
+        source = tx.state.instances[victim]
+        key = f"m-{tx.next_token():x}"
+        tx.put(Migration(key, source.model, victim, tx.now, "placement", node=node, device=device_id, plan_id=plan_id))
+    if model.sleep_requested and trigger != "park":
+        tx.put(replace(model, sleep_requested=False))
 
 
-def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int, trigger: str, since: float) -> Instance:
+def _new(tx: Transaction, model: Model, chosen: Candidate, plan_id: str, number: int, trigger: str, since: float) -> Instance:
     return Instance(
         instance_id=subjects.instance_id(number, chosen.node),
         plan_id=plan_id,
@@ -92,48 +92,48 @@ def _new(d: Draft, model: Model, chosen: Candidate, plan_id: str, number: int, t
         node=chosen.node,
         device_ids=chosen.device_ids,
         token=number,
-        reserve_bytes=need_to_start(d.state, model.card, chosen.device_ids[0].partition(":")[0]),
+        reserve_bytes=start_bytes(tx.state, model.card, chosen.device_ids[0].partition(":")[0]),
         kv_bytes=need_of(model.card).kv,
         requested_at=since,
-        planned_at=d.now,
+        planned_at=tx.now,
         trigger=trigger,
     )
 
 
-def _comes_back(d: Draft, instance_id: str, plan_id: str, number: int, trigger: str, since: float) -> Instance:
-    parked = d.state.instances[instance_id]
+def _comes_back(tx: Transaction, instance_id: str, plan_id: str, number: int, trigger: str, since: float) -> Instance:
+    parked = tx.state.instances[instance_id]
     return replace(
         parked,
         state=InstanceState.RESUMING,
-        reserve_bytes=need_bytes(d.state, parked),
+        reserve_bytes=resume_need_bytes(tx.state, parked),
         plan_id=plan_id,
         token=number,
         requested_at=since,
-        planned_at=d.now,
+        planned_at=tx.now,
         trigger=trigger,
         sent_at=None,
         ready_at=None,
     )
 
 
-def _clear(d: Draft, victims: list[Instance], short: int, reason: str) -> None:
+def _clear(tx: Transaction, victims: list[Instance], short: int, reason: str) -> None:
     """Have `victims` leave: suspended where that is possible, frees enough and is the sooner way back, else stopped."""
-    suspended = make_way(d, victims, short, sooner_back)
+    suspended = choose_suspensions(tx, victims, short, resumes_faster)
     for victim in victims:
         # One that has just refused as busy is known to serve, whatever its node reported last: asked for if idle it would refuse again.
-        idle = d.idle_since(victim.instance_id) is not None and not d.paused(victim.instance_id)
+        idle = tx.idle_since(victim.instance_id) is not None and not tx.is_cooling_down(victim.instance_id)
         how: Leaving = "if_idle" if idle else "drain"
-        leave(d, victim, gently(d, victim, how) if suspended[victim.instance_id] else how, reason)
+        stop_instance(tx, victim, prefer_suspend(tx, victim, how) if suspended[victim.instance_id] else how, reason)
 
 
-def send_start(d: Draft, instance: Instance) -> None:
+def send_start(tx: Transaction, instance: Instance) -> None:
     """The bytes are there: have the nodeagent start it and the loader fetch its weights (unless the engine does) at the same time. One that
     is suspended has all it needs. While something else leaves its devices it may wait there for what is not free yet after all."""
-    model = d.state.models[instance.model]
-    sent = replace(instance, sent_at=d.now, token=d.token())
-    d.put(sent)
-    beside = (i for device in sent.device_ids for i in d.state.on_device(sent.node, device))
-    wait_ms = int(d.policy.grant_wait * 1e3) if any(i.leaving != "no" for i in beside) else 0
+    model = tx.state.models[instance.model]
+    sent = replace(instance, sent_at=tx.now, token=tx.next_token())
+    tx.put(sent)
+    beside = (i for device in sent.device_ids for i in tx.state.on_device(sent.node, device))
+    wait_ms = int(tx.policy.grant_wait_s * 1e3) if any(i.leaving != "no" for i in beside) else 0
     if sent.state is InstanceState.RESUMING:
         resume = ResumeInstance(
             token=sent.token,
@@ -143,7 +143,7 @@ def send_start(d: Draft, instance: Instance) -> None:
             priority=model.card.spec.priority,
             wait_ms=wait_ms,
         )
-        d.emit(SendResume(sent.node, resume, sent.requested_at, sent.planned_at, d.now > sent.planned_at))
+        tx.emit(SendResume(sent.node, resume, sent.requested_at, sent.planned_at, tx.now > sent.planned_at))
         return
     if not model.card.spec.loads_itself:
         # Engines of other makes take the weights from host memory.
@@ -155,7 +155,7 @@ def send_start(d: Draft, instance: Instance) -> None:
             traceparent=sent.traceparent,
             device=sent.device_ids[0] if on_gpu else None,
         )
-        d.emit(SendPrepare(sent.node, prepare))
+        tx.emit(SendPrepare(sent.node, prepare))
     command = StartInstance(
         token=sent.token,
         plan_id=sent.plan_id,
@@ -168,71 +168,71 @@ def send_start(d: Draft, instance: Instance) -> None:
         priority=model.card.spec.priority,
         wait_ms=wait_ms,
     )
-    d.emit(SendStart(sent.node, command, sent.requested_at, sent.planned_at, d.now > sent.planned_at))
+    tx.emit(SendStart(sent.node, command, sent.requested_at, sent.planned_at, tx.now > sent.planned_at))
 
 
-def leave(d: Draft, i: Instance, how: Leaving, reason: str) -> None:
+def stop_instance(tx: Transaction, i: Instance, how: Leaving, reason: str) -> None:
     """Ask an instance to leave: if it is idle, or after it finished what it runs. A claim just ends; a suspended one is suspended still."""
-    if i.resumes:
-        stays_suspended(d, i, reason)
+    if i.is_resume_claim:
+        cancel_resume(tx, i, reason)
         return
-    if i.claim:
-        conclude(d, i, "cancelled", reason)
+    if i.is_claim:
+        remove_instance(tx, i, "cancelled", reason)
         return
     if i.leaving == how or i.leaving == "drain" or (i.leaving == "suspend" and how != "drain"):
         return
-    asked = replace(i, leaving=how, leave_reason=reason, stop_at=d.now)
-    d.put(asked)
-    send_stop(d, asked)
+    asked = replace(i, leaving=how, leave_reason=reason, stop_at=tx.now)
+    tx.put(asked)
+    send_stop(tx, asked)
 
 
-def send_stop(d: Draft, i: Instance) -> None:
+def send_stop(tx: Transaction, i: Instance) -> None:
     """`StopInstance`, or `SuspendInstance` if it leaves so."""
-    d.put(replace(i, stop_at=d.now))
+    tx.put(replace(i, stop_at=tx.now))
     if i.leaving in ("suspend", "suspend_if_idle"):
         suspend = SuspendInstance(
-            token=d.token(),
+            token=tx.next_token(),
             instance_id=i.instance_id,
             only_if_idle=i.leaving == "suspend_if_idle",
-            drain_timeout_ms=int(d.policy.drain_timeout * 1e3),
+            drain_timeout_ms=int(tx.policy.drain_timeout_s * 1e3),
             reason=i.leave_reason,
         )
-        d.emit(SendSuspend(i.node, suspend))
+        tx.emit(SendSuspend(i.node, suspend))
         return
     command = StopInstance(
-        token=d.token(),
+        token=tx.next_token(),
         instance_id=i.instance_id,
         only_if_idle=i.leaving == "if_idle",
-        drain_timeout_ms=int(d.policy.drain_timeout * 1e3),
+        drain_timeout_ms=int(tx.policy.drain_timeout_s * 1e3),
         reason=i.leave_reason,
     )
-    d.emit(SendStop(i.node, command))
+    tx.emit(SendStop(i.node, command))
 
 
-def became_ready(d: Draft, i: Instance, status: InstanceStatus) -> None:
+def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
     """A start succeeded: its plan gets what was measured, the estimates learn from it, those who waited for it are answered."""
-    d.put(replace(i, state=InstanceState.READY, ready_at=d.now, sent_at=i.sent_at or d.now))
-    plan = d.state.plans.get(i.plan_id)
-    measured = on_plan_clock(status.phases, d.now - i.requested_at)
+    tx.put(replace(i, state=InstanceState.READY, ready_at=tx.now, sent_at=i.sent_at or tx.now))
+    plan = tx.state.plans.get(i.plan_id)
+    measured = on_plan_clock(status.phases, tx.now - i.requested_at)
     if plan is not None and plan.outcome == "pending":
-        chosen = plan.chosen.model_copy(update={"took_ms": (d.now - i.planned_at) * 1e3}) if plan.chosen is not None else None
-        done = {"outcome": "ready", "chosen": chosen, "measured": measured, "measured_ms": (d.now - i.requested_at) * 1e3}
+        chosen = plan.chosen.model_copy(update={"took_ms": (tx.now - i.planned_at) * 1e3}) if plan.chosen is not None else None
+        done = {"outcome": "ready", "chosen": chosen, "measured": measured, "measured_ms": (tx.now - i.requested_at) * 1e3}
         ended = plan.model_copy(update=done)
-        _learn(d, ended)
-        finish_plan(d, i, ended)
-    if model := d.state.models.get(i.model):
-        count_late(d, i, model)
-        d.put(replace(model, error=None))
-    if trouble := d.state.trouble.get(i.model):
-        d.put(replace(trouble, attempts=0, killed=0, avoid=()))
+        _learn(tx, ended)
+        finish_plan(tx, i, ended)
+    if model := tx.state.models.get(i.model):
+        count_late_requests(tx, i, model)
+        tx.put(replace(model, error=None))
+    if trouble := tx.state.failures.get(i.model):
+        tx.put(replace(trouble, attempts=0, kills=0, failed_devices=()))
 
 
-def _learn(d: Draft, plan: PlanRecord) -> None:
-    for estimate in learnt(d.state, plan):
-        known = d.state.measured_on.get(estimate.model, ())
-        if estimate.node != ANYWHERE and estimate.key not in d.state.estimates and len(known) >= NODES_KEPT:
-            d.drop(Estimate, estimate_key(estimate.model, known[0]))
-        d.put(estimate)
+def _learn(tx: Transaction, plan: PlanRecord) -> None:
+    for estimate in updated_estimates(tx.state, plan):
+        known = tx.state.measured_on.get(estimate.model, ())
+        if estimate.node != ANYWHERE and estimate.key not in tx.state.estimates and len(known) >= NODES_KEPT:
+            tx.drop(Estimate, estimate_key(estimate.model, known[0]))
+        tx.put(estimate)
 
 
 def on_plan_clock(spans: tuple[PhaseSpan, ...], age: float) -> tuple[PhaseSpan, ...]:
@@ -240,61 +240,61 @@ def on_plan_clock(spans: tuple[PhaseSpan, ...], age: float) -> tuple[PhaseSpan, 
     return tuple(s.model_copy(update={"start_ms": s.start_ms + age * 1e3}) for s in spans)
 
 
-def conclude(d: Draft, i: Instance, outcome: str, reason: str = "", error: ErrorBody | None = None) -> None:
+def remove_instance(tx: Transaction, i: Instance, outcome: str, reason: str = "", error: ErrorBody | None = None) -> None:
     """The instance is gone (or never came to be). A plan still pending gets `outcome`."""
-    d.drop(Instance, i.instance_id)
-    d.drop(Pause, i.instance_id)
-    seen = d.state.seen.get(i.instance_id)
-    d.drop(Seen, i.instance_id)
-    plan = d.state.plans.get(i.plan_id)
+    tx.drop(Instance, i.instance_id)
+    tx.drop(Cooldown, i.instance_id)
+    seen = tx.state.reports.get(i.instance_id)
+    tx.drop(InstanceReport, i.instance_id)
+    plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
         update: dict[str, object] = {"outcome": outcome, "error": error}
         if seen:
-            update["measured"] = on_plan_clock(seen.status.phases, d.now - i.requested_at)
+            update["measured"] = on_plan_clock(seen.status.phases, tx.now - i.requested_at)
         if reason:
             update["reason"] = f"{plan.reason}; {outcome}: {reason}"
-        finish_plan(d, i, plan.model_copy(update=update))
-    _tell_sleepers(d, i, (seen.status.freed_bytes if seen else None) or 0)
+        finish_plan(tx, i, plan.model_copy(update=update))
+    _tell_sleepers(tx, i, (seen.status.freed_bytes if seen else None) or 0)
 
 
-def finish_plan(d: Draft, i: Instance, plan: PlanRecord) -> None:
-    d.put(plan)
-    d.emit(LoadEnded(plan, i.node, i.requested_at, d.now))
+def finish_plan(tx: Transaction, i: Instance, plan: PlanRecord) -> None:
+    tx.put(plan)
+    tx.emit(LoadEnded(plan, i.node, i.requested_at, tx.now))
 
 
-def _tell_sleepers(d: Draft, i: Instance, freed: int) -> None:
-    for w in list(d.state.waiters.values()):
-        if w.kind == "sleep" and i.instance_id in w.instances and i.instance_id not in w.gone:
-            d.put(replace(w, gone=(*w.gone, i.instance_id), freed_bytes=w.freed_bytes + freed))
+def _tell_sleepers(tx: Transaction, i: Instance, freed: int) -> None:
+    for w in list(tx.state.waiters.values()):
+        if w.kind == "sleep" and i.instance_id in w.instances and i.instance_id not in w.stopped:
+            tx.put(replace(w, stopped=(*w.stopped, i.instance_id), freed_bytes=w.freed_bytes + freed))
 
 
-def release(d: Draft, i: Instance) -> None:
-    d.emit(SendRelease(i.node, ReleaseWeights(instance_id=i.instance_id)))
+def release_weights(tx: Transaction, i: Instance) -> None:
+    tx.emit(SendRelease(i.node, ReleaseWeights(instance_id=i.instance_id)))
 
 
-def became_suspended(d: Draft, i: Instance, status: InstanceStatus) -> None:
+def mark_suspended(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
     """Its memory is free, proved by its node."""
-    park(d, i, status.state)
-    plan = d.state.plans.get(i.plan_id)
+    set_suspended(tx, i, status.state)
+    plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
         # Started to be parked, or suspended before anybody heard that it was ready.
         finish_plan(
-            d, i, plan.model_copy(update={"outcome": "ready", "measured": on_plan_clock(status.phases, d.now - i.requested_at)})
+            tx, i, plan.model_copy(update={"outcome": "ready", "measured": on_plan_clock(status.phases, tx.now - i.requested_at)})
         )
-    _tell_sleepers(d, i, status.suspension.freed_bytes)
+    _tell_sleepers(tx, i, status.suspension.freed_bytes)
 
 
-def stays_suspended(d: Draft, i: Instance, reason: str) -> None:
+def cancel_resume(tx: Transaction, i: Instance, reason: str) -> None:
     """A suspended instance does not come back now after all: nobody wants it, or there is no room."""
-    seen = d.state.seen.get(i.instance_id)
+    seen = tx.state.reports.get(i.instance_id)
     state = seen.status.state if seen is not None and seen.status.state.parked else InstanceState.SUSPENDED
-    plan = d.state.plans.get(i.plan_id)
+    plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
-        finish_plan(d, i, plan.model_copy(update={"outcome": "cancelled", "reason": f"{plan.reason}; cancelled: {reason}"}))
-    park(d, replace(i, ready_at=i.ready_at or i.planned_at), state)
+        finish_plan(tx, i, plan.model_copy(update={"outcome": "cancelled", "reason": f"{plan.reason}; cancelled: {reason}"}))
+    set_suspended(tx, replace(i, ready_at=i.ready_at or i.planned_at), state)
 
 
-def answer_awake(d: Draft, w: Waiter, ready: Instance) -> None:
-    d.drop(Waiter, w.waiter)
-    awake = ModelAwake(instance_id=ready.instance_id, plan_id=ready.plan_id, took_ms=(d.now - w.since) * 1e3)
-    d.emit(ReplyTo(w.waiter, awake))
+def reply_awake(tx: Transaction, w: Waiter, ready: Instance) -> None:
+    tx.drop(Waiter, w.waiter)
+    awake = ModelAwake(instance_id=ready.instance_id, plan_id=ready.plan_id, took_ms=(tx.now - w.since) * 1e3)
+    tx.emit(ReplyTo(w.waiter, awake))

@@ -1,6 +1,6 @@
-"""Moving what an instance serves: where to, when it may be ordered, and what follows from its end. The steps of an order (`Move`):
+"""Moving what an instance serves: where to, when it may be ordered, and what follows from its end. The steps of an order (`Migration`):
 
-1. Asked for: by an operator (`MigrateAsked`), for a node that is drained, for room that another model needs, to spread the load.
+1. Asked for: by an operator (`MigrationRequested`), for a node that is drained, for room that another model needs, to spread the load.
 2. A destination: a ready instance of the same weights where it is wanted, else one that is starting, else a new one, placed as any other.
 3. It is ready: the order is written for the migrators (`OrderMigration`). Where the source goes in any case it is told to drain at once, so
    that nothing new comes to it.
@@ -12,15 +12,15 @@ forgotten with its leader; a drained node's moves are then asked for anew.
 
 from __future__ import annotations
 
-from services.scheduler.domain.effects import CallOffMigration, OrderMigration, ReplyTo
-from services.scheduler.domain.estimates.migration_times import learn
-from services.scheduler.domain.events import MigrateAsked
-from services.scheduler.domain.lifecycle.transitions import begin, leave
+from services.scheduler.domain.effects import CancelMigration, OrderMigration, ReplyTo
+from services.scheduler.domain.estimates.migration_times import learn_migration_times
+from services.scheduler.domain.events import MigrationRequested
+from services.scheduler.domain.lifecycle.transitions import start_instance, stop_instance
 from services.scheduler.domain.placement.place import place
 from services.scheduler.domain.state.entities import Instance, Model
-from services.scheduler.domain.state.migrations import Move
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import Pause
+from services.scheduler.domain.state.migrations import Migration
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import Cooldown
 from services.scheduler.domain.values import replace
 from shared.contracts.admin import MigrationsViewed
 from shared.contracts.base import ErrorBody
@@ -38,15 +38,15 @@ RETRY_S = 5.0
 """A drained node's instance is not asked to move again before this."""
 
 
-def ask(d: Draft, event: MigrateAsked) -> None:
+def request_migration(tx: Transaction, event: MigrationRequested) -> None:
     """1: of an operator."""
     try:
-        source = d.state.instances.get(event.instance_id)
+        source = tx.state.instances.get(event.instance_id)
         if source is None:
             raise NotFound(f"no instance {event.instance_id!r}; see `thaw ps`", param="instance_id")
-        model = _check(d, source, event)
-        move = Move(
-            f"m-{d.token():x}",
+        model = _check(tx, source, event)
+        move = Migration(
+            f"m-{tx.next_token():x}",
             model.key,
             source.instance_id,
             event.at,
@@ -57,14 +57,14 @@ def ask(d: Draft, event: MigrateAsked) -> None:
             waiter=event.waiter,
             wait=event.wait,
         )
-        d.put(move)
+        tx.put(move)
     except ThawError as e:
-        d.emit(ReplyTo(event.waiter, e.body()))
+        tx.emit(ReplyTo(event.waiter, e.body()))
 
 
-def _check(d: Draft, source: Instance, event: MigrateAsked) -> Model:
+def _check(tx: Transaction, source: Instance, event: MigrationRequested) -> Model:
     """The model, if the move makes sense. Raises `ThawError`."""
-    model = d.state.models.get(source.model)
+    model = tx.state.models.get(source.model)
     if source.state is not InstanceState.READY and source.state is not InstanceState.DRAINING:
         raise Conflict(f"{source.label} is {source.state.value} and serves nothing that could move", param="instance_id")
     if model is None or source.generation != model.card.generation:
@@ -74,7 +74,7 @@ def _check(d: Draft, source: Instance, event: MigrateAsked) -> Model:
     if not _can_move(model):
         raise UnsupportedParameter(f"{model.card.spec.engine} cannot go on with what another engine began: {model.key} cannot move")
     if event.node:
-        node = d.state.nodes.get(event.node)
+        node = tx.state.nodes.get(event.node)
         if node is None:
             raise NotFound(f"no node {event.node!r}; see `thaw node list`", param="node")
         if event.device and event.device not in {x.device_id for x in node.devices}:
@@ -83,8 +83,8 @@ def _check(d: Draft, source: Instance, event: MigrateAsked) -> Model:
             raise InvalidRequest(f"{source.label} is on {event.node} already", param="node")
     elif event.device:
         raise InvalidRequest("a device needs its node: --to NODE:DEVICE", param="device")
-    for other in d.state.moves.values():
-        if event.request_id is None and other.whole and other.source == source.instance_id:
+    for other in tx.state.migrations.values():
+        if event.request_id is None and other.is_whole_instance and other.source == source.instance_id:
             raise Conflict(f"{source.label} is just being moved ({other.migration_id})")
         if other.destination == source.instance_id:
             raise Conflict(f"requests are just being moved to {source.label} ({other.migration_id})")
@@ -96,25 +96,27 @@ def _can_move(model: Model) -> bool:
     return model.card.capabilities.token_resume or model.card.capabilities.may_resume
 
 
-def drain_node(d: Draft, name: str) -> None:
+def drain_node(tx: Transaction, name: str) -> None:
     """1: what a drained node's instances serve moves elsewhere. What cannot move has `drain_timeout` to finish (retire.py)."""
-    node = d.state.nodes.get(name)
+    node = tx.state.nodes.get(name)
     if node is None or node.drain_since is None:
         return
-    for i in d.state.on_node(name):
-        if i.state is InstanceState.READY and i.leaving == "no" and d.idle_since(i.instance_id) is None:
-            want(d, i, "drain")
+    for i in tx.state.on_node(name):
+        if i.state is InstanceState.READY and i.leaving == "no" and tx.idle_since(i.instance_id) is None:
+            plan_migration(tx, i, "drain")
 
 
-def want(d: Draft, i: Instance, reason: str, where: str = "", plan_id: str | None = None) -> bool:
+def plan_migration(tx: Transaction, i: Instance, reason: str, where: str = "", plan_id: str | None = None) -> bool:
     """Have all that an instance serves moved, if it can be. `where`: a device as node/device."""
-    model = d.state.models.get(i.model)
+    model = tx.state.models.get(i.model)
     if model is None or i.generation != model.card.generation or not _can_move(model):
         return False
-    if d.paused(_pause(i.instance_id)) or any(m.whole and m.source == i.instance_id for m in d.state.moves.values()):
+    if tx.is_cooling_down(_pause(i.instance_id)) or any(
+        m.is_whole_instance and m.source == i.instance_id for m in tx.state.migrations.values()
+    ):
         return False
     node, _, device = where.partition("/")
-    d.put(Move(f"m-{d.token():x}", model.key, i.instance_id, d.now, reason, node=node, device=device, plan_id=plan_id))
+    tx.put(Migration(f"m-{tx.next_token():x}", model.key, i.instance_id, tx.now, reason, node=node, device=device, plan_id=plan_id))
     return True
 
 
@@ -122,39 +124,39 @@ def _pause(instance_id: str) -> str:
     return f"move\0{instance_id}"
 
 
-def hear(d: Draft, record: MigrationRecord) -> None:
+def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
     """4: a migrator (or the leader before this one) has written the record."""
-    move = d.state.moves.get(record.migration_id)
+    move = tx.state.migrations.get(record.migration_id)
     if move is None:
         if not record.over:
-            d.put(_reread(d, record))
-        elif _emptied(record) and (source := d.state.instances.get(record.source_instance)) is not None:
-            leave(d, source, "drain", f"moved to {record.instance_id}")
+            tx.put(_reread(tx, record))
+        elif _emptied(record) and (source := tx.state.instances.get(record.source_instance)) is not None:
+            stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
         return
     if not record.over:
-        d.put(replace(move, record=record))
+        tx.put(replace(move, record=record))
         return
-    d.drop(Move, move.migration_id)
-    learn(d, record)
+    tx.drop(Migration, move.migration_id)
+    learn_migration_times(tx, record)
     if move.waiter is not None and move.wait:
-        d.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
-    source = d.state.instances.get(record.source_instance)
-    if source is not None and move.whole and record.state != "done":
-        d.put(Pause(_pause(record.source_instance), d.now + RETRY_S))
+        tx.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
+    source = tx.state.instances.get(record.source_instance)
+    if source is not None and move.is_whole_instance and record.state != "done":
+        tx.put(Cooldown(_pause(record.source_instance), tx.now + RETRY_S))
     if source is not None and _emptied(record):
-        leave(d, source, "drain", f"moved to {record.instance_id}")
+        stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
 
 
 def _emptied(record: MigrationRecord) -> bool:
     return record.state == "done" and record.request_id is None
 
 
-def _reread(d: Draft, record: MigrationRecord) -> Move:
-    return Move(
+def _reread(tx: Transaction, record: MigrationRecord) -> Migration:
+    return Migration(
         record.migration_id,
         record.model,
         record.source_instance,
-        d.now,
+        tx.now,
         record.reason,
         request_id=record.request_id,
         node=record.node,
@@ -164,47 +166,52 @@ def _reread(d: Draft, record: MigrationRecord) -> Move:
     )
 
 
-def advance(d: Draft) -> None:
+def advance_migrations(tx: Transaction) -> None:
     """2 and 3."""
-    if not d.state.moves:
+    if not tx.state.migrations:
         return
-    for move in sorted(d.state.moves.values(), key=lambda m: m.since):
+    for move in sorted(tx.state.migrations.values(), key=lambda m: m.since):
         if move.record is None:
-            _advance(d, move)
-        elif move.record.state == "asked" and not move.record.owner and d.now - move.record.created > UNCLAIMED_S and not move.why:
-            d.put(replace(move, why=NO_MIGRATOR))
-            d.emit(CallOffMigration(move.migration_id, Unavailable(NO_MIGRATOR, should_retry=True).body()))
+            _advance(tx, move)
+        elif (
+            move.record.state == "asked"
+            and not move.record.owner
+            and tx.now - move.record.created > UNCLAIMED_S
+            and not move.waiting_reason
+        ):
+            tx.put(replace(move, waiting_reason=NO_MIGRATOR))
+            tx.emit(CancelMigration(move.migration_id, Unavailable(NO_MIGRATOR, should_retry=True).body()))
 
 
-def _advance(d: Draft, move: Move) -> None:
-    source = d.state.instances.get(move.source)
-    model = d.state.models.get(move.model)
+def _advance(tx: Transaction, move: Migration) -> None:
+    source = tx.state.instances.get(move.source)
+    model = tx.state.models.get(move.model)
     if source is None or model is None or source.generation != model.card.generation:
-        _give_up(d, move, NotFound(f"the instance {move.source} has gone").body())
+        _give_up(tx, move, NotFound(f"the instance {move.source} has gone").body())
         return
-    if move.waiter is None and d.idle_since(move.source) is not None:
-        d.drop(Move, move.migration_id)  # nothing is left to move; it leaves by itself
+    if move.waiter is None and tx.idle_since(move.source) is not None:
+        tx.drop(Migration, move.migration_id)  # nothing is left to move; it leaves by itself
         return
-    destination = _found(d, move, source) or _started(d, move, source, model)
+    destination = _found(tx, move, source) or _started(tx, move, source, model)
     if destination is None:
         return
     if destination.instance_id != move.destination:
-        move = replace(move, destination=destination.instance_id, why="")
-        d.put(move)
+        move = replace(move, destination=destination.instance_id, waiting_reason="")
+        tx.put(move)
     if destination.state is InstanceState.READY:
-        _order(d, move, source, destination)
+        _order(tx, move, source, destination)
 
 
-def _found(d: Draft, move: Move, source: Instance) -> Instance | None:
+def _found(tx: Transaction, move: Migration, source: Instance) -> Instance | None:
     """A ready instance with the same weights where it is wanted, the one with the least to do; else one that is starting."""
-    there = [i for i in d.state.of_model(move.model) if _fits(d, move, source, i)]
+    there = [i for i in tx.state.of_model(move.model) if _fits(tx, move, source, i)]
     ready = [i for i in there if i.state is InstanceState.READY]
     if ready:
-        return min(ready, key=lambda i: (_load(d, i), i.instance_id))
-    return min(there, key=lambda i: (i.claim, i.planned_at), default=None)
+        return min(ready, key=lambda i: (_load(tx, i), i.instance_id))
+    return min(there, key=lambda i: (i.is_claim, i.planned_at), default=None)
 
 
-def _fits(d: Draft, move: Move, source: Instance, i: Instance) -> bool:
+def _fits(tx: Transaction, move: Migration, source: Instance, i: Instance) -> bool:
     if (
         i.instance_id == source.instance_id
         or i.leaving != "no"
@@ -214,59 +221,59 @@ def _fits(d: Draft, move: Move, source: Instance, i: Instance) -> bool:
         return False
     if not (i.state is InstanceState.READY or i.state.starting or i.state is InstanceState.RESUMING):
         return False
-    node = d.state.nodes.get(i.node)
+    node = tx.state.nodes.get(i.node)
     if node is None or node.drain_since is not None:
         return False
     return (not move.node or i.node == move.node) and (not move.device or i.device_ids == (move.device,))
 
 
-def _load(d: Draft, i: Instance) -> int:
-    seen = d.state.seen.get(i.instance_id)
+def _load(tx: Transaction, i: Instance) -> int:
+    seen = tx.state.reports.get(i.instance_id)
     return seen.status.load.active + seen.status.load.waiting if seen is not None else 0
 
 
-def _started(d: Draft, move: Move, source: Instance, model: Model) -> Instance | None:
+def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -> Instance | None:
     """A new one. What an operator asked for is refused if there is no room; a drain waits for it."""
     if move.destination:  # it was started, and is not there any more
         why = model.error or "it did not become ready"
-        if _refuse(d, move, Unavailable(f"{model.key} could not be started where it was to move: {why}").body()):
+        if _refuse(tx, move, Unavailable(f"{model.key} could not be started where it was to move: {why}").body()):
             return None
-        move = replace(move, destination="", why=why)
-        d.put(move)
-    if d.paused(_pause(move.source)):
+        move = replace(move, destination="", waiting_reason=why)
+        tx.put(move)
+    if tx.is_cooling_down(_pause(move.source)):
         return None
-    placement = place(d, model, 0.0, only=(move.node, move.device) if move.node else None)
+    placement = place(tx, model, 0.0, only=(move.node, move.device) if move.node else None)
     if placement.chosen is None:
-        if not _refuse(d, move, InsufficientMemory(f"{model.key} has no room where it was to move: {placement.reason}").body()):
-            d.put(replace(move, why=placement.reason))
-            d.put(Pause(_pause(move.source), d.now + d.policy.shun_pause))
+        if not _refuse(tx, move, InsufficientMemory(f"{model.key} has no room where it was to move: {placement.reason}").body()):
+            tx.put(replace(move, waiting_reason=placement.reason))
+            tx.put(Cooldown(_pause(move.source), tx.now + tx.policy.refusal_cooldown_s))
         return None
-    begin(d, model, placement, TRIGGER, d.now)
-    plan = d.plans[-1]
-    return d.state.instances[plan.instance_id or ""]
+    start_instance(tx, model, placement, TRIGGER, tx.now)
+    plan = tx.plans[-1]
+    return tx.state.instances[plan.instance_id or ""]
 
 
-def _refuse(d: Draft, move: Move, error: ErrorBody) -> bool:
+def _refuse(tx: Transaction, move: Migration, error: ErrorBody) -> bool:
     """Whether somebody is told that it cannot be."""
     if move.waiter is None and move.reason in AT_ONCE:
         return False
-    _give_up(d, move, error)
+    _give_up(tx, move, error)
     return True
 
 
-def _give_up(d: Draft, move: Move, error: ErrorBody) -> None:
-    d.drop(Move, move.migration_id)
+def _give_up(tx: Transaction, move: Migration, error: ErrorBody) -> None:
+    tx.drop(Migration, move.migration_id)
     if move.waiter is not None:
-        d.emit(ReplyTo(move.waiter, error))
+        tx.emit(ReplyTo(move.waiter, error))
 
 
-def _order(d: Draft, move: Move, source: Instance, destination: Instance) -> None:
+def _order(tx: Transaction, move: Migration, source: Instance, destination: Instance) -> None:
     """3."""
-    times = d.state.move_times.get(move.model)
-    known = times if times is not None and times.known else None
+    times = tx.state.migration_times.get(move.model)
+    known = times if times is not None and times.is_known else None
     record = MigrationRecord(
         migration_id=move.migration_id,
-        token=d.token(),
+        token=tx.next_token(),
         model=move.model,
         revision=source.revision,
         source_instance=source.instance_id,
@@ -276,23 +283,23 @@ def _order(d: Draft, move: Move, source: Instance, destination: Instance) -> Non
         request_id=move.request_id,
         reason=move.reason,
         plan_id=move.plan_id,
-        created=d.now,
+        created=tx.now,
         ms_per_token=known.per_token.value * 1e3 if known else None,
         ms_fixed=known.fixed.value * 1e3 if known else None,
     )
-    d.put(replace(move, record=record))
-    d.emit(OrderMigration(record))
+    tx.put(replace(move, record=record))
+    tx.emit(OrderMigration(record))
     if move.reason in AT_ONCE:
-        leave(d, source, "drain", f"moving to {destination.instance_id}")
+        stop_instance(tx, source, "drain", f"moving to {destination.instance_id}")
     if move.waiter is not None and not move.wait:
-        d.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
+        tx.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
 
 
-def forget_waiter(d: Draft, waiter: str) -> None:
+def cancel_waiter(tx: Transaction, waiter: str) -> None:
     """Whoever asked waits no longer: what has not been ordered is not."""
-    for move in list(d.state.moves.values()):
+    for move in list(tx.state.migrations.values()):
         if move.waiter == waiter:
-            if move.ordered:
-                d.put(replace(move, waiter=None))
+            if move.is_ordered:
+                tx.put(replace(move, waiter=None))
             else:
-                d.drop(Move, move.migration_id)
+                tx.drop(Migration, move.migration_id)

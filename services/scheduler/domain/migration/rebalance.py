@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.scheduler.domain.migration.orders import want
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import Pause
+from services.scheduler.domain.migration.orders import plan_migration
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import Cooldown
 from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
@@ -25,7 +25,7 @@ _PAUSE = "rebalance"
 
 
 @value(frozen=True, slots=True)
-class Serving:
+class BusyInstance:
     """An instance that serves, on one device (node/device)."""
 
     instance_id: str
@@ -44,22 +44,22 @@ class Serving:
 
 
 @value(frozen=True, slots=True)
-class Room:
+class FreeDevice:
     """A device where something new may be placed."""
 
     device: str
     free: int
 
 
-def proposal(serving: Sequence[Serving], rooms: Sequence[Room]) -> tuple[str, str] | None:
+def propose_move(serving: Sequence[BusyInstance], rooms: Sequence[FreeDevice]) -> tuple[str, str] | None:
     """The instance to move and the device to move it to; None: it is well as it is."""
-    on: dict[str, list[Serving]] = {}
+    on: dict[str, list[BusyInstance]] = {}
     for s in serving:
         on.setdefault(s.device, []).append(s)
     return _spread(on, rooms) or _pack(on, rooms)
 
 
-def _spread(on: Mapping[str, list[Serving]], rooms: Sequence[Room]) -> tuple[str, str] | None:
+def _spread(on: Mapping[str, list[BusyInstance]], rooms: Sequence[FreeDevice]) -> tuple[str, str] | None:
     crowded = [(sum(s.active for s in there), device) for device, there in on.items() if sum(s.hot for s in there) > 1]
     for _, device in sorted(crowded, reverse=True):
         for s in sorted((s for s in on[device] if s.hot), key=lambda s: (s.active, s.instance_id)):
@@ -69,7 +69,7 @@ def _spread(on: Mapping[str, list[Serving]], rooms: Sequence[Room]) -> tuple[str
     return None
 
 
-def _pack(on: Mapping[str, list[Serving]], rooms: Sequence[Room]) -> tuple[str, str] | None:
+def _pack(on: Mapping[str, list[BusyInstance]], rooms: Sequence[FreeDevice]) -> tuple[str, str] | None:
     held = {device: sum(s.nbytes for s in there) for device, there in on.items()}
     for device in sorted(on, key=lambda x: (held[x], x)):
         if len(on[device]) != 1 or not on[device][0].cold:
@@ -86,15 +86,15 @@ def _pack(on: Mapping[str, list[Serving]], rooms: Sequence[Room]) -> tuple[str, 
     return None
 
 
-def rebalance(d: Draft) -> None:
+def rebalance(tx: Transaction) -> None:
     """With each tick: one move at a time, none while anything else is on its way."""
-    state = d.state
-    if d.policy.rebalance_every <= 0 or d.paused(_PAUSE) or state.moves or state.unmet or state.claimed:
+    state = tx.state
+    if tx.policy.rebalance_period_s <= 0 or tx.is_cooling_down(_PAUSE) or state.migrations or state.unschedulable or state.claimed:
         return
-    d.put(Pause(_PAUSE, d.now + d.policy.rebalance_every))
+    tx.put(Cooldown(_PAUSE, tx.now + tx.policy.rebalance_period_s))
     serving = []
     for i in state.instances.values():
-        seen = state.seen.get(i.instance_id)
+        seen = state.reports.get(i.instance_id)
         model = state.models.get(i.model)
         if i.state.starting or (seen is not None and i.leaving != "no"):
             return
@@ -103,8 +103,8 @@ def rebalance(d: Draft) -> None:
         active = seen.status.load.active + seen.status.load.waiting
         if active:
             serving.append(
-                Serving(i.instance_id, f"{i.node}/{i.device_ids[0]}", i.reserve_bytes, active, max(1, seen.status.capacity))
+                BusyInstance(i.instance_id, f"{i.node}/{i.device_ids[0]}", i.reserve_bytes, active, max(1, seen.status.capacity))
             )
-    rooms = [Room(b.key, b.free) for b in state.bookings.values() if not b.closed]
-    if (move := proposal(serving, rooms)) is not None:
-        want(d, state.instances[move[0]], "rebalance", move[1])
+    rooms = [FreeDevice(b.key, b.free_bytes) for b in state.bookings.values() if not b.closed_reason]
+    if (move := propose_move(serving, rooms)) is not None:
+        plan_migration(tx, state.instances[move[0]], "rebalance", move[1])

@@ -24,12 +24,12 @@ Excludes = Callable[[Booking], str]
 """Says why a model may not run on a device; empty: it may."""
 
 
-def checker(state: ClusterState, model: Model, *, apart: bool = False) -> Excludes | None:
+def placement_rule(state: ClusterState, model: Model, *, apart: bool = False) -> Excludes | None:
     """What checks devices for the model, in the state as it is now; None: nothing is to be checked. `apart`: as if it were to be spread."""
     rules = model.card.spec.placement
     if apart and not rules.spread:
         rules = rules.model_copy(update={"spread": True})
-    if not rules.any and not state.apart:
+    if not rules.any and not state.anti_affine:
         return None
     found: dict[str, str] = {}
     """By node: rules 1 and 3 to 5."""
@@ -43,7 +43,7 @@ def checker(state: ClusterState, model: Model, *, apart: bool = False) -> Exclud
     return excludes
 
 
-def confined(node: str, device: str, further: Excludes | None) -> Excludes:
+def confine_to(node: str, device: str, further: Excludes | None) -> Excludes:
     """Nothing but a node, or a `device` of it; and what is excluded there besides."""
 
     def excludes(b: Booking) -> str:
@@ -71,7 +71,7 @@ def _node(state: ClusterState, model: Model, rules: PlacementRules, name: str) -
         label, is_label, value = pattern.partition("=")
         if is_label and label in labels and value in ("*", labels[label]):
             return f"placement.anti_affinity keeps it off {label}={labels[label]}"
-    if not rules.anti_affinity and not rules.spread and not state.apart:
+    if not rules.anti_affinity and not rules.spread and not state.anti_affine:
         return ""
     for i in state.on_node(name):
         if i.leaving != "no" or i.state.parked:
@@ -81,7 +81,7 @@ def _node(state: ClusterState, model: Model, rules: PlacementRules, name: str) -
                 return f"placement.spread: {i.instance_id} of it is on the node already"
         elif _names(rules, i.model):  # 4
             return f"placement.anti_affinity: {i.model} ({i.instance_id}) is on the node"
-        elif i.model in state.apart and _names(state.models[i.model].card.spec.placement, model.key):
+        elif i.model in state.anti_affine and _names(state.models[i.model].card.spec.placement, model.key):
             return f"placement.anti_affinity of {i.model}, which is on the node ({i.instance_id})"
     return ""
 

@@ -13,13 +13,13 @@ from services.scheduler.domain.cost.cost import Cost, Way
 from services.scheduler.domain.estimates.start_times import Forecast, Prediction
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.constraints import Excludes
-from services.scheduler.domain.placement.victims import Asking, cleared, view_of
+from services.scheduler.domain.placement.victims import Asking, clear_device, device_view
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Clearance, DeviceView, Option, Profile
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking, device_key
-from services.scheduler.domain.state.device_memory import left_bytes, need_bytes, share
+from services.scheduler.domain.state.device_memory import per_device_bytes, resume_need_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import replace, value
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import Candidate
@@ -30,7 +30,7 @@ _LEAVING = Clearance("leaving")
 
 
 @value(frozen=True, slots=True)
-class Request:
+class PlacementRequest:
     """What is to be placed. `need`: bytes of each of its `devices`; `avoid`: devices (node/device) where it has just failed."""
 
     asking: Asking
@@ -43,15 +43,15 @@ class Request:
     excludes: Excludes | None
 
 
-class Possible(NamedTuple):
+class FeasiblePlacement(NamedTuple):
     """An option, and what carrying it out and its record need. `short`: bytes that its victims have to free."""
 
     option: Option
     node: str
     device_ids: tuple[str, ...]
-    need: int
+    need_bytes: int
     prediction: Prediction
-    short: int = 0
+    short_bytes: int = 0
     resume: str | None = None
 
     @property
@@ -63,64 +63,64 @@ class Possible(NamedTuple):
         return tuple(names[v] for v in victims)
 
 
-class Fit(NamedTuple):
+class DeviceFit(NamedTuple):
     """How one device gets room: who leaves, and how many bytes have to come free."""
 
     device: DeviceView
     clearance: Clearance
-    short: int
+    short_bytes: int
 
 
-def of_devices(d: Draft, r: Request, devices: tuple[Booking, ...]) -> Candidate | Possible:
+def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ...]) -> Candidate | FeasiblePlacement:
     """Loading the model onto a device, or onto several of one node together."""
     if len(devices) == 1:
-        return _of_one(d, r, devices[0])
-    fits: list[Fit] = []
+        return _of_one(tx, r, devices[0])
+    fits: list[DeviceFit] = []
     for b in devices:
-        fit = _open_for(d, r, b)
+        fit = _open_for(tx, r, b)
         if isinstance(fit, Candidate):
             return fit
         fits.append(fit)
-    clearance = together([f.clearance for f in fits])
+    clearance = combine([f.clearance for f in fits])
     if clearance.moves and _in_each_others_way(clearance, devices):
-        return excluded(
+        return excluded_candidate(
             devices[0], r.need, f"needs {gib(r.need)} of each device, and those that serve there have nowhere else to go on"
         )
-    prediction = r.forecast.at(devices[0], leaving=clearance is not NOTHING_TO_CLEAR)
-    option = _load(d, tuple([f.device for f in fits]), prediction, clearance)
+    prediction = r.forecast.predict(devices[0], leaving=clearance is not NOTHING_TO_CLEAR)
+    option = _load(tx, tuple([f.device for f in fits]), prediction, clearance)
     ids = tuple([b.device_id for b in devices])
-    return Possible(option, devices[0].node, ids, r.need, prediction, max([f.short for f in fits]))
+    return FeasiblePlacement(option, devices[0].node, ids, r.need, prediction, max([f.short_bytes for f in fits]))
 
 
-def _of_one(d: Draft, r: Request, b: Booking) -> Candidate | Possible:
-    if r.need <= b.free and not (b.closed or r.any_paused) and r.excludes is None:  # the usual case, in short
-        prediction = r.forecast.at(b, leaving=False)
-        view = DeviceView(b.key, b.node, b.budget, b.free, b.coming, failed=b.key in r.avoid)
-        return Possible(_load(d, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), r.need, prediction)
-    fit = _open_for(d, r, b)
+def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | FeasiblePlacement:
+    if r.need <= b.free_bytes and not (b.closed_reason or r.any_paused) and r.excludes is None:  # the usual case, in short
+        prediction = r.forecast.predict(b, leaving=False)
+        view = DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, has_failed=b.key in r.avoid)
+        return FeasiblePlacement(_load(tx, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), r.need, prediction)
+    fit = _open_for(tx, r, b)
     if isinstance(fit, Candidate):
         return fit
-    prediction = r.forecast.at(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
-    option = _load(d, (fit.device,), prediction, fit.clearance)
-    return Possible(option, b.node, (b.device_id,), r.need, prediction, fit.short)
+    prediction = r.forecast.predict(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
+    option = _load(tx, (fit.device,), prediction, fit.clearance)
+    return FeasiblePlacement(option, b.node, (b.device_id,), r.need, prediction, fit.short_bytes)
 
 
-def _open_for(d: Draft, r: Request, b: Booking) -> Candidate | Fit:
+def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | DeviceFit:
     """How one device gets room for its share of the model; or what is in the way."""
-    if b.closed:
-        return excluded(b, r.need, b.closed)
+    if b.closed_reason:
+        return excluded_candidate(b, r.need, b.closed_reason)
     if r.excludes is not None and (why := r.excludes(b)):
-        return excluded(b, r.need, why)
-    if r.need > b.budget:
-        return excluded(b, r.need, f"needs {gib(r.need)}, its budget is {gib(b.budget)}", "impossible")
-    fit = _fit(d, r, b, r.need)
-    return excluded(b, r.need, fit) if isinstance(fit, str) else fit
+        return excluded_candidate(b, r.need, why)
+    if r.need > b.budget_bytes:
+        return excluded_candidate(b, r.need, f"needs {gib(r.need)}, its budget is {gib(b.budget_bytes)}", "impossible")
+    fit = _fit(tx, r, b, r.need)
+    return excluded_candidate(b, r.need, fit) if isinstance(fit, str) else fit
 
 
-def _load(d: Draft, devices: tuple[DeviceView, ...], prediction: Prediction, clearance: Clearance) -> Option:
-    reuses = prediction.there and prediction.source != "dram" and "reuse" in d.policy.capabilities
+def _load(tx: Transaction, devices: tuple[DeviceView, ...], prediction: Prediction, clearance: Clearance) -> Option:
+    reuses = prediction.resident_bytes and prediction.source != "dram" and "reuse" in tx.policy.capabilities
     way: Way = "reuse" if reuses else "load"
-    return Option(devices, way, _cost(prediction, clearance), clearance, prediction.there, prediction.source)
+    return Option(devices, way, _cost(prediction, clearance), clearance, prediction.resident_bytes, prediction.source)
 
 
 def _in_each_others_way(clearance: Clearance, devices: tuple[Booking, ...]) -> bool:
@@ -129,45 +129,45 @@ def _in_each_others_way(clearance: Clearance, devices: tuple[Booking, ...]) -> b
     return len(devices) > 1 and (len(set(to)) < len(to) or not {b.key for b in devices}.isdisjoint(to))
 
 
-def of_suspended(d: Draft, r: Request, i: Instance) -> Candidate | Possible:
+def resume_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidate | FeasiblePlacement:
     """The devices of a suspended instance, all of them, for what it lacks to come back: it comes back when the last of them has room."""
-    whole = share(i, need_bytes(d.state, i))
-    need = max(0, whole - left_bytes(d.state, i))
-    fits: list[Fit] = []
+    whole = per_device_bytes(i, resume_need_bytes(tx.state, i))
+    need = max(0, whole - suspended_bytes(tx.state, i))
+    fits: list[DeviceFit] = []
     for device_id in i.device_ids:
-        b = booking(d.state, i.node, device_id)
+        b = booking_of(tx.state, i.node, device_id)
         # A node that is cordoned takes nothing new; what is on it may come back.
-        if not b.reachable:
-            return excluded(b, need, b.closed)
+        if not b.is_reachable:
+            return excluded_candidate(b, need, b.closed_reason)
         if r.excludes is not None and (why := r.excludes(b)):
-            return excluded(b, need, why)
-        if whole > b.budget:
-            return excluded(b, need, f"needs {gib(whole)}, its budget is {gib(b.budget)}", "impossible")
-        fit = _fit(d, r, b, need)
+            return excluded_candidate(b, need, why)
+        if whole > b.budget_bytes:
+            return excluded_candidate(b, need, f"needs {gib(whole)}, its budget is {gib(b.budget_bytes)}", "impossible")
+        fit = _fit(tx, r, b, need)
         if isinstance(fit, str):
-            return excluded(b, need, fit)
+            return excluded_candidate(b, need, fit)
         fits.append(fit)
-    clearance = together([f.clearance for f in fits])
-    prediction = r.forecast.restore(i, leaving=clearance is not NOTHING_TO_CLEAR)
+    clearance = combine([f.clearance for f in fits])
+    prediction = r.forecast.predict_resume(i, leaving=clearance is not NOTHING_TO_CLEAR)
     way: Way = "wake" if i.state is InstanceState.ASLEEP else "restore"
     option = Option(tuple([f.device for f in fits]), way, _cost(prediction, clearance), clearance, source="snapshot")
-    return Possible(option, i.node, i.device_ids, need, prediction, max([f.short for f in fits]), i.instance_id)
+    return FeasiblePlacement(option, i.node, i.device_ids, need, prediction, max([f.short_bytes for f in fits]), i.instance_id)
 
 
-def _fit(d: Draft, r: Request, b: Booking, need: int) -> Fit | str:
+def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceFit | str:
     """How one device gets room for `need` bytes; or why it does not."""
-    if r.any_paused and d.paused(b.key):
+    if r.any_paused and tx.is_cooling_down(b.key):
         return "its nodeagent has just refused a reservation"
     failed = b.key in r.avoid
-    if need <= b.free:
-        return Fit(view_of(b, failed=failed), NOTHING_TO_CLEAR, 0)
-    if need <= b.coming:
-        return Fit(view_of(b, failed=failed), _LEAVING, 0)
-    short = need - b.coming
-    view, clearance = cleared(d, r.asking, b, short, r.profile.clear, failed=failed)
+    if need <= b.free_bytes:
+        return DeviceFit(device_view(b, failed=failed), NOTHING_TO_CLEAR, 0)
+    if need <= b.free_soon_bytes:
+        return DeviceFit(device_view(b, failed=failed), _LEAVING, 0)
+    short = need - b.free_soon_bytes
+    view, clearance = clear_device(tx, r.asking, b, short, r.profile.clear, failed=failed)
     if isinstance(clearance, str):
-        return f"needs {gib(need)}, {gib(max(0, b.free))} free of {gib(b.budget)}; {clearance}"
-    return Fit(view, clearance, short)
+        return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}"
+    return DeviceFit(view, clearance, short)
 
 
 def _cost(prediction: Prediction, clearance: Clearance) -> Cost:
@@ -176,10 +176,10 @@ def _cost(prediction: Prediction, clearance: Clearance) -> Cost:
         return prediction.cost
     cost = prediction.cost
     phases: Mapping[str, float] = {**cost.phases, "reserve": cost.phases.get("reserve", 0.0) + clearance.delay_s}
-    return Cost(cost.total + clearance.delay_s, phases, cost.spread)
+    return Cost(cost.total_s + clearance.delay_s, phases, cost.spread_s)
 
 
-def together(clearances: Iterable[Clearance]) -> Clearance:
+def combine(clearances: Iterable[Clearance]) -> Clearance:
     """What has to be cleared on several devices, each victim once: as severe as the severest, and as long as the longest takes."""
     found = list(clearances)
     if len(found) == 1:
@@ -190,37 +190,45 @@ def together(clearances: Iterable[Clearance]) -> Clearance:
     return replace(
         worst,
         victims=tuple(dict.fromkeys(v for c in found for v in c.victims)),
-        freed=sum(c.freed for c in found),
+        freed_bytes=sum(c.freed_bytes for c in found),
         delay_s=max(c.delay_s for c in found),
-        penalty=sum(c.penalty for c in found),
+        penalty_s=sum(c.penalty_s for c in found),
         moves={v: to for c in found for v, to in c.moves.items()},
     )
 
 
-def excluded(b: Booking, need: int, why: str, way: PlanWay = "wait") -> Candidate:
-    return Candidate(node=b.node, device_ids=(b.device_id,), way=way, needed_bytes=need, free_bytes=max(0, b.free), excluded=why)
+def excluded_candidate(b: Booking, need: int, why: str, way: PlanWay = "wait") -> Candidate:
+    return Candidate(
+        node=b.node, device_ids=(b.device_id,), way=way, needed_bytes=need, free_bytes=max(0, b.free_bytes), excluded=why
+    )
 
 
-def device_sets(d: Draft, r: Request) -> Iterator[tuple[Booking, ...]]:
+def device_sets(tx: Transaction, r: PlacementRequest) -> Iterator[tuple[Booking, ...]]:
     """For a model over several devices: of each node the devices that take it soonest, the best nodes first. Every node is looked at:
     such models are few."""
     ranked = []
-    for node in d.state.nodes.values():
+    for node in tx.state.nodes.values():
         keys = [device_key(node.name, device.device_id) for device in node.devices]
-        there = [b for key in keys if (b := d.state.bookings.get(key)) is not None]
-        usable = sorted(there, key=lambda b: (*_rank(d, r, b), b.free, b.key))[: r.devices]
+        there = [b for key in keys if (b := tx.state.bookings.get(key)) is not None]
+        usable = sorted(there, key=lambda b: (*_rank(tx, r, b), b.free_bytes, b.key))[: r.devices]
         if len(usable) < r.devices:
             continue
         # Devices of one kind, in the order that the engine counts them in.
         chosen = tuple(sorted(usable, key=lambda b: (len(b.device_id), b.device_id)))
-        worst = max(_rank(d, r, b) for b in usable)
-        ranked.append((worst, r.forecast.at(chosen[0], leaving=False).ms, node.name, chosen))
+        worst = max(_rank(tx, r, b) for b in usable)
+        ranked.append((worst, r.forecast.predict(chosen[0], leaving=False).ms, node.name, chosen))
     ranked.sort(key=lambda found: found[:3])
     return (chosen for *_, chosen in ranked)
 
 
-def _rank(d: Draft, r: Request, b: Booking) -> tuple[int, bool]:
+def _rank(tx: Transaction, r: PlacementRequest, b: Booking) -> tuple[int, bool]:
     """How far a device is from having room; whether the model has just failed there."""
-    steps = (b.free, b.coming, b.coming + b.idle, b.coming + b.movable, b.budget)
-    open_ = not b.closed and not d.paused(b.key) and not (r.excludes is not None and r.excludes(b))
+    steps = (
+        b.free_bytes,
+        b.free_soon_bytes,
+        b.free_soon_bytes + b.idle_bytes,
+        b.free_soon_bytes + b.evictable_bytes,
+        b.budget_bytes,
+    )
+    open_ = not b.closed_reason and not tx.is_cooling_down(b.key) and not (r.excludes is not None and r.excludes(b))
     return (next((n for n, room in enumerate(steps) if r.need <= room), len(steps)) if open_ else len(steps) + 1, b.key in r.avoid)

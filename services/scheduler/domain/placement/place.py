@@ -21,18 +21,18 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import attrgetter
 
-from services.scheduler.domain.estimates.memory_needs import devices_of, need_to_start
+from services.scheduler.domain.estimates.memory_needs import device_count, start_bytes
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
-from services.scheduler.domain.placement.constraints import checker, confined
-from services.scheduler.domain.placement.options import Possible, Request, device_sets, of_devices, of_suspended
-from services.scheduler.domain.placement.shortlist import SHORTLIST, shortlists
+from services.scheduler.domain.placement.constraints import confine_to, placement_rule
+from services.scheduler.domain.placement.options import FeasiblePlacement, PlacementRequest, device_sets, load_option, resume_option
+from services.scheduler.domain.placement.shortlist import SHORTLIST_SIZE, shortlists
 from services.scheduler.domain.placement.victims import Asking
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.entities import Model
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Presence
 from services.scheduler.domain.values import unchecked, value
 from shared.contracts.plans import Candidate, Way
@@ -53,14 +53,14 @@ class Placement:
     error: ThawError | None = None
     resume: str | None = None
     """The suspended instance that comes back."""
-    short: int = 0
+    short_bytes: int = 0
     """Bytes that the victims have to free."""
-    moves: tuple[tuple[str, str], ...] = ()
+    migrations: tuple[tuple[str, str], ...] = ()
     """Victims whose requests go on elsewhere, each with the device."""
 
 
 def place(
-    d: Draft,
+    tx: Transaction,
     model: Model,
     waited: float,
     *,
@@ -71,88 +71,92 @@ def place(
 ) -> Placement:
     """Decide for `model`, which has waited `waited` seconds. `only`: the node and device (empty: any of it) that it is confined to; `apart`: not
     on a node that runs an instance of it."""
-    trouble = d.state.trouble.get(model.key)
-    if kept_up_only and trouble and trouble.not_before > d.now:  # 1
+    trouble = tx.state.failures.get(model.key)
+    if kept_up_only and trouble and trouble.not_before > tx.now:  # 1
         return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
-    if not any(alive(p) for p in d.state.presence.values()):  # 2
+    if not any(alive(p) for p in tx.state.presence.values()):  # 2
         reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
-        absent = d.now - max((p.heard_at for p in d.state.presence.values()), default=-math.inf)
-        hopeless = min(waited, absent) > d.policy.no_node_timeout
+        absent = tx.now - max((p.last_message_at for p in tx.state.presence.values()), default=-math.inf)
+        hopeless = min(waited, absent) > tx.policy.no_node_timeout_s
         return Placement("wait", reason, error=Unavailable(f"{model.key}: {reason}") if hopeless else None)
-    devices = devices_of(model.card)
-    whole = need_to_start(d.state, model.card)
+    devices = device_count(model.card)
+    whole = start_bytes(tx.state, model.card)
     need = -(-whole // devices)
-    excludes = checker(d.state, model, apart=apart)
-    request = Request(
-        Asking(model, ask_of(d, model, whole, waited, extra=extra), not extra and waited >= d.policy.preempt_after, extra),
-        thaw.PROFILE if starving(d, waited) else d.policy.profile,
+    excludes = placement_rule(tx.state, model, apart=apart)
+    request = PlacementRequest(
+        Asking(model, ask_of(tx, model, whole, waited, extra=extra), not extra and waited >= tx.policy.preempt_after_s, extra),
+        thaw.PROFILE if starving(tx, waited) else tx.policy.profile,
         need,
         devices,
-        trouble.avoid if trouble else (),
-        Forecast(d.state, model.card, d.now),
-        bool(d.state.pauses),
-        excludes if only is None else confined(*only, excludes),
+        trouble.failed_devices if trouble else (),
+        Forecast(tx.state, model.card, tx.now),
+        bool(tx.state.cooldowns),
+        excludes if only is None else confine_to(*only, excludes),
     )
-    considered: list[Candidate | Possible] = [] if extra else [of_suspended(d, request, i) for i in d.state.parked(model)]
-    for sets in _shortlists(d, request):
-        considered += (found := [of_devices(d, request, devices) for devices in sets])
-        if any(isinstance(f, Possible) for f in found):
+    considered: list[Candidate | FeasiblePlacement] = (
+        [] if extra else [resume_option(tx, request, i) for i in tx.state.suspended_instances(model)]
+    )
+    for sets in _shortlists(tx, request):
+        considered += (found := [load_option(tx, request, devices) for devices in sets])
+        if any(isinstance(f, FeasiblePlacement) for f in found):
             break
-    if possible := [c for c in considered if isinstance(c, Possible)]:  # 4 to 7
-        return _chosen(d, request, possible, considered)
+    if possible := [c for c in considered if isinstance(c, FeasiblePlacement)]:  # 4 to 7
+        return _chosen(tx, request, possible, considered)
     candidates = _candidates(considered)
-    if text := hopeless_on(d, model.key, whole, devices):  # 3
+    if text := never_fits_reason(tx, model.key, whole, devices):  # 3
         return Placement("impossible", text, candidates, error=InsufficientMemory(text))
-    return Placement("wait", _obstacles(candidates, len(d.state.bookings)), candidates)  # 8
+    return Placement("wait", _obstacles(candidates, len(tx.state.bookings)), candidates)  # 8
 
 
-def _shortlists(d: Draft, r: Request) -> Iterator[list[tuple[Booking, ...]]]:
+def _shortlists(tx: Transaction, r: PlacementRequest) -> Iterator[list[tuple[Booking, ...]]]:
     """Devices, or sets of them, to be considered together, until some are an option."""
     if r.devices == 1:
-        for devices in shortlists(d, r.need, r.avoid, r.forecast, r.excludes):
+        for devices in shortlists(tx, r.need, r.avoid, r.forecast, r.excludes):
             yield [(b,) for b in devices]
         return
-    sets = device_sets(d, r)
-    while some := list(islice(sets, SHORTLIST)):
+    sets = device_sets(tx, r)
+    while some := list(islice(sets, SHORTLIST_SIZE)):
         yield some
 
 
-def hopeless_on(d: Draft, name: str, whole: int, devices: int) -> str:
+def never_fits_reason(tx: Transaction, name: str, whole: int, devices: int) -> str:
     """Why a model could not run even if everything were empty; empty: it could."""
     need = -(-whole // devices)
     if devices == 1:
-        largest = d.bookings().largest_budget()
+        largest = tx.bookings().largest_budget()
         return impossible(name, need, largest) if need > largest else ""
     enough = 0
-    for node in d.state.nodes.values():
-        booked = [b for x in node.devices if (b := d.state.bookings.get(device_key(node.name, x.device_id))) is not None]
-        enough = max(enough, sum(1 for b in booked if b.reachable and b.budget >= need))
+    for node in tx.state.nodes.values():
+        booked = [b for x in node.devices if (b := tx.state.bookings.get(device_key(node.name, x.device_id))) is not None]
+        enough = max(enough, sum(1 for b in booked if b.is_reachable and b.budget_bytes >= need))
     if enough >= devices:
         return ""
     return f"{name} needs {gib(need)} on each of {devices} devices of one node, and no node has more than {enough} that large"
 
 
-def ask_of(d: Draft, model: Model, need: int, waited: float, *, extra: bool) -> Ask:
+def ask_of(tx: Transaction, model: Model, need: int, waited: float, *, extra: bool) -> Ask:
     spec = model.card.spec
     return Ask(
         model.key,
         need,
         waited,
-        requests=max(1, d.state.waiting(model.key)),
-        slo_ttft=spec.slo.ttft,
-        slo_tpot=spec.slo.tpot,
+        requests=max(1, tx.state.waiting_count(model.key)),
+        slo_ttft_s=spec.slo.ttft,
+        slo_tpot_s=spec.slo.tpot,
         priority=spec.priority,
-        extra=extra,
+        is_extra=extra,
     )
 
 
-def starving(d: Draft, waited: float) -> bool:
+def starving(tx: Transaction, waited: float) -> bool:
     """Whether nobody goes before it any more."""
-    return waited >= max(d.policy.starve_after, d.policy.preempt_after)
+    return waited >= max(tx.policy.starve_after_s, tx.policy.preempt_after_s)
 
 
-def _chosen(d: Draft, r: Request, possible: list[Possible], considered: list[Candidate | Possible]) -> Placement:
-    seed = f"{d.state.epoch}/{d.counted()}/{r.asking.model.key}"
+def _chosen(
+    tx: Transaction, r: PlacementRequest, possible: list[FeasiblePlacement], considered: list[Candidate | FeasiblePlacement]
+) -> Placement:
+    seed = f"{tx.state.epoch}/{tx.numbers_issued()}/{r.asking.model.key}"
     option = r.profile.choose(r.asking.ask, [p.option for p in possible], seed)
     if option is None:
         reason = f"the policy {r.profile.name} takes none of the ways that there are"
@@ -162,7 +166,14 @@ def _chosen(d: Draft, r: Request, possible: list[Possible], considered: list[Can
     candidates = _candidates([chosen if c is best else c for c in considered])
     moves = tuple(sorted(option.clearance.moves.items()))
     return Placement(
-        chosen.way, _why(best), candidates, chosen, option.clearance.victims, resume=best.resume, short=best.short, moves=moves
+        chosen.way,
+        _why(best),
+        candidates,
+        chosen,
+        option.clearance.victims,
+        resume=best.resume,
+        short_bytes=best.short_bytes,
+        migrations=moves,
     )
 
 
@@ -170,11 +181,11 @@ def alive(presence: Presence) -> bool:
     return presence.alive and presence.status is not None and not presence.status.stopping
 
 
-def _candidates(considered: list[Candidate | Possible]) -> tuple[Candidate, ...]:
+def _candidates(considered: list[Candidate | FeasiblePlacement]) -> tuple[Candidate, ...]:
     """Those of the first list, for the record, by name."""
     found: list[Candidate] = []
-    last: Possible | None = None
-    for c in considered[:SHORTLIST]:
+    last: FeasiblePlacement | None = None
+    for c in considered[:SHORTLIST_SIZE]:
         if isinstance(c, Candidate):
             found.append(c)
         elif c.option.clearance is NOTHING_TO_CLEAR:
@@ -200,7 +211,7 @@ def impossible(name: str, need: int, largest: int) -> str:
     )
 
 
-def _recorded(p: Possible) -> Candidate:
+def _recorded(p: FeasiblePlacement) -> Candidate:
     option, prediction, clearance = p.option, p.prediction, p.option.clearance
     free = clearance.how == "none"
     if p.resume is None:
@@ -213,10 +224,10 @@ def _recorded(p: Possible) -> Candidate:
             "node": p.node,
             "device_ids": p.device_ids,
             "way": way,
-            "predicted_ms": option.cost.total * 1e3,
+            "predicted_ms": option.cost.total_s * 1e3,
             "predicted": prediction.phases,
-            "needed_bytes": p.need,
-            "free_bytes": max(0, option.free),
+            "needed_bytes": p.need_bytes,
+            "free_bytes": max(0, option.free_bytes),
             "victims": p.labels if clearance.victims else (),
             "excluded": None,
             "ready_by": option.way,
@@ -225,21 +236,21 @@ def _recorded(p: Possible) -> Candidate:
             "resident_bytes": option.resident_bytes,
             "stages": 1,
             "full_workers": 1,
-            "spread_ms": option.cost.spread * 1e3,
+            "spread_ms": option.cost.spread_s * 1e3,
             "queued_ms": prediction.queued_ms,
-            "others_ms": clearance.penalty * 1e3,
+            "others_ms": clearance.penalty_s * 1e3,
             "took_ms": None,
         },
     )
 
 
-def _elsewhere(p: Possible, like: Candidate) -> Candidate:
+def _elsewhere(p: FeasiblePlacement, like: Candidate) -> Candidate:
     """The record of what differs from another one in nothing but the device."""
-    there = {"node": p.node, "device_ids": p.device_ids, "free_bytes": max(0, p.option.free)}
+    there = {"node": p.node, "device_ids": p.device_ids, "free_bytes": max(0, p.option.free_bytes)}
     return unchecked(Candidate, {**like.__dict__, **there})
 
 
-def _why(best: Possible) -> str:
+def _why(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
     if best.resume is not None:
         gone = f" once these have left: {labels}" if labels else ""

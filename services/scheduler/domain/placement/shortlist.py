@@ -24,10 +24,10 @@ from operator import itemgetter
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.placement.constraints import Excludes
 from services.scheduler.domain.state.booking import Booking, device_key
-from services.scheduler.domain.state.booking_index import SpeedClass, Speeds, speed_of
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.booking_index import BandwidthClass, Bandwidths, speed_of
+from services.scheduler.domain.state.transaction import Transaction
 
-SHORTLIST = 8
+SHORTLIST_SIZE = 8
 """So many devices are considered at a time; if there are no more, simply all of them."""
 FITTING = 4
 """So many of those that it fits on: the first is the soonest there is, the others are what a policy may prefer for reasons of its own."""
@@ -37,19 +37,19 @@ _device = itemgetter(3)
 Ranked = tuple[bool, float, float, Booking]
 """It has just failed there; milliseconds until it is ready; bytes free, or since when one is idle; the device (by its key)."""
 _NONE: Iterator[Ranked] = iter(())
-OfClass = Callable[[float, SpeedClass], Iterator[Ranked]]
+OfClass = Callable[[float, BandwidthClass], Iterator[Ranked]]
 """Devices of a class, best first, by the milliseconds until it is ready on any of them."""
 
 
 def shortlists(
-    d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None = None
+    tx: Transaction, need: int, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None = None
 ) -> Iterator[list[Booking]]:
     """Devices for `need` bytes, best first, as lists to be gone through until one has a place; those that `excludes` names a reason for are
     only in the last (E)."""
-    if len(d.state.bookings) <= SHORTLIST:
-        yield list(d.state.bookings.values())
+    if len(tx.state.bookings) <= SHORTLIST_SIZE:
+        yield list(tx.state.bookings.values())
         return
-    search = _Search(d, avoid, forecast, excludes)
+    search = _Search(tx, avoid, forecast, excludes)
     for fitting in (search.fitting(need), search.fitting_soon(need)):
         if first := list(islice(fitting, FITTING)):  # A, B
             yield [*first, *search.sooner_with_idle_gone(need, than=first[0])]
@@ -57,69 +57,69 @@ def shortlists(
     ranked = chain(search.with_idle_gone(need), search.with_all_gone(need))  # C, D
     size, found = CLEARED, False
     while some := list(islice(ranked, size)):
-        size, found = SHORTLIST, True
+        size, found = SHORTLIST_SIZE, True
         yield some
     if not found:  # E
-        yield search.roomiest()
+        yield search.most_free_first()
 
 
 class _Search:
-    def __init__(self, d: Draft, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None) -> None:
+    def __init__(self, tx: Transaction, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None) -> None:
         self._excludes = excludes
-        self._paused = d.paused if d.state.pauses else None
-        self._view = d.bookings()
+        self._paused = tx.is_cooling_down if tx.state.cooldowns else None
+        self._view = tx.bookings()
         self._avoid = avoid
         self._forecast = forecast
-        self._any_busy, self._busy = bool(d.state.queues), False
-        keys = {*avoid, *self._view.rebooked}
-        for name in forecast.special:
-            if (node := d.state.nodes.get(name)) is not None:
+        self._any_busy, self._busy = bool(tx.state.links_busy_until), False
+        keys = {*avoid, *self._view.changed_keys}
+        for name in forecast.known_nodes:
+            if (node := tx.state.nodes.get(name)) is not None:
                 keys.update([device_key(name, device.device_id) for device in node.devices])
         self._apart = {key: self._view.get(key) for key in keys}
 
     def fitting(self, need: int) -> Iterator[Booking]:
-        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
+        def of_class(ms: float, known: BandwidthClass) -> Iterator[Ranked]:
             return self._open(ms, _from(known.free, need)) if known.free[-1][0] >= need else _NONE
 
-        return self._best(of_class, lambda b: b.free if b.free >= need else None)
+        return self._best(of_class, lambda b: b.free_bytes if b.free_bytes >= need else None)
 
     def fitting_soon(self, need: int) -> Iterator[Booking]:
-        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
+        def of_class(ms: float, known: BandwidthClass) -> Iterator[Ranked]:
             if not known.leaving:
                 return _NONE
-            found = [b for key in known.leaving if (b := self._view.get(key)) is not None and b.coming >= need]
-            return self._open(ms, sorted([(b.free, b.key) for b in found]))
+            found = [b for key in known.leaving if (b := self._view.get(key)) is not None and b.free_soon_bytes >= need]
+            return self._open(ms, sorted([(b.free_bytes, b.key) for b in found]))
 
-        return self._best(of_class, lambda b: b.free if b.coming >= need else None)
+        return self._best(of_class, lambda b: b.free_bytes if b.free_soon_bytes >= need else None)
 
     def with_idle_gone(self, need: int) -> Iterator[Booking]:
-        return self._may_fit(lambda b: b.coming + b.idle >= need, lambda known: known.with_idle[-1] >= need)
+        return self._may_fit(lambda b: b.free_soon_bytes + b.idle_bytes >= need, lambda known: known.with_idle[-1] >= need)
 
     def with_all_gone(self, need: int) -> Iterator[Booking]:
         return self._may_fit(
-            lambda b: b.coming + b.idle < need <= b.coming + b.movable,
+            lambda b: b.free_soon_bytes + b.idle_bytes < need <= b.free_soon_bytes + b.evictable_bytes,
             lambda known: known.with_all[-1] >= need and known.with_idle[0] < need,
         )
 
     def sooner_with_idle_gone(self, need: int, than: Booking) -> list[Booking]:
         """Of the devices apart those that idle instances must leave, and that are predicted to be ready sooner all the same."""
-        if not self._forecast.special:
+        if not self._forecast.known_nodes:
             return []
         limit = self._forecast.on(than, leaving=False)[1]
 
         def rank(b: Booking) -> float | None:
-            apart = b.node in self._forecast.special and b.coming < need <= b.coming + b.idle
+            apart = b.node in self._forecast.known_nodes and b.free_soon_bytes < need <= b.free_soon_bytes + b.idle_bytes
             return b.idle_since if apart and self._forecast.on(b, leaving=True)[1] < limit else None
 
         return [b for *_, b in nsmallest(CLEARED, self._those_apart(rank))]
 
-    def roomiest(self) -> list[Booking]:
+    def most_free_first(self) -> list[Booking]:
         changed = self._view.changed
-        first = [*islice(self._view.roomiest(), SHORTLIST), *changed]
-        return nsmallest(SHORTLIST, first, key=lambda b: (bool(b.closed), -b.coming, b.key))
+        first = [*islice(self._view.most_free_first(), SHORTLIST_SIZE), *changed]
+        return nsmallest(SHORTLIST_SIZE, first, key=lambda b: (bool(b.closed_reason), -b.free_soon_bytes, b.key))
 
-    def _may_fit(self, fits: Callable[[Booking], bool], any_fits: Callable[[SpeedClass], bool]) -> Iterator[Booking]:
-        def of_class(ms: float, known: SpeedClass) -> Iterator[Ranked]:
+    def _may_fit(self, fits: Callable[[Booking], bool], any_fits: Callable[[BandwidthClass], bool]) -> Iterator[Booking]:
+        def of_class(ms: float, known: BandwidthClass) -> Iterator[Ranked]:
             return (r for r in self._open(ms, known.idle_since) if fits(r[3])) if any_fits(known) else _NONE
 
         return self._best(of_class, lambda b: b.idle_since if fits(b) else None)
@@ -131,7 +131,7 @@ class _Search:
             if key in apart or (paused is not None and paused(key)):
                 continue
             found = get(key)
-            if found is None or (self._any_busy and self._forecast.busy(found.node) is not self._busy):
+            if found is None or (self._any_busy and self._forecast.has_queue(found.node) is not self._busy):
                 continue
             if excludes is None or not excludes(found):
                 yield False, ms, rank, found
@@ -146,17 +146,17 @@ class _Search:
         how long they are is told apart when they are considered."""
         for busy in (False, True) if self._any_busy else (False,):
             self._busy = busy
-            for ms, classes in groupby(self._view.fastest_first(from_afar=self._forecast.from_afar), key=self._ms_of):
+            for ms, classes in groupby(self._view.fastest_first(is_remote=self._forecast.is_remote), key=self._ms_of):
                 runs = [run for _, known in classes if (run := of_class(ms, known)) is not _NONE]
                 if runs:
                     yield from runs[0] if len(runs) == 1 else merge(*runs)
 
-    def _ms_of(self, known: tuple[Speeds, SpeedClass]) -> float:
-        return self._forecast.elsewhere(speed_of(known[0], from_afar=self._forecast.from_afar))
+    def _ms_of(self, known: tuple[Bandwidths, BandwidthClass]) -> float:
+        return self._forecast.default_ms(speed_of(known[0], is_remote=self._forecast.is_remote))
 
     def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
         for key, b in self._apart.items():
-            if b is None or b.closed or (self._paused is not None and self._paused(key)):
+            if b is None or b.closed_reason or (self._paused is not None and self._paused(key)):
                 continue
             if self._excludes is not None and self._excludes(b):
                 continue

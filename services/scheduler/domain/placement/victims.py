@@ -8,15 +8,15 @@ Those that leave already, claims and the asking model's own are left out: their 
 
 from __future__ import annotations
 
-from services.scheduler.domain.cost.formulas import likely_again
-from services.scheduler.domain.estimates.migration_times import resume_seconds
-from services.scheduler.domain.estimates.start_times import again_s
-from services.scheduler.domain.placement.migration_targets import ways_out
+from services.scheduler.domain.cost.formulas import reuse_odds
+from services.scheduler.domain.estimates.migration_times import resume_requests_s
+from services.scheduler.domain.estimates.start_times import restart_s
+from services.scheduler.domain.placement.migration_targets import migration_targets
 from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
 from services.scheduler.domain.state.booking import Booking
-from services.scheduler.domain.state.device_memory import held_bytes, left_bytes, suspendable
+from services.scheduler.domain.state.device_memory import can_suspend, held_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance, Model
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
@@ -31,33 +31,37 @@ class Asking:
     extra: bool
 
 
-def cleared(d: Draft, asking: Asking, b: Booking, short: int, clear: Clear, *, failed: bool) -> tuple[DeviceView, Clearance | str]:
+def clear_device(
+    tx: Transaction, asking: Asking, b: Booking, short: int, clear: Clear, *, failed: bool
+) -> tuple[DeviceView, Clearance | str]:
     """The device, and who leaves it so that at least `short` bytes come free; or why not enough may, in words."""
-    view = view_of(b, failed=failed, residents=residents(d, asking, b))
-    clearance = clear(asking.ask, view, short, d.now)
+    view = device_view(b, failed=failed, residents=residents(tx, asking, b))
+    clearance = clear(asking.ask, view, short, tx.now)
     if clearance is not None and _holds(view, clearance, short, preempt=asking.preempt):
         return view, clearance
-    obstacles = "; ".join(f"{r.model} ({r.key}) {r.protected}" for r in view.residents if r.protected)
+    obstacles = "; ".join(f"{r.model} ({r.key}) {r.protected_reason}" for r in view.residents if r.protected_reason)
     return view, obstacles or "nothing there can leave"
 
 
-def view_of(b: Booking, *, failed: bool, residents: tuple[Resident, ...] = ()) -> DeviceView:
-    return DeviceView(b.key, b.node, b.budget, b.free, b.coming, residents, failed=failed)
+def device_view(b: Booking, *, failed: bool, residents: tuple[Resident, ...] = ()) -> DeviceView:
+    return DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, residents, has_failed=failed)
 
 
 NOISE_S = 0.05
 """Two measurements of one start differ by as much: of two instances alike the one that has been idle longer goes."""
 
 
-def residents(d: Draft, asking: Asking, b: Booking) -> tuple[Resident, ...]:
+def residents(tx: Transaction, asking: Asking, b: Booking) -> tuple[Resident, ...]:
     """What holds memory of the device and could in principle leave."""
-    there = d.state.on_device(b.node, b.device_id)
-    return tuple([_resident(d, i, asking, b) for i in there if not i.claim and i.leaving == "no" and i.model != asking.model.key])
+    there = tx.state.on_device(b.node, b.device_id)
+    return tuple(
+        [_resident(tx, i, asking, b) for i in there if not i.is_claim and i.leaving == "no" and i.model != asking.model.key]
+    )
 
 
-def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
-    owner = d.state.models.get(i.model)
-    seen = d.state.seen.get(i.instance_id)
+def _resident(tx: Transaction, i: Instance, asking: Asking, b: Booking) -> Resident:
+    owner = tx.state.models.get(i.model)
+    seen = tx.state.reports.get(i.instance_id)
     load = seen.status.load if seen is not None else None
     idle = seen.idle_since if seen is not None else None
     ready_at = i.ready_at or 0.0
@@ -66,17 +70,17 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
         state = "parked"
     elif i.state.starting:
         state, used = "starting", i.planned_at
-    elif idle is None or d.paused(i.instance_id):
+    elif idle is None or tx.is_cooling_down(i.instance_id):
         state = "serving"
     else:
         state, used = "idle", idle
-    waiting = d.state.waiting(i.model)
+    waiting = tx.state.waiting_count(i.model)
     wanted = waiting > 0
-    moves = ways_out(d, i, owner, b) if state == "serving" and owner is not None and not asking.extra else ()
+    moves = migration_targets(tx, i, owner, b) if state == "serving" and owner is not None and not asking.extra else ()
     return Resident(
         key=i.instance_id,
         model=i.model,
-        nbytes=held_bytes(d.state, i),
+        nbytes=held_bytes(tx.state, i),
         state=state,  # type: ignore[arg-type]  # one of the literals above
         last_used=used,
         ready_at=ready_at,
@@ -84,63 +88,63 @@ def _resident(d: Draft, i: Instance, asking: Asking, b: Booking) -> Resident:
         queued=(load.waiting if load is not None else 0) + waiting,  # in its engine, and in gateways
         priority=owner.card.spec.priority if owner is not None else -1000,
         sensitivity=owner.card.spec.latency_sensitivity if owner is not None else 0.0,
-        miss=1.0 if wanted or state == "serving" else likely_again(d.now - used, d.policy.horizon),
-        reload_s=round(_reload_s(d, i, owner, b) / NOISE_S) * NOISE_S if owner is not None else 0.0,
-        resume_s=resume_seconds(d.state, i) if state == "serving" else None,
+        miss_probability=1.0 if wanted or state == "serving" else reuse_odds(tx.now - used, tx.policy.horizon_s),
+        reload_s=round(_reload_s(tx, i, owner, b) / NOISE_S) * NOISE_S if owner is not None else 0.0,
+        resume_s=resume_requests_s(tx.state, i) if state == "serving" else None,
         moves=moves,
-        copies=_copies(d, owner),
-        protected=_protected(d, i, owner, asking, wanted=wanted, moves=bool(moves)) or "",
+        replicas=_copies(tx, owner),
+        protected_reason=_protected(tx, i, owner, asking, wanted=wanted, moves=bool(moves)) or "",
     )
 
 
-def _copies(d: Draft, owner: Model | None) -> int:
+def _copies(tx: Transaction, owner: Model | None) -> int:
     """Instances of the model that can serve."""
-    if owner is None or len(d.state.by_model.get(owner.key, ())) < 2:
+    if owner is None or len(tx.state.by_model.get(owner.key, ())) < 2:
         return 1
     ready, generation = InstanceState.READY, owner.card.generation
-    others = d.state.of_model(owner.key)
+    others = tx.state.of_model(owner.key)
     return max(1, len([o for o in others if o.state is ready and o.leaving == "no" and o.generation == generation]))
 
 
-def _reload_s(d: Draft, i: Instance, owner: Model, b: Booking) -> float:
+def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
     """Seconds to have it back: by resuming it if it would be suspended, else by starting it anew."""
-    anew = again_s(d.state, owner.card, b)
+    anew = restart_s(tx.state, owner.card, b)
     if i.state.parked:
         return anew
-    seen = d.state.seen.get(i.instance_id)
-    resume_ms = seen.status.suspension.resume_ms if seen is not None and suspendable(d.state, i) else None
+    seen = tx.state.reports.get(i.instance_id)
+    resume_ms = seen.status.suspension.resume_ms if seen is not None and can_suspend(tx.state, i) else None
     return anew if resume_ms is None else min(anew, resume_ms / 1e3)
 
 
-def _protected(d: Draft, i: Instance, owner: Model | None, asking: Asking, *, wanted: bool, moves: bool) -> str | None:
+def _protected(tx: Transaction, i: Instance, owner: Model | None, asking: Asking, *, wanted: bool, moves: bool) -> str | None:
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
-    if d.state.move_to(i.instance_id) is not None:
+    if tx.state.inbound_migration(i.instance_id) is not None:
         return "has requests moving to it"
     if i.state.parked:
-        return None if left_bytes(d.state, i) else "is suspended and holds nothing"
+        return None if suspended_bytes(tx.state, i) else "is suspended and holds nothing"
     if i.trigger == "park" and i.state.starting:
         return None
     if i.state is not InstanceState.READY or i.ready_at is None:
         return f"is {i.state.value}"
-    kept = owner is not None and owner.card.spec.replicas.min > 0 and not owner.resting
+    kept = owner is not None and owner.card.spec.replicas.min > 0 and not owner.sleep_requested
     if owner is not None and kept and i.generation == owner.card.generation:
-        ready = sum(1 for other in d.state.live(owner) if other.state is InstanceState.READY)
+        ready = sum(1 for other in tx.state.live_instances(owner) if other.state is InstanceState.READY)
         if ready <= owner.card.spec.replicas.min:
             return "is kept up by replicas.min"
-    if not asking.preempt and not moves and d.paused(i.instance_id):
+    if not asking.preempt and not moves and tx.is_cooling_down(i.instance_id):
         return "is serving"
     if asking.extra and wanted:
         return "is wanted"
-    if i.trigger != "park" and d.now - i.ready_at < d.policy.min_active and (wanted or _never_served(d, i)):
+    if i.trigger != "park" and tx.now - i.ready_at < tx.policy.min_active_s and (wanted or _never_served(tx, i)):
         return "has just become ready for those who wait for it"
-    if not asking.preempt and not moves and d.idle_since(i.instance_id) is None:
+    if not asking.preempt and not moves and tx.idle_since(i.instance_id) is None:
         return "is serving"
     return None
 
 
-def _never_served(d: Draft, i: Instance) -> bool:
-    seen = d.state.seen.get(i.instance_id)
+def _never_served(tx: Transaction, i: Instance) -> bool:
+    seen = tx.state.reports.get(i.instance_id)
     return seen is None or seen.status.load.completed == 0
 
 
@@ -150,6 +154,6 @@ def _holds(view: DeviceView, clearance: Clearance, short: int, *, preempt: bool)
     interrupted = [v for v in clearance.victims if v not in clearance.moves and v in there and there[v].state == "serving"]
     if interrupted and not preempt:
         return False
-    free_to_go = {r.key: r.nbytes for r in view.residents if not r.protected}
+    free_to_go = {r.key: r.nbytes for r in view.residents if not r.protected_reason}
     victims = set(clearance.victims)
     return victims <= free_to_go.keys() and sum(free_to_go[v] for v in victims) >= short

@@ -18,7 +18,7 @@ GROUP = 4
 
 def predicted(demand: Demand) -> int:
     """Requests of the next window at most: those of the last one, or of the fullest lately where that is known."""
-    return max(demand.window, demand.peak)
+    return max(demand.window_requests, demand.peak_requests)
 
 
 def scale(demand: Demand) -> int:

@@ -13,13 +13,17 @@ def inactive(device: DeviceView, model: str = "") -> list[Resident]:
     return [
         r
         for r in device.residents
-        if r.state in ("idle", "parked", "weights") and not r.active and not r.queued and not r.protected and r.model != model
+        if r.state in ("idle", "parked", "weights")
+        and not r.active
+        and not r.queued
+        and not r.protected_reason
+        and r.model != model
     ]
 
 
 def movable(device: DeviceView, model: str = "") -> list[Resident]:
     """Those that serve and may be interrupted."""
-    return [r for r in device.residents if r.state == "serving" and not r.protected and r.model != model]
+    return [r for r in device.residents if r.state == "serving" and not r.protected_reason and r.model != model]
 
 
 def in_order(
@@ -34,7 +38,7 @@ def in_order(
         taken.append(victim.key)
         freed += victim.nbytes
         penalty += victim.reload_s if penalties is None else penalties[victim.key]
-    return Clearance(how, tuple(taken), freed, penalty=penalty) if freed >= short else None
+    return Clearance(how, tuple(taken), freed, penalty_s=penalty) if freed >= short else None
 
 
 def evict_lru(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
@@ -49,12 +53,12 @@ def evict_nobody(ask: Ask, device: DeviceView, short: int, now: float) -> Cleara
 
 def arrivals(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
     """First come, first served; of those of one moment the higher priority, then by name."""
-    return sorted(asks, key=lambda a: (-a.waited, -a.priority, a.model, a.request_id))
+    return sorted(asks, key=lambda a: (-a.waited_s, -a.priority, a.model, a.request_id))
 
 
 def soonest(ask: Ask, options: Sequence[Option], seed: str = "") -> Option | None:
     """The option that is ready first; of equals the one that costs others least, on the device that keeps least memory unused."""
-    return min(options, key=lambda o: (o.cost.total, o.clearance.penalty, o.free, o.key), default=None)
+    return min(options, key=lambda o: (o.cost.total_s, o.clearance.penalty_s, o.free_bytes, o.key), default=None)
 
 
 def keep_setting(keep_alive: float, load_s: float) -> float:
@@ -84,4 +88,4 @@ def per_request(demand: Demand) -> int:
 
 
 def bounded(demand: Demand, wanted: int) -> int:
-    return max(demand.minimum, min(demand.maximum, wanted))
+    return max(demand.min_replicas, min(demand.max_replicas, wanted))

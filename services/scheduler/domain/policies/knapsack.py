@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.scheduler.domain.policies.port import Move, Resident
+from services.scheduler.domain.policies.port import MigrationTarget, Resident
 
 FRONT = 256
 """States kept at each step at most; beyond, of each part of `short` freed the cheapest few. Up to 8 victims with one way out each that is never
@@ -34,7 +34,7 @@ class Departure:
     key: str
     nbytes: int
     last_used: float = 0.0
-    moves: tuple[Move, ...] = ()
+    moves: tuple[MigrationTarget, ...] = ()
     unload_s: float | None = None
     """Seconds that unloading it costs; None: it must move."""
 
@@ -60,7 +60,7 @@ class _State:
 def least_time(victims: Sequence[Departure], short: int) -> Departures | None:
     """The recurrence above. None: they cannot free `short` bytes."""
     devices = sorted({m.device for v in victims for m in v.moves})
-    free = {m.device: m.free for v in victims for m in v.moves}
+    free = {m.device: m.free_bytes for v in victims for m in v.moves}
     at = {d: n for n, d in enumerate(devices)}
     front = [_State((0.0, 0, 0.0), 0, (0,) * len(devices), ())]
     best: _State | None = front[0] if short <= 0 else None
@@ -74,7 +74,7 @@ def least_time(victims: Sequence[Departure], short: int) -> Departures | None:
                 taken = state.used[n] + victim.nbytes
                 if taken <= free[move.device]:
                     used = (*state.used[:n], taken, *state.used[n + 1 :])
-                    reached.append(_left(state, victim, move.device, move.seconds, used))
+                    reached.append(_left(state, victim, move.device, move.total_s, used))
         for state in reached:
             if state.freed >= short and (best is None or (state.cost, state.moves) < (best.cost, best.moves)):
                 best = state
@@ -105,7 +105,7 @@ def _front(states: list[_State], short: int) -> list[_State]:
     return [s for part in parts.values() for s in part]
 
 
-def ways_out(resident: Resident) -> tuple[Move, ...]:
+def ways_out(resident: Resident) -> tuple[MigrationTarget, ...]:
     if resident.moves or resident.resume_s is None or not resident.move_to:
         return resident.moves
-    return (Move(resident.move_to, resident.resume_s, resident.nbytes),)
+    return (MigrationTarget(resident.move_to, resident.resume_s, resident.nbytes),)

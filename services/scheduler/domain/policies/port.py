@@ -24,17 +24,17 @@ class Ask:
 
     model: str
     need_bytes: int
-    waited: float
+    waited_s: float
     requests: int = 1
     request_id: str = ""
-    deadline: float | None = None
-    slo_ttft: float | None = None
+    deadline_s: float | None = None
+    slo_ttft_s: float | None = None
     """Seconds from arrival within which the first token is wanted; None: no objective."""
-    slo_tpot: float | None = None
+    slo_tpot_s: float | None = None
     """Seconds for each further token."""
     priority: int = 0
-    heavy: bool = False
-    extra: bool = False
+    is_heavy: bool = False
+    is_extra: bool = False
     """One more replica, which nobody needs to be served at all."""
     exec_s: float = 0.0
     """Expected time of one of its requests on a device."""
@@ -43,7 +43,7 @@ class Ask:
 
 
 @value(frozen=True, slots=True)
-class Move:
+class MigrationTarget:
     """Somewhere that a resident's requests could go on.
 
     Attributes:
@@ -54,8 +54,8 @@ class Move:
     """
 
     device: str
-    seconds: float
-    free: int
+    total_s: float
+    free_bytes: int
 
     @property
     def node(self) -> str:
@@ -75,29 +75,29 @@ class Resident:
     active: int = 0
     queued: int = 0
     priority: int = 0
-    heavy: bool = False
+    is_heavy: bool = False
     sensitivity: float = 1.0
     """alpha of Tangram §4.2: what a second of this model's latency counts."""
-    miss: float = 1.0
+    miss_probability: float = 1.0
     """p of Tangram §4.2: how likely it is to be missed."""
-    again: float | None = None
+    reuse_probability: float | None = None
     """How likely it is wanted again before it would have left anyway, or within a minute if that is sooner; None: `miss`."""
     reload_s: float = 0.0
     """Seconds to have it back by its soonest way: bytes over the slowest link passed, or its snapshot's restore."""
-    later_s: float | None = None
+    delay_s: float | None = None
     """Seconds by which its next request would be served later for its absence; None: all of `reload_s`. Less where requests execute behind
     the bytes that come (Torpor §4.3)."""
     resume_s: float | None = None
     """Seconds to move what it serves elsewhere, a·(t_in + t_out) + b (ServerlessLLM §6.2); None: it cannot move."""
     move_to: str = ""
     """The device that `resume_s` is for."""
-    moves: tuple[Move, ...] = ()
+    moves: tuple[MigrationTarget, ...] = ()
     """All the devices that it could move to, where more than one is known."""
-    left_s: float = 0.0
+    remaining_s: float = 0.0
     """Expected seconds until what it serves is done."""
-    copies: int = 1
+    replicas: int = 1
     """On how many devices the model is."""
-    protected: str = ""
+    protected_reason: str = ""
     """Why it must not be touched; empty: it may."""
 
 
@@ -105,16 +105,16 @@ class Resident:
 class DeviceView:
     key: str
     node: str
-    budget: int
-    free: int
-    coming: int = 0
+    budget_bytes: int
+    free_bytes: int
+    free_soon_bytes: int = 0
     """What will be free once those that are leaving have left, `free` included."""
     residents: tuple[Resident, ...] = ()
     running: int = 0
     """Requests that execute on it now."""
     neighbour_loads: Literal["none", "light", "heavy"] = "none"
     """What comes over the bus that it shares with its neighbour."""
-    failed: bool = False
+    has_failed: bool = False
     """The model has just failed here."""
 
 
@@ -125,9 +125,9 @@ class Clearance:
 
     how: Clearing
     victims: tuple[str, ...] = ()
-    freed: int = 0
+    freed_bytes: int = 0
     delay_s: float = 0.0
-    penalty: float = 0.0
+    penalty_s: float = 0.0
     moves: Mapping[str, str] = field(default_factory=dict)
     """With `migrate`: the device that each victim's requests go to."""
 
@@ -159,8 +159,8 @@ class Option:
         return (self.devices[0].key,) if len(self.devices) == 1 else tuple([d.key for d in self.devices])
 
     @property
-    def free(self) -> int:
-        return self.devices[0].free if len(self.devices) == 1 else min([d.free for d in self.devices])
+    def free_bytes(self) -> int:
+        return self.devices[0].free_bytes if len(self.devices) == 1 else min([d.free_bytes for d in self.devices])
 
 
 @value(frozen=True, slots=True)
@@ -183,10 +183,10 @@ class Demand:
     live: int
     capacity: int
     """Requests that one instance runs at once."""
-    window: int = 0
-    minimum: int = 0
-    maximum: int = 1
-    peak: int = 0
+    window_requests: int = 0
+    min_replicas: int = 0
+    max_replicas: int = 1
+    peak_requests: int = 0
 
 
 class Order(Protocol):

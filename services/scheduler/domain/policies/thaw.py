@@ -35,16 +35,16 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
 
     def place(a: Ask) -> tuple[object, ...]:
         left = _left(a)
-        if a.slo_ttft is None or left < 0:
-            return (-a.priority, a.extra, True, False, -a.waited, a.model, a.request_id)
-        return (-a.priority, a.extra, False, a.model in book and a.model not in high, left, a.model, a.request_id)
+        if a.slo_ttft_s is None or left < 0:
+            return (-a.priority, a.is_extra, True, False, -a.waited_s, a.model, a.request_id)
+        return (-a.priority, a.is_extra, False, a.model in book and a.model not in high, left, a.model, a.request_id)
 
     return sorted(asks, key=place)
 
 
 def _left(ask: Ask) -> float:
     """Seconds until the first token is due."""
-    return ask.deadline if ask.deadline is not None else (ask.slo_ttft or 0.0) - ask.waited
+    return ask.deadline_s if ask.deadline_s is not None else (ask.slo_ttft_s or 0.0) - ask.waited_s
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
@@ -52,7 +52,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     idle: list[Resident] = []
     serving: list[Resident] = []
     for r in device.residents:
-        if not r.protected and r.model != ask.model and r.state != "leaving":
+        if not r.protected_reason and r.model != ask.model and r.state != "leaving":
             (serving if r.state == "serving" else idle).append(r)
     if (taken := _cheapest(idle, short)) is not None:
         return _clearance("evict", taken, sum([_loss(r) for r in taken]))
@@ -63,16 +63,20 @@ def _loss(r: Resident) -> float:
     """Seconds that its leaving is expected to cost: Tangram's Eq. 2. What is only started to be parked is missed by nobody, nor is one of
     several (Torpor §5.3: one replica per model while memory is full). What counts is by how much its next request is later, not what loading takes:
     nothing where it executes behind the bytes as fast as they come (a light model of Torpor's)."""
-    if r.state == "starting" or r.copies > 1:
+    if r.state == "starting" or r.replicas > 1:
         return 0.0
-    return (r.miss if r.again is None else r.again) * (r.reload_s if r.later_s is None else r.later_s) * r.sensitivity
+    return (
+        (r.miss_probability if r.reuse_probability is None else r.reuse_probability)
+        * (r.reload_s if r.delay_s is None else r.delay_s)
+        * r.sensitivity
+    )
 
 
 def _cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
     """The cheapest that free enough: by cost for each byte, those let off that turn out not to be needed; or the one that is enough alone."""
     if sum([r.nbytes for r in idle]) < short:
         return None
-    ordered = sorted(idle, key=lambda r: (_loss(r) / max(1, r.nbytes), r.copies == 1, r.last_used, r.key))
+    ordered = sorted(idle, key=lambda r: (_loss(r) / max(1, r.nbytes), r.replicas == 1, r.last_used, r.key))
     taken: list[Resident] = []
     freed = 0
     for r in ordered:
@@ -93,7 +97,7 @@ def _cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
 
 
 def _clearance(how: Clearing, taken: Sequence[Resident], penalty: float) -> Clearance:
-    return Clearance(how, tuple([r.key for r in taken]), sum([r.nbytes for r in taken]), penalty=penalty)
+    return Clearance(how, tuple([r.key for r in taken]), sum([r.nbytes for r in taken]), penalty_s=penalty)
 
 
 def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
@@ -108,10 +112,10 @@ def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearan
     for v in moving:
         for m in v.moves:
             if moves.get(v.key) == m.device:  # loads of one node come one after another, those of several at once
-                queues[m.node] = queues.get(m.node, 0.0) + m.seconds
+                queues[m.node] = queues.get(m.node, 0.0) + m.total_s
     keys = tuple(k for k, _ in found.moves)
     return Clearance(
-        "migrate" if moves else "evict", keys, found.freed, max(queues.values(), default=0.0), penalty=found.seconds, moves=moves
+        "migrate" if moves else "evict", keys, found.freed, max(queues.values(), default=0.0), penalty_s=found.seconds, moves=moves
     )
 
 
@@ -121,7 +125,7 @@ def _interrupted(ask: Ask, idle: list[Resident], serving: list[Resident], short:
     worth = []
     for r in serving:
         instead = ask.exec_s if r.priority >= ask.priority else 0.0
-        if not r.left_s or r.left_s > r.reload_s + (r.resume_s or 0.0) + instead:
+        if not r.remaining_s or r.remaining_s > r.reload_s + (r.resume_s or 0.0) + instead:
             worth.append(r)
     if not worth:
         return None
@@ -150,27 +154,27 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
 def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
     at = o.devices[0]
-    failed = at.failed or (len(o.devices) > 1 and any(d.failed for d in o.devices))
-    slow = ask.slo_tpot is not None and o.tpot_s > ask.slo_tpot
+    failed = at.has_failed or (len(o.devices) > 1 and any(d.has_failed for d in o.devices))
+    slow = ask.slo_tpot_s is not None and o.tpot_s > ask.slo_tpot_s
     own, theirs = _shared(ask, o)
     n = max(1, ask.requests)
-    loss = (o.clearance.penalty + theirs) / n + own * (n + 1) / 2  # prompts come one after another
+    loss = (o.clearance.penalty_s + theirs) / n + own * (n + 1) / 2  # prompts come one after another
     if at.neighbour_loads == "heavy":
         loss += o.cost.phases.get("load", 0.0)
     first = 0.0 if o.cost.phases.get("prefill") else ask.exec_s
-    in_time = ask.slo_ttft is not None and o.cost.total + first + own <= _left(ask)
+    in_time = ask.slo_ttft_s is not None and o.cost.total_s + first + own <= _left(ask)
     return (
         failed,
         o.clearance.how == "preempt",
         slow,
         not in_time,
         o.sharing if in_time else 0,
-        o.cost.total + loss,
-        o.cost.total,
+        o.cost.total_s + loss,
+        o.cost.total_s,
         o.way != "ready",
         o.sharing,
-        o.clearance.freed,
-        o.free if o.sharing else -o.free,
+        o.clearance.freed_bytes,
+        o.free_bytes if o.sharing else -o.free_bytes,
         o.key,
     )
 
@@ -185,7 +189,7 @@ def _shared(ask: Ask, o: Option) -> tuple[float, float]:
     if not busy:
         return 0.0, 0.0
     slower = sum([r.nbytes for r in busy]) / max(1, ask.need_bytes)
-    return alone * slower, sum([r.left_s * ask.need_bytes / max(1, r.nbytes) for r in busy])
+    return alone * slower, sum([r.remaining_s * ask.need_bytes / max(1, r.nbytes) for r in busy])
 
 
 def keep(keep_alive: float, load_s: float) -> float:

@@ -57,7 +57,7 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
         usage = book.get(ask.model)
         needed = required_requests(usage) if usage is not None else 0.0
         low = usage is not None and ask.model not in high
-        return (low, needed if low else -needed, -ask.waited, ask.model, ask.request_id)
+        return (low, needed if low else -needed, -ask.waited_s, ask.model, ask.request_id)
 
     return sorted(asks, key=place)
 

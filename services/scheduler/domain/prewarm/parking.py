@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.scheduler.domain.estimates.memory_needs import devices_of, need_to_start
+from services.scheduler.domain.estimates.memory_needs import device_count, start_bytes
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
-from services.scheduler.domain.lifecycle.park_attempts import TRIGGER, being_parked
-from services.scheduler.domain.lifecycle.transitions import begin
-from services.scheduler.domain.placement.constraints import Excludes, checker
+from services.scheduler.domain.lifecycle.park_attempts import TRIGGER, is_parking
+from services.scheduler.domain.lifecycle.transitions import start_instance
+from services.scheduler.domain.placement.constraints import Excludes, placement_rule
 from services.scheduler.domain.placement.place import Placement
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance, Model
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import replace, value
 from shared.contracts.admin import ParkView
 from shared.contracts.models import ModelCard
@@ -35,7 +35,7 @@ from shared.contracts.plans import Candidate
 
 
 @value(frozen=True, slots=True)
-class Room:
+class FreeDevice:
     """A device on which something may be parked: bytes free now, those free for snapshots, and starts for parking that may still begin."""
 
     booking: Booking
@@ -45,40 +45,40 @@ class Room:
     starts: int
 
 
-Rooms = tuple[Room, ...]
+FreeDevices = tuple[FreeDevice, ...]
 """Devices of one node for one engine."""
 
 
-def park_some(d: Draft, names: Iterable[str]) -> None:
+def start_parking(tx: Transaction, names: Iterable[str]) -> None:
     """Begin what may be begun now of the models of these names that are to be parked and are not."""
-    waiting = [m for n in names if n in d.state.to_park and (m := d.state.models.get(n)) and not _held_back(d.state, m, d.now)]
-    if not waiting or requests_first(d.state, d.now, d.policy):
+    waiting = [m for n in names if n in tx.state.to_park and (m := tx.state.models.get(n)) and not _held_back(tx.state, m, tx.now)]
+    if not waiting or requests_have_priority(tx.state, tx.now, tx.policy):
         return
-    rooms = find_rooms(d.state, d.now, d.policy)
-    for model in sorted(waiting, key=lambda m: (-m.card.spec.priority, need_to_start(d.state, m.card), m.key)):
+    rooms = find_free_devices(tx.state, tx.now, tx.policy)
+    for model in sorted(waiting, key=lambda m: (-m.card.spec.priority, start_bytes(tx.state, m.card), m.key)):
         if not rooms:
             return
-        placement = _placed(d, model, rooms)
+        placement = _placed(tx, model, rooms)
         if placement is not None:
-            begin(d, model, placement, TRIGGER, d.now)
-            rooms = find_rooms(d.state, d.now, d.policy)
+            start_instance(tx, model, placement, TRIGGER, tx.now)
+            rooms = find_free_devices(tx.state, tx.now, tx.policy)
 
 
-def _placed(d: Draft, model: Model, rooms: list[Room]) -> Placement | None:
-    need = need_to_start(d.state, model.card)
-    trouble = d.state.trouble.get(model.key)
-    avoid = trouble.avoid if trouble else ()
-    excludes = checker(d.state, model)
-    devices = devices_of(model.card)
-    fitting = [s for s in sets_of(rooms, devices) if not obstacle(s, model.card, need, excludes)]
+def _placed(tx: Transaction, model: Model, rooms: list[FreeDevice]) -> Placement | None:
+    need = start_bytes(tx.state, model.card)
+    trouble = tx.state.failures.get(model.key)
+    avoid = trouble.failed_devices if trouble else ()
+    excludes = placement_rule(tx.state, model)
+    devices = device_count(model.card)
+    fitting = [s for s in device_sets_of(rooms, devices) if not park_obstacle(s, model.card, need, excludes)]
     if not fitting:
         return None
-    forecast = Forecast(d.state, model.card, d.now)
-    times = {s[0].booking.key: forecast.at(s[0].booking, leaving=False) for s in fitting}
+    forecast = Forecast(tx.state, model.card, tx.now)
+    times = {s[0].booking.key: forecast.predict(s[0].booking, leaving=False) for s in fitting}
 
-    def worth(together: Rooms) -> tuple[bool, float, int, str]:
+    def worth(together: FreeDevices) -> tuple[bool, float, int, str]:
         first = together[0].booking.key
-        return any(r.booking.key in avoid for r in together), times[first].ms, -min(r.booking.free for r in together), first
+        return any(r.booking.key in avoid for r in together), times[first].ms, -min(r.booking.free_bytes for r in together), first
 
     best = min(fitting, key=worth)
     prediction = times[best[0].booking.key]
@@ -89,23 +89,23 @@ def _placed(d: Draft, model: Model, rooms: list[Room]) -> Placement | None:
         predicted=prediction.phases,
         predicted_ms=prediction.ms,
         needed_bytes=-(-need // devices),
-        free_bytes=min(r.booking.free for r in best),
+        free_bytes=min(r.booking.free_bytes for r in best),
         source=prediction.source,
-        resident_bytes=prediction.there,
-        spread_ms=prediction.cost.spread * 1e3,
+        resident_bytes=prediction.resident_bytes,
+        spread_ms=prediction.cost.spread_s * 1e3,
         queued_ms=prediction.queued_ms,
     )
     return Placement("load", f"parked ahead of its first request: {_names(best)} has room", (chosen,), chosen)
 
 
-def sets_of(rooms: list[Room], devices: int) -> list[Rooms]:
+def device_sets_of(rooms: list[FreeDevice], devices: int) -> list[FreeDevices]:
     """Where an engine of so many devices may go: one, or of each node those of a kind with the most room, in the order that engines count them in."""
     if devices == 1:
         return [(r,) for r in rooms]
-    alike: dict[tuple[str, str], list[Room]] = {}
+    alike: dict[tuple[str, str], list[FreeDevice]] = {}
     for r in rooms:
         alike.setdefault((r.booking.node, r.kind), []).append(r)
-    most = [sorted(there, key=lambda r: (-r.booking.free, r.booking.key))[:devices] for there in alike.values()]
+    most = [sorted(there, key=lambda r: (-r.booking.free_bytes, r.booking.key))[:devices] for there in alike.values()]
     return [
         tuple(sorted(found, key=lambda r: (len(r.booking.device_id), r.booking.device_id)))
         for found in most
@@ -113,9 +113,9 @@ def sets_of(rooms: list[Room], devices: int) -> list[Rooms]:
     ]
 
 
-def requests_first(state: ClusterState, now: float, policy: Policy) -> str:
+def requests_have_priority(state: ClusterState, now: float, policy: Policy) -> str:
     """Why nothing is started for parking now, whatever the room; empty if something may be."""
-    if now - state.recovered_at < policy.demand_settle:
+    if now - state.recovered_at < policy.demand_grace_s:
         return "the scheduler has just begun"
     if any(m.waiting for m in state.demand.values()) or any(w.kind == "wake" for w in state.waiters.values()):
         return "requests come first"
@@ -124,47 +124,47 @@ def requests_first(state: ClusterState, now: float, policy: Policy) -> str:
     return ""
 
 
-def find_rooms(state: ClusterState, now: float, policy: Policy) -> list[Room]:
+def find_free_devices(state: ClusterState, now: float, policy: Policy) -> list[FreeDevice]:
     """Devices where something may be started now, with what is free there."""
     found = []
     starting: dict[str, list[Instance]] = {}
     for i in state.instances.values():
-        if being_parked(i):
+        if is_parking(i):
             starting.setdefault(i.node, []).append(i)
     for b in state.bookings.values():
         presence = state.presence.get(b.node)
         status = presence.status if presence else None
-        pause = state.pauses.get(b.key)
+        pause = state.cooldowns.get(b.key)
         busy = starting.get(b.node, [])
-        if status is None or b.closed or (pause is not None and pause.until > now) or len(busy) >= policy.park_at_once:
+        if status is None or b.closed_reason or (pause is not None and pause.until > now) or len(busy) >= policy.park_concurrency:
             continue
         kind = next((x.kind for x in status.devices if x.device_id == b.device_id), "")
         snapshots = status.snapshot_budget_bytes - status.snapshot_bytes - sum(i.reserve_bytes for i in busy)
-        found.append(Room(b, status, kind, snapshots, policy.park_at_once - len(busy)))
+        found.append(FreeDevice(b, status, kind, snapshots, policy.park_concurrency - len(busy)))
     return found
 
 
-def obstacle(rooms: Rooms, card: ModelCard, need: int, excludes: Excludes | None) -> str:
+def park_obstacle(rooms: FreeDevices, card: ModelCard, need: int, excludes: Excludes | None) -> str:
     """Why the model is not parked on a device, or on several together; empty if it can be. `need`: bytes of all of them."""
     each = -(-need // len(rooms))
     for r in rooms:
         at = r.booking.key
         if excludes is not None and (why := excludes(r.booking)):
             return f"{at}: {why}"
-        if why := cannot_suspend(r.status, r.kind, card):
+        if why := suspend_obstacle(r.status, r.kind, card):
             return f"{at}: {why}"
-        if each > r.booking.free:
-            return f"{at}: needs {gib(each)}, {gib(max(0, r.booking.free))} free"
+        if each > r.booking.free_bytes:
+            return f"{at}: needs {gib(each)}, {gib(max(0, r.booking.free_bytes))} free"
     if need > rooms[0].snapshots:
         return f"{_names(rooms)}: needs {gib(need)} for its snapshot, {gib(max(0, rooms[0].snapshots))} free (THAW_SNAPSHOT_BYTES)"
     return ""
 
 
-def _names(rooms: Rooms) -> str:
+def _names(rooms: FreeDevices) -> str:
     return " and ".join(r.booking.key for r in rooms)
 
 
-def cannot_suspend(status: NodeStatus, kind: str, card: ModelCard) -> str:
+def suspend_obstacle(status: NodeStatus, kind: str, card: ModelCard) -> str:
     """Why a node cannot suspend the model's engine on a device of that kind; empty if it can."""
     ways = {c.name: c for c in status.capabilities}
     own = ways.get("suspend:sleep")
@@ -179,32 +179,32 @@ def cannot_suspend(status: NodeStatus, kind: str, card: ModelCard) -> str:
 
 
 def _held_back(state: ClusterState, model: Model, now: float) -> bool:
-    trouble = state.park_trouble.get(model.key)
+    trouble = state.park_failures.get(model.key)
     return trouble is not None and (bool(trouble.final) or trouble.not_before > now)
 
 
-def taken_up(d: Draft, names: Iterable[str]) -> None:
+def promote_parked_starts(tx: Transaction, names: Iterable[str]) -> None:
     """Starts for parking that somebody waits for by now are starts like any other from here on."""
     for name in names:
-        if d.state.waiting(name):
-            for i in d.state.of_model(name):
+        if tx.state.waiting_count(name):
+            for i in tx.state.of_model(name):
                 if i.trigger == TRIGGER:
-                    d.put(replace(i, trigger="demand"))
+                    tx.put(replace(i, trigger="demand"))
 
 
-def view_of(state: ClusterState, model: Model, now: float, policy: Policy) -> ParkView | None:
+def park_view(state: ClusterState, model: Model, now: float, policy: Policy) -> ParkView | None:
     """How far the model is on its way; None if it is not to be parked."""
     if not model.card.spec.park or model.card.spec.base is not None:
         return None
     there = [i for i in state.of_model(model.key) if i.generation == model.card.generation]
     if any(i.state.parked for i in there):
         return ParkView(state="parked")
-    if any(not being_parked(i) for i in there):
+    if any(not is_parking(i) for i in there):
         up = any(i.state is InstanceState.READY for i in there)
         return ParkView(state="up" if up else "queued", reason="" if up else "it is being started or is leaving")
     if there:
         return ParkView(state="starting" if there[0].state.starting else "suspending")
-    trouble = state.park_trouble.get(model.key)
+    trouble = state.park_failures.get(model.key)
     if trouble is not None and trouble.final:
         return ParkView(state=trouble.final, reason=trouble.reason)
     if trouble is not None and trouble.not_before > now:
@@ -215,17 +215,17 @@ def view_of(state: ClusterState, model: Model, now: float, policy: Policy) -> Pa
 def _waits(state: ClusterState, model: Model, now: float, policy: Policy) -> ParkView:
     """Nowhere may it be suspended: impossible. Otherwise it waits, for its turn or for room."""
     devices = [(n, x) for n, p in sorted(state.presence.items()) if p.alive and p.status for x in p.status.devices]
-    against = [(f"{n}/{x.device_id}", cannot_suspend(state.presence[n].status, x.kind, model.card)) for n, x in devices]  # type: ignore[arg-type]  # those with a status
+    against = [(f"{n}/{x.device_id}", suspend_obstacle(state.presence[n].status, x.kind, model.card)) for n, x in devices]  # type: ignore[arg-type]  # those with a status
     if against and all(why for _, why in against):
         return ParkView(state="impossible", reason="; ".join(dict.fromkeys(f"{at}: {why}" for at, why in against)))
-    if first := requests_first(state, now, policy):
+    if first := requests_have_priority(state, now, policy):
         return ParkView(state="queued", reason=first)
-    rooms, need = find_rooms(state, now, policy), need_to_start(state, model.card)
-    if any(being_parked(i) for i in state.instances.values()):
+    rooms, need = find_free_devices(state, now, policy), start_bytes(state, model.card)
+    if any(is_parking(i) for i in state.instances.values()):
         return ParkView(state="queued", reason="others are being parked")
-    excludes, count = checker(state, model), devices_of(model.card)
-    sets = sets_of(rooms, count)
-    reasons = [obstacle(s, model.card, need, excludes) for s in sets]
+    excludes, count = placement_rule(state, model), device_count(model.card)
+    sets = device_sets_of(rooms, count)
+    reasons = [park_obstacle(s, model.card, need, excludes) for s in sets]
     if rooms and not sets:
         return ParkView(state="waiting", reason=f"no node has {count} devices that may be used now")
     if sets and all(reasons):

@@ -23,15 +23,15 @@ from collections.abc import Iterable
 from itertools import islice
 from math import exp
 
-from services.scheduler.domain.cost.formulas import likely_again
+from services.scheduler.domain.cost.formulas import reuse_odds
 from services.scheduler.domain.effects import SendCancelPrefetch, SendPrefetch
-from services.scheduler.domain.placement.constraints import checker
-from services.scheduler.domain.prewarm.parking import requests_first
+from services.scheduler.domain.placement.constraints import placement_rule
+from services.scheduler.domain.prewarm.parking import requests_have_priority
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Model
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.usage_history import Habit, Prefetch
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import LoaderPresence
 from shared.contracts.loader import CancelPrefetch, PrefetchWeights
 
@@ -51,48 +51,48 @@ BUSY_MS = 50.0
 """A link that is done within this is idle."""
 
 
-def likelihood(habit: Habit | None, now: float, horizon: float = HORIZON_S) -> float:
+def likelihood(habit: UsageHistory | None, now: float, horizon: float = HORIZON_S) -> float:
     """How likely the model is asked for within `horizon` seconds, from 0 to 1."""
     if habit is None or habit.count < TWICE:
         return 0.0
-    unused = max(0.0, now - habit.last)
-    recency = likely_again(unused, horizon)
+    unused = max(0.0, now - habit.last_used_at)
+    recency = reuse_odds(unused, horizon)
     # One that is overdue by far has another habit now.
-    frequency = 1 - exp(-horizon / max(habit.every, unused / TWICE, 1e-3))
+    frequency = 1 - exp(-horizon / max(habit.mean_interval_s, unused / TWICE, 1e-3))
     return max(min(recency, frequency), _periodic(habit, now, horizon))
 
 
-def _periodic(habit: Habit, now: float, horizon: float) -> float:
-    if habit.count <= TWICE or habit.varies > REGULAR * habit.every:
+def _periodic(habit: UsageHistory, now: float, horizon: float) -> float:
+    if habit.count <= TWICE or habit.deviation_s > REGULAR * habit.mean_interval_s:
         return 0.0
-    due = habit.last + habit.every
-    slack = max(2 * habit.varies, 0.05 * habit.every)
+    due = habit.last_used_at + habit.mean_interval_s
+    slack = max(2 * habit.deviation_s, 0.05 * habit.mean_interval_s)
     return 0.9 if due - horizon <= now <= due + slack else 0.0
 
 
-def prefetch_some(d: Draft) -> None:
+def start_prefetches(tx: Transaction) -> None:
     """Begin what may be begun now, and call off what is of no use."""
-    _call_off(d)
-    if not d.policy.prefetch or not d.state.habits or requests_first(d.state, d.now, d.policy):
+    _call_off(tx)
+    if not tx.policy.prefetch or not tx.state.usage_history or requests_have_priority(tx.state, tx.now, tx.policy):
         return
-    busy = {p.node for p in d.state.prefetches.values()}
-    for name in _next(d):
-        model = d.state.models.get(name)
-        if model is None or not _wanted(d.state, model):
+    busy = {p.node for p in tx.state.prefetches.values()}
+    for name in _next(tx):
+        model = tx.state.models.get(name)
+        if model is None or not _wanted(tx.state, model):
             continue
-        chance = likelihood(d.state.habits.get(name), d.now)
+        chance = likelihood(tx.state.usage_history.get(name), tx.now)
         if chance < LIKELY:
             continue
-        if (found := _place(d, model, chance, busy)) is not None:
-            _begin(d, model, *found)
+        if (found := _place(tx, model, chance, busy)) is not None:
+            _begin(tx, model, *found)
             busy.add(found[0])
 
 
-def _next(d: Draft) -> Iterable[str]:
+def _next(tx: Transaction) -> Iterable[str]:
     """The models whose turn it is: all of them in so many Ticks as it takes."""
-    turns = -(-len(d.state.habits) // AT_A_TIME)
-    turn = int(d.now * 4) % turns
-    return list(islice(d.state.habits, turn * AT_A_TIME, (turn + 1) * AT_A_TIME))
+    turns = -(-len(tx.state.usage_history) // AT_A_TIME)
+    turn = int(tx.now * 4) % turns
+    return list(islice(tx.state.usage_history, turn * AT_A_TIME, (turn + 1) * AT_A_TIME))
 
 
 def _wanted(state: ClusterState, model: Model) -> bool:
@@ -100,23 +100,23 @@ def _wanted(state: ClusterState, model: Model) -> bool:
     card = model.card
     if card.spec.base is not None or card.spec.loads_itself or model.error is not None:
         return False
-    return not state.by_model.get(model.key) and not state.resident_on.get(card.info.revision) and model.key not in state.prefetches
+    return not state.by_model.get(model.key) and not state.in_memory.get(card.info.revision) and model.key not in state.prefetches
 
 
-def _place(d: Draft, model: Model, chance: float, busy: set[str]) -> tuple[str, str] | None:
+def _place(tx: Transaction, model: Model, chance: float, busy: set[str]) -> tuple[str, str] | None:
     """(node, tier): where its bytes come from nearest, then where most memory is free."""
     info = model.card.info
-    on_disk = d.state.kept_on.get(info.revision, ())
+    on_disk = tx.state.on_disk.get(info.revision, ())
     remote = "://" in info.source and not on_disk
-    excludes = checker(d.state, model)
+    excludes = placement_rule(tx.state, model)
     found: list[tuple[bool, bool, int, str, str]] = []
-    for node, loader in d.state.loaders.items():
-        if node in busy or not _open(d, node, loader):
+    for node, loader in tx.state.loaders.items():
+        if node in busy or not _open(tx, node, loader):
             continue
-        if excludes is not None and all(excludes(b) for b in _bookings(d.state, node)):
+        if excludes is not None and all(excludes(b) for b in _bookings(tx.state, node)):
             continue
         room = loader.status.dram_budget_bytes - loader.status.dram_bytes
-        if _may_push_out(d, loader, info.weights_bytes, room, chance):
+        if _may_push_out(tx, loader, info.weights_bytes, room, chance):
             found.append((False, node not in on_disk, -room, node, "dram"))
         elif remote and loader.status.ssd_budget_bytes - loader.status.ssd_bytes >= info.weights_bytes:
             found.append((True, False, -room, node, "ssd"))
@@ -124,10 +124,10 @@ def _place(d: Draft, model: Model, chance: float, busy: set[str]) -> tuple[str, 
     return (best[3], best[4]) if best is not None else None
 
 
-def _open(d: Draft, node: str, loader: LoaderPresence) -> bool:
+def _open(tx: Transaction, node: str, loader: LoaderPresence) -> bool:
     """Whether anything may be brought there now: its loader lives and has nothing else to do."""
-    known = d.state.nodes.get(node)
-    if known is None or known.cordoned or not d.state.loader_alive(node, d.now, d.policy.node_lost_after):
+    known = tx.state.nodes.get(node)
+    if known is None or known.cordoned or not tx.state.is_loader_alive(node, tx.now, tx.policy.node_lost_after_s):
         return False
     status = loader.status
     return not status.stopping and all((link.finish_ms or 0.0) <= BUSY_MS for link in status.links)
@@ -137,37 +137,37 @@ def _bookings(state: ClusterState, node: str) -> list[Booking]:
     return [b for device in state.nodes[node].devices if (b := state.bookings.get(f"{node}/{device.device_id}")) is not None]
 
 
-def _may_push_out(d: Draft, loader: LoaderPresence, nbytes: int, room: int, chance: float) -> bool:
+def _may_push_out(tx: Transaction, loader: LoaderPresence, nbytes: int, room: int, chance: float) -> bool:
     """Whether the node's memory takes the weights, and nothing likelier leaves for them."""
     if nbytes > loader.status.dram_budget_bytes:
         return False
     if nbytes <= room:
         return True
-    by_revision = {m.card.info.revision: m.key for m in d.state.models.values()} if loader.status.cached else {}
+    by_revision = {m.card.info.revision: m.key for m in tx.state.models.values()} if loader.status.cached else {}
     there = [c for c in loader.status.cached if c.tier == "dram"]
-    likelier = [c for c in there if likelihood(d.state.habits.get(by_revision.get(c.weights_id, "")), d.now) >= chance]
+    likelier = [c for c in there if likelihood(tx.state.usage_history.get(by_revision.get(c.weights_id, "")), tx.now) >= chance]
     return bool(there) and not likelier and nbytes <= room + sum(c.nbytes for c in there)
 
 
-def _begin(d: Draft, model: Model, node: str, tier: str) -> None:
-    d.put(Prefetch(model.key, node, model.card.info.revision, d.now))
-    d.emit(SendPrefetch(node, PrefetchWeights.model_validate({"token": d.token(), "card": model.card, "tier": tier})))
+def _begin(tx: Transaction, model: Model, node: str, tier: str) -> None:
+    tx.put(Prefetch(model.key, node, model.card.info.revision, tx.now))
+    tx.emit(SendPrefetch(node, PrefetchWeights.model_validate({"token": tx.next_token(), "card": model.card, "tier": tier})))
 
 
-def _call_off(d: Draft) -> None:
+def _call_off(tx: Transaction) -> None:
     """Forget those that are over; those of models that are started elsewhere, or gone, are of no use."""
-    for p in list(d.state.prefetches.values()):
-        nodes = d.state.resident_on.get(p.weights_id, ()) + d.state.kept_on.get(p.weights_id, ())
-        if p.node in nodes or d.now - p.since > (AGAIN_S if _came_to_nothing(d.state, p) else GIVEN_UP_AFTER_S):
-            d.drop(Prefetch, p.key)
-        elif p.model not in d.state.models or any(i.node != p.node for i in d.state.of_model(p.model)):
-            d.emit(SendCancelPrefetch(p.node, CancelPrefetch(weights_id=p.weights_id)))
-            d.drop(Prefetch, p.key)
+    for p in list(tx.state.prefetches.values()):
+        nodes = tx.state.in_memory.get(p.weights_id, ()) + tx.state.on_disk.get(p.weights_id, ())
+        if p.node in nodes or tx.now - p.since > (AGAIN_S if _came_to_nothing(tx.state, p) else GIVEN_UP_AFTER_S):
+            tx.drop(Prefetch, p.key)
+        elif p.model not in tx.state.models or any(i.node != p.node for i in tx.state.of_model(p.model)):
+            tx.emit(SendCancelPrefetch(p.node, CancelPrefetch(weights_id=p.weights_id)))
+            tx.drop(Prefetch, p.key)
 
 
 def _came_to_nothing(state: ClusterState, p: Prefetch) -> bool:
     """Whether its loader, heard since, is not bringing the weights."""
     loader = state.loaders.get(p.node)
-    if loader is None or loader.heard_at <= p.since:
+    if loader is None or loader.last_message_at <= p.since:
         return False
     return not any(s.weights_id == p.weights_id for s in loader.status.segments)

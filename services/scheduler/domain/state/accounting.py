@@ -1,6 +1,6 @@
 """Who holds how many bytes of a device, and who has been promised some.
 
-`book` reckons it from the instances on the device; `apply` (changes.py) keeps the result for every device in `ClusterState.bookings`.
+`compute_booking` reckons it from the instances on the device; `apply` (changes.py) keeps the result for every device in `ClusterState.bookings`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from functools import lru_cache
 from services.scheduler.domain.cost.links import afar
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.device_memory import frees, left_bytes, share
+from services.scheduler.domain.state.device_memory import per_device_bytes, suspend_frees_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance
-from services.scheduler.domain.state.volatile import Seen
+from services.scheduler.domain.state.volatile import InstanceReport
 from shared.contracts.node import InstanceState
 
 _READY = InstanceState.READY
 
 
-def booking(state: ClusterState, node: str, device_id: str) -> Booking:
+def booking_of(state: ClusterState, node: str, device_id: str) -> Booking:
     """The booking of a device; of one that its node does not have: what is held of nothing."""
-    return state.bookings.get(device_key(node, device_id)) or book(state, node, device_id)
+    return state.bookings.get(device_key(node, device_id)) or compute_booking(state, node, device_id)
 
 
-def book(state: ClusterState, node: str, device_id: str) -> Booking:
+def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     """Reckon the booking of a device.
 
     Bytes count as held from the moment a start is sent until the nodeagent reports the instance gone; and what a nodeagent holds
@@ -31,22 +31,22 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
     """
     held = claimed = leaving = going = known = idle = movable = 0
     idle_since = float("inf")
-    key, instances, reports = device_key(node, device_id), state.instances, state.seen
+    key, instances, reports = device_key(node, device_id), state.instances, state.reports
     for instance_id in state.by_device.get(key, ()):
         i, seen = instances[instance_id], reports.get(instance_id)
         if i.sent_at is None:
-            claimed += share(i, i.reserve_bytes) - (left_bytes(state, i) if seen is not None else 0)
+            claimed += per_device_bytes(i, i.reserve_bytes) - (suspended_bytes(state, i) if seen is not None else 0)
             continue
         parked = i.state.parked
-        holds = left_bytes(state, i) if parked else share(i, i.reserve_bytes)
+        holds = suspended_bytes(state, i) if parked else per_device_bytes(i, i.reserve_bytes)
         held += holds
         if seen is not None and (parked or seen.status.state.holds_memory):
             known += holds
         if i.leaving != "no":
             suspends = i.leaving in ("suspend", "suspend_if_idle")
-            freed = (frees(state, i) if i.state is _READY else _drained(state, i)) if suspends else holds
+            freed = (suspend_frees_bytes(state, i) if i.state is _READY else _drained(state, i)) if suspends else holds
             leaving += freed
-            going += freed if drained(seen) else 0
+            going += freed if is_drained(seen) else 0
         elif parked:
             if holds and not _pinned(state, i):
                 movable += holds
@@ -87,24 +87,24 @@ def book(state: ClusterState, node: str, device_id: str) -> Booking:
         key=key,
         node=node,
         device_id=device_id,
-        budget=budget,
-        held=held,
-        claimed=claimed,
-        leaving=leaving,
-        free=free,
-        coming=free + leaving,
-        idle=idle,
-        movable=movable,
+        budget_bytes=budget,
+        held_bytes=held,
+        claimed_bytes=claimed,
+        leaving_bytes=leaving,
+        free_bytes=free,
+        free_soon_bytes=free + leaving,
+        idle_bytes=idle,
+        evictable_bytes=movable,
         idle_since=idle_since,
-        closed=closed,
-        reachable=reachable,
+        closed_reason=closed,
+        is_reachable=reachable,
         bytes_per_second=speed,
-        from_afar=rounded_speed(afar(loader.status)) if loader else None,
-        going=going,
+        remote_bytes_per_second=rounded_speed(afar(loader.status)) if loader else None,
+        drained_bytes=going,
     )
 
 
-def drained(seen: Seen | None) -> bool:
+def is_drained(seen: InstanceReport | None) -> bool:
     """Whether an instance that is to leave has nothing more to do."""
     if seen is None or seen.status.state is not InstanceState.DRAINING:
         return False
@@ -113,8 +113,8 @@ def drained(seen: Seen | None) -> bool:
 
 def _drained(state: ClusterState, i: Instance) -> int:
     """What comes free of one that is being suspended."""
-    seen = state.seen.get(i.instance_id)
-    return max(0, share(i, i.reserve_bytes) - share(i, seen.status.suspension.left_bytes if seen else 0))
+    seen = state.reports.get(i.instance_id)
+    return max(0, per_device_bytes(i, i.reserve_bytes) - per_device_bytes(i, seen.status.suspension.left_bytes if seen else 0))
 
 
 def _pinned(state: ClusterState, i: Instance) -> bool:
@@ -127,7 +127,7 @@ def rounded_speed(bytes_per_second: float | None) -> float | None:
     return None if bytes_per_second is None else float(f"{bytes_per_second:.1e}")
 
 
-def claims(state: ClusterState, node: str, device_id: str) -> list[Instance]:
+def claims_on(state: ClusterState, node: str, device_id: str) -> list[Instance]:
     """Those waiting for bytes of the device, first come first."""
     found = [i for i in state.on_device(node, device_id) if i.sent_at is None]
     return sorted(found, key=lambda i: (i.planned_at, i.token)) if len(found) > 1 else found

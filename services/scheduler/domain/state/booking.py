@@ -13,29 +13,29 @@ class Booking(NamedTuple):
     """node/device"""
     node: str
     device_id: str
-    budget: int
-    held: int
-    claimed: int
-    leaving: int
-    free: int
+    budget_bytes: int
+    held_bytes: int
+    claimed_bytes: int
+    leaving_bytes: int
+    free_bytes: int
     """Free now and promised to nobody."""
-    coming: int
+    free_soon_bytes: int
     """Free and promised to nobody once those that leave have left."""
-    idle: int
+    idle_bytes: int
     """Held by ready, unpinned instances that have nothing to do and have not been asked to leave."""
-    movable: int
+    evictable_bytes: int
     """Held by ready, unpinned instances that have not been asked to leave, idle or not."""
     idle_since: float
     """Since when the longest idle of them is idle; infinity if none is."""
-    closed: str
+    closed_reason: str
     """Why nothing may be placed here, whatever is free; empty if something may."""
-    reachable: bool
+    is_reachable: bool
     """The node is alive and not stopping."""
     bytes_per_second: float | None
     """What the node's loader measured, to two digits: finer differences tell nothing, and would tell every device from every other."""
-    from_afar: float | None = None
+    remote_bytes_per_second: float | None = None
     """… of its link to remote sources; None: nothing."""
-    going: int = 0
+    drained_bytes: int = 0
     """Of `leaving`, what nothing keeps there any more."""
 
 

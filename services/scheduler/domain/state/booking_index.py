@@ -15,12 +15,12 @@ from typing import Any
 from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND
 from services.scheduler.domain.state.booking import Booking
 
-Speeds = tuple[float | None, float | None]
+Bandwidths = tuple[float | None, float | None]
 """Bytes per second of a loader: in general, and from afar."""
 
 
 @dataclass(slots=True)
-class SpeedClass:
+class BandwidthClass:
     """Devices of one bandwidth that may be used. Pairs end with the device's key."""
 
     free: list[tuple[int, str]] = field(default_factory=list)
@@ -33,27 +33,35 @@ class SpeedClass:
     """Devices that instances are leaving."""
 
     def replace(self, old: Booking | None, new: Booking | None) -> None:
-        _move(self.free, old and (old.free, old.key), new and (new.free, new.key))
+        _move(self.free, old and (old.free_bytes, old.key), new and (new.free_bytes, new.key))
         _move(self.idle_since, old and (old.idle_since, old.key), new and (new.idle_since, new.key))
         # Sums of bytes are plain numbers: 0 is one of them.
-        _move(self.with_idle, None if old is None else old.coming + old.idle, None if new is None else new.coming + new.idle)
-        _move(self.with_all, None if old is None else old.coming + old.movable, None if new is None else new.coming + new.movable)
+        _move(
+            self.with_idle,
+            None if old is None else old.free_soon_bytes + old.idle_bytes,
+            None if new is None else new.free_soon_bytes + new.idle_bytes,
+        )
+        _move(
+            self.with_all,
+            None if old is None else old.free_soon_bytes + old.evictable_bytes,
+            None if new is None else new.free_soon_bytes + new.evictable_bytes,
+        )
         if old is not None:
             self.leaving.discard(old.key)
-        if new is not None and new.leaving:
+        if new is not None and new.leaving_bytes:
             self.leaving.add(new.key)
 
 
-class Bookings(dict[str, Booking]):
+class BookingTable(dict[str, Booking]):
     """A table of bookings that keeps the orders. Change it by item assignment, `del` and `pop` only."""
 
     def __init__(self, bookings: Iterable[tuple[str, Booking]] = ()) -> None:
         super().__init__()
-        self.classes: dict[Speeds, SpeedClass] = {}
-        self.fastest_first: list[tuple[Speeds, SpeedClass]] = []
+        self.classes: dict[Bandwidths, BandwidthClass] = {}
+        self.fastest_first: list[tuple[Bandwidths, BandwidthClass]] = []
         """The classes in the order in which a load from their own disks is done soonest; and one from afar."""
-        self.fastest_from_afar: list[tuple[Speeds, SpeedClass]] = []
-        self.roomiest: list[tuple[bool, int, str]] = []
+        self.fastest_remote_first: list[tuple[Bandwidths, BandwidthClass]] = []
+        self.most_free_first: list[tuple[bool, int, str]] = []
         """Every device: closed ones last, most `coming` first."""
         self.budgets: list[tuple[int, str]] = []
         """Of reachable devices."""
@@ -76,14 +84,14 @@ class Bookings(dict[str, Booking]):
         return found
 
     def _replace(self, old: Booking | None, new: Booking | None) -> None:
-        _move(self.roomiest, old and _room(old), new and _room(new))
+        _move(self.most_free_first, old and _room(old), new and _room(new))
         _move(
             self.budgets,
-            (old.budget, old.key) if old is not None and old.reachable else None,
-            (new.budget, new.key) if new is not None and new.reachable else None,
+            (old.budget_bytes, old.key) if old is not None and old.is_reachable else None,
+            (new.budget_bytes, new.key) if new is not None and new.is_reachable else None,
         )
-        before = None if old is None or old.closed else old
-        after = None if new is None or new.closed else new
+        before = None if old is None or old.closed_reason else old
+        after = None if new is None or new.closed_reason else new
         old_class, new_class = before and _speeds(before), after and _speeds(after)
         if before is not None and old_class is not None and old_class == new_class:
             self.classes[old_class].replace(before, after)
@@ -96,27 +104,27 @@ class Bookings(dict[str, Booking]):
                 self._order_classes()
         if after is not None and new_class is not None:
             if new_class not in self.classes:
-                self.classes[new_class] = SpeedClass()
+                self.classes[new_class] = BandwidthClass()
                 self._order_classes()
             self.classes[new_class].replace(None, after)
 
     def _order_classes(self) -> None:
         self.fastest_first = sorted(self.classes.items(), key=lambda c: (-speed_of(c[0]), str(c[0])))
-        self.fastest_from_afar = sorted(self.classes.items(), key=lambda c: (-speed_of(c[0], from_afar=True), str(c[0])))
+        self.fastest_remote_first = sorted(self.classes.items(), key=lambda c: (-speed_of(c[0], is_remote=True), str(c[0])))
 
 
-def _speeds(b: Booking) -> Speeds:
-    return b.bytes_per_second, b.from_afar
+def _speeds(b: Booking) -> Bandwidths:
+    return b.bytes_per_second, b.remote_bytes_per_second
 
 
-def speed_of(speeds: Speeds, *, from_afar: bool = False) -> float:
+def speed_of(speeds: Bandwidths, *, is_remote: bool = False) -> float:
     """Bytes per second of a load on devices of a class."""
     local, afar = speeds
-    return ((afar or local) if from_afar else local) or DEFAULT_BYTES_PER_SECOND
+    return ((afar or local) if is_remote else local) or DEFAULT_BYTES_PER_SECOND
 
 
 def _room(b: Booking) -> tuple[bool, int, str]:
-    return (bool(b.closed), -b.coming, b.key)
+    return (bool(b.closed_reason), -b.free_soon_bytes, b.key)
 
 
 def _move(order: list[Any], old: Any, new: Any) -> None:
@@ -128,7 +136,7 @@ def _move(order: list[Any], old: Any, new: Any) -> None:
         insort(order, new)
 
 
-class Dues(dict[str, float]):
+class DueTimes(dict[str, float]):
     """A table of times that keeps their order. Change it by item assignment, `del` and `pop` only."""
 
     def __init__(self, dues: Iterable[tuple[str, float]] = ()) -> None:
@@ -154,15 +162,15 @@ class Dues(dict[str, float]):
         return found
 
 
-class View:
+class BookingView:
     """Bookings as a decision sees them: a table of orders, and what the decision has changed itself, which is in none of them."""
 
-    def __init__(self, below: Bookings, changed: dict[str, Booking | None]) -> None:
+    def __init__(self, below: BookingTable, changed: dict[str, Booking | None]) -> None:
         """`changed`: by key, the booking as it is now; None: the device is gone."""
         self._below, self._changed = below, changed
 
     @property
-    def rebooked(self) -> Iterable[str]:
+    def changed_keys(self) -> Iterable[str]:
         """Keys of devices whose bookings the decision has changed, or may have."""
         return self._changed
 
@@ -173,14 +181,14 @@ class View:
     def get(self, key: str) -> Booking | None:
         return self._changed[key] if key in self._changed else self._below.get(key)
 
-    def fastest_first(self, *, from_afar: bool) -> list[tuple[Speeds, SpeedClass]]:
-        return self._below.fastest_from_afar if from_afar else self._below.fastest_first
+    def fastest_first(self, *, is_remote: bool) -> list[tuple[Bandwidths, BandwidthClass]]:
+        return self._below.fastest_remote_first if is_remote else self._below.fastest_first
 
-    def roomiest(self) -> Iterator[Booking]:
+    def most_free_first(self) -> Iterator[Booking]:
         """All devices as they are below, the changed ones left out."""
-        return (self._below[key] for *_, key in self._below.roomiest if key not in self._changed)
+        return (self._below[key] for *_, key in self._below.most_free_first if key not in self._changed)
 
     def largest_budget(self) -> int:
         """Of reachable devices; 0 if there is none."""
         kept = next((budget for budget, key in reversed(self._below.budgets) if key not in self._changed), 0)
-        return max([kept, *(b.budget for b in self.changed if b.reachable)])
+        return max([kept, *(b.budget_bytes for b in self.changed if b.is_reachable)])

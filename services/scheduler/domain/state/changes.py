@@ -8,23 +8,23 @@ from typing import Any
 from services.scheduler.domain.state.cluster import ClusterState, Table
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
 from services.scheduler.domain.state.indexes import index
-from services.scheduler.domain.state.migrations import Move, MoveTimes
-from services.scheduler.domain.state.usage_history import Habit, Prefetch
+from services.scheduler.domain.state.migrations import Migration, MigrationTimes
+from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
+    Cooldown,
     Counter,
     Estimate,
+    FailureHistory,
+    InstanceReport,
     LoaderPresence,
-    MeasuredNeed,
+    MeasuredMemory,
     ModelDemand,
-    Objective,
-    ParkTrouble,
-    Pause,
+    Overload,
+    ParkFailures,
     Presence,
-    Pressure,
-    Queueing,
-    Seen,
-    Trouble,
-    Unmet,
+    SloCounts,
+    SloQueue,
+    Unschedulable,
     Waiter,
 )
 from services.scheduler.domain.values import replace, value
@@ -65,23 +65,23 @@ _TABLES: dict[type[Any], str] = {
     PlanRecord: "plans",
     Presence: "presence",
     LoaderPresence: "loaders",
-    Seen: "seen",
+    InstanceReport: "reports",
     ModelDemand: "demand",
     Waiter: "waiters",
-    Unmet: "unmet",
-    Pressure: "pressure",
-    Trouble: "trouble",
-    ParkTrouble: "park_trouble",
-    MeasuredNeed: "measured",
-    Pause: "pauses",
+    Unschedulable: "unschedulable",
+    Overload: "overload",
+    FailureHistory: "failures",
+    ParkFailures: "park_failures",
+    MeasuredMemory: "measured",
+    Cooldown: "cooldowns",
     Estimate: "estimates",
     Counter: "counter",
-    Habit: "habits",
+    UsageHistory: "usage_history",
     Prefetch: "prefetches",
-    Objective: "objectives",
-    Queueing: "queueing",
-    Move: "moves",
-    MoveTimes: "move_times",
+    SloCounts: "slo_counts",
+    SloQueue: "slo_queue",
+    Migration: "migrations",
+    MigrationTimes: "migration_times",
 }
 KINDS: tuple[type[Any], ...] = tuple(_TABLES)
 
@@ -100,12 +100,12 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
                 put(state, entity)
             case Drop(kind, key):
                 if table(state, kind).get(key) is not None:
-                    index(state, state.own(_TABLES[kind]).pop(key), None)
+                    index(state, state.writable(_TABLES[kind]).pop(key), None)
             case Traced(plan_id, instance_id, traceparent):
                 if (plan := state.plans.get(plan_id)) is not None:
-                    state.own("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
+                    state.writable("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
                 if (instance := state.instances.get(instance_id)) is not None:
-                    state.own("instances")[instance_id] = replace(instance, traceparent=traceparent)
+                    state.writable("instances")[instance_id] = replace(instance, traceparent=traceparent)
 
 
 def put(state: ClusterState, entity: Entity) -> bool:
@@ -117,7 +117,7 @@ def put(state: ClusterState, entity: Entity) -> bool:
     if isinstance(entity, PlanRecord):
         _put_plan(state, entity)
     else:
-        state.own(_TABLES[kind])[key] = entity
+        state.writable(_TABLES[kind])[key] = entity
         index(state, old, entity)
     return True
 
@@ -128,9 +128,9 @@ def _put_plan(state: ClusterState, plan: PlanRecord) -> None:
     last = state.last_plan.get(plan.model)
     if key not in state.plans and last != key:
         if last is not None and (old := state.plans.get(last)) is not None and old.outcome != "pending":
-            del state.own("plans")[last]
-        state.own("last_plan")[plan.model] = last = key
+            del state.writable("plans")[last]
+        state.writable("last_plan")[plan.model] = last = key
     if plan.outcome == "pending" or last == key:
-        state.own("plans")[key] = plan
+        state.writable("plans")[key] = plan
     else:
-        state.own("plans").pop(key, None)
+        state.writable("plans").pop(key, None)

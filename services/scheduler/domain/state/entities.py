@@ -9,23 +9,23 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from services.scheduler.domain.state.migrations import Move, MoveTimes
-from services.scheduler.domain.state.usage_history import Habit, Prefetch
+from services.scheduler.domain.state.migrations import Migration, MigrationTimes
+from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
+    Cooldown,
     Counter,
     Estimate,
+    FailureHistory,
+    InstanceReport,
     LoaderPresence,
-    MeasuredNeed,
+    MeasuredMemory,
     ModelDemand,
-    Objective,
-    ParkTrouble,
-    Pause,
+    Overload,
+    ParkFailures,
     Presence,
-    Pressure,
-    Queueing,
-    Seen,
-    Trouble,
-    Unmet,
+    SloCounts,
+    SloQueue,
+    Unschedulable,
     Waiter,
 )
 from services.scheduler.domain.values import value
@@ -42,16 +42,16 @@ class Model:
 
     card: ModelCard
     error: str | None = None
-    resting: bool = False
+    sleep_requested: bool = False
 
     @property
     def key(self) -> str:
         return self.card.spec.name
 
     @property
-    def floor(self) -> int:
+    def min_replicas(self) -> int:
         """How many instances are kept up without demand."""
-        return 0 if self.resting or self.card.spec.base is not None else self.card.spec.replicas.min
+        return 0 if self.sleep_requested or self.card.spec.base is not None else self.card.spec.replicas.min
 
 
 @value(frozen=True, slots=True)
@@ -112,38 +112,38 @@ class Instance:
         return self.instance_id
 
     @property
-    def claim(self) -> bool:
+    def is_claim(self) -> bool:
         return self.sent_at is None
 
     @property
-    def resumes(self) -> bool:
+    def is_resume_claim(self) -> bool:
         """Whether this is a claim of a suspended instance, which is to come back."""
-        return self.claim and self.state is InstanceState.RESUMING
+        return self.is_claim and self.state is InstanceState.RESUMING
 
     @property
     def label(self) -> str:
         return f"{self.model} ({self.instance_id})"
 
 
-Durable = Model | Node | Instance | PlanRecord | MeasuredNeed | Estimate
+Durable = Model | Node | Instance | PlanRecord | MeasuredMemory | Estimate
 Volatile = (
     Presence
     | LoaderPresence
-    | Seen
+    | InstanceReport
     | ModelDemand
     | Waiter
-    | Unmet
-    | Pressure
-    | Trouble
-    | ParkTrouble
-    | Pause
+    | Unschedulable
+    | Overload
+    | FailureHistory
+    | ParkFailures
+    | Cooldown
     | Counter
-    | Habit
+    | UsageHistory
     | Prefetch
-    | Objective
-    | Queueing
-    | Move
-    | MoveTimes
+    | SloCounts
+    | SloQueue
+    | Migration
+    | MigrationTimes
 )
 Entity = Durable | Volatile
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from services.scheduler.domain.cost.links import afar, busy_until
 from services.scheduler.domain.policies.port import Keep
-from services.scheduler.domain.state.accounting import book, drained, rounded_speed
+from services.scheduler.domain.state.accounting import compute_booking, is_drained, rounded_speed
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, LoaderPresence, Presence, Seen
+from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, InstanceReport, LoaderPresence, Presence
 from shared.contracts.node import InstanceState
 
 _AT_ONCE = float("-inf")
@@ -25,13 +25,13 @@ def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
         keep(state, old, new)
 
 
-def _seen(state: ClusterState, old: Seen | None, new: Seen | None) -> None:
+def _seen(state: ClusterState, old: InstanceReport | None, new: InstanceReport | None) -> None:
     present = new or old
     assert present is not None
     i = state.instances.get(present.instance_id)
     if i is not None and _counts(old) != _counts(new):
         _rebook(state, i.node, i.device_ids)
-        remind(state, i)
+        update_due_time(state, i)
 
 
 def _presence(state: ClusterState, old: Presence | None, new: Presence | None) -> None:
@@ -48,49 +48,49 @@ def _estimate(state: ClusterState, old: Estimate | None, new: Estimate | None) -
         _regroup(state, "measured_on", {present.model} if old else (), {present.model} if new else (), present.node)
 
 
-def _counts(seen: Seen | None) -> tuple[object, ...]:
+def _counts(seen: InstanceReport | None) -> tuple[object, ...]:
     """What of a report a booking depends on."""
     if seen is None:
         return ()
     status = seen.status
     kept = status.memory.reserved if status.state.parked else None
     possible = (status.suspension.possible, status.suspension.assessed)
-    return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes, drained(seen))
+    return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes, is_drained(seen))
 
 
-def keeping(state: ClusterState, keep: Keep) -> ClusterState:
+def with_keep_alive(state: ClusterState, keep: Keep) -> ClusterState:
     """`state`, with idle instances to stay as that function says."""
-    state.keep = keep
+    state.keep_alive_rule = keep
     for i in state.instances.values():
-        remind(state, i)
+        update_due_time(state, i)
     return state
 
 
-def remind(state: ClusterState, i: Instance) -> None:
+def update_due_time(state: ClusterState, i: Instance) -> None:
     """Keep when the instance is due (retire.py, observe.py): never too late; too early only costs a look."""
-    due, known = _due(state, i), state.dues.get(i.instance_id)
+    due, known = _due(state, i), state.deadlines.get(i.instance_id)
     if due == known:
         return
     if due is None:
-        state.own("dues").pop(i.instance_id, None)
+        state.writable("deadlines").pop(i.instance_id, None)
     else:
-        state.own("dues")[i.instance_id] = due
+        state.writable("deadlines")[i.instance_id] = due
 
 
 def _due(state: ClusterState, i: Instance) -> float | None:
     if i.leaving != "no":
         return None
-    seen, model, node = state.seen.get(i.instance_id), state.models.get(i.model), state.nodes.get(i.node)
+    seen, model, node = state.reports.get(i.instance_id), state.models.get(i.model), state.nodes.get(i.node)
     current = model is not None and i.generation == model.card.generation
-    drained = node is None or node.drain_since is not None
-    if not current or drained or seen is None or seen.status.state.starting or model is None:
+    node_drained = node is None or node.drain_since is not None
+    if not current or node_drained or seen is None or seen.status.state.starting or model is None:
         return _AT_ONCE
     if i.state.parked:
         return None
     if i.state is not InstanceState.READY or i.trigger == "park":
         return _AT_ONCE
     spec = model.card.spec
-    if seen.idle_since is None or spec.pin or (kept := state.kept_for(i, model)) < 0:
+    if seen.idle_since is None or spec.pin or (kept := state.keep_alive_s(i, model)) < 0:
         return None
     return max(seen.idle_since, i.ready_at or seen.idle_since) + kept
 
@@ -105,7 +105,7 @@ def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[s
     before, after = set(old), set(new)
     if before == after:
         return
-    groups: Groups = state.own(name)
+    groups: Groups = state.writable(name)
     for group in before - after:
         left = tuple(m for m in groups.get(group, ()) if m != member)
         if left:
@@ -117,7 +117,7 @@ def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[s
 
 
 def _join(state: ClusterState, name: str, group: str, member: str) -> None:
-    groups: Groups = state.own(name)
+    groups: Groups = state.writable(name)
     groups[group] = (*groups.get(group, ()), member)
 
 
@@ -142,12 +142,12 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
         _rebook(state, old.node, old.device_ids)
     before, after = _brings(old), _brings(new)
     if before != after:
-        _regroup(state, "bringing", [present.node] if before else (), [present.node] if after else (), present.instance_id)
+        _regroup(state, "loading_on", [present.node] if before else (), [present.node] if after else (), present.instance_id)
         _queue(state, present.node)
     if new is None:
-        _forget(state, "dues", present.instance_id)
+        _forget(state, "deadlines", present.instance_id)
     else:
-        remind(state, new)
+        update_due_time(state, new)
     if new is not None and (old is None or old.device_ids != new.device_ids or old.node != new.node):
         _rebook(state, new.node, new.device_ids)
 
@@ -167,14 +167,14 @@ def _node(state: ClusterState, old: Node | None, new: Node | None) -> None:
     _rebook_node(state, name)
     if old is None or new is None or old.drain_since != new.drain_since:
         for i in state.on_node(name):
-            remind(state, i)
+            update_due_time(state, i)
 
 
 def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence | None) -> None:
     present = new or old
     assert present is not None
-    _regroup(state, "resident_on", old.resident if old else (), new.resident if new else (), present.node)
-    _regroup(state, "kept_on", old.kept if old else (), new.kept if new else (), present.node)
+    _regroup(state, "in_memory", old.in_memory if old else (), new.in_memory if new else (), present.node)
+    _regroup(state, "on_disk", old.on_disk if old else (), new.on_disk if new else (), present.node)
     _queue(state, present.node)
     if _speed(old) != _speed(new):
         _rebook_node(state, present.node)
@@ -183,14 +183,14 @@ def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence
 def _queue(state: ClusterState, node: str) -> None:
     """Keep when the node's links will have brought what is queued on them (cost/links.py)."""
     loader = state.loaders.get(node)
-    heard_at = loader.heard_at if loader is not None else 0.0
-    there = [state.instances[i] for i in state.bringing.get(node, ())]
+    heard_at = loader.last_message_at if loader is not None else 0.0
+    there = [state.instances[i] for i in state.loading_on.get(node, ())]
     decided = [load for i in there if (load := _brings(i)) is not None and load[0] > heard_at and not _resident(state, i)]
     until = busy_until(heard_at, loader.status if loader is not None else None, decided)
     if until <= 0.0:
-        _forget(state, "queues", node)
-    elif state.queues.get(node) != until:
-        state.own("queues")[node] = until
+        _forget(state, "links_busy_until", node)
+    elif state.links_busy_until.get(node) != until:
+        state.writable("links_busy_until")[node] = until
 
 
 def _brings(i: Instance | None) -> tuple[float, int] | None:
@@ -201,7 +201,7 @@ def _brings(i: Instance | None) -> tuple[float, int] | None:
 
 
 def _resident(state: ClusterState, i: Instance) -> bool:
-    return i.node in state.resident_on.get(i.revision, ())
+    return i.node in state.in_memory.get(i.revision, ())
 
 
 def _speed(loader: LoaderPresence | None) -> tuple[float | None, float | None]:
@@ -212,27 +212,27 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
     if old is not None:
         for alias in old.card.spec.aliases:
             _forget(state, "aliases", alias)
-        _forget(state, "kept_up", old.key)
-        _forget(state, "apart", old.key)
+        _forget(state, "kept_running", old.key)
+        _forget(state, "anti_affine", old.key)
     if new is not None:
         if new.card.spec.aliases:
-            state.own("aliases").update(dict.fromkeys(new.card.spec.aliases, new.key))
+            state.writable("aliases").update(dict.fromkeys(new.card.spec.aliases, new.key))
         if new.card.spec.replicas.min > 0 and new.card.spec.base is None:
-            state.own("kept_up")[new.key] = True
+            state.writable("kept_running")[new.key] = True
         if new.card.spec.placement.anti_affinity:
-            state.own("apart")[new.key] = True
+            state.writable("anti_affine")[new.key] = True
     _park(state, (new or old).key)  # type: ignore[union-attr]  # one of them is there
     if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
             _rebook(state, i.node, i.device_ids)
     for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
-        remind(state, i)
+        update_due_time(state, i)
 
 
 def _park(state: ClusterState, name: str) -> None:
     model = state.models.get(name)
     if model is not None and model.card.spec.park and model.card.spec.base is None and not state.by_model.get(name):
-        state.own("to_park")[name] = True
+        state.writable("to_park")[name] = True
     elif state.to_park:
         _forget(state, "to_park", name)
 
@@ -240,7 +240,7 @@ def _park(state: ClusterState, name: str) -> None:
 def _forget(state: ClusterState, name: str, key: str) -> None:
     """Drop `key` from the index of that name."""
     if state.__dict__[name].get(key) is not None:
-        state.own(name).pop(key)
+        state.writable(name).pop(key)
 
 
 def _rebook_node(state: ClusterState, name: str) -> None:
@@ -255,13 +255,13 @@ def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
             _forget(state, "claimed", device_key(node, device))
         return
     for device in device_ids:
-        booked = book(state, node, device)
+        booked = compute_booking(state, node, device)
         key = booked.key
         if state.bookings.get(key) != booked and _has(found, device):
-            state.own("bookings")[key] = booked
-        if booked.claimed:
+            state.writable("bookings")[key] = booked
+        if booked.claimed_bytes:
             if key not in state.claimed:
-                state.own("claimed")[key] = (node, device)
+                state.writable("claimed")[key] = (node, device)
         else:
             _forget(state, "claimed", key)
 
@@ -272,7 +272,7 @@ def _has(node: Node, device_id: str) -> bool:
 
 _KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {
     Instance: _instance,
-    Seen: _seen,
+    InstanceReport: _seen,
     Presence: _presence,
     Node: _node,
     LoaderPresence: _loader,

@@ -14,7 +14,7 @@ DEFAULT_FIXED_S = 0.02
 
 
 @value(frozen=True, slots=True)
-class Move:
+class Migration:
     """`node` and `device`: where to, empty: wherever. `destination`: the instance that was found or started for it. `record`: what was
     ordered, as last heard. `why`: what it waits for."""
 
@@ -31,23 +31,23 @@ class Move:
     wait: bool = True
     plan_id: str | None = None
     record: MigrationRecord | None = None
-    why: str = ""
+    waiting_reason: str = ""
 
     @property
     def key(self) -> str:
         return self.migration_id
 
     @property
-    def whole(self) -> bool:
+    def is_whole_instance(self) -> bool:
         return self.request_id is None
 
     @property
-    def ordered(self) -> bool:
+    def is_ordered(self) -> bool:
         return self.record is not None
 
 
 @value(frozen=True, slots=True)
-class MoveTimes:
+class MigrationTimes:
     """Of a model: seconds to recompute a token (a), and of a round besides (b), learned from what migrators tell."""
 
     model: str
@@ -59,5 +59,5 @@ class MoveTimes:
         return self.model
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         return self.per_token.count > 0

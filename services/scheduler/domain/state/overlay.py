@@ -56,7 +56,7 @@ class Overlay(MutableMapping[str, V]):
             raise KeyError(key)
         self._above[key] = _GONE
 
-    def pour(self, into: MutableMapping[str, V]) -> None:
+    def write_to(self, into: MutableMapping[str, V]) -> None:
         """Do to `into` what was done to this."""
         for key, value in self._above.items():
             if value is _GONE:

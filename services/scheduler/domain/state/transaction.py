@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from services.scheduler.domain.effects import Effect
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.booking import Booking
-from services.scheduler.domain.state.booking_index import Bookings, Dues, View
+from services.scheduler.domain.state.booking_index import BookingTable, BookingView, DueTimes
 from services.scheduler.domain.state.changes import Change, Drop, Put, apply, put, table
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity, Instance, key_of
 from services.scheduler.domain.state.overlay import Overlay
-from services.scheduler.domain.state.volatile import Counter, Seen
+from services.scheduler.domain.state.volatile import Counter, InstanceReport
 from shared.contracts.plans import PlanRecord
 
 TOKENS_PER_EPOCH = 2**32
@@ -22,7 +22,7 @@ MAX_KEY = "\U0010ffff"
 
 
 @dataclass
-class Draft:
+class Transaction:
     origin: ClusterState
     now: float
     policy: Policy
@@ -44,7 +44,7 @@ class Draft:
         apply(self.state, (change,))
         self.changes.append(change)
 
-    def net(self) -> tuple[Change, ...]:
+    def net_changes(self) -> tuple[Change, ...]:
         """The changes, each entity's last one only."""
         last: dict[tuple[type[Entity], str], Change] = {}
         for change in self.changes:
@@ -53,34 +53,34 @@ class Draft:
             last[subject] = change
         return tuple(last.values())
 
-    def rebooked(self) -> tuple[str, ...]:
+    def changed_devices(self) -> tuple[str, ...]:
         """Keys of the devices whose bookings have changed, or may have."""
         bookings = self.state.bookings
         return bookings.written if type(bookings) is Overlay else ()
 
-    def bookings(self) -> View:
+    def bookings(self) -> BookingView:
         """The bookings as they are now, with their orders."""
         changed: dict[str, Booking | None] = {}
         below: Mapping[str, Booking] = self.state.bookings
         while type(below) is Overlay:
             changed |= {key: self.state.bookings.get(key) for key in below.written}
             below = below.below
-        return View(below if type(below) is Bookings else Bookings(below.items()), changed)
+        return BookingView(below if type(below) is BookingTable else BookingTable(below.items()), changed)
 
-    def due(self) -> list[Instance]:
+    def due_instances(self) -> list[Instance]:
         """Instances for which the time that has passed may change something, those due the longest first."""
         changed: set[str] = set()
-        below: Mapping[str, float] = self.state.dues
+        below: Mapping[str, float] = self.state.deadlines
         while isinstance(below, Overlay):
             changed.update(below.written)
             below = below.below
-        order = below.order if isinstance(below, Dues) else sorted((due, key) for key, due in below.items())
+        order = below.order if isinstance(below, DueTimes) else sorted((due, key) for key, due in below.items())
         end = bisect_right(order, (self.now, MAX_KEY))
         found = [(due, key) for due, key in order[:end] if key not in changed]
-        found += [(due, key) for key in changed if (due := self.state.dues.get(key)) is not None and due <= self.now]
+        found += [(due, key) for key in changed if (due := self.state.deadlines.get(key)) is not None and due <= self.now]
         return [self.state.instances[key] for _, key in sorted(found)]
 
-    def before(self, kind: type[Entity], key: str) -> Entity | None:
+    def original(self, kind: type[Entity], key: str) -> Entity | None:
         """An entity as it was before this decision."""
         found: Entity | None = table(self.origin, kind).get(key)
         return found
@@ -88,26 +88,26 @@ class Draft:
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
 
-    def count(self) -> int:
+    def next_number(self) -> int:
         """The next number of this epoch."""
-        counter = Counter(self.counted() + 1)
-        self.state.own("counter")[counter.key] = counter
+        counter = Counter(self.numbers_issued() + 1)
+        self.state.writable("counter")[counter.key] = counter
         self.changes.append(Put(counter))
         return counter.value
 
-    def counted(self) -> int:
+    def numbers_issued(self) -> int:
         """Numbers given out in this epoch so far."""
         return self.state.counter.get("counter", Counter(0)).value
 
-    def token(self) -> int:
+    def next_token(self) -> int:
         """A fencing token, larger than every one before it."""
-        return self.state.epoch * TOKENS_PER_EPOCH + self.count()
+        return self.state.epoch * TOKENS_PER_EPOCH + self.next_number()
 
-    def paused(self, subject: str) -> bool:
-        pause = self.state.pauses.get(subject)
+    def is_cooling_down(self, subject: str) -> bool:
+        pause = self.state.cooldowns.get(subject)
         return pause is not None and pause.until > self.now
 
     def idle_since(self, instance_id: str) -> float | None:
         """Since when an instance has nothing to do; None while it serves or has not been heard of."""
-        seen: Seen | None = self.state.seen.get(instance_id)
+        seen: InstanceReport | None = self.state.reports.get(instance_id)
         return seen.idle_since if seen else None

@@ -8,28 +8,32 @@ GAIN = 0.3
 
 
 @value(frozen=True, slots=True)
-class Habit:
+class UsageHistory:
     """`count` times somebody began to wait for the model, the last time at `last`; `every`: seconds between them, and by how much that `varies`
     (moving means)."""
 
     model: str
-    last: float
+    last_used_at: float
     count: int = 1
-    every: float = 0.0
-    varies: float = 0.0
+    mean_interval_s: float = 0.0
+    deviation_s: float = 0.0
 
     @property
     def key(self) -> str:
         return self.model
 
-    def again(self, now: float) -> Habit:
+    def used_at(self, now: float) -> UsageHistory:
         """Asked for once more."""
-        distance = max(0.0, now - self.last)
+        distance = max(0.0, now - self.last_used_at)
         if self.count == 1:
-            return Habit(self.model, now, 2, distance, distance / 2)
-        off = abs(distance - self.every)
-        return Habit(
-            self.model, now, self.count + 1, self.every + GAIN * (distance - self.every), self.varies + GAIN * (off - self.varies)
+            return UsageHistory(self.model, now, 2, distance, distance / 2)
+        off = abs(distance - self.mean_interval_s)
+        return UsageHistory(
+            self.model,
+            now,
+            self.count + 1,
+            self.mean_interval_s + GAIN * (distance - self.mean_interval_s),
+            self.deviation_s + GAIN * (off - self.deviation_s),
         )
 
 

@@ -17,7 +17,7 @@ class Presence:
     """What was last heard of a nodeagent. `status` None: known from the database, not heard yet."""
 
     node: str
-    heard_at: float
+    last_message_at: float
     alive: bool = True
     status: NodeStatus | None = None
 
@@ -31,17 +31,17 @@ class LoaderPresence:
     """What was last heard of a loader."""
 
     node: str
-    heard_at: float
+    last_message_at: float
     status: LoaderStatus
 
     @property
-    def resident(self) -> tuple[str, ...]:
+    def in_memory(self) -> tuple[str, ...]:
         """Revisions whose weights lie whole in the node's memory, held or cached. A loader names weights by their revision."""
         held = (s.weights_id for s in self.status.segments if s.error is None and s.loaded_bytes >= s.total_bytes > 0)
         return (*held, *(c.weights_id for c in self.status.cached if c.tier == "dram"))
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def on_disk(self) -> tuple[str, ...]:
         """Revisions whose files lie on the node's disk, as far as its loader brought them there."""
         return tuple([c.weights_id for c in self.status.cached if c.tier == "ssd"])
 
@@ -51,13 +51,13 @@ class LoaderPresence:
 
 
 @value(frozen=True, slots=True)
-class Seen:
+class InstanceReport:
     """An instance as its nodeagent last reported it. `idle_since` None: it is serving. `moved_at`: when its start last got on."""
 
     instance_id: str
     status: InstanceStatus
     idle_since: float | None
-    moved_at: float = 0.0
+    progressed_at: float = 0.0
 
     @property
     def key(self) -> str:
@@ -70,7 +70,7 @@ class GatewayDemand:
     waiting: int
     in_flight: int
     since: float
-    heard_at: float
+    last_message_at: float
     traceparents: tuple[str, ...] = ()
     window: int = 0
     """Requests that came in the last sliding window."""
@@ -123,7 +123,7 @@ class Waiter:
     model: str
     since: float
     instances: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
+    stopped: tuple[str, ...] = ()
     freed_bytes: int = 0
 
     @property
@@ -132,7 +132,7 @@ class Waiter:
 
 
 @value(frozen=True, slots=True)
-class Unmet:
+class Unschedulable:
     """A model that wants more instances than it has. `reason` says what it waits for."""
 
     model: str
@@ -145,7 +145,7 @@ class Unmet:
 
 
 @value(frozen=True, slots=True)
-class Pressure:
+class Overload:
     """Demand exceeds what the model's instances can run at once, since then."""
 
     model: str
@@ -157,15 +157,15 @@ class Pressure:
 
 
 @value(frozen=True, slots=True)
-class Trouble:
+class FailureHistory:
     """Failures of a model in a row. `attempts`: failed starts of the present try; `avoid`: the devices they were on, as node/device;
     `killed`: starts of the present try whose engine was killed."""
 
     model: str
     attempts: int = 0
-    avoid: tuple[str, ...] = ()
+    failed_devices: tuple[str, ...] = ()
     failures: int = 0
-    killed: int = 0
+    kills: int = 0
     failed_at: float | None = None
     not_before: float = 0.0
     error: ErrorBody | None = None
@@ -176,12 +176,12 @@ class Trouble:
 
 
 @value(frozen=True, slots=True)
-class ParkTrouble:
+class ParkFailures:
     """Why a model could not be parked ahead of its first request. `tries`: so often in a row. `final`: it is not tried again before its next
     change (or the next leader)."""
 
     model: str
-    tries: int = 0
+    attempts: int = 0
     failed_at: float = 0.0
     not_before: float = 0.0
     reason: str = ""
@@ -192,7 +192,7 @@ class ParkTrouble:
         return self.model
 
 
-class Profile(Frozen):
+class MemoryProfile(Frozen):
     """Bytes: in all, of weights, of KV cache for each token, and of the runtime (libraries, activations at their peak), which is what is left."""
 
     need_bytes: int
@@ -202,13 +202,13 @@ class Profile(Frozen):
 
 
 @value(frozen=True, slots=True)
-class MeasuredNeed:
+class MeasuredMemory:
     """The profile of a model's engine: what one instance was measured to use of its devices, all of them together, by kind of device."""
 
     model: str
     generation: int
     engine: str
-    by_kind: dict[str, Profile]
+    by_kind: dict[str, MemoryProfile]
 
     @property
     def key(self) -> str:
@@ -216,7 +216,7 @@ class MeasuredNeed:
 
 
 @value(frozen=True, slots=True)
-class Pause:
+class Cooldown:
     """Something not to be asked again before `until`: an instance that was busy, or a device (node/device) that refused a model."""
 
     subject: str
@@ -250,7 +250,7 @@ def estimate_key(model: str, node: str) -> str:
 
 
 @value(frozen=True, slots=True)
-class Objective:
+class SloCounts:
     """Requests of a model that were served, and that were late for having waited for a start."""
 
     model: str
@@ -263,7 +263,7 @@ class Objective:
 
 
 @value(frozen=True, slots=True)
-class Queueing:
+class SloQueue:
     """Alpha of the queue by objectives (Torpor, Appendix A.3), and the ratio of models that complied when it was set."""
 
     alpha: float

@@ -8,7 +8,7 @@ import pytest
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.migrations import Migrations
-from services.scheduler.domain.events import Event, MigrationHeard
+from services.scheduler.domain.events import Event, MigrationUpdated
 from shared.contracts.migration import MIGRATION_KEPT_S, MigrationRecord, MigrationState
 from shared.messaging import Mesh
 
@@ -41,6 +41,6 @@ def test_what_the_bucket_lets_go_for_its_age_is_let_go_here(monkeypatch: pytest.
     copy.put("new", record("new").model_dump_json().encode())
     assert {r.migration_id for r in copy.latest(None, 100)} == {"busy", "new"}
     # Nobody works on one that has not changed for so long: whoever waits for it hears that it is over.
-    told = [(e.record.migration_id, e.record.state) for e in heard if isinstance(e, MigrationHeard)]
+    told = [(e.record.migration_id, e.record.state) for e in heard if isinstance(e, MigrationUpdated)]
     assert told[-1] == ("stuck", "cancelled")
     assert ("old", "cancelled") not in told

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.admin.lora_adapters import fitted
+from services.scheduler.domain.admin.lora_adapters import resolve_info
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog
-from services.scheduler.domain.events import AddModelsAsked, RemoveModelAsked
+from services.scheduler.domain.events import AddModelsRequested, RemoveModelRequested
 from shared.contracts.admin import ModelAwake, ModelsAdded
 from shared.contracts.base import Done, ErrorBody
 from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelInfo, ModelSpec
@@ -34,7 +34,7 @@ def spec(name: str = "sql", base: str | None = "a", **more: Any) -> ModelSpec:
 
 def add(w: World, *specs: ModelSpec, prune: bool = False, **infos: Any) -> Any:
     w._asked += 1
-    return w.admin(AddModelsAsked(w.now, f"x{w._asked}", specs, infos, prune))
+    return w.admin(AddModelsRequested(w.now, f"x{w._asked}", specs, infos, prune))
 
 
 @pytest.fixture
@@ -134,16 +134,16 @@ def test_what_does_not_fit_is_refused(w: World, asked: ModelSpec, info: ModelInf
 def test_a_misfit_says_where_and_what_it_was_made_for(wanted: dict[str, Any], message: str) -> None:
     base = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=base_info(), created=0)
     with pytest.raises(CheckpointInvalid, match=message):
-        fitted(spec(), adapter_info(Q.model_copy(update=wanted)), base)
+        resolve_info(spec(), adapter_info(Q.model_copy(update=wanted)), base)
 
 
 @pytest.mark.parametrize("name", ["layers.*.self_attn.q_proj", "language_model.model.layers.*.self_attn.q_proj"])
 def test_checkpoints_may_name_their_layers_with_more_or_less_before_them(name: str) -> None:
     modules = Q.model_copy(update={"name": name})
     base = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=base_info("/m/a", modules), created=0)
-    assert fitted(spec(), adapter_info(), base).context_length == 2048
+    assert resolve_info(spec(), adapter_info(), base).context_length == 2048
     old = base.model_copy(update={"info": model_info("/m/a")})  # registered before matrices were told: left to the engine
-    assert fitted(spec(), adapter_info(Q.model_copy(update={"rows": 1})), old).context_length == 2048
+    assert resolve_info(spec(), adapter_info(Q.model_copy(update={"rows": 1})), old).context_length == 2048
 
 
 def test_a_base_that_changes_must_still_fit(w: World) -> None:
@@ -158,10 +158,10 @@ def test_a_base_that_changes_must_still_fit(w: World) -> None:
 
 def test_a_base_is_only_removed_with_its_adapters(w: World) -> None:
     add(w, spec(), sql=adapter_info())
-    answer = w.admin(RemoveModelAsked(w.now, "r1", "a"))
+    answer = w.admin(RemoveModelRequested(w.now, "r1", "a"))
     assert answer.code == "conflict"
     assert "sql" in answer.message
-    assert w.admin(RemoveModelAsked(w.now, "r2", "a", with_adapters=True)) == Done()
+    assert w.admin(RemoveModelRequested(w.now, "r2", "a", with_adapters=True)) == Done()
     assert {e.name for e in w.sent(DeleteCatalog)} == {"a", "sql"}
     assert not w.state.models
 

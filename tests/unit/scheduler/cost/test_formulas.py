@@ -12,10 +12,10 @@ from services.scheduler.domain.cost.formulas import (
     BRINGING,
     ENGINE,
     critical_path,
-    likely_again,
+    critical_phases,
     load_s,
     resume_s,
-    waited_for,
+    reuse_odds,
 )
 from services.scheduler.domain.cost.links import busy_until, slowest
 from shared.contracts.loader import LinkStatus, LoaderStatus
@@ -43,7 +43,7 @@ def test_what_overlaps_counts_once(some: dict[str, float]) -> None:
     total = critical_path(some)
     assert total <= sum(some.values()) + 1e-6
     assert total >= max(some.values(), default=0.0) - 1e-6
-    assert total == pytest.approx(sum(some.get(p, 0.0) for p in waited_for(some)))
+    assert total == pytest.approx(sum(some.get(p, 0.0) for p in critical_phases(some)))
 
 
 @given(phases, st.sampled_from(PHASES), st.floats(0, 100))
@@ -59,7 +59,7 @@ def test_spans_that_overlap_count_once() -> None:
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(1, 1e3))
 def test_the_longer_unused_the_less_likely(a: float, b: float, horizon: float) -> None:
     low, high = sorted((a, b))
-    assert 0 < likely_again(high, horizon) <= likely_again(low, horizon) <= 1
+    assert 0 < reuse_odds(high, horizon) <= reuse_odds(low, horizon) <= 1
 
 
 def loader(*links: LinkStatus, speed: float | None = None) -> LoaderStatus:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.demand.slo import alpha, book
+from services.scheduler.domain.demand.slo import queue_alpha, slo_usage
 from services.scheduler.domain.policies.torpor_queue import FIRST_ALPHA, PERIOD_S
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.state.transaction import Transaction
 from simulator.policies import PROFILES
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
@@ -18,8 +18,8 @@ def world(profile: str = "torpor") -> World:
     return w
 
 
-def draft(w: World) -> Draft:
-    return Draft(w.state, w.now, w.policy)
+def draft(w: World) -> Transaction:
+    return Transaction(w.state, w.now, w.policy)
 
 
 def test_requests_count_and_those_that_waited_too_long_for_a_start_were_late() -> None:
@@ -30,7 +30,7 @@ def test_requests_count_and_those_that_waited_too_long_for_a_start_were_late() -
     (running,) = w.of("a")
     running.completed = 5
     w.hear()
-    usage = book(draft(w))["a"]
+    usage = slo_usage(draft(w))["a"]
     assert (usage.total, usage.met, usage.percentile) == (5, 3, 0.5)
 
 
@@ -38,21 +38,21 @@ def test_alpha_adapts_once_in_a_period() -> None:
     w = world()
     w.up("a", served=4)
     w.tick(1)
-    assert alpha(draft(w)) == FIRST_ALPHA
+    assert queue_alpha(draft(w)) == FIRST_ALPHA
     w.sleep("a")
     w.finish_stops()
     w.demand("a", 9)
     w.now += 5.0
     w.get_ready("a")
     w.tick(1)
-    assert alpha(draft(w)) == FIRST_ALPHA
+    assert queue_alpha(draft(w)) == FIRST_ALPHA
     w.tick(PERIOD_S)
-    assert alpha(draft(w)) == FIRST_ALPHA / 2, "no model complies any more"
+    assert queue_alpha(draft(w)) == FIRST_ALPHA / 2, "no model complies any more"
 
 
 def test_a_policy_without_such_a_queue_counts_nothing() -> None:
     w = world("lru")
     w.up("a", served=4)
     w.tick(1)
-    assert not w.state.objectives
-    assert not book(draft(w))
+    assert not w.state.slo_counts
+    assert not slo_usage(draft(w))

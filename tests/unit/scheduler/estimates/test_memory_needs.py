@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.scheduler.domain.effects import SendResume
-from services.scheduler.domain.estimates.memory_needs import need_to_start
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.estimates.memory_needs import start_bytes
+from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.node import InstanceState
 from shared.sizing import need_of
 from tests.support.fake_node import MIB
@@ -16,7 +16,7 @@ from tests.unit.scheduler.world import Running, World
 def measured(w: World, model: str, nbytes: int) -> Running:
     """One instance of the model, suspended, of which its node has measured that it needs so much; then it is gone."""
     running = w.up(model)
-    w.suspendable(running)
+    w.can_suspend(running)
     running.suspension = running.suspension.model_copy(update={"need_bytes": nbytes})
     w.sleep(model)
     w.finish_stops()
@@ -82,7 +82,7 @@ def over_two(w: World, need: int) -> Running:
         del w.state.instances[i]
     for index in (w.state.by_model, w.state.by_node, w.state.by_device):
         index.clear()
-    w.suspendable(running)
+    w.can_suspend(running)
     w.sleep("a")
     w.finish_stops()
     assert running.state is InstanceState.SUSPENDED
@@ -98,7 +98,7 @@ def test_each_device_holds_its_share(w: World) -> None:
     assert plan.chosen is not None
     assert plan.chosen.device_ids == ("cpu:0", "cpu:1")
     assert plan.chosen.needed_bytes == 300 * MIB
-    assert [booking(w.state, "n1", d).held for d in ("cpu:0", "cpu:1")] == [300 * MIB, 300 * MIB]
+    assert [booking_of(w.state, "n1", d).held_bytes for d in ("cpu:0", "cpu:1")] == [300 * MIB, 300 * MIB]
 
 
 def test_it_waits_until_the_last_of_its_devices_has_room(w: World) -> None:
@@ -135,8 +135,8 @@ def test_what_it_needs_on_one_kind_of_device_says_nothing_of_another(w: World) -
     configured = hosted(w)
     measured(w, "a", configured - 2000 * MIB)
     card = w.state.models["a"].card
-    assert need_to_start(w.state, card, "cuda") == configured
-    assert need_to_start(w.state, card, "cpu") == need_to_start(w.state, card) == configured - 2000 * MIB
+    assert start_bytes(w.state, card, "cuda") == configured
+    assert start_bytes(w.state, card, "cpu") == start_bytes(w.state, card) == configured - 2000 * MIB
 
 
 def test_a_model_that_was_changed_is_measured_anew(w: World) -> None:
@@ -144,4 +144,4 @@ def test_a_model_that_was_changed_is_measured_anew(w: World) -> None:
     configured = hosted(w)
     measured(w, "a", configured - 2000 * MIB)
     w.model("a", engine="vllm", max_model_len=64)
-    assert need_to_start(w.state, w.state.models["a"].card) == need_of(w.state.models["a"].card).total
+    assert start_bytes(w.state, w.state.models["a"].card) == need_of(w.state.models["a"].card).total

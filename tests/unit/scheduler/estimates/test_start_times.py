@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.estimates.start_times import PRIOR_MS, Forecast, bandwidth, learnt
-from services.scheduler.domain.events import LoaderStatusHeard
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.estimates.start_times import PRIOR_MS, Forecast, bandwidth, updated_estimates
+from services.scheduler.domain.events import LoaderStatusReceived
+from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, estimate_key
@@ -45,14 +45,14 @@ def known(state: ClusterState, node: str, quantity: str, model: str = "a") -> fl
 
 
 def teach(state: ClusterState, record: PlanRecord) -> list[Estimate]:
-    found = learnt(state, record)
+    found = updated_estimates(state, record)
     apply(state, [Put(e) for e in found])
     return found
 
 
 def forecast(w: World, node: str, *, leaving: bool = False) -> tuple[dict[str, float], float]:
     model = w.state.models["a"]
-    return Forecast(w.state, model.card, w.now).on(booking(w.state, node, "cpu:0"), leaving=leaving)
+    return Forecast(w.state, model.card, w.now).on(booking_of(w.state, node, "cpu:0"), leaving=leaving)
 
 
 def test_a_zygotes_own_start_is_paid_once(w: World) -> None:
@@ -81,7 +81,7 @@ def test_each_gpu_of_a_node_has_a_bandwidth_of_its_own(w: World) -> None:
     for device, ms in (("cuda:0", 100.0), ("cuda:1", 1000.0)):
         teach(w.state, plan(span(Phase.LOAD, ms), node="gpus", device_ids=(device,)))
     found = Forecast(w.state, w.state.models["a"].card, w.now)
-    load = {d: found.at(booking(w.state, "gpus", d), leaving=False).phases["load"] for d in ("cuda:0", "cuda:1", "cuda:2")}
+    load = {d: found.predict(booking_of(w.state, "gpus", d), leaving=False).phases["load"] for d in ("cuda:0", "cuda:1", "cuda:2")}
     assert (load["cuda:0"], load["cuda:1"]) == pytest.approx((100.0, 1000.0))
     assert 100.0 < load["cuda:2"] < 1000.0
 
@@ -112,17 +112,17 @@ def test_the_first_start_of_another_engine_counts_whole(w: World) -> None:
     w.model("v", engine="vllm")
     spans = (span(Phase.CONTAINER, 480), span(Phase.INIT, 24_000, start_ms=480), span(Phase.PROFILE, 70, start_ms=24_480))
     teach(w.state, plan(*spans).model_copy(update={"model": "v"}))
-    found = Forecast(w.state, w.state.models["v"].card, w.now).on(booking(w.state, "other", "cpu:0"), leaving=False)[0]
+    found = Forecast(w.state, w.state.models["v"].card, w.now).on(booking_of(w.state, "other", "cpu:0"), leaving=False)[0]
     assert (found["container"], found["init"], found["profile"]) == pytest.approx((480, 24_000, 70))
 
 
 def test_a_failure_teaches_nothing(w: World) -> None:
-    assert learnt(w.state, plan(span(Phase.INIT, 5)).model_copy(update={"outcome": "failed"})) == []
+    assert updated_estimates(w.state, plan(span(Phase.INIT, 5)).model_copy(update={"outcome": "failed"})) == []
 
 
 def loader(w: World, node: str, *links: LinkStatus, **more: object) -> None:
     status = LoaderStatus.model_validate({"node": node, "boot_id": "b", "links": links, **more})
-    w.send(LoaderStatusHeard(w.now, status))
+    w.send(LoaderStatusReceived(w.now, status))
 
 
 def test_what_is_queued_on_a_link_comes_first(w: World) -> None:
@@ -132,7 +132,7 @@ def test_what_is_queued_on_a_link_comes_first(w: World) -> None:
     w.now += 1.0
     assert forecast(w, "n")[0]["load"] == pytest.approx(idle + 2000)
     loader(w, "n", LinkStatus(link="ssd:a"), bytes_per_second=1e9)
-    assert not w.state.queues
+    assert not w.state.links_busy_until
 
 
 def test_a_start_that_its_loader_has_not_heard_of_is_queued_too(w: World) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.scheduler.domain.effects import LoadEnded, PublishLoadFailed, SendRelease, StepDown
 from services.scheduler.domain.events import StartRefused
 from services.scheduler.domain.lifecycle.failures import MAX_KILLED
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.accounting import booking_of
 from shared.errors import CheckpointInvalid, EngineFailed, EngineKilled, Unreachable
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World, no_room
@@ -125,8 +125,8 @@ def test_a_start_without_progress_is_stopped_and_counted_as_failed(w: World) -> 
     assert ended.plan.outcome == "failed"
     assert "no progress" in ended.plan.error.message  # type: ignore[union-attr]
     assert w.starts("a")[1].node != start.node, "once more, elsewhere"
-    booked = booking(w.state, start.node, "cpu:0")
-    assert booked.held == 324 * MIB, "its bytes are not free before it is gone"
+    booked = booking_of(w.state, start.node, "cpu:0")
+    assert booked.held_bytes == 324 * MIB, "its bytes are not free before it is gone"
     agent.finish_stops()
     w.agents["n2"].finish_stops()
     w.get_ready()

@@ -8,7 +8,7 @@ import pytest
 
 from services.scheduler.domain.effects import PublishLoadFailed, SendPrepare, SendResume, SendStop
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import Running, World, no_room
@@ -37,9 +37,9 @@ def test_it_is_sent_when_its_victim_has_nothing_more_to_do(w: World) -> None:
     assert victim.state is DRAINING
     (start,) = w.starts("b")
     assert (start.command.wait_ms, start.command.priority) == (10_000, 3)
-    booked = booking(w.state, "n1", "cpu:0")
-    assert booked.going == 324 * MIB
-    assert booked.held > booked.budget >= booked.held - booked.leaving
+    booked = booking_of(w.state, "n1", "cpu:0")
+    assert booked.drained_bytes == 324 * MIB
+    assert booked.held_bytes > booked.budget_bytes >= booked.held_bytes - booked.leaving_bytes
     assert w.of("b")[0].state is PREPARING, "it waits"
     w.finish_stops()
     w.get_ready("b")
@@ -68,7 +68,7 @@ def test_weights_are_not_fetched_into_bytes_that_are_still_the_victims(w: World)
 
 
 def test_nothing_waits_on_a_node_if_that_is_off() -> None:
-    w = World(policy=Policy(grant_wait=0.0))
+    w = World(policy=Policy(grant_wait_s=0.0))
     two(w, **HOSTED)
     w.hear()
     assert not w.starts("b")
@@ -91,7 +91,7 @@ def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> Non
     w.now += 10.0
     w.hear()
     assert w.agents["n1"].instances[w.starts("b")[0].command.instance_id].state is FAILED
-    assert not w.state.trouble
+    assert not w.state.failures
     assert w.state.models["b"].error is None
     w.finish_stops()
     w.tick(1.5)
@@ -105,7 +105,7 @@ def test_memory_that_its_loader_ran_out_of_is_a_failure_of_the_start(w: World) -
     w.hear()
     w.finish_stops()
     w.fail("b", no_room(None))
-    assert w.state.trouble["b"].attempts == 1
+    assert w.state.failures["b"].attempts == 1
     w.tick(1.5)
     w.fail("b", no_room(None))
     assert [e.event.model for e in w.sent(PublishLoadFailed)] == ["b"]
@@ -117,7 +117,7 @@ def resuming(w: World) -> Running:
     w.node(budget=ONE)
     w.model("b")
     running = w.up("b")
-    w.suspendable(running, left=8 * MIB)
+    w.can_suspend(running, left=8 * MIB)
     w.sleep("b")
     w.finish_stops()
     w.model("a")

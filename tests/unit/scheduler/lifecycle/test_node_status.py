@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.domain.effects import LoadEnded, StepDown
-from services.scheduler.domain.events import NodeStatusHeard
+from services.scheduler.domain.events import NodeStatusReceived
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
@@ -20,7 +20,7 @@ def test_reports_of_the_past_are_ignored(w: World) -> None:
     old = agent.status(w.now)
     w.demand("a")
     w.get_ready()
-    w.send(NodeStatusHeard(w.now + 10, old))
+    w.send(NodeStatusReceived(w.now + 10, old))
     assert w.state.instances
 
 
@@ -30,7 +30,7 @@ def test_a_newer_epoch_deposes(w: World) -> None:
     w.up("a")
     later = World(epoch=0)
     later.model("a")
-    later.send(NodeStatusHeard(later.now, agent.status(later.now)))
+    later.send(NodeStatusReceived(later.now, agent.status(later.now)))
     assert later.sent(StepDown)[0].epoch == 1
 
 
@@ -103,7 +103,7 @@ def test_plans_record_their_end(w: World) -> None:
     assert ended.plan.measured_ms == pytest.approx(3000)
     w.fail("a", EngineFailed("later").body())
     assert len(w.sent(LoadEnded)) == 1
-    assert isinstance(w.state.trouble["a"].error, ErrorBody)
+    assert isinstance(w.state.failures["a"].error, ErrorBody)
 
 
 def test_a_drained_node_is_emptied_of_who_serves_after_drain_timeout(w: World) -> None:
@@ -114,7 +114,7 @@ def test_a_drained_node_is_emptied_of_who_serves_after_drain_timeout(w: World) -
     w.up("b")
     w.change_node("n1", "drain")
     assert len(w.stops("b")) == 1, "idle: leaves at once"
-    w.tick(w.policy.drain_timeout)
+    w.tick(w.policy.drain_timeout_s)
     assert not w.stops("a")
     w.tick(1)
     assert [s.command.only_if_idle for s in w.stops("a")] == [False]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.admin import ModelAsleep, ModelAwake
 from shared.contracts.node import InstanceState, Suspension
 from tests.support.fake_node import MIB
@@ -21,7 +21,7 @@ def asleep(w: World, model: str = "a", *, left: int = 0, resume_ms: float = 100.
     """One suspended instance of a model."""
     w.model(model, **options)
     running = w.up(model)
-    w.suspendable(running, left=left, resume_ms=resume_ms)
+    w.can_suspend(running, left=left, resume_ms=resume_ms)
     w.sleep(model)
     w.finish_stops()
     assert running.state is SUSPENDED
@@ -31,7 +31,7 @@ def asleep(w: World, model: str = "a", *, left: int = 0, resume_ms: float = 100.
 def test_sleep_suspends_and_tells_what_came_free(w: World) -> None:
     w.node()
     w.model("a")
-    w.suspendable(w.up("a"))
+    w.can_suspend(w.up("a"))
     waiter = w.sleep("a")
     assert [e.command.only_if_idle for e in w.sent(SendSuspend)] == [False]
     assert not w.sent(SendStop)
@@ -73,7 +73,7 @@ def test_a_victim_that_starts_anew_sooner_than_it_comes_back_is_stopped(w: World
     w.node(budget=NEED + 100 * MIB)
     w.model("a")
     w.model("b")
-    w.suspendable(w.up("a"), resume_ms=60_000)
+    w.can_suspend(w.up("a"), resume_ms=60_000)
     w.demand("b", 1)
     assert w.sent(SendStop)
     assert not w.sent(SendSuspend)
@@ -83,7 +83,7 @@ def test_past_its_keep_alive_it_leaves_by_the_sooner_way_back(w: World) -> None:
     w.node()
     for name, resume_ms in (("a", 100.0), ("b", 60_000.0)):
         w.model(name, keep_alive=0)
-        w.suspendable(w.up(name), resume_ms=resume_ms)
+        w.can_suspend(w.up(name), resume_ms=resume_ms)
     w.tick(60)
     assert [e.command.instance_id for e in w.sent(SendSuspend)] == [w.of("a")[0].command.instance_id]
     assert [e.command.instance_id for e in w.sent(SendStop)] == [w.of("b")[0].command.instance_id]
@@ -101,8 +101,8 @@ def test_what_cannot_be_suspended_is_stopped(w: World) -> None:
 def test_a_suspended_instance_holds_only_what_it_has_left(w: World) -> None:
     w.node()
     asleep(w, left=24 * MIB)
-    booked = booking(w.state, "n1", "cpu:0")
-    assert (booked.held, booked.claimed) == (24 * MIB, 0)
+    booked = booking_of(w.state, "n1", "cpu:0")
+    assert (booked.held_bytes, booked.claimed_bytes) == (24 * MIB, 0)
 
 
 def test_demand_resumes_it_rather_than_starting_another(w: World) -> None:
@@ -146,7 +146,7 @@ def test_an_idle_instance_is_suspended_after_its_keep_alive(w: World) -> None:
     w.node()
     w.model("a", keep_alive=10)
     running = w.up("a")
-    w.suspendable(running)
+    w.can_suspend(running)
     w.tick(11)
     assert [e.command.only_if_idle for e in w.sent(SendSuspend)] == [True]
     w.finish_stops()
@@ -178,7 +178,7 @@ def test_a_victim_that_would_leave_too_much_is_stopped(w: World) -> None:
     w.node(budget=400 * MIB)
     w.model("a")
     w.model("b")
-    w.suspendable(w.up("a"), left=100 * MIB)
+    w.can_suspend(w.up("a"), left=100 * MIB)
     w.tick(3)
     w.demand("b")
     assert not w.sent(SendSuspend)
@@ -254,7 +254,7 @@ def test_a_suspended_one_that_dies_is_not_the_models_fault(w: World) -> None:
     w.hear()
     assert w.state.of_model("a") == []
     assert w.state.models["a"].error is None
-    assert "a" not in w.state.trouble
+    assert "a" not in w.state.failures
 
 
 def test_a_changed_or_removed_model_leaves_nothing_suspended(w: World) -> None:
@@ -286,7 +286,7 @@ def test_replicas_min_brings_back_what_is_suspended(w: World) -> None:
     w.model("a", replicas={"min": 1, "max": 1})
     w.get_ready("a")
     running = w.of("a", READY)[0]
-    w.suspendable(running)
+    w.can_suspend(running)
     w.sleep("a")
     w.finish_stops()
     w.tick(3)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.effects import CallOffMigration, OrderMigration
-from services.scheduler.domain.events import MigrateAsked, MigrationHeard, WaiterGone
-from services.scheduler.domain.placement.migration_targets import ways_out
-from services.scheduler.domain.state.accounting import booking
-from services.scheduler.domain.state.migrations import MoveTimes
-from services.scheduler.domain.state.transaction import Draft
+from services.scheduler.domain.effects import CancelMigration, OrderMigration
+from services.scheduler.domain.events import MigrationRequested, MigrationUpdated, WaiterCancelled
+from services.scheduler.domain.placement.migration_targets import migration_targets
+from services.scheduler.domain.state.accounting import booking_of
+from services.scheduler.domain.state.migrations import MigrationTimes
+from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.admin import MigrationsViewed
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
@@ -39,7 +39,7 @@ def world() -> World:
 
 def ask(world: World, instance: Running, **fields: Any) -> str:
     waiter = world._waiter()
-    world.send(MigrateAsked(world.now, waiter, instance.command.instance_id, **fields))
+    world.send(MigrationRequested(world.now, waiter, instance.command.instance_id, **fields))
     return waiter
 
 
@@ -52,7 +52,7 @@ def node_of(world: World, instance_id: str) -> str:
 
 
 def end(world: World, record: MigrationRecord, state: str = "done", **fields: Any) -> None:
-    world.send(MigrationHeard(world.now, record.model_copy(update={"state": state, **fields})))
+    world.send(MigrationUpdated(world.now, record.model_copy(update={"state": state, **fields})))
 
 
 def other(world: World, running: Running) -> str:
@@ -114,7 +114,7 @@ def test_a_failed_migration_leaves_the_source_as_it_is(world: World) -> None:
     assert world.answer(waiter).migrations[0].state == "failed"
     assert not world.stops("a")
     world.model("b")
-    assert world.state.moves == {}
+    assert world.state.migrations == {}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_cannot_move_is_refused(world: World) -> None:
     assert world.answer(ask(world, serving(world, "c"))).code == "unsupported_parameter"
     source = serving(world)
     assert world.answer(ask(world, source, node=node_of(world, source.command.instance_id))).code == "invalid_request"
-    world.send(MigrateAsked(world.now, "gone", "i-none"))
+    world.send(MigrationRequested(world.now, "gone", "i-none"))
     assert world.answer("gone").code == "not_found"
     ask(world, source)
     assert "just being moved (" in world.answer(ask(world, source)).message
@@ -149,7 +149,7 @@ def test_where_there_is_no_room_an_operator_is_told(world: World) -> None:
     world.hear()
     answer = world.answer(ask(world, source, node=other(world, source)))
     assert answer.code == "insufficient_memory"
-    assert world.state.moves == {}
+    assert world.state.migrations == {}
 
 
 def test_a_destination_that_fails_to_start_is_told(world: World) -> None:
@@ -165,7 +165,7 @@ def test_a_destination_that_fails_to_start_is_told(world: World) -> None:
 def test_who_waits_no_longer_orders_nothing(world: World) -> None:
     source = serving(world)
     waiter = ask(world, source)
-    world.send(WaiterGone(world.now, waiter))
+    world.send(WaiterCancelled(world.now, waiter))
     world.get_ready("a")
     assert not orders(world)
 
@@ -200,9 +200,9 @@ def test_a_drain_waits_for_room_and_then_for_its_bound(world: World) -> None:
         world.tick(0.5)
     assert not orders(world)
     assert not world.stops("a")
-    (move,) = world.state.moves.values()
-    assert "no device has room" in move.why
-    world.tick(world.policy.drain_timeout)
+    (move,) = world.state.migrations.values()
+    assert "no device has room" in move.waiting_reason
+    world.tick(world.policy.drain_timeout_s)
     assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
 
 
@@ -211,7 +211,7 @@ def test_a_drained_instance_that_cannot_move_is_left_to_finish(world: World) -> 
     source = serving(world, "c")
     world.change_node(node_of(world, source.command.instance_id), "drain")
     world.tick(0.25)
-    assert not world.state.moves
+    assert not world.state.migrations
     assert not world.stops("c")
 
 
@@ -230,10 +230,10 @@ def test_a_new_leader_takes_over_what_was_ordered(world: World) -> None:
     ask(world, source)
     world.get_ready("a")
     (record,) = orders(world)
-    for key in list(world.state.moves):
-        del world.state.moves[key]  # as a leader that has just read its state back
-    world.send(MigrationHeard(world.now, record))
-    (move,) = world.state.moves.values()
+    for key in list(world.state.migrations):
+        del world.state.migrations[key]  # as a leader that has just read its state back
+    world.send(MigrationUpdated(world.now, record))
+    (move,) = world.state.migrations.values()
     assert move.destination == record.instance_id
     end(world, record)
     assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
@@ -244,7 +244,7 @@ def test_an_end_that_no_leader_heard_is_made_up_for(world: World) -> None:
     ask(world, source)
     world.get_ready("a")
     (record,) = orders(world)
-    world.state.moves.clear()
+    world.state.migrations.clear()
     end(world, record)
     assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
     end(world, record)
@@ -260,8 +260,8 @@ def test_the_times_of_rounds_are_learned_and_passed_on(world: World) -> None:
         for i, tokens in enumerate((1000, 20, 5, 800, 10, 3, 1200, 8, 2, 900, 4))
     )
     end(world, orders(world)[0], "failed", rounds=rounds)
-    times = world.state.move_times["a"]
-    assert isinstance(times, MoveTimes)
+    times = world.state.migration_times["a"]
+    assert isinstance(times, MigrationTimes)
     assert times.per_token.value == pytest.approx(0.0002, rel=0.3)
     assert times.fixed.value == pytest.approx(0.010, rel=0.5)
     world.tick(10.0)
@@ -289,14 +289,14 @@ def test_an_order_that_no_migrator_takes_up_is_called_off(world: World) -> None:
     world.get_ready("a")
     (record,) = orders(world)
     world.tick(5.0)
-    assert not world.sent(CallOffMigration)
+    assert not world.sent(CancelMigration)
     world.tick(6.0)
     world.tick(6.0)
-    (off,) = world.sent(CallOffMigration)
+    (off,) = world.sent(CancelMigration)
     end(world, record, "cancelled", error=off.error)
     assert "no migrator" in world.answer(waiter).migrations[0].error.message
     assert not world.stops("a")
-    assert not world.state.moves
+    assert not world.state.migrations
 
 
 def crowded() -> World:
@@ -355,10 +355,10 @@ def wide_victim(*nodes: tuple[str, int, int], big: tuple[int, int] = (2, 600 * M
 def ways_of(world: World, device: str = "cuda:0") -> list[tuple[str, int]]:
     """Where the victim's requests could go on, each with the bytes that are free there."""
     (wide,) = world.of("wide")
-    draft = Draft(world.state, world.now, world.policy)
+    draft = Transaction(world.state, world.now, world.policy)
     instance = world.state.instances[wide.command.instance_id]
-    found = ways_out(draft, instance, world.state.models["wide"], booking(world.state, "big", device))
-    return [(m.device, m.free) for m in found]
+    found = migration_targets(draft, instance, world.state.models["wide"], booking_of(world.state, "big", device))
+    return [(m.device, m.free_bytes) for m in found]
 
 
 def test_one_device_that_holds_the_whole_is_no_way_out_of_several() -> None:
@@ -368,7 +368,7 @@ def test_one_device_that_holds_the_whole_is_no_way_out_of_several() -> None:
     world.demand("large", 1)
     world.tick(0.25)
     assert not world.stops("wide")
-    assert not world.state.moves
+    assert not world.state.migrations
 
 
 def test_several_devices_of_one_node_are_a_way_out_if_each_has_room() -> None:
@@ -399,7 +399,7 @@ def test_placement_rules_hold_for_where_requests_go_on() -> None:
     world.model("small", 100 * MIB, placement={"devices": ["big/*"]})
     world.model("large", 350 * MIB)
     world.demand("large", 1)
-    assert not world.state.moves
+    assert not world.state.migrations
 
 
 def test_without_the_capability_it_waits_for_its_turn_to_preempt() -> None:
@@ -409,4 +409,4 @@ def test_without_the_capability_it_waits_for_its_turn_to_preempt() -> None:
     world.demand("large", 1)
     world.tick(0.25)
     assert not world.stops("small")
-    assert not world.state.moves
+    assert not world.state.migrations

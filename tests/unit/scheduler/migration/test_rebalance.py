@@ -8,23 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.domain.effects import OrderMigration
-from services.scheduler.domain.migration.rebalance import Room, Serving, proposal
+from services.scheduler.domain.migration.rebalance import BusyInstance, FreeDevice, propose_move
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 
 
 def test_the_less_busy_of_two_hot_ones_goes_to_a_device_that_serves_nobody() -> None:
-    serving = [Serving("i", "n1/cpu:0", 10, 8, 8), Serving("j", "n1/cpu:0", 10, 5, 8), Serving("k", "n2/cpu:0", 10, 1, 8)]
-    assert proposal(serving, [Room("n2/cpu:0", 50), Room("n3/cpu:0", 20)]) == ("j", "n3/cpu:0")
-    assert proposal(serving, [Room("n2/cpu:0", 50), Room("n3/cpu:0", 5)]) is None
+    serving = [
+        BusyInstance("i", "n1/cpu:0", 10, 8, 8),
+        BusyInstance("j", "n1/cpu:0", 10, 5, 8),
+        BusyInstance("k", "n2/cpu:0", 10, 1, 8),
+    ]
+    assert propose_move(serving, [FreeDevice("n2/cpu:0", 50), FreeDevice("n3/cpu:0", 20)]) == ("j", "n3/cpu:0")
+    assert propose_move(serving, [FreeDevice("n2/cpu:0", 50), FreeDevice("n3/cpu:0", 5)]) is None
 
 
 def test_a_cold_one_goes_to_the_others_so_that_its_device_comes_free() -> None:
-    serving = [Serving("i", "n1/cpu:0", 10, 1, 8), Serving("j", "n2/cpu:0", 30, 1, 8)]
-    rooms = [Room("n1/cpu:0", 90), Room("n2/cpu:0", 70), Room("n3/cpu:0", 100)]
-    assert proposal(serving, rooms) == ("i", "n2/cpu:0")
+    serving = [BusyInstance("i", "n1/cpu:0", 10, 1, 8), BusyInstance("j", "n2/cpu:0", 30, 1, 8)]
+    rooms = [FreeDevice("n1/cpu:0", 90), FreeDevice("n2/cpu:0", 70), FreeDevice("n3/cpu:0", 100)]
+    assert propose_move(serving, rooms) == ("i", "n2/cpu:0")
     warm = [serving[0], replace(serving[1], active=4)]
-    assert proposal(warm, rooms) is None
+    assert propose_move(warm, rooms) is None
 
 
 DEVICES = [f"n{i}/cpu:0" for i in range(4)]
@@ -35,10 +39,10 @@ DEVICES = [f"n{i}/cpu:0" for i in range(4)]
     st.integers(min_value=200, max_value=600),
 )
 def test_it_comes_to_rest(drawn: list[tuple[str, int, int]], budget: int) -> None:
-    serving = [Serving(f"i{n}", device, nbytes, active, 8) for n, (device, nbytes, active) in enumerate(drawn)]
+    serving = [BusyInstance(f"i{n}", device, nbytes, active, 8) for n, (device, nbytes, active) in enumerate(drawn)]
     for _ in range(60):
         held = {d: sum(s.nbytes for s in serving if s.device == d) for d in DEVICES}
-        move = proposal(serving, [Room(d, budget - held[d]) for d in DEVICES])
+        move = propose_move(serving, [FreeDevice(d, budget - held[d]) for d in DEVICES])
         if move is None:
             return
         (mover,) = [s for s in serving if s.instance_id == move[0]]
@@ -50,7 +54,7 @@ def test_it_comes_to_rest(drawn: list[tuple[str, int, int]], budget: int) -> Non
 
 def crowded(every: float) -> World:
     world = World()
-    world.policy = replace(world.policy, rebalance_every=every)
+    world.policy = replace(world.policy, rebalance_period_s=every)
     world.node("n1", budget=700 * MIB)
     for name in ("a", "b"):
         world.model(name, 50 * MIB, max_concurrency=2)
@@ -62,7 +66,7 @@ def crowded(every: float) -> World:
 def test_two_hot_models_are_spread() -> None:
     world = crowded(5.0)
     world.tick(0.25)
-    (move,) = world.state.moves.values()
+    (move,) = world.state.migrations.values()
     assert (move.reason, move.node) == ("rebalance", "n2")
     world.tick(0.25)
     world.get_ready()
@@ -75,4 +79,4 @@ def test_nothing_is_moved_unless_asked_for() -> None:
     world = crowded(0.0)
     world.tick(0.25)
     world.tick(60.0)
-    assert not world.state.moves
+    assert not world.state.migrations

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.scheduler.domain.placement.constraints import checker
+from services.scheduler.domain.placement.constraints import placement_rule
 from shared.contracts.models import ModelSpec, PlacementRules
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
@@ -126,5 +126,5 @@ def test_no_rule_is_ever_broken(given_rules: dict[str, PlacementRules], asked: l
     for i in w.state.instances.values():
         others = w.state.fork()
         others.by_node[i.node] = tuple(x for x in others.by_node[i.node] if x != i.instance_id)
-        check = checker(others, w.state.models[i.model])
+        check = placement_rule(others, w.state.models[i.model])
         assert check is None or not check(w.state.bookings[f"{i.node}/cpu:0"])

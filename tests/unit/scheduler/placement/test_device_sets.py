@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.state.accounting import booking
+from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.base import ErrorBody
 from shared.contracts.plans import PlanRecord
 from tests.support.fake_node import MIB, model_info
@@ -40,7 +40,7 @@ def test_all_devices_are_of_one_node() -> None:
     (start,) = w.starts("wide")
     assert (start.node, start.command.device_ids) == ("n1", ("cuda:0", "cuda:1"))
     for device in ("cuda:0", "cuda:1"):
-        assert booking(w.state, "n1", device).held == 600 * MIB
+        assert booking_of(w.state, "n1", device).held_bytes == 600 * MIB
     assert plan_of(w, "wide").chosen.device_ids == ("cuda:0", "cuda:1")  # type: ignore[union-attr]  # it was placed
 
 
@@ -52,11 +52,11 @@ def test_a_node_with_too_few_devices_can_never_hold_it() -> None:
 
 
 def _registration(w: World) -> object:
-    from services.scheduler.domain.events import AddModelsAsked
+    from services.scheduler.domain.events import AddModelsRequested
     from shared.contracts.models import ModelSpec
 
     spec = ModelSpec.model_validate({"name": "wide", "source": "/m/wide", "memory": 1200 * MIB, **PARALLEL})
-    return AddModelsAsked(w.now, "asked", (spec,), {"wide": model_info(spec.source, 100 * MIB)}, False)
+    return AddModelsRequested(w.now, "asked", (spec,), {"wide": model_info(spec.source, 100 * MIB)}, False)
 
 
 def test_a_device_that_is_taken_keeps_it_off_the_node_until_all_have_room() -> None:
@@ -69,13 +69,13 @@ def test_a_device_that_is_taken_keeps_it_off_the_node_until_all_have_room() -> N
     noted = w.demand("wide")
     assert noted.outlook == "waiting"
     assert "have nowhere else to go on" in noted.reason
-    assert booking(w.state, "n0", "cuda:0").claimed == booking(w.state, "n0", "cuda:1").claimed == 0
+    assert booking_of(w.state, "n0", "cuda:0").claimed_bytes == booking_of(w.state, "n0", "cuda:1").claimed_bytes == 0
     small.active = 0
     w.tick(3)
     w.demand("wide")
     assert len(w.stops("small")) == 1
     assert not w.starts("wide"), "it is claimed on both devices and starts on neither"
-    assert booking(w.state, "n0", "cuda:1").claimed == 600 * MIB
+    assert booking_of(w.state, "n0", "cuda:1").claimed_bytes == 600 * MIB
     w.finish_stops()
     (start,) = w.starts("wide")
     assert start.command.device_ids == ("cuda:0", "cuda:1")

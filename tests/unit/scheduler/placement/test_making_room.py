@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.events import NodeStatusHeard
+from services.scheduler.domain.events import NodeStatusReceived
 from shared.contracts.engines import CAPABILITIES
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
@@ -90,7 +90,7 @@ def test_6_a_new_instance_is_safe_until_it_has_served(w: World) -> None:
     w.up("a", served=0)
     w.up("b", served=0)
     assert w.demand("c").outlook == "waiting"
-    w.tick(w.policy.min_active)
+    w.tick(w.policy.min_active_s)
     assert w.demand("c").outlook == "starting"
 
 
@@ -156,7 +156,7 @@ def test_7_one_that_has_refused_as_busy_is_drained_though_its_node_has_not_said_
     a.active = b.active = 0
     idle = agent.status(w.now)
     a.active = b.active = 1
-    w.send(NodeStatusHeard(w.now, idle))
+    w.send(NodeStatusReceived(w.now, idle))
     stops = [s.command.only_if_idle for s in w.stops("a") + w.stops("b")]
     assert sorted(stops) == [False, True, True], "each is asked once, then one is drained"
 
@@ -199,13 +199,13 @@ def test_7_an_extra_replica_never_drains_who_serves_and_rests_when_pressure_is_o
     b.active = 1
     w.tick(1)
     w.demand("a", 6, in_flight=4)
-    assert "a" in w.state.pressure
+    assert "a" in w.state.overload
     w.tick(20)
     w.demand("a", 6, in_flight=4)
     assert not w.stops("b"), "longer than preempt_after, but b serves"
-    assert "a" not in w.state.unmet, "an extra replica is no need"
+    assert "a" not in w.state.unschedulable, "an extra replica is no need"
     w.demand("a", 0, in_flight=4)
-    assert "a" not in w.state.pressure
+    assert "a" not in w.state.overload
     b.active = 0
     b.completed += 1
     w.tick(5)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.domain.events import LoaderStatusHeard
-from services.scheduler.domain.placement.shortlist import FITTING, SHORTLIST
+from services.scheduler.domain.events import LoaderStatusReceived
+from services.scheduler.domain.placement.shortlist import FITTING, SHORTLIST_SIZE
 from services.scheduler.domain.state.overlay import Overlay
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import InstanceState
@@ -22,7 +22,7 @@ def loader(w: World, node: str, *, speed: float | None = None, revision: str | N
     held = (
         [SegmentStatus(weights_id=revision, model="x", segment="s", total_bytes=1, loaded_bytes=1, holders=())] if revision else []
     )
-    w.send(LoaderStatusHeard(w.now, LoaderStatus(node=node, boot_id="b", segments=tuple(held), bytes_per_second=speed)))
+    w.send(LoaderStatusReceived(w.now, LoaderStatus(node=node, boot_id="b", segments=tuple(held), bytes_per_second=speed)))
 
 
 def many() -> World:
@@ -89,8 +89,8 @@ def test_what_waits_for_one_of_many_devices_is_told_why() -> None:
     w.tick(1)
     noted = w.demand("new")
     assert noted.outlook == "waiting"
-    assert noted.reason.count("is serving") == SHORTLIST
-    assert f"and {MANY - SHORTLIST} more devices" in noted.reason
+    assert noted.reason.count("is serving") == SHORTLIST_SIZE
+    assert f"and {MANY - SHORTLIST_SIZE} more devices" in noted.reason
 
 
 keys = st.sampled_from("abcde")

@@ -30,7 +30,7 @@ def test_1_replicas_min_backs_off_after_failures(w: World) -> None:
 
 
 def test_1_a_back_off_has_a_limit() -> None:
-    assert [Policy().backoff(n) for n in (1, 2, 3, 6, 50)] == [1.0, 2.0, 4.0, 30.0, 30.0]
+    assert [Policy().backoff_s(n) for n in (1, 2, 3, 6, 50)] == [1.0, 2.0, 4.0, 30.0, 30.0]
 
 
 def test_2_without_nodes_demand_waits_then_fails(w: World) -> None:
@@ -101,7 +101,7 @@ def test_4_one_load_for_many_waiters(w: World) -> None:
 @pytest.mark.parametrize("held", [True, False])
 def test_4_the_soonest_device_is_taken(w: World, held: bool) -> None:
     """Where the weights are in memory already: held by an instance, or cached by the loader."""
-    from services.scheduler.domain.events import LoaderStatusHeard
+    from services.scheduler.domain.events import LoaderStatusReceived
     from shared.contracts.loader import CachedModel, LoaderStatus, SegmentStatus
 
     w.node("n1")
@@ -111,8 +111,8 @@ def test_4_the_soonest_device_is_taken(w: World, held: bool) -> None:
     cached = CachedModel(weights_id="rev-/m/a", tier="dram", nbytes=1)
     elsewhere = CachedModel(weights_id="rev-/m/a", tier="ssd", nbytes=1)
     where = {"segments": (segment,)} if held else {"cached": (cached,)}
-    w.send(LoaderStatusHeard(w.now, LoaderStatus(node="n1", boot_id="b", cached=(elsewhere,))))
-    w.send(LoaderStatusHeard(w.now, LoaderStatus.model_validate({"node": "n2", "boot_id": "b", **where})))
+    w.send(LoaderStatusReceived(w.now, LoaderStatus(node="n1", boot_id="b", cached=(elsewhere,))))
+    w.send(LoaderStatusReceived(w.now, LoaderStatus.model_validate({"node": "n2", "boot_id": "b", **where})))
     w.demand("a")
     assert w.starts("a")[0].node == "n2"
     assert [c.node for c in w.state.last_plan_of("a").candidates] == ["n1", "n2"]  # type: ignore[union-attr]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.domain.events import DemandHeard, DemandsHeard, LoaderStatusHeard, Tick
+from services.scheduler.domain.events import DemandBatch, DemandReceived, LoaderStatusReceived, Tick
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state.indexes import keeping
-from services.scheduler.loop import together
+from services.scheduler.domain.state.indexes import with_keep_alive
+from services.scheduler.loop import merge_demand
 from shared.contracts.demand import Demand
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import InstanceState
@@ -27,12 +27,12 @@ def holds(w: World, node: str, *models: str) -> None:
     held = [
         SegmentStatus(weights_id=f"rev-/m/{m}", model=m, segment="s", total_bytes=1, loaded_bytes=1, holders=()) for m in models
     ]
-    w.send(LoaderStatusHeard(w.now, LoaderStatus(node=node, boot_id="b", segments=tuple(held), bytes_per_second=1e8)))
+    w.send(LoaderStatusReceived(w.now, LoaderStatus(node=node, boot_id="b", segments=tuple(held), bytes_per_second=1e8)))
 
 
 def demands(w: World, *models: str) -> None:
-    heard = tuple(DemandHeard(w.now, Demand(gateway="g", model=m, waiting=1), f"w-{m}") for m in models)
-    w.send(DemandsHeard(w.now, heard))
+    heard = tuple(DemandReceived(w.now, Demand(gateway="g", model=m, waiting=1), f"w-{m}") for m in models)
+    w.send(DemandBatch(w.now, heard))
 
 
 def test_who_has_nowhere_else_goes_first() -> None:
@@ -61,9 +61,9 @@ def test_everybody_is_answered() -> None:
 
 def waits_for(profile: str, asks: Callable[[int], Iterable[str]], places: int, others: tuple[str, ...]) -> tuple[float, Policy]:
     """Seconds until a model of low priority is served where `others`, of a higher one, ask in each half second as `asks` says and never pause."""
-    policy = Policy(profile=PROFILES[profile], preempt_after=5.0, starve_after=20.0, drain_timeout=1.0)
+    policy = Policy(profile=PROFILES[profile], preempt_after_s=5.0, starve_after_s=20.0, drain_timeout_s=1.0)
     w = World(policy=policy)
-    keeping(w.state, policy.profile.keep)
+    with_keep_alive(w.state, policy.profile.keep)
     for n in range(places):
         w.node(f"n{n}", ONE)
     w.model("low", priority=-10)
@@ -82,14 +82,14 @@ def waits_for(profile: str, asks: Callable[[int], Iterable[str]], places: int, o
         demands(w, *asks(step), "low")
         if w.of("low", InstanceState.READY):
             return w.now - began, policy
-    raise AssertionError(w.state.unmet)
+    raise AssertionError(w.state.unschedulable)
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
 def test_nobody_starves_whatever_the_profile(profile: str) -> None:
     """Others keep the only place busy: within the bound it is served."""
     served, policy = waits_for(profile, lambda _: ("high1", "high2"), 1, ("high1", "high2"))
-    assert served <= policy.starve_after + 5
+    assert served <= policy.starve_after_s + 5
 
 
 @settings(max_examples=15)
@@ -98,12 +98,12 @@ def test_nobody_starves_whoever_else_asks(places: int, turns: list[set[str]]) ->
     """Before it go only those that have waited as long, each for one turn: until it may be asked to leave, and is gone."""
     others = tuple(sorted(set().union(*turns)))
     served, policy = waits_for("thaw", lambda step: sorted(turns[step % len(turns)]), places, others)
-    turn = policy.min_active + policy.drain_timeout + 1.0
-    assert served <= policy.starve_after + turn * (1 + len(others))
+    turn = policy.min_active_s + policy.drain_timeout_s + 1.0
+    assert served <= policy.starve_after_s + turn * (1 + len(others))
 
 
 def test_only_demand_in_a_row_is_decided_together() -> None:
-    a, b, c = (DemandHeard(1.0, Demand(gateway="g", model=m, waiting=1), m) for m in "abc")
+    a, b, c = (DemandReceived(1.0, Demand(gateway="g", model=m, waiting=1), m) for m in "abc")
     tick = Tick(1.0)
-    assert together([a, b, tick, c]) == [DemandsHeard(1.0, (a, b)), tick, c]
-    assert together([tick]) == [tick]
+    assert merge_demand([a, b, tick, c]) == [DemandBatch(1.0, (a, b)), tick, c]
+    assert merge_demand([tick]) == [tick]

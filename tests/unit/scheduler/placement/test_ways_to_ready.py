@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.domain.effects import SendResume, SendStart
-from services.scheduler.domain.events import LoaderStatusHeard
+from services.scheduler.domain.events import LoaderStatusReceived
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import Candidate
@@ -32,7 +32,7 @@ def tell(w: World, node: str, *cached: CachedModel, queue_ms: float = 0.0) -> No
         LinkStatus(link="bus:cpu:0", bytes_per_second=1e10),
     )
     status = LoaderStatus(node=node, boot_id="b", cached=cached, links=links, bytes_per_second=2e8)
-    w.send(LoaderStatusHeard(w.now, status))
+    w.send(LoaderStatusReceived(w.now, status))
 
 
 def cached(name: str, tier: str) -> CachedModel:
@@ -59,7 +59,7 @@ def test_ready_it_is_used_as_it_is(w: World) -> None:
 def test_from_sleep_and_from_a_snapshot(w: World, state: InstanceState, way: str) -> None:
     w.model("m")
     running = w.up("m")
-    w.suspendable(running, resume_ms=70.0)
+    w.can_suspend(running, resume_ms=70.0)
     w.sleep("m")
     w.agents["n1"].finish_stops()
     running.state = state
@@ -117,8 +117,8 @@ def test_after_one_that_serves_was_interrupted(w: World) -> None:
     w.model("m")
     w.demand("m")
     assert not w.starts("m")
-    w.tick(w.policy.preempt_after + 0.5)
-    w.demand("m", oldest_wait_ms=int(w.policy.preempt_after * 1e3) + 500)
+    w.tick(w.policy.preempt_after_s + 0.5)
+    w.demand("m", oldest_wait_ms=int(w.policy.preempt_after_s * 1e3) + 500)
     found = chosen(w, "m")
     assert (found.clearing, len(found.victims)) == ("preempt", 1)
     assert not any(isinstance(e, SendStart) and e.command.card.name == "m" for e in w.effects), "not before its bytes are there"

@@ -50,19 +50,19 @@ def test_early_binding_evicts_nobody_and_has_one_instance() -> None:
     assert baselines.NATIVE.clear(ask(), device("n/g", resident("a")), 10, 0.0) is None
     options = [option("n0/g0", free=5), option("n1/g0", free=9)]
     assert baselines.bound(ask(), options, "") == options[1]
-    assert baselines.bound(ask(extra=True), options, "") is None
+    assert baselines.bound(ask(is_extra=True), options, "") is None
     ready = option("n2/g0", way="ready")
-    assert baselines.bound(ask(extra=True), [*options, ready], "") == ready
+    assert baselines.bound(ask(is_extra=True), [*options, ready], "") == ready
 
 
 def test_demand_aware_preemption_takes_the_shortest_queue_then_the_oldest() -> None:
     view = device(
         "n/g",
-        resident("busy", "serving", queued=3, active=1, left_s=9.0),
-        resident("quiet", "serving", queued=0, active=1, left_s=4.0),
+        resident("busy", "serving", queued=3, active=1, remaining_s=9.0),
+        resident("quiet", "serving", queued=0, active=1, remaining_s=4.0),
         resident("new", last_used=5.0),
         resident("old", last_used=1.0),
-        resident("pinned", protected="pinned"),
+        resident("pinned", protected_reason="pinned"),
     )
     assert swapservellm.clear(ask(), view, 20, 0.0) is not None
     found = swapservellm.clear(ask("asking"), view, 30, 0.0)
@@ -82,5 +82,5 @@ def test_keep_alives() -> None:
     [(0, 0, 0, 0, 0), (1, 0, 0, 1, 1), (5, 3, 1, 1, 4), (0, 0, 2, 2, 0), (90, 0, 1, 1, 9)],
 )
 def test_how_many(waiting: int, running: int, live: int, one: int, each: int) -> None:
-    demand = Demand("m", waiting, running, live, capacity=2, maximum=9)
+    demand = Demand("m", waiting, running, live, capacity=2, max_replicas=9)
     assert (one_each(demand), per_request(demand)) == (one, each)

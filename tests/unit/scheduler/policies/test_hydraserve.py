@@ -90,7 +90,7 @@ def test_no_other_choice_of_servers_is_quicker_with_the_same_workers(servers: li
 
 
 def test_options_are_chosen_as_schemes_are() -> None:
-    wanted = ask(slo_ttft=10.0, slo_tpot=0.1)
+    wanted = ask(slo_ttft_s=10.0, slo_tpot_s=0.1)
     alone = option("a/0", 14.0)
     pipeline = option("b/0", 8.0, "pipeline", stages=4, full_workers=1, tpot_s=0.09)
     crowded = option("c/0", 7.0, "pipeline", stages=2, full_workers=1, tpot_s=0.09, sharing=1)
@@ -122,7 +122,7 @@ def test_equation_4_over_changes_of_the_number_of_fetches() -> None:
 
 
 def demand(waiting: int, running: int = 0, live: int = 0, window: int = 0, peak: int = 0) -> Demand:
-    return Demand("m", waiting, running, live, capacity=8, window=window, peak=peak, maximum=16)
+    return Demand("m", waiting, running, live, capacity=8, window_requests=window, peak_requests=peak, max_replicas=16)
 
 
 def test_workers_for_the_queue_and_the_next_window() -> None:

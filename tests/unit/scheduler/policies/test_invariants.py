@@ -24,8 +24,8 @@ def test_no_protected_victim_enough_freed_and_the_same_again(name: str, view: De
     by_key = {r.key: r for r in view.residents}
     victims = [by_key[k] for k in found.victims]
     assert len(set(found.victims)) == len(victims)
-    assert not any(v.protected or v.model == "new" for v in victims)
-    assert found.freed == sum(v.nbytes for v in victims) >= short
+    assert not any(v.protected_reason or v.model == "new" for v in victims)
+    assert found.freed_bytes == sum(v.nbytes for v in victims) >= short
     serving = [v for v in victims if v.state == "serving"]
     assert not serving or found.how in ("suspend", "preempt", "migrate")
     assert set(found.moves) == ({v.key for v in serving} if found.how == "migrate" else set())

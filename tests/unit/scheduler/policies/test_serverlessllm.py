@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.policies.knapsack import Departure, least_time
-from services.scheduler.domain.policies.port import Clearance, Move, Resident
+from services.scheduler.domain.policies.port import Clearance, MigrationTarget, Resident
 from simulator.policies import serverlessllm, shepherd
 from tests.unit.scheduler.policies.views import ask, device, option
 
@@ -20,7 +20,7 @@ def departures(draw: st.DrawFn) -> list[Departure]:
     found = []
     for n in range(draw(st.integers(0, 5))):
         where = draw(st.lists(st.sampled_from(sorted(FREE)), max_size=2, unique=True))
-        moves = tuple(Move(d, float(draw(st.integers(0, 9))), FREE[d]) for d in where)
+        moves = tuple(MigrationTarget(d, float(draw(st.integers(0, 9))), FREE[d]) for d in where)
         unload = draw(st.sampled_from([None, None, 0.0, 3.0]))
         found.append(Departure(f"v{n}", draw(st.integers(1, 12)), float(draw(st.integers(0, 3))), moves, unload))
     return found
@@ -37,9 +37,9 @@ def brute_force(victims: list[Departure], short: int) -> float | None:
             if way is None:
                 continue
             freed += victim.nbytes
-            if isinstance(way, Move):
+            if isinstance(way, MigrationTarget):
                 used[way.device] += victim.nbytes
-                seconds += way.seconds
+                seconds += way.total_s
             else:
                 seconds += way
         if freed >= short and all(used[d] <= FREE[d] for d in FREE) and (best is None or seconds < best):
@@ -64,31 +64,31 @@ def resident(key: str, nbytes: int, state: str = "serving", **more: object) -> R
 
 
 def test_two_small_ones_move_rather_than_a_large_one_if_that_is_quicker() -> None:
-    there = Move("s2/0", 2.0, 100)
+    there = MigrationTarget("s2/0", 2.0, 100)
     view = device(
         "s1/0",
-        resident("large", 20, moves=(Move("s2/0", 5.0, 100),)),
+        resident("large", 20, moves=(MigrationTarget("s2/0", 5.0, 100),)),
         resident("small", 10, moves=(there,)),
-        resident("little", 10, moves=(Move("s3/0", 2.5, 100),)),
+        resident("little", 10, moves=(MigrationTarget("s3/0", 2.5, 100),)),
     )
     found = serverlessllm.clear(ask(), view, 20, 0.0)
     assert found == Clearance("migrate", ("little", "small"), 20, 2.5, 4.5, {"small": "s2/0", "little": "s3/0"})
 
 
 def test_moves_to_one_server_are_loaded_one_after_another() -> None:
-    view = device("s1/0", *(resident(k, 10, moves=(Move(f"s2/{k}", 2.0, 10),)) for k in "ab"))
+    view = device("s1/0", *(resident(k, 10, moves=(MigrationTarget(f"s2/{k}", 2.0, 10),)) for k in "ab"))
     found = serverlessllm.clear(ask(), view, 20, 0.0)
     assert found is not None
     assert found.delay_s == 4.0
 
 
 def test_an_idle_one_is_unloaded_before_anybody_moves() -> None:
-    view = device("s1/0", resident("idle", 10, "idle"), resident("busy", 10, moves=(Move("s2/0", 1.0, 100),)))
+    view = device("s1/0", resident("idle", 10, "idle"), resident("busy", 10, moves=(MigrationTarget("s2/0", 1.0, 100),)))
     assert serverlessllm.clear(ask(), view, 10, 0.0) == Clearance("evict", ("idle",), 10)
 
 
 def test_a_destination_takes_no_more_than_is_free_there() -> None:
-    view = device("s1/0", *(resident(k, 10, moves=(Move("s2/0", 1.0, 15),)) for k in "ab"))
+    view = device("s1/0", *(resident(k, 10, moves=(MigrationTarget("s2/0", 1.0, 15),)) for k in "ab"))
     assert serverlessllm.clear(ask(), view, 20, 0.0) is None
     assert serverlessllm.clear(ask(), view, 10, 0.0) is not None
 
@@ -111,7 +111,7 @@ def test_the_server_with_the_least_startup_time_is_chosen_even_if_somebody_has_t
 
 
 def test_shepherd_interrupts_where_serverlessllm_migrates_and_nobody_who_has_nowhere_to_go() -> None:
-    long, brief = (resident(k, 10, moves=(Move("s2/0", t, 10),)) for k, t in (("long", 7.0), ("brief", 4.5)))
+    long, brief = (resident(k, 10, moves=(MigrationTarget("s2/0", t, 10),)) for k, t in (("long", 7.0), ("brief", 4.5)))
     assert shepherd.clear(ask(), device("s1/0", long, brief), 10, 0.0) == Clearance("preempt", ("brief",), 10, 0.0, 4.5)
     idle = device("s1/0", long, resident("idle", 10, "idle"))
     assert shepherd.clear(ask(), idle, 10, 0.0) == Clearance("evict", ("idle",), 10)
@@ -120,7 +120,7 @@ def test_shepherd_interrupts_where_serverlessllm_migrates_and_nobody_who_has_now
 
 def test_many_victims_stay_within_the_table() -> None:
     """Sixteen that serve, each with three ways out (4^16 assignments): bounded work, and a plan that works."""
-    moves = tuple(Move(f"s{d}/0", 1.0 + d, 120) for d in range(3))
+    moves = tuple(MigrationTarget(f"s{d}/0", 1.0 + d, 120) for d in range(3))
     victims = [Departure(f"v{n}", 10 + n, float(n), moves) for n in range(16)]
     found = least_time(victims, 200)
     assert found is not None

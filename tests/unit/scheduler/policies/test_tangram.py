@@ -26,7 +26,7 @@ def test_requests_in_their_order_take_the_device_that_needs_least_loading_and_no
 
 def test_what_costs_least_to_miss_leaves_first_and_active_models_never() -> None:
     def weights(key: str, miss: float, reload_s: float, sensitivity: float = 1.0, state: str = "weights") -> Resident:
-        return Resident(key, key, 10, state, miss=miss, reload_s=reload_s, sensitivity=sensitivity)  # type: ignore[arg-type]  # a literal
+        return Resident(key, key, 10, state, miss_probability=miss, reload_s=reload_s, sensitivity=sensitivity)  # type: ignore[arg-type]  # a literal
 
     view = device(
         "n/g0",
@@ -39,7 +39,7 @@ def test_what_costs_least_to_miss_leaves_first_and_active_models_never() -> None
     found = tangram.clear(ask(), view, 30, 0.0)
     assert found is not None
     assert found.victims == ("patient", "unlikely", "likely")
-    assert abs(found.penalty - (0.18 + 0.5 + 0.9)) < 1e-9
+    assert abs(found.penalty_s - (0.18 + 0.5 + 0.9)) < 1e-9
     assert tangram.clear(ask(), view, 41, 0.0) is None
     assert tangram.clear(ask(), device("n/g0"), 0, 0.0) == Clearance("evict")
 

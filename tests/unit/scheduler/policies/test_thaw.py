@@ -6,29 +6,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.domain.cost.cost import Cost
-from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Move, Option, Resident, Usage
+from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, MigrationTarget, Option, Resident, Usage
 from services.scheduler.domain.policies.thaw import choose, clear, order, scale
 
 ASK = Ask("new", 10, 1.0)
 
 
 def device(*residents: Resident, key: str = "n/0", failed: bool = False) -> DeviceView:
-    return DeviceView(key, key.partition("/")[0], 100, 0, 0, residents, failed=failed)
+    return DeviceView(key, key.partition("/")[0], 100, 0, 0, residents, has_failed=failed)
 
 
 def idle(key: str, nbytes: int, miss: float = 0.5, reload_s: float = 1.0) -> Resident:
-    return Resident(key, key, nbytes, "idle", miss=miss, reload_s=reload_s)
+    return Resident(key, key, nbytes, "idle", miss_probability=miss, reload_s=reload_s)
 
 
 def option(key: str, total: float, penalty: float = 0.0, how: str = "none", *, failed: bool = False) -> Option:
-    clearance = Clearance(how, penalty=penalty)  # type: ignore[arg-type]  # one of the literals
+    clearance = Clearance(how, penalty_s=penalty)  # type: ignore[arg-type]  # one of the literals
     return Option((device(key=key, failed=failed),), "load", Cost(total), clearance)
 
 
 def test_the_least_missed_leave() -> None:
     found = clear(ASK, device(idle("hot", 10, miss=0.9), idle("cold", 10, miss=0.1)), 10, 0.0)
     assert found is not None
-    assert (found.how, found.victims, found.penalty) == ("evict", ("cold",), 0.1)
+    assert (found.how, found.victims, found.penalty_s) == ("evict", ("cold",), 0.1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.floats(0, 9)), max_size=6), st.integers(1, 30))
@@ -38,19 +38,21 @@ def test_enough_is_freed_and_nobody_leaves_for_nothing(sizes: list[tuple[int, fl
     assert (found is None) == (sum(r.nbytes for r in there) < short)
     if found is not None:
         freed = [r.nbytes for r in there if r.key in found.victims]
-        assert sum(freed) == found.freed >= short
-        assert all(found.freed - size < short for size in freed)
+        assert sum(freed) == found.freed_bytes >= short
+        assert all(found.freed_bytes - size < short for size in freed)
 
 
 def test_who_serves_moves_rather_than_being_interrupted() -> None:
-    serving = Resident("a", "a", 10, "serving", active=1, resume_s=0.5, moves=(Move("n/1", 0.5, 10),), left_s=60, reload_s=1)
+    serving = Resident(
+        "a", "a", 10, "serving", active=1, resume_s=0.5, moves=(MigrationTarget("n/1", 0.5, 10),), remaining_s=60, reload_s=1
+    )
     found = clear(ASK, device(serving), 10, 0.0)
     assert found is not None
     assert (found.how, found.moves, found.delay_s) == ("migrate", {"a": "n/1"}, 0.5)
 
 
 def test_nobody_is_interrupted_who_is_done_sooner_than_back() -> None:
-    nearly = Resident("a", "a", 10, "serving", active=1, resume_s=1.0, left_s=0.5, reload_s=5)
+    nearly = Resident("a", "a", 10, "serving", active=1, resume_s=1.0, remaining_s=0.5, reload_s=5)
     assert clear(ASK, device(nearly), 10, 0.0) is None
 
 
@@ -70,27 +72,27 @@ def test_not_where_it_has_failed_and_nobody_interrupted_while_there_is_another_w
 
 def test_as_many_as_what_waits_and_runs_needs() -> None:
     assert scale(Demand("a", waiting=1, running=0, live=0, capacity=4)) == 1
-    assert scale(Demand("a", waiting=3, running=8, live=2, capacity=4, maximum=8)) == 3
-    assert scale(Demand("a", waiting=0, running=8, live=2, capacity=4, maximum=8)) == 2
+    assert scale(Demand("a", waiting=3, running=8, live=2, capacity=4, max_replicas=8)) == 3
+    assert scale(Demand("a", waiting=0, running=8, live=2, capacity=4, max_replicas=8)) == 2
 
 
 def test_what_is_later_for_its_absence_counts_not_what_loading_takes() -> None:
     """A light model executes behind its bytes: it is as quick when it is gone (Torpor §4.3)."""
-    light = Resident("light", "light", 10, "idle", miss=0.9, reload_s=5.0, later_s=0.0)
+    light = Resident("light", "light", 10, "idle", miss_probability=0.9, reload_s=5.0, delay_s=0.0)
     found = clear(ASK, device(idle("heavy", 10, miss=0.1), light), 10, 0.0)
     assert found is not None
-    assert (found.victims, found.penalty) == (("light",), 0.0)
+    assert (found.victims, found.penalty_s) == (("light",), 0.0)
 
 
 def test_what_would_leave_anyway_is_missed_less() -> None:
-    ending = Resident("ending", "ending", 10, "idle", miss=0.9, again=0.01, reload_s=1.0)
+    ending = Resident("ending", "ending", 10, "idle", miss_probability=0.9, reuse_probability=0.01, reload_s=1.0)
     found = clear(ASK, device(idle("stays", 10, miss=0.5), ending), 10, 0.0)
     assert found is not None
     assert found.victims == ("ending",)
 
 
 def test_equals_are_interrupted_for_what_is_shorter_only() -> None:
-    serving = Resident("a", "a", 10, "serving", active=1, resume_s=0.5, left_s=10, reload_s=1)
+    serving = Resident("a", "a", 10, "serving", active=1, resume_s=0.5, remaining_s=10, reload_s=1)
     assert clear(Ask("new", 10, 1.0, exec_s=30), device(serving), 10, 0.0) is None
     found = clear(Ask("new", 10, 1.0, exec_s=3), device(serving), 10, 0.0)
     assert found is not None
@@ -101,9 +103,9 @@ def test_equals_are_interrupted_for_what_is_shorter_only() -> None:
 
 def test_objectives_that_can_be_met_go_first_the_earliest_before_others() -> None:
     late, soon, has_time, none = (
-        Ask("late", 10, 9.0, slo_ttft=5.0),
-        Ask("soon", 10, 4.0, slo_ttft=5.0),
-        Ask("has-time", 10, 4.5, slo_ttft=50.0),
+        Ask("late", 10, 9.0, slo_ttft_s=5.0),
+        Ask("soon", 10, 4.0, slo_ttft_s=5.0),
+        Ask("has-time", 10, 4.5, slo_ttft_s=50.0),
         Ask("none", 10, 9.5),
     )
     assert [a.model for a in order([late, none, has_time, soon], {}, 0.5)] == ["soon", "has-time", "none", "late"]
@@ -114,13 +116,13 @@ def test_objectives_that_can_be_met_go_first_the_earliest_before_others() -> Non
 def test_in_time_where_devices_are_shared_least_else_as_soon_as_possible() -> None:
     shared = Option((device(key="a/0"),), "load", Cost(1.0), sharing=2)
     alone = Option((device(key="b/0"),), "load", Cost(3.0))
-    assert choose(Ask("new", 10, 0.0, slo_ttft=5.0), [shared, alone], "") is alone
-    assert choose(Ask("new", 10, 0.0, slo_ttft=2.0), [shared, alone], "") is shared, "the other one would be late"
+    assert choose(Ask("new", 10, 0.0, slo_ttft_s=5.0), [shared, alone], "") is alone
+    assert choose(Ask("new", 10, 0.0, slo_ttft_s=2.0), [shared, alone], "") is shared, "the other one would be late"
     assert choose(ASK, [shared, alone], "") is shared, "no objective"
 
 
 def test_a_small_model_is_slow_beside_a_busy_large_one() -> None:
-    large = Resident("large", "large", 70, "serving", active=1, left_s=2.0)
+    large = Resident("large", "large", 70, "serving", active=1, remaining_s=2.0)
     beside = Option((device(large, key="a/0"),), "load", Cost(1.0))
     away = Option((device(key="b/0"),), "load", Cost(2.0))
     assert choose(Ask("new", 10, 0.0, exec_s=0.3), [beside, away], "") is away

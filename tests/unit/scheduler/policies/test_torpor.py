@@ -64,12 +64,12 @@ def resident(key: str, **more: object) -> Resident:
 def test_second_replicas_go_first_then_light_models_then_the_heavy_one_used_longest_ago() -> None:
     view = device(
         "n/g0",
-        resident("heavy-old", heavy=True, last_used=1.0, reload_s=2.0),
-        resident("heavy-new", heavy=True, last_used=5.0, reload_s=3.0),
+        resident("heavy-old", is_heavy=True, last_used=1.0, reload_s=2.0),
+        resident("heavy-new", is_heavy=True, last_used=5.0, reload_s=3.0),
         resident("light", last_used=9.0, reload_s=1.0),
-        resident("twice", heavy=True, last_used=9.0, reload_s=4.0, copies=2),
+        resident("twice", is_heavy=True, last_used=9.0, reload_s=4.0, replicas=2),
     )
-    assert torpor.clear(ask(), view, 40, 0.0) == Clearance("evict", ("twice", "light", "heavy-old", "heavy-new"), 40, penalty=5.0)
+    assert torpor.clear(ask(), view, 40, 0.0) == Clearance("evict", ("twice", "light", "heavy-old", "heavy-new"), 40, penalty_s=5.0)
     assert torpor.clear(ask(), view, 20, 0.0) == Clearance("evict", ("twice", "light"), 20)
     assert torpor.clear(ask(), view, 41, 0.0) is None
 
@@ -101,15 +101,15 @@ def test_the_largest_k_within_alpha_of_all_that_is_needed_is_high_priority() -> 
 
 
 def test_high_priority_begins_with_the_nearly_compliant_and_low_priority_with_the_nearest() -> None:
-    asks = [Ask(m, 1, waited=0.0, request_id=m) for m in ("f0", "f1", "f2", "f3", "f4")]
+    asks = [Ask(m, 1, waited_s=0.0, request_id=m) for m in ("f0", "f1", "f2", "f3", "f4")]
     ordered = order(asks, book(-4, 10, 20, 30, 40), 0.3)
     assert [a.model for a in ordered] == ["f2", "f1", "f0", "f3", "f4"]
 
 
 def test_of_one_function_the_longest_waiting_goes_first_and_one_not_heard_of_is_high() -> None:
-    asks = [Ask("f1", 1, waited=1.0), Ask("f1", 1, waited=2.0), Ask("new", 1, waited=0.0)]
+    asks = [Ask("f1", 1, waited_s=1.0), Ask("f1", 1, waited_s=2.0), Ask("new", 1, waited_s=0.0)]
     ordered = order(asks, book(50, 60), 0.1)
-    assert [(a.model, a.waited) for a in ordered] == [("new", 0.0), ("f1", 2.0), ("f1", 1.0)]
+    assert [(a.model, a.waited_s) for a in ordered] == [("new", 0.0), ("f1", 2.0), ("f1", 1.0)]
 
 
 @settings(deadline=None)

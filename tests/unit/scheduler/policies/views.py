@@ -7,13 +7,13 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from services.scheduler.domain.cost.cost import Cost, Way
-from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Clearance, DeviceView, Move, Option, Resident
+from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Clearance, DeviceView, MigrationTarget, Option, Resident
 
 State = Literal["serving", "idle", "parked", "starting", "leaving", "weights"]
 
 
 def ask(model: str = "new", waited: float = 0.0, **more: object) -> Ask:
-    return Ask(model=model, need_bytes=10, waited=waited, **more)  # type: ignore[arg-type]  # the test's own keywords
+    return Ask(model=model, need_bytes=10, waited_s=waited, **more)  # type: ignore[arg-type]  # the test's own keywords
 
 
 def device(key: str = "n0/g0", *residents: Resident, free: int = 0, **more: object) -> DeviceView:
@@ -43,13 +43,13 @@ def residents(draw: st.DrawFn, key: str) -> Resident:
         ready_at=float(draw(st.integers(0, 5))),
         active=draw(st.integers(1, 3)) if busy else 0,
         queued=draw(st.integers(0, 2)) if busy else 0,
-        heavy=draw(st.booleans()),
+        is_heavy=draw(st.booleans()),
         sensitivity=draw(st.sampled_from([0.5, 1.0, 2.0])),
-        miss=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        miss_probability=draw(st.sampled_from([0.0, 0.5, 1.0])),
         reload_s=float(draw(st.integers(0, 9))),
-        moves=tuple(Move(f"{d}/g0", float(s), {"a": 10, "b": 25, "c": 60}[d]) for d, s in moves) if busy else (),
-        copies=draw(st.integers(1, 2)),
-        protected=draw(st.sampled_from(["", "", "", "pinned"])),
+        moves=tuple(MigrationTarget(f"{d}/g0", float(s), {"a": 10, "b": 25, "c": 60}[d]) for d, s in moves) if busy else (),
+        replicas=draw(st.integers(1, 2)),
+        protected_reason=draw(st.sampled_from(["", "", "", "pinned"])),
     )
 
 

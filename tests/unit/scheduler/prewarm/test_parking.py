@@ -6,7 +6,7 @@ from typing import Any
 
 from services.scheduler.domain.effects import SendResume, SendStop, SendSuspend
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.prewarm.parking import view_of
+from services.scheduler.domain.prewarm.parking import park_view
 from shared.contracts.admin import ParkView
 from shared.contracts.node import Capability, InstanceState, Suspension
 from shared.errors import EngineFailed
@@ -46,7 +46,7 @@ def park(w: World, *models: str) -> None:
 
 
 def seen(w: World, model: str) -> ParkView:
-    found = view_of(w.state, w.state.models[model], w.now, w.policy)
+    found = park_view(w.state, w.state.models[model], w.now, w.policy)
     assert found is not None
     return found
 
@@ -76,7 +76,7 @@ def test_others_are_not_started_ahead(w: World) -> None:
     w.model("a")
     w.tick(60)
     assert not w.starts("a")
-    assert view_of(w.state, w.state.models["a"], w.now, w.policy) is None
+    assert park_view(w.state, w.state.models["a"], w.now, w.policy) is None
 
 
 def test_priority_then_the_smallest_first_two_at_a_time(w: World) -> None:
@@ -139,7 +139,7 @@ def test_it_makes_way_for_a_request_and_is_tried_again(w: World) -> None:
     assert w.of("real", READY)
     w.tick(1)
     assert seen(w, "a").state == "waiting"
-    assert not w.state.park_trouble, "it was not its fault"
+    assert not w.state.park_failures, "it was not its fault"
     w.remove("real")
     w.finish_stops()
     w.tick(1)
@@ -269,7 +269,7 @@ def test_one_that_dies_while_parked_is_parked_again_but_not_for_ever(w: World) -
 
 
 def test_a_new_leader_goes_on_after_it_has_heard_of_requests() -> None:
-    w = World(policy=Policy(demand_settle=3.0))
+    w = World(policy=Policy(demand_grace_s=3.0))
     able(w)
     w.state.recovered_at = w.now
     w.model("a", park=True)
@@ -300,14 +300,14 @@ def test_a_floor_that_never_fits_holds_nobody_up(w: World) -> None:
     w.up("pinned")
     w.model("kept", 100 * MIB, replicas={"min": 1, "max": 1})
     w.tick(1)
-    assert "kept" in w.state.unmet
+    assert "kept" in w.state.unschedulable
     w.model("a", 1 * MIB, park=True, engine_args={"kv_cache_bytes": MIB}, memory=20 * MIB)
     w.tick(1)
     assert w.starts("a")
 
 
 def test_none_at_once_means_none() -> None:
-    w = World(policy=Policy(park_at_once=0))
+    w = World(policy=Policy(park_concurrency=0))
     able(w)
     w.model("a", park=True)
     w.tick(9)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.domain.effects import SendCancelPrefetch, SendPrefetch
-from services.scheduler.domain.events import LoaderStatusHeard, RemoveModelAsked
+from services.scheduler.domain.events import LoaderStatusReceived, RemoveModelRequested
 from services.scheduler.domain.prewarm.prefetch import AGAIN_S, HORIZON_S, LIKELY, likelihood
-from services.scheduler.domain.state.usage_history import Habit
+from services.scheduler.domain.state.usage_history import UsageHistory
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
@@ -35,7 +35,7 @@ def tell(
         dram_bytes=len(held) * 100 * MIB if used is None else used,
         links=(LinkStatus(link="ssd:a", finish_ms=queue_ms),),
     )
-    w.send(LoaderStatusHeard(w.now, status))
+    w.send(LoaderStatusReceived(w.now, status))
 
 
 def used_to_be_asked_for(w: World, name: str, *, every: float = 30.0, times: int = 3) -> None:
@@ -127,15 +127,15 @@ def test_it_is_called_off_when_it_is_of_no_use() -> None:
     w = world()
     tell(w)
     w.tick(0.25)
-    w.admin(RemoveModelAsked(w.now, "removal", "m"))
+    w.admin(RemoveModelRequested(w.now, "removal", "m"))
     w.tick(0.25)
     assert [(e.node, e.command.weights_id) for e in w.sent(SendCancelPrefetch)] == [("n1", "rev-/m/m")]
 
 
 def test_a_period_is_noticed() -> None:
-    habit = Habit("m", 0.0)
+    habit = UsageHistory("m", 0.0)
     for n in range(1, 6):
-        habit = habit.again(n * 3600.0)
+        habit = habit.used_at(n * 3600.0)
     last = 5 * 3600.0
     assert likelihood(habit, last + 1800.0) < LIKELY
     assert likelihood(habit, last + 3600.0 - HORIZON_S / 2) > LIKELY
@@ -144,9 +144,9 @@ def test_a_period_is_noticed() -> None:
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=20), st.floats(0.0, 1e6))
 def test_likelihood_is_one(distances: list[float], unused: float) -> None:
-    habit, at = Habit("m", 0.0), 0.0
+    habit, at = UsageHistory("m", 0.0), 0.0
     for distance in distances:
         at += distance
-        habit = habit.again(at)
+        habit = habit.used_at(at)
     assert 0.0 <= likelihood(habit, at + unused) <= 1.0
-    assert likelihood(Habit("m", 0.0), unused) == likelihood(None, unused) == 0.0
+    assert likelihood(UsageHistory("m", 0.0), unused) == likelihood(None, unused) == 0.0

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.estimates.start_times import Forecast
-from services.scheduler.domain.placement.shortlist import CLEARED, FITTING, SHORTLIST, shortlists
+from services.scheduler.domain.placement.shortlist import CLEARED, FITTING, SHORTLIST_SIZE, shortlists
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.booking import Booking
-from services.scheduler.domain.state.booking_index import Bookings
+from services.scheduler.domain.state.booking_index import BookingTable
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Node
-from services.scheduler.domain.state.transaction import Draft
-from services.scheduler.domain.state.volatile import Estimate, Pause
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import Cooldown, Estimate
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 
 INFO = ModelInfo(
@@ -39,29 +39,31 @@ AFAR = CARD.model_copy(update={"info": INFO.model_copy(update={"source": "s3://b
 NODES, DEVICES = 7, 3
 
 
-def scanned(d: Draft, need: int, avoid: tuple[str, ...], forecast: Forecast) -> Iterator[list[Booking]]:
+def scanned(tx: Transaction, need: int, avoid: tuple[str, ...], forecast: Forecast) -> Iterator[list[Booking]]:
     """What `shortlists` promises, by looking at every device."""
-    devices = list(d.state.bookings.values())
-    usable = [b for b in devices if not b.closed and not d.paused(b.key)]
+    devices = list(tx.state.bookings.values())
+    usable = [b for b in devices if not b.closed_reason and not tx.is_cooling_down(b.key)]
 
     def ms(b: Booking) -> float:
         return forecast.on(b, leaving=False)[1]
 
-    for fitting in ([b for b in usable if b.free >= need], [b for b in usable if b.coming >= need]):
+    for fitting in ([b for b in usable if b.free_bytes >= need], [b for b in usable if b.free_soon_bytes >= need]):
         if fitting:
-            first = nsmallest(FITTING, fitting, key=lambda b: (b.key in avoid, ms(b), b.free, b))
-            known = [b for b in usable if b.node in forecast.special and b.coming < need <= b.coming + b.idle]
+            first = nsmallest(FITTING, fitting, key=lambda b: (b.key in avoid, ms(b), b.free_bytes, b))
+            known = [
+                b for b in usable if b.node in forecast.known_nodes and b.free_soon_bytes < need <= b.free_soon_bytes + b.idle_bytes
+            ]
             sooner = [b for b in known if forecast.on(b, leaving=True)[1] < ms(first[0])]
             yield [*first, *nsmallest(CLEARED, sooner, key=lambda b: (b.key in avoid, ms(b), b.idle_since, b))]
             return
-    possible = [b for b in usable if b.coming + b.movable >= need]
+    possible = [b for b in usable if b.free_soon_bytes + b.evictable_bytes >= need]
     if not possible:
-        yield nsmallest(SHORTLIST, devices, key=lambda b: (bool(b.closed), -b.coming, b.key))
+        yield nsmallest(SHORTLIST_SIZE, devices, key=lambda b: (bool(b.closed_reason), -b.free_soon_bytes, b.key))
         return
-    possible.sort(key=lambda b: (b.coming + b.idle < need, b.key in avoid, ms(b), b.idle_since, b))
+    possible.sort(key=lambda b: (b.free_soon_bytes + b.idle_bytes < need, b.key in avoid, ms(b), b.idle_since, b))
     yield possible[:CLEARED]
-    for start in range(CLEARED, len(possible), SHORTLIST):
-        yield possible[start : start + SHORTLIST]
+    for start in range(CLEARED, len(possible), SHORTLIST_SIZE):
+        yield possible[start : start + SHORTLIST_SIZE]
 
 
 def booking(random: Random, node: int, device: int) -> Booking:
@@ -70,23 +72,23 @@ def booking(random: Random, node: int, device: int) -> Booking:
         key=f"n{node}/cuda:{device}",
         node=f"n{node}",
         device_id=f"cuda:{device}",
-        budget=random.randrange(4, 10),
-        held=0,
-        claimed=0,
-        leaving=leaving,
-        free=free,
-        coming=free + leaving,
-        idle=idle,
-        movable=idle + random.randrange(5),
+        budget_bytes=random.randrange(4, 10),
+        held_bytes=0,
+        claimed_bytes=0,
+        leaving_bytes=leaving,
+        free_bytes=free,
+        free_soon_bytes=free + leaving,
+        idle_bytes=idle,
+        evictable_bytes=idle + random.randrange(5),
         idle_since=random.choice([1.0, 2.0, float("inf")]),
-        closed=random.choice(["", "", "", "cordoned"]),
-        reachable=random.random() < 0.5,
+        closed_reason=random.choice(["", "", "", "cordoned"]),
+        is_reachable=random.random() < 0.5,
         bytes_per_second=random.choice([None, 1e9, 2e9]),
-        from_afar=random.choice([None, None, 1e8, 3e9]),
+        remote_bytes_per_second=random.choice([None, None, 1e8, 3e9]),
     )
 
 
-def draft_of(seed: int) -> Draft:
+def draft_of(seed: int) -> Transaction:
     """A cluster, and a decision that has changed some of it already."""
     random = Random(seed)
     state = ClusterState(epoch=1)
@@ -96,16 +98,16 @@ def draft_of(seed: int) -> Draft:
     for node in random.sample(range(NODES), random.randrange(4)):
         apply(state, [Put(Estimate("a", f"n{node}", {"init": Parameter(random.randrange(5) * 400.0)}))])
     for paused in random.sample(range(NODES), random.randrange(3)):
-        apply(state, [Put(Pause(f"n{paused}/cuda:0", 100.0))])
+        apply(state, [Put(Cooldown(f"n{paused}/cuda:0", 100.0))])
     places = [(n, i) for n in range(NODES) for i in range(DEVICES)]
     for n, i in [*places, *random.choices(places, k=random.randrange(6))]:
         state.bookings[f"n{n}/cuda:{i}"] = booking(random, n, i)
-    d = Draft(state, 10.0, Policy())
+    tx = Transaction(state, 10.0, Policy())
     for n, i in random.choices(places, k=random.randrange(5)):
-        d.state.own("bookings")[f"n{n}/cuda:{i}"] = booking(random, n, i)
+        tx.state.writable("bookings")[f"n{n}/cuda:{i}"] = booking(random, n, i)
     for n, i in random.choices(places, k=random.randrange(3)):
-        d.state.own("bookings").pop(f"n{n}/cuda:{i}", None)
-    return d
+        tx.state.writable("bookings").pop(f"n{n}/cuda:{i}", None)
+    return tx
 
 
 drafts = st.integers(0, 2**32).map(draft_of)
@@ -118,24 +120,24 @@ drafts = st.integers(0, 2**32).map(draft_of)
     st.sets(st.sampled_from([f"n{n}/cuda:1" for n in range(NODES)]), max_size=2),
     st.sampled_from([CARD, AFAR]),
 )
-def test_the_shortlists_are_those_of_a_look_at_everything(d: Draft, need: int, avoid: set[str], card: ModelCard) -> None:
-    forecast = Forecast(d.state, card)
-    found = list(shortlists(d, need, tuple(avoid), forecast))
-    assert found == list(scanned(d, need, tuple(avoid), forecast))
-    reachable = [b.budget for b in d.state.bookings.values() if b.reachable]
-    assert d.bookings().largest_budget() == max(reachable, default=0)
+def test_the_shortlists_are_those_of_a_look_at_everything(tx: Transaction, need: int, avoid: set[str], card: ModelCard) -> None:
+    forecast = Forecast(tx.state, card)
+    found = list(shortlists(tx, need, tuple(avoid), forecast))
+    assert found == list(scanned(tx, need, tuple(avoid), forecast))
+    reachable = [b.budget_bytes for b in tx.state.bookings.values() if b.is_reachable]
+    assert tx.bookings().largest_budget() == max(reachable, default=0)
 
 
 @given(drafts)
-def test_a_table_made_anew_has_the_same_orders(d: Draft) -> None:
-    kept = d.origin.bookings
-    assert isinstance(kept, Bookings)
-    anew = Bookings(kept.items())
-    assert (kept.classes, kept.roomiest, kept.budgets) == (anew.classes, anew.roomiest, anew.budgets)
-    assert (kept.fastest_first, kept.fastest_from_afar) == (anew.fastest_first, anew.fastest_from_afar)
-    copied = d.origin.fork().bookings
-    assert isinstance(copied, Bookings)
+def test_a_table_made_anew_has_the_same_orders(tx: Transaction) -> None:
+    kept = tx.origin.bookings
+    assert isinstance(kept, BookingTable)
+    anew = BookingTable(kept.items())
+    assert (kept.classes, kept.most_free_first, kept.budgets) == (anew.classes, anew.most_free_first, anew.budgets)
+    assert (kept.fastest_first, kept.fastest_remote_first) == (anew.fastest_first, anew.fastest_remote_first)
+    copied = tx.origin.fork().bookings
+    assert isinstance(copied, BookingTable)
     for key in list(copied):
         del copied[key]
-    assert (copied.classes, copied.fastest_first, copied.roomiest, copied.budgets) == ({}, [], [], [])
+    assert (copied.classes, copied.fastest_first, copied.most_free_first, copied.budgets) == ({}, [], [], [])
     assert len(kept) == NODES * DEVICES

@@ -18,7 +18,7 @@ SCHEDULER = "scheduler"
 _OUTCOMES = {"ready": "ready", "failed": "failed"}
 
 
-class Loads:
+class LoadTraces:
     """Open load spans by plan. A span does not survive its leader; its trace id, stored with the plan, does."""
 
     def __init__(self, told: Callable[[PlanRecord], None] | None = None) -> None:

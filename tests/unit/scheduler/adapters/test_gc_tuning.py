@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from services.scheduler.adapters.garbage import settle_heap, unsettle_heap
+from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 
 
 class Ring:
@@ -15,13 +15,13 @@ class Ring:
 def test_what_has_settled_is_not_walked_and_young_garbage_still_goes() -> None:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     settled = [[n] for n in range(1000)]
-    settle_heap()
+    freeze_heap()
     try:
         assert gc.get_freeze_count() >= frozen + len(settled)
         assert gc.get_threshold() != before
         Ring()
         assert gc.collect() >= 1
     finally:
-        unsettle_heap()
+        unfreeze_heap()
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == before

@@ -13,7 +13,7 @@ from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.what_if import queue_place, suppose
+from services.scheduler.domain.what_if import evaluate_what_if, queue_position
 from shared.contracts import subjects
 from shared.contracts.admin import ExplainPlan, PlanExplained
 from shared.contracts.migration import RequestFound
@@ -49,7 +49,7 @@ class Explainer:
 
     async def _about(self, asked: ExplainPlan, name: str) -> PlanExplained:
         """1. A model. 2. A plan. 3. A request."""
-        if self._state.serving(name) is not None:
+        if self._state.serving_model(name) is not None:
             return await self._of_model(asked, name)
         if await self._find(name) is not None:
             return await self._of_plan(asked, name)
@@ -96,7 +96,7 @@ class Explainer:
         return self._explained(asked, plan).model_copy(update={"request": trace})
 
     async def _of_model(self, asked: ExplainPlan, name: str) -> PlanExplained:
-        model = self._state.serving(name)
+        model = self._state.serving_model(name)
         key = model.key if model else name
         plan = self._state.last_plan_of(key) or await self._repository.last_plan(key)
         if plan is None and (model is None or not asked.what_if):
@@ -109,10 +109,10 @@ class Explainer:
             if asked.what_if:
                 raise NotFound(f"{plan.model} is not registered any more, so that nothing would be decided for it")
             return PlanExplained(plan=plan)
-        queue = queue_place(self._state, model, now)
+        queue = queue_position(self._state, model, now)
         if not asked.what_if:
             return PlanExplained(plan=plan, queue=queue)
-        found = suppose(self._state, model, asked.what_if, now, self._policy)
+        found = evaluate_what_if(self._state, model, asked.what_if, now, self._policy)
         return PlanExplained(plan=found.plan, queue=queue, assumed=found.assumed, others=found.others)
 
     async def _find(self, plan_id: str) -> PlanRecord | None:

@@ -16,14 +16,14 @@ YOUNG = (5_000, 5, 1_000_000)
 _DEFAULT = gc.get_threshold()
 
 
-def settle_heap() -> None:
+def freeze_heap() -> None:
     """Collect what is not settled yet, and count what survives as settled. Takes as long as there are objects made since the last time."""
     gc.set_threshold(*YOUNG)
     gc.collect()
     gc.freeze()
 
 
-def unsettle_heap() -> None:
+def unfreeze_heap() -> None:
     """Everything is collected as usual again."""
     gc.unfreeze()
     gc.set_threshold(*_DEFAULT)

@@ -64,17 +64,17 @@ async def read_estimates(connection: AsyncConnection) -> list[Estimate]:
 
 async def write_loaders(connection: AsyncConnection, loaders: Iterable[LoaderPresence]) -> None:
     """In place of what was known of their nodes."""
-    told = list(loaders)
-    names = [x.node for x in told]
+    known = list(loaders)
+    names = [x.node for x in known]
     for table in (tables.residency, tables.links):
         await connection.execute(delete(table).where(table.c.node.in_(names)))
-    if resident := [row for x in told for row in _resident(x)]:
+    if resident := [row for x in known for row in _resident(x)]:
         await connection.execute(insert(tables.residency), resident)
-    if links := [row for x in told for row in _links(x)]:
+    if links := [row for x in known for row in _links(x)]:
         await connection.execute(insert(tables.links), links)
 
 
-def told(x: LoaderPresence) -> tuple[object, ...]:
+def persisted_part(x: LoaderPresence) -> tuple[object, ...]:
     """What of a loader's report is kept: a later one that tells the same need not be written."""
     status = x.status
     held = tuple((s.weights_id, s.loaded_bytes >= s.total_bytes, tuple(s.on_devices.items())) for s in status.segments)
@@ -89,13 +89,13 @@ def _resident(x: LoaderPresence) -> list[dict[str, Any]]:
         rows |= {(s.weights_id, device): nbytes for device, nbytes in s.on_devices.items()}
     rows |= {(c.weights_id, c.tier): c.nbytes for c in x.status.cached}
     return [
-        {"node": x.node, "weights_id": weights, "tier": tier, "nbytes": n, "heard_at": x.heard_at}
+        {"node": x.node, "weights_id": weights, "tier": tier, "nbytes": n, "heard_at": x.last_message_at}
         for (weights, tier), n in rows.items()
     ]
 
 
 def _links(x: LoaderPresence) -> list[dict[str, Any]]:
-    return [{"node": x.node, "heard_at": x.heard_at} | link.model_dump() for link in x.status.links]
+    return [{"node": x.node, "heard_at": x.last_message_at} | link.model_dump() for link in x.status.links]
 
 
 async def read_loaders(connection: AsyncConnection, now: float) -> list[LoaderPresence]:

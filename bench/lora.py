@@ -5,7 +5,7 @@
 Batch: decode steps of ROWS sequences on a demo model, through the engine's own runner. The peer, where it can be imported, is PEFT on the same
 weights: its mixed batches (`adapter_names`), and one pass for each adapter after `set_adapter`. Each round takes every case once, in an
 order drawn anew; a round's figure is the fastest of its steps, in CPU time of the one computing thread: what other work disturbs least.
-Adapters are float32, as PEFT saves them, of rank 16 on all linear layers of the blocks.
+LoraCache are float32, as PEFT saves them, of rank 16 on all linear layers of the blocks.
 
 Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors (bench/loader_case.py), from the disk and from the page cache, and
 from the node's memory, where another instance holds it (mapped and seen as tensors). From the disk fio, at the best of its settings, is the
@@ -42,7 +42,7 @@ from bench.loader_case import checksum
 from bench.report import machine, median, write
 from services.engine.generation import attention
 from services.engine.generation.attention import PACKED
-from services.engine.generation.lora_layers import Adapter, Pair
+from services.engine.generation.lora_layers import LoraAdapter, LowRankPair
 from services.engine.generation.runner import PackedRunner, Row
 from thaw.config.units import parse_size
 from thaw.demo.models import make_demo_model
@@ -65,11 +65,11 @@ _BLOCKS = 32
 Step = Callable[[], object]
 
 
-def adapter(model: Any, seed: int) -> dict[str, Pair]:
+def adapter(model: Any, seed: int) -> dict[str, LowRankPair]:
     """Random pairs for every linear layer of the blocks."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: Pair(
+        name: LowRankPair(
             torch.randn(RANK, module.in_features, generator=generator) * 0.02,
             torch.randn(module.out_features, RANK, generator=generator) * 0.02,
             1.0,
@@ -91,7 +91,7 @@ class Ours:
         attention.register()
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation=PACKED).eval()
         self.pairs = [adapter(model, seed) for seed in range(rows)]
-        self._adapters = [Adapter(f"a{number}", pairs) for number, pairs in enumerate(self.pairs)]
+        self._adapters = [LoraAdapter(f"a{number}", pairs) for number, pairs in enumerate(self.pairs)]
         self._runner = PackedRunner(model, torch.device("cpu"))
         self._rows = rows
 
@@ -111,7 +111,7 @@ class Ours:
 class Peft:
     """PEFT's own two ways."""
 
-    def __init__(self, directory: Path, pairs: list[dict[str, Pair]]) -> None:
+    def __init__(self, directory: Path, pairs: list[dict[str, LowRankPair]]) -> None:
         peft = importlib.import_module("peft")
         base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
         config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")

@@ -97,10 +97,14 @@ def main() -> None:
     if "policies" in parts:
         policies(options.rounds, figures)
         shown.print(policies_table(figures))
-    write(options.json, {f"{name}.p50": median(values) for name, values in figures.items()} | _ends(figures), add=options.add)
+    write(
+        options.json,
+        {f"{name}.p50": median(values) for name, values in figures.items()} | _exit_conditions(figures),
+        add=options.add,
+    )
 
 
-def _ends(figures: Values) -> dict[str, float]:
+def _exit_conditions(figures: Values) -> dict[str, float]:
     return {f"{name}.{end}": pick(values) for name, values in figures.items() for end, pick in (("least", min), ("most", max))}
 
 

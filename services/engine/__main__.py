@@ -1,4 +1,7 @@
-"""`python -m services.engine SPEC.json`: one engine without a zygote. The file holds an `EngineStart` as JSON."""
+"""Run one engine without a zygote: `python -m services.engine SPEC.json`.
+
+The file holds an `EngineStart` as JSON.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ def main() -> int:
         sys.stderr.write(f"engine: {sys.argv[1]}: {e}\n")
         return 2
     age = max(0.0, time.time() - psutil.Process().create_time())
-    born = time.monotonic() - age
+    process_start_s = time.monotonic() - age
     prepare_environment()
     import_libraries()
-    return run_engine_process(start, born)
+    return run_engine_process(start, process_start_s)
 
 
 if __name__ == "__main__":

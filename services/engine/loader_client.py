@@ -1,4 +1,4 @@
-"""The engine's side of its node's loader: weights are asked for until they come, and let go of."""
+"""Client of the node's loader: attaches and releases weights."""
 
 from __future__ import annotations
 
@@ -16,48 +16,58 @@ from shared.messaging import Mesh
 from shared.telemetry.tracing import carried
 
 log = logging.getLogger(__name__)
-_ASK_AGAIN_MS = 2_000
-"""A question is repeated: it, or its answer, is lost if the loader or NATS is killed meanwhile, and nothing tells of that."""
+_RETRY_MS = 2_000
+"""Requests are repeated: a request or its answer is lost without notice if the loader or NATS is killed."""
 _LOADER_AWAY_S = 1.0
-"""The loader says that it lives every second; without a word it is asked again after this long."""
+"""The loader publishes a status every second; without one the client retries after this long."""
 
 
-class Weights:
+class LoaderClient:
+    """Attaches weights for one engine process."""
+
     def __init__(self, mesh: Mesh, start: EngineStart) -> None:
         self._mesh = mesh
         self._start = start
         self._loader_alive = asyncio.Event()
 
-    def loader_heard(self) -> None:
-        """The loader lives."""
+    def on_loader_status(self) -> None:
+        """Note that the loader is running."""
         self._loader_alive.set()
 
     async def attach(self, card: ModelCard, holder: str, until: Literal["index", "complete"]) -> WeightsAttached:
-        """Asks until there is an answer: how long it may take is the caller's to judge, and a loader may be restarted."""
+        """Attach weights, retrying until the loader answers.
+
+        The caller bounds the time: a loader may be restarted meanwhile.
+
+        Args:
+            card: The model or adapter.
+            holder: Under which name the loader keeps the weights.
+            until: `index`: tensor locations are known; `complete`: all bytes are loaded.
+        """
         parent = self._start.traceparent
-        # Adapters are small, and are kept beside the weights.
+        # LoRA adapters are small: the engine copies them from host memory.
         device = self._start.device if holder == self._start.instance_id and self._start.device.startswith("cuda:") else None
         request = AttachWeights(
-            instance_id=holder, card=card, until=until, traceparent=parent, device=device, deadline_ms=_ASK_AGAIN_MS
+            instance_id=holder, card=card, until=until, traceparent=parent, device=device, deadline_ms=_RETRY_MS
         )
         with carried({"traceparent": parent} if parent else None):
             while True:
                 try:
                     return await self._mesh.request(subjects.loader_command(self._start.node), request, WeightsAttached)
                 except DeadlineExceeded:
-                    log.debug("the weights are still on their way; asking again")
+                    log.debug("the weights are still loading; retrying")
                 except (Unreachable, ShuttingDown):
-                    log.info("the loader is away; asking again when it is back")
-                    await self._until_loader_heard()
+                    log.info("the loader is unreachable; retrying after its next status")
+                    await self._wait_for_loader()
 
     async def release(self, holder: str) -> None:
-        """Let go. A loader that does not hear of it learns it from the node's status when the instance is gone."""
+        """Release weights. If the loader misses the message, it learns of the release from the node's status."""
         try:
             await self._mesh.request(subjects.loader_command(self._start.node), ReleaseWeights(instance_id=holder), WeightsReleased)
         except ThawError as e:
-            log.warning("weights could not be released", extra={"holder": holder, "error": e.message})
+            log.warning("failed to release weights", extra={"holder": holder, "error": e.message})
 
-    async def _until_loader_heard(self) -> None:
+    async def _wait_for_loader(self) -> None:
         self._loader_alive.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOADER_AWAY_S):

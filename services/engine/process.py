@@ -1,4 +1,4 @@
-"""The body of an engine process, the same whether it was forked from a zygote or started by itself."""
+"""Body of an engine process, forked from a zygote or started directly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ _FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox", "gpt2", 
 
 
 def prepare_environment() -> None:
-    """Before torch and transformers are imported: nothing is fetched from a hub, no library makes threads of its own, and waiting
-    OpenMP threads sleep. By default they spin, which on a machine with other work to do made a decode step 20 times as slow (60M
-    parameters on two cores with load 8: 31 ms asleep, 597 ms spinning). GPUs are numbered as NVML does; by itself CUDA puts the fastest first."""
+    """Set environment variables that torch and transformers read when imported.
+
+    - Hugging Face libraries work offline.
+    - Tokenizers and OpenBLAS start no threads of their own.
+    - Idle OpenMP threads sleep. By default they spin, which on a busy machine made a decode step 20 times slower (60M parameters, two cores,
+      load 8: 31 ms asleep, 597 ms spinning).
+    - CUDA numbers GPUs as NVML does, by PCI bus; its default is fastest first.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -26,7 +31,10 @@ def prepare_environment() -> None:
 
 
 def import_libraries() -> None:
-    """Everything that an engine needs, including the modules of common architectures. Makes no thread and no CUDA context."""
+    """Import everything that an engine needs, including the modules of common architectures.
+
+    Starts no thread and creates no CUDA context, so that the process can fork afterwards.
+    """
     for name in (
         "services.engine.app",
         "services.engine.settings",
@@ -38,22 +46,27 @@ def import_libraries() -> None:
         importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    # Compiles a thousand patterns, once a process: a third of the time it takes to bind a small model.
+    # Compiles a thousand patterns once per process: a third of the time to bind a small model.
     get_checkpoint_conversion_mapping("llama")
 
 
-def run_engine_process(start: EngineStart, born: float) -> int:
-    """Serve `start` until told to stop; the exit status. `born`: when this process began, in seconds of the monotonic clock."""
+def run_engine_process(start: EngineStart, process_start_s: float) -> int:
+    """Serve `start` until a stop signal, and return the exit status.
+
+    Args:
+        start: What to serve.
+        process_start_s: When this process started, in seconds of the monotonic clock.
+    """
     os.environ.update(start.environment)
     os.environ["THAW_NODE"] = start.node
     from services.engine.app import run_engine
     from services.engine.settings import EngineSettings
 
-    return run_service("engine", EngineSettings, partial(run_engine, start=start, born=born))
+    return run_service("engine", EngineSettings, partial(run_engine, start=start, process_start_s=process_start_s))
 
 
 def end_process(status: int) -> None:
-    """Leave without waiting for the computing thread, which may be in the middle of a step."""
+    """Exit without waiting for the computing thread, which may be in the middle of a step."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""A model's own Python code is imported by one thread of an engine at a time."""
+"""Serialises imports of a model's own Python code (`trust_remote_code`) within an engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ LOCK = threading.RLock()
 
 
 def exclusive(trust_remote_code: bool) -> AbstractContextManager[object]:
-    """Return what to hold while transformers reads a model.
+    """Return a context manager to hold while transformers reads a model.
 
-    With `trust_remote_code`, transformers calls `importlib.invalidate_caches`. On Python 3.11 two threads that do so at once raise KeyError:
+    With `trust_remote_code`, transformers calls `importlib.invalidate_caches`. On Python 3.11 two concurrent calls raise KeyError, because
     both delete the same entry of `sys.path_importer_cache`.
     """
     return LOCK if trust_remote_code else nullcontext()

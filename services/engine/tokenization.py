@@ -1,4 +1,4 @@
-"""The model's tokenizer as the engine uses it: encode, decode, chat templates, and the bytes of a single token."""
+"""The model's tokenizer: encode, decode, chat templates, and the bytes of a single token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from services.engine import remote_code
-from services.engine.domain.error_text import first_words
+from services.engine.domain.error_text import first_paragraph
 from shared.errors import CheckpointInvalid, InvalidRequest
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -23,14 +23,14 @@ _RESERVED = frozenset(
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level BPE (GPT-2's table), reversed."""
+    """Map the printable characters of byte-level BPE (GPT-2's table) back to bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 class Tokenization:
-    """Thread-safe as long as nobody pads or truncates with the same tokenizer, and nobody does."""
+    """The tokenizer of one model. Thread-safe, because no caller pads or truncates with it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -43,26 +43,29 @@ class Tokenization:
 
     @classmethod
     def read(cls, directory: Path, trust_remote_code: bool) -> Tokenization:
-        """Raises `CheckpointInvalid` if there is no tokenizer in `directory` that can be read."""
+        """Read the tokenizer in `directory`. Raises `CheckpointInvalid` if there is none or it is damaged."""
         try:
             with remote_code.exclusive(trust_remote_code):
                 found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True)
             return cls(found)
         except Exception as e:  # the Rust side raises bare Exceptions for a damaged tokenizer.json
-            raise CheckpointInvalid(f"the tokenizer cannot be read: {type(e).__name__}: {first_words(e)}") from e
+            raise CheckpointInvalid(f"The tokenizer cannot be read: {type(e).__name__}: {first_paragraph(e)}") from e
 
     def _decoder(self, backend: Any) -> Callable[[list[int]], str]:
-        """Text of token ids without special tokens; straight from the Rust decoder where the Python wrapper would add nothing."""
+        """Return a function from token ids to text without special tokens.
+
+        It calls the Rust decoder directly where the Python wrapper would add nothing.
+        """
         tokenizer = self.tokenizer
         if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
             return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
     def warm(self) -> None:
-        """Do once what is slow the first time: compile the chat template, load the encoder's tables."""
+        """Run slow first-time work now: compile the chat template, load the encoder's tables."""
         self.decode(self.encode("warm", special_tokens=True))
         if self.tokenizer.chat_template:
-            with contextlib.suppress(InvalidRequest):  # some templates refuse this or that; a request will tell
+            with contextlib.suppress(InvalidRequest):  # a template may refuse this message; requests report their own errors
                 self.chat([{"role": "user", "content": "warm"}], None, True, {})
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
@@ -70,7 +73,7 @@ class Tokenization:
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that `token` stands for, also where they are only part of a character."""
+        """The bytes of `token`, even if they are only part of a character."""
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return b""
@@ -87,7 +90,11 @@ class Tokenization:
         add_generation_prompt: bool,
         template_arguments: dict[str, Any],
     ) -> list[int]:
-        """The prompt that the model's chat template makes. Raises `InvalidRequest` if there is none or it refuses the messages."""
+        """Render the chat template to token ids.
+
+        Raises:
+            InvalidRequest: The model has no template, or the template refuses the messages.
+        """
         if not self.tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         if refused := _RESERVED & template_arguments.keys():

@@ -1,8 +1,8 @@
-"""`python -m services.engine.zygote SOCKET_PATH`: a process that has paid for the imports and forks engines from itself.
+"""A process that has imported the libraries and forks engines: `python -m services.engine.zygote SOCKET_PATH`.
 
-It holds no thread, no event loop, no CUDA context and runs no parallel operation, for none of these survives a fork. Nodeagents connect to
-its Unix socket, send one `EngineStart` a line and hear `EngineForked`, `EngineExited` and `ZygoteFailure`; exits are told to all of them. It
-outlives its nodeagents, and the engines outlive it. SIGTERM ends the zygote only.
+It has no thread, no event loop and no CUDA context, and runs no parallel operation, because none of these survives a fork. Nodeagents connect to its
+Unix socket and send one `EngineStart` a line. The zygote answers with `EngineForked` or `ZygoteFailure`, and sends `EngineExited` to every
+connection. It outlives its nodeagents, and its engines outlive it. SIGTERM ends only the zygote.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
 class _Peer:
+    """A connected nodeagent."""
+
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.pending = b""
@@ -99,7 +101,7 @@ class Zygote:
             return
         *lines, peer.pending = peer.pending.split(b"\n")
         for line in lines:
-            self._order(peer, line)
+            self._fork(peer, line)
 
     def _forget(self, peer: _Peer) -> None:
         if peer in self._peers:
@@ -107,38 +109,41 @@ class Zygote:
             self._selector.unregister(peer.connection)
             peer.connection.close()
 
-    def _tell(self, peer: _Peer, message: Message) -> None:
+    def _send(self, peer: _Peer, message: Message) -> None:
         try:
             peer.connection.sendall(message.model_dump_json().encode() + b"\n")
         except OSError:
-            self._forget(peer)  # it does not read, or is gone; it may connect again
+            self._forget(peer)  # the peer is gone or does not read; it may connect again
 
-    def _order(self, peer: _Peer, line: bytes) -> None:
+    def _fork(self, peer: _Peer, line: bytes) -> None:
         try:
             start = EngineStart.model_validate_json(line)
         except ValidationError as e:
-            self._tell(peer, ZygoteFailure(instance_id="", error=InvalidRequest(f"not an EngineStart: {e}").body()))
+            self._send(peer, ZygoteFailure(instance_id="", error=InvalidRequest(f"not an EngineStart: {e}").body()))
             return
         received = time.monotonic()
-        # A signal that came before the child has its own handlers would run the zygote's there, and be lost.
+        # Until the child installs its own handlers, a signal would run the zygote's handler there and be lost.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             log = os.open(start.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             pid = os.fork()
         except OSError as e:
-            failure = EngineFailed(f"the engine process could not be forked: {e}")
+            failure = EngineFailed(f"The engine process could not be forked: {e}")
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
-            self._tell(peer, ZygoteFailure(instance_id=start.instance_id, error=failure.body()))
+            self._send(peer, ZygoteFailure(instance_id=start.instance_id, error=failure.body()))
             return
         if pid == 0:
             self._become_engine(start, log, received)
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         os.close(log)
         self._children[pid] = start.instance_id
-        self._tell(peer, EngineForked(instance_id=start.instance_id, pid=pid))
+        self._send(peer, EngineForked(instance_id=start.instance_id, pid=pid))
 
     def _become_engine(self, start: EngineStart, log: int, received: float) -> NoReturn:
-        """In the child: a session, signals, files and settings of its own, and then an engine like any other."""
+        """In the child: detach from the zygote and run an engine.
+
+        The child gets its own session, signal handlers, file descriptors and settings.
+        """
         status = 1
         try:
             os.setsid()
@@ -166,9 +171,9 @@ class Zygote:
         for pid in list(self._children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                told = EngineExited(instance_id=self._children.pop(pid), pid=pid, returncode=os.waitstatus_to_exitcode(status))
+                exited = EngineExited(instance_id=self._children.pop(pid), pid=pid, returncode=os.waitstatus_to_exitcode(status))
                 for peer in list(self._peers):
-                    self._tell(peer, told)
+                    self._send(peer, exited)
 
 
 def _open_files_end() -> int:
@@ -178,7 +183,13 @@ def _open_files_end() -> int:
 
 
 def listen(path: Path) -> tuple[socket.socket, int] | None:
-    """A listening socket at `path` and the lock that guards it; None if a live zygote serves it already. A stale file is replaced."""
+    """Listen on `path`.
+
+    A stale socket file is replaced.
+
+    Returns:
+        The listening socket and the lock that guards it, or None if another zygote serves the socket.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -213,7 +224,7 @@ def main() -> int:
     listener, _ = served
     prepare_environment()
     import_libraries()
-    # Everything so far is shared with the children: collections would touch, and so copy, its pages.
+    # The children share these pages: a garbage collection would touch, and so copy, them.
     gc.collect()
     gc.freeze()
     if threading.active_count() != 1:

@@ -14,7 +14,7 @@ from typing import Any
 
 from services.enginehost.engine import Engine
 from services.enginehost.runtimes.spare import Spare
-from services.enginehost.server.migration import Moving
+from services.enginehost.server.migration import HostMigration
 from services.enginehost.server.serving import Serving
 from services.enginehost.settings import HostSettings
 from shared.contracts import subjects
@@ -43,15 +43,15 @@ class Host(InstanceProcess):
     """One host process, from its first report to its last."""
 
     _serving: Serving
-    _moving: Moving
+    _migration: HostMigration
 
     def __init__(
         self, settings: HostSettings, start: EngineStart, stop: asyncio.Event, timeline: Timeline, spare: Spare | None
     ) -> None:
         mesh = Mesh(settings, f"enginehost-{start.instance_id}")
         self._serving = Serving(mesh)
-        self._moving = Moving(self._serving)
-        super().__init__(start, stop, timeline, mesh, self._serving, self._moving)
+        self._migration = HostMigration(self._serving)
+        super().__init__(start, stop, timeline, mesh, self._serving, self._migration)
         self._settings = settings
         self._engine = Engine(settings, start, timeline, self._reporter, spare)
         self._serving.was_killed = self._engine.was_killed
@@ -61,11 +61,11 @@ class Host(InstanceProcess):
     def _background(self) -> Mapping[str, Coroutine[Any, Any, None]]:
         return {"processes": self._engine.find_processes_forever()}
 
-    async def _begin(self) -> None:
+    async def _start_engine(self) -> None:
         await self._engine.start()
         self._serving.open(self._engine.driver, self._engine.client)
 
-    async def _until_broken(self) -> ThawError:
+    async def _wait_for_failure(self) -> ThawError:
         """Until the engine ends, or is found not to answer any more."""
         await self._let_weights_go()
         watching = asyncio.create_task(self._watch_health(), name="health")
@@ -75,7 +75,7 @@ class Host(InstanceProcess):
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
-    async def _end_engine(self) -> None:
+    async def _stop_engine(self) -> None:
         await self._engine.stop()
 
     async def _let_weights_go(self) -> None:
@@ -120,7 +120,7 @@ class Host(InstanceProcess):
     def _awake(self) -> bool:
         return self._asleep is None and not self._serving.draining
 
-    async def _obey(self, command: EngineControl) -> Message:
+    async def _handle_command(self, command: EngineControl) -> Message:
         match command:
             case SleepEngine(level=level):
                 async with self._control_lock:
@@ -139,7 +139,7 @@ class Host(InstanceProcess):
     async def _prepare(self, order: PrepareResume) -> Message:
         if self._serving.draining or self._asleep is not None or self._reporter.state != "ready":
             raise InstanceDraining
-        return await self._moving.prepare(order, self._engine.driver, self._engine.client)
+        return await self._migration.prepare(order, self._engine.driver, self._engine.client)
 
     async def _sleep(self, level: int) -> Message:
         if self._reporter.state not in ("ready", "asleep"):

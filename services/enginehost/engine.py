@@ -33,7 +33,7 @@ from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart, HostedEngine
 from shared.contracts.phases import Phase
 from shared.enginelog import log_tail
-from shared.engines.status_reporter import Reporter
+from shared.engines.status_reporter import StatusReporter
 from shared.environment import REFERENCE, referenced
 from shared.errors import EngineFailed, EngineKilled
 from shared.processes import mark_of
@@ -59,7 +59,7 @@ class Engine:
     """`driver` and `client` are there once it has been started."""
 
     def __init__(
-        self, settings: HostSettings, start: EngineStart, timeline: Timeline, reporter: Reporter, spare: Spare | None = None
+        self, settings: HostSettings, start: EngineStart, timeline: Timeline, reporter: StatusReporter, spare: Spare | None = None
     ) -> None:
         """`spare`: an interpreter in waiting, which becomes the engine if it can."""
         self._settings = settings
@@ -90,7 +90,7 @@ class Engine:
         try:
             async with asyncio.timeout(limit):
                 await self._start_somewhere()
-                await self.driver.prepare(self.client, self._reporter_progress)
+                await self.driver.prepare(self.client, self._on_prepare_progress)
                 self._reporter.advance(0.97, Phase.PROFILE)
                 with self._timeline.phase(Phase.PROFILE):
                     await self._first_token()
@@ -224,7 +224,7 @@ class Engine:
         """An image on its way: a download is no load, and takes little of the progress that is shown."""
         self._reporter.advance(0.05 * share, phase)
 
-    def _reporter_progress(self, phase: Phase, share: float) -> None:
+    def _on_prepare_progress(self, phase: Phase, share: float) -> None:
         self._reporter.advance(_UP + 0.06 * share, phase)
 
     async def _first_token(self) -> None:

@@ -1,7 +1,14 @@
-"""An instance's process, from its first report to its last: what is the same whichever engine is in it or behind it.
+"""The process of one instance, from its first status report to its last, for every engine.
 
-The end, in order: no new requests; those that run are answered (or, on a signal, ended with an error); what is still to be sent is sent; the
-engine is ended; `stopped` is reported. A start, or an engine, that fails is reported as `failed` with its error, and ends the process with status 1.
+Shutdown order:
+
+1. Refuse new requests.
+2. Finish running requests; on a signal, fail them with an error.
+3. Send all queued messages.
+4. Stop the engine.
+5. Report `stopped`.
+
+If the start or the engine fails, the process reports `failed` with the error and exits with status 1.
 """
 
 from __future__ import annotations
@@ -21,8 +28,8 @@ from shared.contracts.base import Done, Message
 from shared.contracts.engine import ENGINE_CONTROL, DrainEngine, EngineControl, EngineStart, PingEngine
 from shared.contracts.inference import CancelInfer
 from shared.contracts.migration import ForgetResume, ListRequests, ReadTokens, RequestsListed, TokensRead, YieldInfer
-from shared.engines.request_server import Answering, stopped
-from shared.engines.status_reporter import Reporter
+from shared.engines.request_server import RequestServer, stopped_error
+from shared.engines.status_reporter import StatusReporter
 from shared.errors import EngineFailed, ThawError
 from shared.messaging import Mesh
 from shared.tasks import end
@@ -33,8 +40,8 @@ log = logging.getLogger(__name__)
 _FLUSH_WITHIN_S = 2.0
 
 
-class Moving(Protocol):
-    """What a migrator asks of an instance, but for `PrepareResume`."""
+class RequestMigration(Protocol):
+    """The migrator's commands to an instance, except `PrepareResume`."""
 
     def list(self) -> RequestsListed: ...
     def read(self, request_id: str) -> TokensRead: ...
@@ -43,67 +50,80 @@ class Moving(Protocol):
 
 
 class InstanceProcess(ABC):
+    """Runs one instance; subclasses supply the engine."""
+
     def __init__(
-        self, start: EngineStart, stop: asyncio.Event, timeline: Timeline, mesh: Mesh, serving: Answering[Any], moving: Moving
+        self,
+        start: EngineStart,
+        stop: asyncio.Event,
+        timeline: Timeline,
+        mesh: Mesh,
+        serving: RequestServer[Any],
+        migration: RequestMigration,
     ) -> None:
         self._start = start
         self._stop = stop
         self._timeline = timeline
         self._mesh = mesh
         self._serving = serving
-        self._moving = moving
-        self._reporter = Reporter(mesh, start, timeline, serving.load)
+        self._migration = migration
+        self._reporter = StatusReporter(mesh, start, timeline, serving.load)
         serving.changed = self._reporter.changed
         self._requests: Subscription | None = None
         self._connected = False
-        self._leaving = False
+        self._shutting_down = False
 
-    # What is each one's own.
-
-    @abstractmethod
-    async def _begin(self) -> None:
-        """Until requests can be served. Raises whatever it fails of."""
+    # Supplied by subclasses.
 
     @abstractmethod
-    async def _until_broken(self) -> ThawError:
-        """While requests are served: until that is not possible any more; why."""
+    async def _start_engine(self) -> None:
+        """Start the engine and return once it can serve. Any exception makes the start fail."""
 
     @abstractmethod
-    async def _obey(self, command: EngineControl) -> Message:
-        """A command that is not the same for all."""
+    async def _wait_for_failure(self) -> ThawError:
+        """Wait until the engine can no longer serve, and return the error."""
 
     @abstractmethod
-    async def _end_engine(self) -> None:
-        """End what computes; harmless if that is done."""
+    async def _handle_command(self, command: EngineControl) -> Message:
+        """Handle a command that is specific to this kind of engine."""
+
+    @abstractmethod
+    async def _stop_engine(self) -> None:
+        """Stop the engine. Calling it again has no effect."""
 
     def _background(self) -> Mapping[str, Coroutine[Any, Any, None]]:
-        """Tasks of its own by name, for as long as it runs."""
+        """Tasks by name that run as long as the process."""
         return {}
 
-    def _ends(self) -> Mapping[asyncio.Event, ThawError]:
-        """More that ends it, and what is reported then."""
+    def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
+        """Events that end the process, each with the error to report."""
         return {}
 
-    # What is the same.
+    # Shared by all engines.
 
     async def run(self) -> int:
-        """The exit status."""
+        """Run until the process has to exit, and return the exit status."""
         instance = self._start.instance_id
         self._mesh.respond(subjects.engine_control(instance), ENGINE_CONTROL, self._control, concurrent=True)
-        ending = asyncio.create_task(self._until_ended(), name="end")
-        work = asyncio.create_task(self._work(), name="work")
+        ending = asyncio.create_task(self._wait_for_exit(), name="end")
+        work = asyncio.create_task(self._run_engine(), name="work")
         try:
             await asyncio.wait({ending, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                return await self._leave(ending.result())
+                return await self._shut_down(ending.result())
             return work.result()
         finally:
             await end(ending, work, again_s=3.0)
-            await self._end_engine()
+            await self._stop_engine()
 
-    async def _until_ended(self) -> int | ThawError:
-        """0: told to leave, or drained. 1: the mesh is gone for good."""
-        ends: dict[asyncio.Event, int | ThawError] = {self._mesh.lost: 1, **self._ends(), self._stop: 0, self._serving.drained: 0}
+    async def _wait_for_exit(self) -> int | ThawError:
+        """Wait for a reason to exit: 0 for a signal or a finished drain, 1 for a lost mesh, or an error."""
+        ends: dict[asyncio.Event, int | ThawError] = {
+            self._mesh.lost: 1,
+            **self._exit_conditions(),
+            self._stop: 0,
+            self._serving.drained: 0,
+        }
         waiting = [asyncio.create_task(event.wait()) for event in ends]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -112,8 +132,8 @@ class InstanceProcess(ABC):
             for task in waiting:
                 task.cancel()
 
-    async def _work(self) -> int:
-        """Start, then serve until cancelled. Returns only if it failed."""
+    async def _run_engine(self) -> int:
+        """Start, then serve until cancelled. Returns only after a failure."""
         await self._mesh.start()
         self._connected = True
         async with asyncio.TaskGroup() as tasks:
@@ -126,21 +146,21 @@ class InstanceProcess(ABC):
 
     async def _start_and_serve(self) -> int:
         try:
-            await self._begin()
-            await self._take_requests()
-            error = await self._until_broken()
-            self._serving.abandon(error)
+            await self._start_engine()
+            await self._subscribe_requests()
+            error = await self._wait_for_failure()
+            self._serving.fail_all(error)
             await self._serving.flush()
         except ThawError as e:
             error = e
-        except Exception as e:  # a process boundary: whatever it was, the nodeagent hears of it
-            log.exception("it failed")
+        except Exception as e:  # a process boundary: the nodeagent receives every error
+            log.exception("the engine failed")
             error = EngineFailed(f"{type(e).__name__}: {str(e)[:500]}")
-        if self._leaving:  # it was ended, and did not fail
+        if self._shutting_down:  # an error caused by the shutdown is not a failure
             await asyncio.get_running_loop().create_future()
         return await self._fail(error)
 
-    async def _take_requests(self) -> None:
+    async def _subscribe_requests(self) -> None:
         record_phases(
             (s for s in self._timeline.spans() if s.process == self._timeline.process), context_of(self._start.traceparent)
         )
@@ -152,7 +172,7 @@ class InstanceProcess(ABC):
 
     async def _fail(self, error: ThawError) -> int:
         log.error("failed", extra={"code": error.code, "error": error.message})
-        await self._end_engine()
+        await self._stop_engine()
         self._reporter.enter("failed", error=error.body())
         await self._reporter.publish()
         with contextlib.suppress(NatsError, OSError):
@@ -170,26 +190,26 @@ class InstanceProcess(ABC):
                 log.info("draining", extra={"reason": reason})
                 self._reporter.enter("draining")
             case ListRequests():
-                return self._moving.list()
+                return self._migration.list()
             case ReadTokens(request_id=request_id):
-                return self._moving.read(request_id)
+                return self._migration.read(request_id)
             case YieldInfer(request_id=request_id):
-                self._moving.yield_(request_id)
+                self._migration.yield_(request_id)
             case ForgetResume(prepared=name):
-                self._moving.forget(name)
+                self._migration.forget(name)
             case _:
-                return await self._obey(command)
+                return await self._handle_command(command)
         return Done()
 
-    async def _leave(self, how: int | ThawError) -> int:
-        self._leaving = True
+    async def _shut_down(self, how: int | ThawError) -> int:
+        self._shutting_down = True
         self._serving.drain(only_if_idle=False)
-        self._serving.abandon(stopped())
+        self._serving.fail_all(stopped_error())
         if isinstance(how, ThawError):
             await self._serving.flush()
             return await self._fail(how)
         if how or not self._connected:
-            log.error("left without NATS")
+            log.error("stopped without NATS")
             return how
         try:
             async with asyncio.timeout(_FLUSH_WITHIN_S):
@@ -197,8 +217,8 @@ class InstanceProcess(ABC):
                     await self._requests.drain()  # type: ignore[no-untyped-call]  # nats-py gives it no types
                 await self._serving.flush()
         except (TimeoutError, OSError, NatsError) as e:
-            log.warning("left without having sent everything", extra={"error": repr(e)})
-        await self._end_engine()
+            log.warning("stopped with unsent messages", extra={"error": repr(e)})
+        await self._stop_engine()
         self._reporter.enter("stopped")
         with contextlib.suppress(TimeoutError, OSError, NatsError):
             async with asyncio.timeout(_FLUSH_WITHIN_S):

@@ -1,4 +1,4 @@
-"""The requests that an instance is serving, and its answers on their way out: what is the same whichever engine computes them."""
+"""Requests that an instance serves and its outgoing responses, for every engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """One request that has been taken on. `seq`: the number of its next answer, without gaps."""
+    """An accepted request and its response stream. `seq` is the number of the next message, without gaps."""
 
     request_id: str
     reply: str
@@ -32,8 +32,11 @@ class Stream(Protocol):
 S = TypeVar("S", bound=Stream)
 
 
-class Answering(ABC, Generic[S]):
-    """Lives on the event loop. `changed`: called when there is a first request, and when there is none any more."""
+class RequestServer(ABC, Generic[S]):
+    """Accepts requests and sends responses. Runs on the event loop.
+
+    `changed` is called when the first request starts and when the last one ends.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -50,15 +53,24 @@ class Answering(ABC, Generic[S]):
     def load(self) -> EngineLoad: ...
 
     @abstractmethod
-    async def _take(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
-        """Begin with a request of `size` bytes; soon over, since the next one waits for it. What it raises refuses the request. `parent`: its
-        traceparent."""
+    async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
+        """Start serving a request. Returns quickly, because the next request waits for it.
 
-    def _stop(self, stream: S) -> None:
-        """The engine need not compute it any more."""
+        Args:
+            request: The decoded request.
+            reply: Subject for the responses.
+            parent: The traceparent of the request, or None.
+            size: Size of the encoded request in bytes.
+
+        Raises:
+            ThawError: The request is rejected with this error.
+        """
+
+    def _cancel_compute(self, stream: S) -> None:
+        """Stop the engine's work on this request."""
 
     def _release(self, stream: S) -> None:
-        """Give back what the request held: it has ended, however it did."""
+        """Release the resources of a request that has ended."""
 
     # State
 
@@ -66,52 +78,56 @@ class Answering(ABC, Generic[S]):
     def idle_s(self) -> float:
         return 0.0 if self.streams else time.monotonic() - self._idle_since
 
-    def refuse_if_busy(self) -> None:
-        """Raises `InstanceBusy`."""
+    def raise_if_busy(self) -> None:
+        """Raise `InstanceBusy` if any request is running."""
         if self.streams:
             raise InstanceBusy(f"{len(self.streams)} requests are being served")
 
     def drain(self, *, only_if_idle: bool) -> None:
-        """Take no new request. Raises `InstanceBusy` if there are any and it was to be only if idle."""
+        """Accept no new request.
+
+        Raises:
+            InstanceBusy: `only_if_idle` is set and requests are running.
+        """
         if only_if_idle and not self.draining:
-            self.refuse_if_busy()
+            self.raise_if_busy()
         self.draining = True
         if not self.streams:
             self.drained.set()
 
-    def abandon(self, error: ThawError) -> None:
-        """End everything that is still running with an error, at once."""
+    def fail_all(self, error: ThawError) -> None:
+        """Fail every running request with `error` at once."""
         for stream in list(self.streams.values()):
-            self._stop(stream)
+            self._cancel_compute(stream)
             self._fail(stream, error, engine_lost=True)
 
     def cancel(self, request_id: str) -> None:
-        """Stop without a last message; harmless if there is no such request."""
+        """Stop a request without a final message. Unknown ids are ignored."""
         stream = self.streams.get(request_id)
         if stream is not None:
-            self._stop(stream)
-            self._end(stream)
+            self._cancel_compute(stream)
+            self._remove(stream)
 
     # Requests in
 
     async def on_message(self, message: Msg) -> None:
-        """Callback of the subscription to the instance's `infer` subject."""
+        """Handle a message on the instance's `infer` subject."""
         if not message.reply:
             return
         try:
             request = InferRequest.model_validate_json(message.data)
         except ValidationError as e:
-            self._refuse(message.reply, InvalidRequest(f"malformed request: {e}"))
+            self._reject(message.reply, InvalidRequest(f"malformed request: {e}"))
             return
         try:
-            await self._take(request, message.reply, (message.headers or {}).get("traceparent"), len(message.data))
+            await self._handle_request(request, message.reply, (message.headers or {}).get("traceparent"), len(message.data))
         except ThawError as e:
-            self._refuse(message.reply, e)
+            self._reject(message.reply, e)
 
-    def _begin(self, stream: S) -> None:
-        """Raises `Conflict` for a request that is here already."""
+    def _register(self, stream: S) -> None:
+        """Add a stream. Raises `Conflict` if its request id is already running."""
         if stream.request_id in self.streams:
-            raise Conflict(f"request {stream.request_id} is running here already")
+            raise Conflict(f"request {stream.request_id} is already running on this instance")
         self.streams[stream.request_id] = stream
         if len(self.streams) == 1:
             self.changed()
@@ -119,12 +135,12 @@ class Answering(ABC, Generic[S]):
     # Answers out
 
     def _fail(self, stream: S, error: ThawError, *, engine_lost: bool = False) -> None:
-        """Its last message; harmless if it has ended."""
+        """Send the error as the stream's last message. Ended streams are ignored."""
         if self.streams.get(stream.request_id) is stream:
             self._send(stream, InferFailed(seq=stream.seq, error=error.body(), engine_lost=engine_lost))
-            self._end(stream)
+            self._remove(stream)
 
-    def _end(self, stream: S) -> None:
+    def _remove(self, stream: S) -> None:
         if self.streams.pop(stream.request_id, None) is None:
             return
         self._release(stream)
@@ -134,25 +150,27 @@ class Answering(ABC, Generic[S]):
             if self.draining:
                 self.drained.set()
 
-    def _refuse(self, reply: str, error: ThawError) -> None:
+    def _reject(self, reply: str, error: ThawError) -> None:
         self._outbox.put_nowait((reply, InferFailed(seq=0, error=error.body()).model_dump_json().encode()))
 
     def _send(self, stream: S, message: BaseModel) -> None:
-        self._put(stream, message.model_dump_json().encode())
+        self._enqueue(stream, message.model_dump_json().encode())
 
-    def _put(self, stream: S, body: bytes) -> None:
+    def _enqueue(self, stream: S, body: bytes) -> None:
         stream.seq += 1
         self._outbox.put_nowait((stream.reply, body))
 
     async def publish_forever(self) -> None:
-        """Send what is in the outbox, in order. While NATS is away the client buffers; what it cannot hold is lost, and its receiver
-        sees the gap."""
+        """Send queued messages in order.
+
+        While NATS is unreachable the client buffers them. Messages beyond its buffer are lost, and the receiver sees the gap in `seq`.
+        """
         while True:
             subject, body = await self._outbox.get()
             try:
                 await self._mesh.nc.publish(subject, body)
             except NatsError as e:
-                log.warning("an answer was lost", extra={"error": repr(e), "subject": subject})
+                log.warning("lost a response message", extra={"error": repr(e), "subject": subject})
             finally:
                 self._outbox.task_done()
 
@@ -160,5 +178,5 @@ class Answering(ABC, Generic[S]):
         await self._outbox.join()
 
 
-def stopped() -> ShuttingDown:
-    return ShuttingDown("the engine was stopped while it was answering")
+def stopped_error() -> ShuttingDown:
+    return ShuttingDown("The engine was stopped while it was answering")

@@ -1,4 +1,4 @@
-"""What an engine tells about itself: on every change and every second."""
+"""Publishes an instance's status on every change and once a second."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from shared.telemetry.timeline import Timeline
 INTERVAL_S = 1.0
 
 
-class Reporter:
-    """Holds the engine's outward state. `changed` may be called as often as one likes: changes at the same time make one report."""
+class StatusReporter:
+    """Holds the published state of the engine.
+
+    `changed` may be called often: simultaneous changes produce one report.
+    """
 
     def __init__(self, mesh: Mesh, start: EngineStart, timeline: Timeline, load: Callable[[], EngineLoad]) -> None:
         self._mesh = mesh
@@ -44,7 +47,7 @@ class Reporter:
         self.changed()
 
     def advance(self, progress: float, phase: Phase) -> None:
-        """Progress of the start; never backwards."""
+        """Raise the progress of the start. Progress never falls."""
         if self.state == "loading" and (progress > self.progress or phase is not self.phase):
             self.progress, self.phase = max(self.progress, min(progress, 1.0)), phase
             self.changed()
@@ -67,7 +70,7 @@ class Reporter:
         try:
             await self._mesh.publish(subjects.engine_report(self._start.node), self.report())
         except NatsError:
-            return  # the next one tells the same
+            return  # the next report carries the same state
 
     async def publish_forever(self) -> None:
         while True:

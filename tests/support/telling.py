@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from services.engine.domain.generation import Generation
-from services.engine.domain.sampling_params import Ending
+from services.engine.domain.sampling_params import StopConditions
 from shared.contracts.inference import (
     ChoiceDelta,
     InferChunk,
@@ -42,7 +42,7 @@ class Script:
         left: list[Choice] = []
         for index, text in enumerate(self.texts):
             tokens = text.encode()
-            choice = Choice(index, Generation(_decode, (), Ending(len(tokens), stops=self.stops)), tokens)
+            choice = Choice(index, Generation(_decode, (), StopConditions(len(tokens), stops=self.stops)), tokens)
             if (whole := choice.resume(there.get(index))) is not None:
                 yield from whole
             else:

@@ -1,4 +1,4 @@
-"""One sequence from its first generated token to its end: text, stop conditions and finish reason."""
+"""Generation of one sequence: text, stop conditions and finish reason."""
 
 from __future__ import annotations
 
@@ -7,61 +7,71 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.engine.domain.detokenizer import Detokenizer
-from services.engine.domain.sampling_params import Ending
+from services.engine.domain.sampling_params import StopConditions
 from services.engine.domain.stop_strings import StopMatcher
 
 
 @dataclass(frozen=True)
-class Gained:
-    """What one token added to what the client sees."""
+class TokenText:
+    """Text that a token adds to the response."""
 
     text: str
     finish_reason: Literal["stop", "length"] | None = None
 
 
 class Generation:
-    """Turns tokens into shown text and knows when it is over."""
+    """Turns tokens into visible text and detects the end of the response."""
 
-    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int], ending: Ending) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int], stop_conditions: StopConditions) -> None:
         self._text = Detokenizer(decode, prompt)
-        self._stops = StopMatcher(ending.stops)
-        self._ending = ending
-        self._ahead = 0
+        self._stops = StopMatcher(stop_conditions.stops)
+        self._ending = stop_conditions
+        self._skip_chars = 0
         self.count = 0
 
-    def resume(self, tokens: Sequence[int], said: int, before: str = "") -> Gained:
-        """Take on `tokens`, of whose text, `before` ahead of it, `said` characters are out already; what is owed of the rest. If another
-        engine has shown more than would be shown here, what comes next is left out that much."""
-        texts, reason = [before], None
+    def resume(self, tokens: Sequence[int], sent_chars: int, prefix: str = "") -> TokenText:
+        """Continue from tokens that another engine generated.
+
+        If the other engine sent more text than this one would have sent, the next tokens' text is shortened accordingly.
+
+        Args:
+            tokens: Generated token ids.
+            sent_chars: Characters that the client has received.
+            prefix: Text before the first token, such as an echoed prompt.
+
+        Returns:
+            The text of `tokens` that has not been sent, with the finish reason if they complete the response.
+        """
+        texts, reason = [prefix], None
         for token in tokens:
-            gained = self._feed(token)
-            texts.append(gained.text)
-            if (reason := gained.finish_reason) is not None:
+            added = self._feed(token)
+            texts.append(added.text)
+            if (reason := added.finish_reason) is not None:
                 break
         text = "".join(texts)
-        self._ahead = max(0, said - len(text))
-        return Gained(text[said:], reason)
+        self._skip_chars = max(0, sent_chars - len(text))
+        return TokenText(text[sent_chars:], reason)
 
-    def feed(self, token: int) -> Gained:
-        gained = self._feed(token)
-        if self._ahead:
-            shown = gained.text[self._ahead :]
-            self._ahead = max(0, self._ahead - len(gained.text))
-            return Gained(shown, gained.finish_reason)
-        return gained
+    def feed(self, token: int) -> TokenText:
+        added = self._feed(token)
+        if self._skip_chars:
+            shown = added.text[self._skip_chars :]
+            self._skip_chars = max(0, self._skip_chars - len(added.text))
+            return TokenText(shown, added.finish_reason)
+        return added
 
-    def _feed(self, token: int) -> Gained:
+    def _feed(self, token: int) -> TokenText:
         self.count += 1
         if token in self._ending.stop_token_ids:
             return self._end(self._stops.feed(self._text.flush()), "stop")
         shown = self._stops.feed(self._text.feed(token))
         if self._stops.matched is not None:
-            return Gained(shown, "stop")
+            return TokenText(shown, "stop")
         if self.count >= self._ending.max_tokens:
             return self._end(shown + self._stops.feed(self._text.flush()), "length")
-        return Gained(shown)
+        return TokenText(shown)
 
-    def _end(self, shown: str, reason: Literal["stop", "length"]) -> Gained:
+    def _end(self, shown: str, reason: Literal["stop", "length"]) -> TokenText:
         if self._stops.matched is not None:
-            return Gained(shown, "stop")
-        return Gained(shown + self._stops.flush(), reason)
+            return TokenText(shown, "stop")
+        return TokenText(shown + self._stops.flush(), reason)

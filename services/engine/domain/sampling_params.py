@@ -1,16 +1,19 @@
-"""What one request asks of the sampler and where it ends."""
+"""Sampling parameters and stop conditions of one request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy."""
+"""Temperatures below this are greedy."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Neutral values mean: not applied. `top_logprobs` None: no log-probabilities; 0: of the sampled token only."""
+    """Sampling parameters; neutral values are not applied.
+
+    `top_logprobs`: None: no log-probabilities; 0: those of the sampled token only.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,7 +32,7 @@ class SamplingParams:
 
     @property
     def untouched(self) -> bool:
-        """Whether logits go to the choice of the token as the model gave them."""
+        """True if logits reach the sampler unmodified."""
         return not self.logit_bias and not self.penalised
 
     @property
@@ -38,8 +41,8 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """When an answer ends: after `max_tokens`, on a stop token (its text is not shown), or before a stop string."""
+class StopConditions:
+    """A response ends after `max_tokens`, at a stop token (whose text is not shown), or before a stop string."""
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()

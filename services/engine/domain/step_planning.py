@@ -1,15 +1,15 @@
-"""Which sequences the next step computes, which of the waiting ones join, and which give way when the KV cache is full.
+"""Plans a step: which sequences run, which waiting ones are admitted, and which are preempted.
 
-A sequence is a list of tokens, of which the first `computed` have keys and values. A decoding sequence has one token more than that; a
-new one, or one that gave way, has many. A step computes tokens for several sequences at once:
+A sequence is a list of tokens, of which the first `computed` have keys and values. A decoding sequence has one token more than that; a new or
+preempted one has many. A step computes tokens for several sequences:
 
-1. Decoding sequences go first, each with its one token.
-2. Sequences whose prompt is under way share what is left of the step's tokens. While anything decodes that is `chunk_tokens`, so that a
-   long prompt does not hold up the others; alone, a prompt is computed in one step as `model.generate` does it.
-3. If a running sequence finds no block to grow into, the youngest running one gives way: it loses its keys and values and waits, ahead of
-   the others, to compute them again.
-4. If none gave way, waiting sequences join in their order while there is a slot, a token and room for all they are known to need, with a
-   spare block for each running sequence. One that does not fit holds up those behind it: nothing starves.
+1. Decoding sequences run first, one token each.
+2. Sequences in prefill share the remaining tokens of the step. While any sequence decodes that is `chunk_tokens`, so that a long prompt does not
+   delay the others; alone, a prompt is computed in one step, as `model.generate` does.
+3. If a running sequence finds no block to grow into, the youngest running one is preempted: it loses its keys and values and waits at the head
+   of the queue.
+4. If no sequence was preempted, waiting sequences are admitted in order while there is a slot, a token and room for all they are known to need,
+   with a spare block for each running sequence. A sequence that does not fit blocks those behind it, so that none starves.
 """
 
 from __future__ import annotations
@@ -34,14 +34,20 @@ class Limits:
 
     @property
     def kv_tokens(self) -> int:
-        """The longest sequence whose keys and values fit. Its last token needs none: nothing is computed after it."""
+        """The longest sequence whose keys and values fit. Its last token needs none."""
         return self.kv_blocks * BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
-class AdapterRoom:
-    """How adapters share the KV cache's grant of `granted` bytes, in which a block has `block_bytes`. They may take `budget` bytes of it.
-    `reserved`: those bytes were added to the grant for them, and are nobody else's."""
+class LoraBudget:
+    """How LoRA adapters share the memory granted to the KV cache.
+
+    Args:
+        granted: Granted bytes.
+        block_bytes: Bytes of a block.
+        budget: Bytes that adapters may take.
+        reserved: The budget was added to the grant for adapters, and the KV cache may not use it.
+    """
 
     granted: int
     block_bytes: int
@@ -49,16 +55,19 @@ class AdapterRoom:
     reserved: bool
 
     def kv_blocks(self, adapter_bytes: int) -> int:
-        """What is left for keys and values."""
+        """Blocks left for the KV cache."""
         return (self.granted - (self.budget if self.reserved else adapter_bytes)) // self.block_bytes
 
 
-def adapter_room(granted: int, block_bytes: int, reserved: int, longest: int) -> AdapterRoom:
-    """Adapters have the `reserved` bytes, if there are any; otherwise they may borrow from keys and values what a sequence of the `longest`
-    length leaves, so that no request becomes impossible."""
+def lora_budget(granted: int, block_bytes: int, reserved: int, longest: int) -> LoraBudget:
+    """The memory that LoRA adapters may use.
+
+    They have the `reserved` bytes, if any. Otherwise they may borrow from the KV cache what a sequence of the `longest` length leaves free, so
+    that every request remains possible.
+    """
     if reserved:
-        return AdapterRoom(granted, block_bytes, min(reserved, granted), reserved=True)
-    return AdapterRoom(granted, block_bytes, max(0, granted - blocks_for(longest) * block_bytes), reserved=False)
+        return LoraBudget(granted, block_bytes, min(reserved, granted), reserved=True)
+    return LoraBudget(granted, block_bytes, max(0, granted - blocks_for(longest) * block_bytes), reserved=False)
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,13 @@ class StepPlan:
 
 
 def plan_step(running: Sequence[SequenceView], waiting: Iterable[SequenceView], limits: Limits) -> StepPlan:
-    """What to do next. `running` is in the order of admission, `waiting` in the order in which they may join."""
+    """Plan the next step.
+
+    Args:
+        running: Running sequences, in the order of admission.
+        waiting: Waiting sequences, in the order in which they may be admitted.
+        limits: Slots, tokens and blocks.
+    """
     draft = _Draft(list(running), limits)
     for sequence in (s for s in running if s.remaining == 1):
         draft.grow(sequence, 1)
@@ -117,7 +132,7 @@ class _Draft:
         return sum(blocks_for(s.computed + self.counts.get(s.key, 0)) for s in self.running)
 
     def grow(self, sequence: SequenceView, count: int) -> None:
-        """Rules 1 to 3. Does nothing for one that has given way already."""
+        """Rules 1 to 3. A preempted sequence is skipped."""
         while sequence in self.running and count > 0:
             growth = blocks_for(sequence.computed + count) - blocks_for(sequence.computed)
             if self._held() + growth <= self.limits.kv_blocks:

@@ -1,10 +1,10 @@
-"""Stop strings in a stream of text: they may span tokens, and no part of one that ends the answer may be shown before."""
+"""Stop strings in a stream of text. They may span tokens, and no part of a match may be shown."""
 
 from __future__ import annotations
 
 
 class StopMatcher:
-    """Fed with text as it is generated; gives back what may be shown. With no stop strings it passes everything on."""
+    """Holds back text that may be the start of a stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
@@ -12,7 +12,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """What of all that was fed so far may be shown now. After a match (`matched` says which) nothing more comes."""
+        """Text that may be shown now. After a match (`matched`) the result is always empty."""
         if self.matched is not None:
             return ""
         pending = self._held + text
@@ -26,11 +26,11 @@ class StopMatcher:
         return pending[: len(pending) - keep]
 
     def flush(self) -> str:
-        """The answer ended otherwise: what was held back for fear of a stop string."""
+        """The held-back text, when the response ends without a match."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` (and is shorter than it)."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,11 +1,11 @@
-"""Attention over sequences of different lengths packed into one row: what lets them share every matrix product of a step.
+"""Attention over packed sequences: sequences of different lengths share every matrix product of a step.
 
-Registered with transformers under the name `PACKED`. Each sequence goes through transformers' own sdpa function with exactly the arguments
-that it would get alone, so that one stream computes what `model.generate` computes, bit for bit.
+Registered with transformers as `PACKED`. Each sequence passes through transformers' own sdpa function with the arguments that it would get
+alone, so that one stream computes bit for bit what `model.generate` computes.
 
-What batching does change is the rounding of the matrix products, whose kernels depend on the number of rows. In float32 no greedy token
-changes for it. In bfloat16 it decides near-ties: with ten random prompts on the 60M demo model, eight answers depart from their single-stream
-selves within 64 tokens, each where the two best logits differ by at most 0.125, two units in the last place (tests bound the gap).
+Batching changes only the rounding of the matrix products, whose kernels depend on the number of rows. In float32 no greedy token changes. In
+bfloat16 rounding decides near-ties: with ten random prompts on the 60M demo model, eight responses differ from their single-stream results
+within 64 tokens, each where the two best logits differ by at most 0.125, two units in the last place (tests bound the gap).
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from services.engine.generation.kv_cache import PackedBatch, current_batch
 
 PACKED = "thaw_packed"
 _SMALL = 2**18
-"""Keys of one sequence, in elements, under which one new token's attention is computed by one thread."""
+"""Below this many key elements of one sequence, attention for one new token uses one thread."""
 
 
 def register() -> None:
-    """Make `attn_implementation=PACKED` known to transformers. With no mask function of that name its models build no mask."""
+    """Make `attn_implementation=PACKED` known to transformers.
+
+    There is no mask function of that name, so its models build no mask.
+    """
     AttentionInterface.register(PACKED, packed_attention)
 
 
@@ -41,7 +44,14 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query, key, value: [1, heads, tokens of all sequences, head_dim]; the result [1, tokens, heads, head_dim]."""
+    """Compute attention for the current packed batch.
+
+    Args:
+        query, key, value: Shape [1, heads, tokens of all sequences, head_dim].
+
+    Returns:
+        Shape [1, tokens, heads, head_dim].
+    """
     batch = current_batch()
     heads, width = key.shape[1], key.shape[3]
     if all(p.count == 1 and (p.start + 1) * heads * width < _SMALL for p in batch.slices):
@@ -52,7 +62,10 @@ def packed_attention(
 
 @contextmanager
 def _single_thread() -> Iterator[None]:
-    """Small attention on the calling thread: waking the others costs more than they save. (Setting the number takes 0.1 µs.)"""
+    """Run small attention on the calling thread.
+
+    Waking the other threads costs more than they save. Setting the number takes 0.1 µs.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,7 +101,10 @@ def _each(
 def _visible(
     keys: torch.Tensor, values: torch.Tensor, start: int, count: int, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What `count` new tokens after `start` old ones may look at: keys, values, and a mask where causality alone does not say it."""
+    """Keys, values and mask that `count` new tokens after `start` old ones attend to.
+
+    The mask is None where causality alone determines it.
+    """
     total = start + count
     if count == 1:
         first = 0 if window is None else max(0, total - window)

@@ -1,7 +1,7 @@
-"""The computing thread: it owns every sequence, and takes one step after another over whichever of them can run.
+"""The computing thread: owns every sequence and runs one step after another.
 
-Requests and cancellations come in by a queue and take effect between steps; what a step brought goes out by `deliver`, in one call. Which
-sequences a step computes is decided by `services.engine.domain.step_planning`.
+Requests and cancellations arrive in a queue and take effect between steps. The results of a step are delivered in one call.
+`services.engine.domain.step_planning` decides which sequences a step computes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from services.engine.domain import background_prefill
 from services.engine.domain.step_planning import Limits, StepPlan, blocks_for, plan_step
-from services.engine.generation.commands import Cancel, Command, Forget, ForgetAhead, Grant, Stop, Yield
+from services.engine.generation.commands import Cancel, Command, DiscardPrepared, SetKvBlocks, Stop, UnloadLora, Yield
 from services.engine.generation.embedding import Embedder
 from services.engine.generation.embedding_jobs import EmbeddingJobs
 from services.engine.generation.events import Admitted, Broken, Event, Progressed, Yielded
-from services.engine.generation.lora_layers import Adapter
-from services.engine.generation.prepared_prefixes import Ahead, Prepare
+from services.engine.generation.lora_layers import LoraAdapter
+from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
 from services.engine.generation.runner import Row, Runner
 from services.engine.generation.sequences import Sequence, choose
@@ -35,7 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class Batcher:
-    """`run` is the thread's body; `submit`, `cancel` and `stop` may be called from any thread."""
+    """Runs steps over all sequences.
+
+    `run` is the body of the thread; all other public methods may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -56,35 +59,41 @@ class Batcher:
         self._embeddings = EmbeddingJobs(embedder)
         self._unfinished: Counter[str] = Counter()
         self._admitted: set[str] = set()
-        self._ahead = Ahead(runner)
-        self._said: list[Event] = []
+        self._prepared = PreparedPrefixes(runner)
+        self._pending_events: list[Event] = []
         self.blocks_used = 0
 
     def submit(self, request: GenerationRequest | EmbedRequest) -> None:
         self._inbox.put(request)
 
     def cancel(self, request_id: str) -> None:
-        """Forget `request_id` before the next step; nothing more is delivered for it after that."""
+        """Drop `request_id` before the next step. No event is delivered for it afterwards."""
         self._inbox.put(Cancel(request_id))
 
     def yield_(self, request_id: str) -> None:
-        """Stop the request before the next step; `Yielded` is delivered after all that it has gained. Nothing is, if it is not there."""
+        """Stop the request before the next step, and deliver `Yielded` after its tokens. Unknown ids are ignored."""
         self._inbox.put(Yield(request_id))
 
-    def prepare(self, order: Prepare) -> None:
-        """Compute keys and values ahead, behind what runs."""
+    def prepare(self, order: PrepareOrder) -> None:
+        """Prefill sequences in the background, behind running requests."""
         self._inbox.put(order)
 
-    def forget_ahead(self, name: str) -> None:
-        self._inbox.put(ForgetAhead(name))
+    def discard_prepared(self, name: str) -> None:
+        """Discard the prepared sequences of this name."""
+        self._inbox.put(DiscardPrepared(name))
 
-    def forget(self, adapter: Adapter, forgotten: Callable[[], None]) -> None:
-        """No request will name `adapter` again; `forgotten` is called, on the computing thread, when it keeps nothing of it."""
-        self._inbox.put(Forget(adapter, forgotten))
+    def forget(self, adapter: LoraAdapter, forgotten: Callable[[], None]) -> None:
+        """Drop all references to `adapter`, which no request will use again.
+
+        Args:
+            adapter: The adapter to drop.
+            forgotten: Called on the computing thread afterwards.
+        """
+        self._inbox.put(UnloadLora(adapter, forgotten))
 
     def grant(self, kv_blocks: int) -> None:
-        """Keys and values may take that many blocks from the next step on; sequences give way if they have more."""
-        self._inbox.put(Grant(kv_blocks))
+        """Limit the KV cache to `kv_blocks` from the next step on. Sequences beyond it are preempted."""
+        self._inbox.put(SetKvBlocks(kv_blocks))
 
     def stop(self) -> None:
         self._inbox.put(Stop())
@@ -92,20 +101,20 @@ class Batcher:
     def run(self) -> None:
         """Serve until `stop`."""
         while self._take_commands():
-            self._ahead.expire(time.monotonic())
-            events, self._said = self._said, []
+            self._prepared.expire(time.monotonic())
+            events, self._pending_events = self._pending_events, []
             events += self._step()
             events += self._embeddings.step()
-            self.blocks_used = sum(blocks_for(s.computed) for s in self._running.values()) + self._blocks_ahead()
+            self.blocks_used = sum(blocks_for(s.computed) for s in self._running.values()) + self._prepared_blocks()
             if events:
                 self._deliver(events)
 
     # Commands
 
     def _take_commands(self) -> bool:
-        """Apply what came in, waiting for something to do. False: stop."""
-        idle = not (self._running or self._waiting or self._embeddings or self._ahead.busy or self._said)
-        expiry = self._ahead.next_expiry()
+        """Apply queued commands; block while there is nothing to compute. False: stop."""
+        idle = not (self._running or self._waiting or self._embeddings or self._prepared.busy or self._pending_events)
+        expiry = self._prepared.next_expiry()
         patience = None if expiry is None else max(0.0, expiry - time.monotonic())
         try:
             command = self._inbox.get(block=idle, timeout=patience)
@@ -118,18 +127,18 @@ class Batcher:
                     case Yield(request_id):
                         if request_id in self._unfinished:
                             self._forget(request_id)
-                            self._said.append(Yielded(request_id))
-                    case Prepare():
+                            self._pending_events.append(Yielded(request_id))
+                    case PrepareOrder():
                         views = (s.view for s in self._running.values()), (s.view for s in self._waiting)
-                        self._ahead.order(command, background_prefill.room(*views, self._limits))
-                    case ForgetAhead(name):
-                        self._ahead.forget(name)
-                    case Forget(adapter, forgotten):
+                        self._prepared.order(command, background_prefill.free_blocks(*views, self._limits))
+                    case DiscardPrepared(name):
+                        self._prepared.forget(name)
+                    case UnloadLora(adapter, forgotten):
                         if self._runner is not None:
                             self._runner.forget(adapter)
                         del adapter
                         forgotten()
-                    case Grant(kv_blocks):
+                    case SetKvBlocks(kv_blocks):
                         self._limits = replace(self._limits, kv_blocks=kv_blocks)
                     case EmbedRequest():
                         self._embeddings.add(command)
@@ -140,25 +149,25 @@ class Batcher:
             return True
 
     def _enqueue(self, request: GenerationRequest) -> None:
-        whole = [c for c in request.choices if c.begun is not None and c.begun.owed.finish_reason is not None]
+        finished = [c for c in request.choices if c.resume_state is not None and c.resume_state.unsent.finish_reason is not None]
         first, self._keys = self._keys + 1, self._keys + len(request.choices)
-        begun = enumerate((c for c in request.choices if c not in whole), first)
-        sequences = [Sequence.begin(key, request, choice, self._tokens) for key, choice in begun]
+        unfinished = enumerate((c for c in request.choices if c not in finished), first)
+        sequences = [Sequence.from_request(key, request, choice, self._tokens) for key, choice in unfinished]
         if request.prepared:
-            parts = self._ahead.claim(request.prepared, request.variant, [tuple(s.tokens) for s in sequences])
+            parts = self._prepared.claim(request.prepared, request.variant, [tuple(s.tokens) for s in sequences])
             for sequence, part in zip(sequences, parts, strict=True):
                 sequence.state, sequence.computed = part.state, part.computed
         self._waiting.extend(sequences)
         self._unfinished[request.request_id] = len(sequences)
-        if whole or not sequences:
-            self._complete(request.request_id, whole, done=not sequences)
+        if finished or not sequences:
+            self._complete(request.request_id, finished, done=not sequences)
 
     def _complete(self, request_id: str, choices: list[Choice], *, done: bool) -> None:
-        """Choices that the tokens made elsewhere complete."""
+        """Finish choices that the resumed tokens already complete."""
         now = time.monotonic()
-        owed = [(c.index, c.begun.owed) for c in choices if c.begun is not None]
-        deltas = tuple(ChoiceDelta(index=i, text=o.text, finish_reason=o.finish_reason) for i, o in owed)
-        self._said += [Admitted(request_id, now), Progressed(request_id, deltas, 0, now, done)]
+        unsent = [(c.index, c.resume_state.unsent) for c in choices if c.resume_state is not None]
+        deltas = tuple(ChoiceDelta(index=i, text=o.text, finish_reason=o.finish_reason) for i, o in unsent)
+        self._pending_events += [Admitted(request_id, now), Progressed(request_id, deltas, 0, now, done)]
         self._admitted.add(request_id)
         if done:
             self._forget(request_id)
@@ -173,54 +182,54 @@ class Batcher:
     # A step
 
     def _step(self) -> list[Event]:
-        if self._runner is None or not (self._running or self._waiting or self._ahead.busy):
+        if self._runner is None or not (self._running or self._waiting or self._prepared.busy):
             return []
         plan = plan_step([s.view for s in self._running.values()], (s.view for s in self._waiting), self._limits)
         events: list[Event] = list(self._move(plan, self._runner))
         self._make_room(plan)
-        worked = [self._running[work.key] for work in plan.work]
+        computed = [self._running[work.key] for work in plan.work]
         rows = [
             Row(s.state, s.computed, s.tokens[s.computed : s.computed + w.count], s.request.adapter)
-            for s, w in zip(worked, plan.work, strict=True)
+            for s, w in zip(computed, plan.work, strict=True)
         ]
-        extra = self._ahead.work(background_prefill.share(plan, self._limits))
+        extra = self._prepared.work(background_prefill.prefill_tokens(plan, self._limits))
         if extra is not None:
             rows.append(extra[1])
         if not rows:
             return events
         try:
             logits = self._runner.forward(rows)
-            for sequence, work in zip(worked, plan.work, strict=True):
+            for sequence, work in zip(computed, plan.work, strict=True):
                 sequence.computed += work.count
-            events += self._advance(worked, logits[: len(worked)])
+            events += self._advance(computed, logits[: len(computed)])
             if extra is not None:
-                self._ahead.computed(*extra)
-        except Exception as e:  # a process boundary: the requests of this step fail, the engine goes on
+                self._prepared.computed(*extra)
+        except Exception as e:  # a process boundary: the requests of this step fail, the engine continues
             log.exception("a step failed")
-            error = EngineFailed(f"the engine failed while computing: {type(e).__name__}: {str(e)[:300]}")
+            error = EngineFailed(f"The engine failed while computing: {type(e).__name__}: {str(e)[:300]}")
             if extra is not None:
-                self._ahead.failed(extra[0], error)
-            events += self._break(worked, error)
+                self._prepared.failed(extra[0], error)
+            events += self._break(computed, error)
         return events
 
-    def _blocks_ahead(self) -> int:
-        """Of keys and values that no running sequence has: those kept for requests to come, and those of requests that have come and wait."""
-        return self._ahead.blocks + sum(blocks_for(s.computed) for s in self._waiting)
+    def _prepared_blocks(self) -> int:
+        """KV blocks that no running sequence owns: prepared ones, and those of waiting requests."""
+        return self._prepared.blocks + sum(blocks_for(s.computed) for s in self._waiting)
 
     def _make_room(self, plan: StepPlan) -> None:
-        """What runs takes what it needs from what was computed ahead."""
+        """Evict prepared blocks that running sequences need."""
         counts = {w.key: w.count for w in plan.work}
         after = [replace(s.view, computed=s.computed + counts.get(k, 0)) for k, s in self._running.items()]
-        missing = self._ahead.give_way(background_prefill.excess(after, self._blocks_ahead(), self._limits))
+        missing = self._prepared.preempt(background_prefill.blocks_to_evict(after, self._prepared_blocks(), self._limits))
         for sequence in self._waiting if missing else ():
-            sequence.give_way()
+            sequence.preempt()
 
     def _move(self, plan: StepPlan, runner: Runner) -> Iterable[Event]:
         for key in reversed(plan.preempted):
             sequence = self._running.pop(key)
-            sequence.give_way()
+            sequence.preempt()
             self._waiting.appendleft(sequence)
-            log.info("a sequence gave way: the KV cache is full", extra={"request_id": sequence.request.request_id})
+            log.info("preempted a sequence: the KV cache is full", extra={"request_id": sequence.request.request_id})
         for _ in plan.admitted:
             sequence = self._waiting.popleft()
             if sequence.state is None:
@@ -231,18 +240,18 @@ class Batcher:
                 self._admitted.add(request_id)
                 yield Admitted(request_id, time.monotonic())
 
-    def _advance(self, worked: list[Sequence], logits: torch.Tensor) -> list[Event]:
-        """Choose the next token of every sequence that has all its tokens computed."""
-        whole = [i for i, s in enumerate(worked) if s.whole]
-        gained: dict[str, list[ChoiceDelta]] = {}
-        for i, sampled in zip(whole, choose([worked[i] for i in whole], logits[whole]), strict=True):
-            delta = worked[i].gain(sampled, self._tokens)
-            gained.setdefault(worked[i].request.request_id, []).append(delta)
+    def _advance(self, computed: list[Sequence], logits: torch.Tensor) -> list[Event]:
+        """Sample the next token of every sequence whose tokens are all computed."""
+        whole = [i for i, s in enumerate(computed) if s.whole]
+        deltas_by_request: dict[str, list[ChoiceDelta]] = {}
+        for i, sampled in zip(whole, choose([computed[i] for i in whole], logits[whole]), strict=True):
+            delta = computed[i].append_token(sampled, self._tokens)
+            deltas_by_request.setdefault(computed[i].request.request_id, []).append(delta)
             if delta.finish_reason is not None:
-                self._running.pop(worked[i].key)
+                self._running.pop(computed[i].key)
         now = time.monotonic()
         events: list[Event] = []
-        for request_id, deltas in gained.items():
+        for request_id, deltas in deltas_by_request.items():
             self._unfinished[request_id] -= sum(d.finish_reason is not None for d in deltas)
             done = self._unfinished[request_id] == 0
             events.append(Progressed(request_id, tuple(deltas), len(deltas), now, done))

@@ -1,54 +1,54 @@
-"""What may be asked of the computing thread, from any thread; it takes effect between two steps."""
+"""Commands to the computing thread, from any thread. They take effect between two steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.engine.generation.lora_layers import Adapter
-from services.engine.generation.prepared_prefixes import Prepare
+from services.engine.generation.lora_layers import LoraAdapter
+from services.engine.generation.prepared_prefixes import PrepareOrder
 from services.engine.generation.request import EmbedRequest, GenerationRequest
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Forget the request; nothing more is delivered for it."""
+    """Drop the request; no event is delivered for it afterwards."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Yield:
-    """Stop the request, to go on elsewhere. Nothing happens if it is not there."""
+    """Stop the request, which another engine will resume. Unknown ids are ignored."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
-class ForgetAhead:
-    """Let go of what `Prepare` keeps under that name."""
+class DiscardPrepared:
+    """Discard the sequences prepared under this name."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Forget:
-    """No request will name `adapter` again; `forgotten` is called, on the computing thread, when it keeps nothing of it."""
+class UnloadLora:
+    """Drop all references to `adapter`, then call `forgotten` on the computing thread."""
 
-    adapter: Adapter
+    adapter: LoraAdapter
     forgotten: Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Grant:
-    """Keys and values may take that many blocks; sequences give way if they have more."""
+class SetKvBlocks:
+    """Limit the KV cache to `kv_blocks`. Sequences beyond it are preempted."""
 
     kv_blocks: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    pass
+    """End the thread."""
 
 
-Command = GenerationRequest | EmbedRequest | Prepare | Cancel | Yield | Forget | ForgetAhead | Grant | Stop
+Command = GenerationRequest | EmbedRequest | PrepareOrder | Cancel | Yield | UnloadLora | DiscardPrepared | SetKvBlocks | Stop

@@ -1,4 +1,4 @@
-"""One vector for each input: hidden states of the last layer, pooled as the model's sentence-transformers files say."""
+"""Embedding vectors: the last layer's hidden states, pooled as the model's sentence-transformers files define."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from services.engine.generation.kv_cache import PackedBatch, PackedCache, Sequen
 from shared.errors import CheckpointInvalid, InvalidRequest, UnsupportedArchitecture
 
 BATCH = 16
-"""Inputs of an encoder in one forward pass."""
+"""Inputs of an encoder per forward pass."""
 
 Pool = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(hidden states [n, tokens, width], mask [n, tokens] of ones and zeros at the end) → [n, width]"""
+"""Maps hidden states [n, tokens, width] and a mask [n, tokens] of ones followed by zeros to vectors [n, width]."""
 
 
 def _mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -56,13 +56,21 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Pooling:
+    """How to pool hidden states."""
+
     mode: str
     normalize: bool
 
 
 def read_pooling(directory: Path, causal: bool) -> Pooling:
-    """What modules.json and the pooling module's config.json say; without them the last token of decoders and the mean of encoders,
-    both normalised. Raises `UnsupportedArchitecture` for modules and modes that are not known here."""
+    """Read modules.json and the pooling module's config.json.
+
+    Without them decoders use the last token and encoders the mean, both normalised.
+
+    Raises:
+        CheckpointInvalid: A file cannot be read.
+        UnsupportedArchitecture: A module or pooling mode is not supported.
+    """
     try:
         modules = json.loads((directory / "modules.json").read_text())
     except FileNotFoundError:
@@ -77,18 +85,23 @@ def read_pooling(directory: Path, causal: bool) -> Pooling:
 
 def _mode(path: Path) -> str:
     try:
-        told: dict[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as e:
         raise CheckpointInvalid(f"{path.parent.name}/config.json cannot be read: {e}") from e
-    named = told.get("pooling_mode")
-    modes = [named] if isinstance(named, str) else [mode for flag, mode in _FLAGS.items() if told.get(flag)]
+    named = config.get("pooling_mode")
+    modes = [named] if isinstance(named, str) else [mode for flag, mode in _FLAGS.items() if config.get(flag)]
     if len(modes) != 1 or modes[0] not in _POOLS:
         raise UnsupportedArchitecture(f"pooling by {' + '.join(map(str, modes)) or 'nothing'} is not supported")
     return str(modes[0])
 
 
 class Embedder:
-    """Computes vectors in float32. `causal`: the model is a decoder, computed one input at a time without padding."""
+    """Computes vectors in float32.
+
+    Args:
+        causal: The model is a decoder: inputs are computed one at a time without padding.
+        is_packed: The model uses packed attention.
+    """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, pooling: Pooling, *, causal: bool, is_packed: bool) -> None:
         self._model = model.base_model if causal else model
@@ -100,7 +113,14 @@ class Embedder:
         self.dimensions = int(model.config.get_text_config().hidden_size)
 
     def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None) -> torch.Tensor:
-        """[inputs, dimensions] on the CPU. At most `batch` inputs. Raises `InvalidRequest` if so many dimensions are not there."""
+        """Embed at most `batch` inputs.
+
+        Returns:
+            Vectors of shape [inputs, dimensions] on the CPU.
+
+        Raises:
+            InvalidRequest: The model has fewer dimensions than requested.
+        """
         if dimensions is not None and dimensions > self.dimensions:
             raise InvalidRequest(f"this model's vectors have {self.dimensions} dimensions", param="dimensions")
         longest = max(map(len, inputs))

@@ -1,4 +1,4 @@
-"""Embedding requests on the computing thread: one forward pass for the oldest of them at a time, between steps of generation."""
+"""Embedding requests on the computing thread: between generation steps, one forward pass for the oldest."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class _Job:
 
 
 class EmbeddingJobs:
+    """The queue of embedding requests."""
+
     def __init__(self, embedder: Embedder) -> None:
         self._embedder = embedder
         self._jobs: deque[_Job] = deque()
@@ -33,10 +35,11 @@ class EmbeddingJobs:
         self._jobs.append(_Job(request))
 
     def forget(self, request_id: str) -> None:
-        """Harmless if there is none."""
+        """Drop a request. Unknown ids are ignored."""
         self._jobs = deque(j for j in self._jobs if j.request.request_id != request_id)
 
     def step(self) -> list[Event]:
+        """Run one forward pass for the oldest request."""
         if not self._jobs:
             return []
         job = self._jobs[0]
@@ -46,9 +49,9 @@ class EmbeddingJobs:
             vectors = self._embedder.embed(job.request.inputs[done : done + self._embedder.batch], job.request.dimensions)
         except ThawError as e:
             return [*events, self._broken(e)]
-        except Exception as e:  # a process boundary: this request fails, the engine goes on
+        except Exception as e:  # a process boundary: this request fails, the engine continues
             log.exception("an embedding failed")
-            error = EngineFailed(f"the engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")
+            error = EngineFailed(f"The engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")
             return [*events, self._broken(error)]
         job.vectors += [row.numpy().astype("<f4").tobytes() for row in vectors]
         if len(job.vectors) == len(job.request.inputs):

@@ -1,4 +1,4 @@
-"""What the computing thread tells the event loop. Times are seconds of the process's monotonic clock."""
+"""Events from the computing thread to the event loop. Times are seconds of the monotonic clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Progressed:
-    """What a request gained in one step; `done` with its last."""
+    """Tokens that a request gained in one step. `done` is set in the last event."""
 
     request_id: str
     deltas: tuple[ChoiceDelta, ...]
@@ -29,13 +29,15 @@ class Progressed:
 
 @dataclass(frozen=True)
 class Yielded:
-    """The request was stopped to go on elsewhere; all that it has gained has been delivered."""
+    """The request stopped, and another engine will resume it. All its tokens have been delivered."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Embedded:
+    """The vectors of a finished embedding request."""
+
     request_id: str
     vectors: tuple[bytes, ...]
     dimensions: int
@@ -43,7 +45,7 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Broken:
-    """The request ended with an error; all that it held is free again."""
+    """The request failed; its resources are free."""
 
     request_id: str
     error: ThawError

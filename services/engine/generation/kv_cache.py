@@ -1,7 +1,7 @@
-"""Keys and values of one sequence, and the cache object through which transformers' models store them.
+"""Keys and values of one sequence, and the cache object that transformers' models write them to.
 
-Memory grows by blocks of `BLOCK_TOKENS`, layer after layer, so that at no time more than one layer is held twice. Every block that a
-sequence may hold is counted by `services.engine.domain.step_planning` before a step runs.
+Memory grows in blocks of `BLOCK_TOKENS`, one layer after another, so that at most one layer exists twice at a time.
+`services.engine.domain.step_planning` counts every block that a sequence may take before a step runs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ def _whole_blocks(tokens: int) -> int:
 
 
 class SequenceKV:
-    """Keys and values of one sequence in all layers: tensors of shape [1, heads, capacity, head_dim]."""
+    """Keys and values of one sequence: per layer, tensors of shape [1, heads, capacity, head_dim]."""
 
     def __init__(self) -> None:
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
     def append(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `keys` and `values` of the positions from `start` on; all of the layer's keys and values up to and with them."""
+        """Store the keys and values of positions from `start` on.
+
+        Returns:
+            All keys and values of the layer up to the new ones.
+        """
         end = start + keys.shape[2]
         self._keys[layer] = _put(self._keys.get(layer), start, end, keys)
         self._values[layer] = _put(self._values.get(layer), start, end, values)
@@ -52,7 +56,7 @@ def _put(held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class Slice:
-    """`count` new tokens of one sequence, whose first `start` tokens are in `kv` already."""
+    """`count` new tokens of one sequence. `kv` already has its first `start` tokens."""
 
     kv: SequenceKV
     start: int
@@ -61,11 +65,11 @@ class Slice:
 
 @dataclass
 class PackedBatch:
-    """The sequences of one forward pass, one after the other along the token axis."""
+    """The sequences of one forward pass, concatenated along the token axis."""
 
     slices: Sequence[Slice]
     layer: int = field(default=-1)
-    """Set by the cache just before the same layer's attention runs."""
+    """Set by the cache just before the attention of that layer runs."""
 
 
 _current: ContextVar[PackedBatch] = ContextVar("packed_batch")
@@ -73,7 +77,7 @@ _current: ContextVar[PackedBatch] = ContextVar("packed_batch")
 
 @contextmanager
 def packed(batch: PackedBatch) -> Iterator[None]:
-    """Forward passes inside compute attention for `batch`."""
+    """Compute attention for `batch` in forward passes inside this context."""
     token = _current.set(batch)
     try:
         yield
@@ -86,8 +90,10 @@ def current_batch() -> PackedBatch:
 
 
 class PackedCache:
-    """What transformers sees as `past_key_values`: it only notes the layer; the attention function does the storing, for it knows
-    where each sequence begins and ends."""
+    """The `past_key_values` that transformers sees.
+
+    It only records the layer. The attention function stores keys and values, because it knows where each sequence begins and ends.
+    """
 
     is_compileable = False
 

@@ -1,8 +1,7 @@
-"""LoRA in a forward pass that rows of several adapters share: each linear layer is computed once for all rows, then every adapter's
-low-rank product is added to its own rows.
+"""LoRA in a forward pass whose rows use several adapters.
 
-The product is computed in the type that the adapter was saved in, as PEFT does it, and rounded once when it is added. Adapters are tensors
-beside the model: the base's weights are never changed.
+Each linear layer is computed once for all rows; then every adapter's low-rank product is added to its own rows. The product is computed in the
+type that the adapter was saved in, as PEFT does, and rounded once when added. The base model's weights never change.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A module's low-rank product: `b @ a * scale`. a: [rank, inputs], b: [outputs, rank]."""
+class LowRankPair:
+    """The low-rank product of a module: `b @ a * scale`. a: [rank, inputs], b: [outputs, rank]."""
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
 
 
-class Adapter:
-    """One adapter's pairs by the names of the modules they belong to."""
+class LoraAdapter:
+    """The pairs of one adapter, by module name."""
 
-    def __init__(self, name: str, pairs: Mapping[str, Pair]) -> None:
+    def __init__(self, name: str, pairs: Mapping[str, LowRankPair]) -> None:
         self.name = name
         self.pairs = pairs
 
 
 @dataclass(frozen=True)
-class Share:
-    """`adapter`'s rows: tokens `first` to `last` of the pass, and logits `first_row` to `last_row`."""
+class LoraSpan:
+    """The rows of `adapter` in a pass: tokens `first` to `last`, logits `first_row` to `last_row`."""
 
-    adapter: Adapter
+    adapter: LoraAdapter
     first: int
     last: int
     first_row: int
@@ -55,39 +54,40 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Who has which of a pass's `tokens`."""
+class LoraSpans:
+    """Which adapter each of the pass's `tokens` uses."""
 
     tokens: int
-    parts: Sequence[Share]
+    parts: Sequence[LoraSpan]
 
 
-_current: ContextVar[Shares | None] = ContextVar("lora_shares", default=None)
+_current: ContextVar[LoraSpans | None] = ContextVar("lora_shares", default=None)
 
 
 @contextmanager
-def shared_by(shares: Shares | None) -> Iterator[None]:
-    """Forward passes inside belong to `shares`; None: to the base alone."""
-    token = _current.set(shares)
+def apply_lora(spans: LoraSpans | None) -> Iterator[None]:
+    """Apply `spans` in forward passes inside this context. None: the base model only."""
+    token = _current.set(spans)
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def parse(card: ModelCard, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> Adapter:
-    """The adapter that `tensors` (named as PEFT names them) are, checked against the model. No tensor is copied on the CPU.
+def parse(card: ModelCard, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> LoraAdapter:
+    """Build an adapter from tensors with PEFT's names, checked against the model. On the CPU no tensor is copied.
 
-    Raises `CheckpointInvalid` for what does not fit.
+    Raises:
+        CheckpointInvalid: A tensor does not fit the model.
     """
     info = card.info.adapter
     if info is None:
-        raise CheckpointInvalid(f"{card.name} is no adapter")
+        raise CheckpointInvalid(f"{card.name} is not a LoRA adapter")
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = _TENSOR.fullmatch(name)
         if found is None:
-            raise CheckpointInvalid(f"{card.name}: tensor {name!r} is none of a linear layer's LoRA pair")
+            raise CheckpointInvalid(f"{card.name}: tensor {name!r} does not belong to a LoRA pair of a linear layer")
         halves.setdefault(found["module"], {})[found["part"]] = tensor
     linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
     pairs = {}
@@ -106,27 +106,29 @@ def parse(card: ModelCard, tensors: Mapping[str, torch.Tensor], model: PreTraine
                 f"{card.name} does not fit {module} of its base: lora_A must be [{rank}, {inputs}] and lora_B [{outputs}, {rank}], and they "
                 f"are {list(a.shape) if a is not None else 'missing'} and {list(b.shape) if b is not None else 'missing'}"
             )
-        pairs[module] = Pair(a.to(device), b.to(device), info.scale_of(module))
-    return Adapter(card.name, pairs)
+        pairs[module] = LowRankPair(a.to(device), b.to(device), info.scale_of(module))
+    return LoraAdapter(card.name, pairs)
 
 
 def _size(module: torch.nn.Linear | Conv1D) -> tuple[int, int]:
-    """Outputs and inputs; GPT-2's kind of layer keeps its weight the other way round."""
+    """Outputs and inputs of a layer. GPT-2's `Conv1D` stores its weight transposed."""
     rows, columns = module.weight.shape
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
-class Patched:
-    """Has the model's linear layers add what the current pass's adapters say. A layer is patched while any adapter that it knows of needs
-    it; the others cost nothing. Used by the computing thread alone."""
+class PatchedLayers:
+    """Patches linear layers so that they add the low-rank products of the current pass.
+
+    A layer is patched while any known adapter needs it; the other layers cost nothing. Used by the computing thread only.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._users: Counter[str] = Counter()
-        self._known: set[Adapter] = set()
+        self._known: set[LoraAdapter] = set()
 
-    def need(self, adapters: set[Adapter]) -> None:
-        """Patch what `adapters` add to."""
+    def patch(self, adapters: set[LoraAdapter]) -> None:
+        """Patch the layers of `adapters`."""
         for adapter in adapters - self._known:
             self._known.add(adapter)
             for name in adapter.pairs:
@@ -135,8 +137,8 @@ class Patched:
                     module = self._model.get_submodule(name)
                     module.__dict__["forward"] = _adding(name, module.forward)
 
-    def forget(self, adapter: Adapter) -> None:
-        """Nothing computes with `adapter` any more."""
+    def forget(self, adapter: LoraAdapter) -> None:
+        """Unpatch the layers that only `adapter` needed."""
         if adapter not in self._known:
             return
         self._known.discard(adapter)
@@ -150,19 +152,22 @@ class Patched:
 def _adding(name: str, forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def adding(x: torch.Tensor) -> torch.Tensor:
         output = forward(x)
-        shares = _current.get()
-        if shares is not None:
-            _add(name, shares, x, output)
+        spans = _current.get()
+        if spans is not None:
+            _add(name, spans, x, output)
         return output
 
     return adding
 
 
-def _add(name: str, shares: Shares, x: torch.Tensor, output: torch.Tensor) -> None:
-    """In place. The token axis is the last but one; the head of the model sees the rows' last tokens only."""
-    whole = x.shape[-2] == shares.tokens
+def _add(name: str, spans: LoraSpans, x: torch.Tensor, output: torch.Tensor) -> None:
+    """Add the low-rank products to `output` in place.
+
+    The token axis is the last but one. The model's head sees only the last token of each row.
+    """
+    whole = x.shape[-2] == spans.tokens
     inputs = {x.dtype: x}
-    for part in shares.parts:
+    for part in spans.parts:
         pair = part.adapter.pairs.get(name)
         if pair is None:
             continue

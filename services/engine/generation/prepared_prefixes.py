@@ -1,4 +1,4 @@
-"""Keys and values computed ahead (`PrepareResume`), kept by the computing thread under the name that a resumed request will bring."""
+"""Sequences prefilled ahead of a resumed request (`PrepareResume`), kept by name on the computing thread."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.engine.domain.background_prefill import common
+from services.engine.domain.background_prefill import common_prefix_length
 from services.engine.domain.step_planning import blocks_for
-from services.engine.generation.lora_layers import Adapter
+from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import Row, Runner
 from shared.errors import Conflict, EngineFailed, InsufficientMemory, NotFound, ThawError
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Tokens that an order has computed, and those of its sequences that are not yet."""
+    """Tokens that an order has computed, and those still `left`."""
 
     tokens: int
     left: int = 0
@@ -27,24 +27,33 @@ Outcome = Computed | ThawError
 
 
 @dataclass(frozen=True)
-class Prepare:
-    """Compute `sequences` and keep them for `keep_s` from then on, as `name`. After `answer_s` it ends with what was computed, if that is
-    anything; it is given up after `within_s`. `variant`: what besides the tokens decides about keys and values (the adapter's revision).
-    `told` is called on the computing thread."""
+class PrepareOrder:
+    """An order to prefill `sequences`.
+
+    Args:
+        name: The name that the resumed request will send.
+        sequences: Token ids of each sequence.
+        adapter: LoRA adapter, or None.
+        variant: The adapter's revision: keys and values of different variants are not interchangeable.
+        keep_s: Seconds that the result is kept after it is computed.
+        within_s: Seconds after which an unfinished order is dropped.
+        on_done: Called on the computing thread with the outcome.
+        reply_within_s: Seconds after which a partial result is reported.
+    """
 
     name: str
     sequences: tuple[tuple[int, ...], ...]
-    adapter: Adapter | None
+    adapter: LoraAdapter | None
     variant: str
     keep_s: float
     within_s: float
-    told: Callable[[Outcome], None]
-    answer_s: float = math.inf
+    on_done: Callable[[Outcome], None]
+    reply_within_s: float = math.inf
 
 
 @dataclass
-class Part:
-    """One sequence. Its last token is left to the request, whose first logits it gives."""
+class PreparedSequence:
+    """One sequence. Its last token is left to the request, which needs the logits after it."""
 
     tokens: tuple[int, ...]
     state: Any = None
@@ -60,12 +69,12 @@ class Part:
 
 
 @dataclass
-class _Kept:
+class _Entry:
     variant: str
-    parts: list[Part]
+    parts: list[PreparedSequence]
     expires: float
-    order: Prepare | None = None
-    answer_by: float = math.inf
+    order: PrepareOrder | None = None
+    reply_by: float = math.inf
     done: int = 0
 
     @property
@@ -78,11 +87,11 @@ class _Kept:
 
 
 @dataclass
-class Ahead:
-    """Owned by the computing thread. `rewinds`: a state can be used from an earlier token on."""
+class PreparedPrefixes:
+    """Prepared sequences by name. Owned by the computing thread."""
 
     runner: Runner | None
-    _kept: dict[str, _Kept] = field(default_factory=dict)
+    _kept: dict[str, _Entry] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -93,48 +102,55 @@ class Ahead:
         return any(k.order is not None for k in self._kept.values())
 
     def next_expiry(self) -> float | None:
-        """In seconds of the monotonic clock."""
+        """Time of the next expiry in seconds of the monotonic clock, or None."""
         return min((k.expires for k in self._kept.values()), default=None)
 
-    def order(self, order: Prepare, room: int) -> None:
-        """Take an order on; `room`: blocks that requests leave. Refused (`told`) if it has none there."""
+    def order(self, order: PrepareOrder, room: int) -> None:
+        """Accept an order, or refuse it through `on_done` if it does not fit.
+
+        Args:
+            order: The order.
+            room: Blocks that running and waiting requests do not need.
+        """
         old = self._kept.pop(order.name, None)
         if old is not None and old.order is not None:
-            old.order.told(Conflict("the same was asked for again"))
+            old.order.on_done(Conflict("A newer order for the same sequences replaced this one"))
         need = sum(blocks_for(len(tokens)) for tokens in order.sequences)
         if need > room - self.blocks:
-            order.told(InsufficientMemory(f"{need} blocks of KV cache are needed, and {max(0, room - self.blocks)} are free"))
+            order.on_done(
+                InsufficientMemory(f"The sequences need {need} blocks of KV cache, and {max(0, room - self.blocks)} are free")
+            )
             return
         variant = order.variant
         held = list(old.parts) if old is not None and old.variant == variant else []
         now = time.monotonic()
         parts = [self._claim(held, tokens) for tokens in order.sequences]
-        kept = self._kept[order.name] = _Kept(variant, parts, now + order.within_s, order, now + order.answer_s)
+        kept = self._kept[order.name] = _Entry(variant, parts, now + order.within_s, order, now + order.reply_within_s)
         self._conclude(kept)
 
-    def _claim(self, held: list[Part], tokens: tuple[int, ...]) -> Part:
-        """The part of `held` that has most of `tokens`, cut to what they share; a new one if that is nothing."""
-        best = max(held, key=lambda p: common(p.tokens, tokens), default=None)
+    def _claim(self, held: list[PreparedSequence], tokens: tuple[int, ...]) -> PreparedSequence:
+        """Take the sequence of `held` with the longest common prefix, cut to that prefix; an empty one if there is none."""
+        best = max(held, key=lambda p: common_prefix_length(p.tokens, tokens), default=None)
         if best is None:
-            return Part(tokens)
-        shared = min(best.computed, common(best.tokens, tokens), len(tokens) - 1)
+            return PreparedSequence(tokens)
+        shared = min(best.computed, common_prefix_length(best.tokens, tokens), len(tokens) - 1)
         if shared <= 0 or self.runner is None or (shared < best.computed and not self.runner.rewinds):
-            return Part(tokens)
+            return PreparedSequence(tokens)
         held.remove(best)
-        return Part(tokens, best.state, shared)
+        return PreparedSequence(tokens, best.state, shared)
 
-    def claim(self, name: str, variant: str, sequences: Sequence[tuple[int, ...]]) -> list[Part]:
-        """Give what is kept as `name` to the request that brings it: one part for each of its sequences, empty where nothing fits."""
+    def claim(self, name: str, variant: str, sequences: Sequence[tuple[int, ...]]) -> list[PreparedSequence]:
+        """Hand the sequences kept as `name` to their request: one for each of its sequences, empty where none matches."""
         kept = self._kept.pop(name, None)
         if kept is None:
-            return [Part(tokens) for tokens in sequences]
+            return [PreparedSequence(tokens) for tokens in sequences]
         if kept.order is not None:
-            kept.order.told(Conflict("the request has come"))
+            kept.order.on_done(Conflict("The resumed request arrived before its sequences were computed"))
         held = kept.parts if kept.variant == variant else []
         return [self._claim(held, tokens) for tokens in sequences]
 
-    def work(self, tokens: int) -> tuple[Part, Row] | None:
-        """At most so many tokens to compute next."""
+    def work(self, tokens: int) -> tuple[PreparedSequence, Row] | None:
+        """The next row to compute, of at most `tokens` tokens; None if there is nothing to compute."""
         for kept in self._kept.values():
             if kept.order is None:
                 continue
@@ -146,43 +162,49 @@ class Ahead:
                     return part, Row(part.state, part.computed, row, kept.order.adapter)
         return None
 
-    def computed(self, part: Part, row: Row) -> None:
+    def computed(self, part: PreparedSequence, row: Row) -> None:
+        """Record that `row` of `part` was computed."""
         part.computed += len(row.tokens)
         for kept in list(self._kept.values()):
             if any(p is part for p in kept.parts):
                 kept.done += len(row.tokens)
                 self._conclude(kept)
 
-    def _conclude(self, kept: _Kept) -> None:
+    def _conclude(self, kept: _Entry) -> None:
         now = time.monotonic()
-        if kept.order is not None and (not kept.left or (kept.done and now >= kept.answer_by)):
+        if kept.order is not None and (not kept.left or (kept.done and now >= kept.reply_by)):
             order, kept.order = kept.order, None
             kept.expires = now + order.keep_s
-            order.told(Computed(kept.done, kept.left))
+            order.on_done(Computed(kept.done, kept.left))
 
-    def failed(self, part: Part, error: EngineFailed) -> None:
-        """A step over `part` failed: nothing of it can be trusted."""
+    def failed(self, part: PreparedSequence, error: EngineFailed) -> None:
+        """Discard the entries of `part`, whose step failed."""
         for name in [n for n, k in self._kept.items() if any(p is part for p in k.parts)]:
             self._drop(name, error)
 
     def forget(self, name: str) -> None:
-        """Harmless if there is none."""
+        """Discard an entry. Unknown names are ignored."""
         if name in self._kept:
-            self._drop(name, NotFound("it was forgotten"))
+            self._drop(name, NotFound("The prepared sequences were discarded"))
 
     def expire(self, now: float) -> None:
+        """Discard entries that expired before `now`."""
         for name in [n for n, k in self._kept.items() if now >= k.expires]:
-            self._drop(name, InsufficientMemory("it could not be computed in time behind what runs here"))
+            self._drop(name, InsufficientMemory("Running requests left no time to compute the sequences within the deadline"))
 
-    def give_way(self, blocks: int) -> int:
-        """Let go of at least so many blocks, the newest first; how many are still missing."""
+    def preempt(self, blocks: int) -> int:
+        """Discard at least `blocks` blocks, newest entries first.
+
+        Returns:
+            The number of blocks that are still missing.
+        """
         while blocks > 0 and self._kept:
             name = next(reversed(self._kept))
             blocks -= self._kept[name].blocks
-            self._drop(name, InsufficientMemory("its keys and values gave way to requests that run here"))
+            self._drop(name, InsufficientMemory("Running requests needed the memory of the prepared sequences"))
         return max(0, blocks)
 
     def _drop(self, name: str, why: ThawError) -> None:
         kept = self._kept.pop(name)
         if kept.order is not None:
-            kept.order.told(why)
+            kept.order.on_done(why)

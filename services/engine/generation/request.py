@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.engine.domain.generation import Gained, Generation
-from services.engine.domain.sampling_params import Ending, SamplingParams
-from services.engine.generation.lora_layers import Adapter
+from services.engine.domain.generation import Generation, TokenText
+from services.engine.domain.sampling_params import SamplingParams, StopConditions
+from services.engine.generation.lora_layers import LoraAdapter
 from shared.contracts.migration import RunningChoice
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What another engine has made of a choice. `owed`: text of `tokens` that is still to be sent, and whether they complete the choice."""
+class ResumeState:
+    """Tokens of a choice that another engine has generated.
+
+    `unsent` is the text of `tokens` that the client has not received, with the finish reason if the tokens complete the choice.
+    """
 
     tokens: tuple[int, ...]
     generation: Generation
-    owed: Gained
+    unsent: TokenText
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,9 @@ class Choice:
 
     index: int
     prompt: tuple[int, ...]
-    ending: Ending
+    stop_conditions: StopConditions
     echo: str | None = None
-    begun: Begun | None = None
+    resume_state: ResumeState | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class GenerationRequest:
     prompt_tokens: int
     prompt_token_ids: tuple[int, ...] | None
     ignored: tuple[str, ...]
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     variant: str = ""
     finished: tuple[RunningChoice, ...] = ()
     prepared: str = ""

@@ -1,4 +1,4 @@
-"""One forward pass over several sequences, in the way the architecture allows."""
+"""A forward pass over several sequences, in the way that the architecture allows."""
 
 from __future__ import annotations
 
@@ -10,58 +10,72 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from services.engine.generation.kv_cache import PackedBatch, PackedCache, SequenceKV, Slice, packed
-from services.engine.generation.lora_layers import Adapter, Patched, Share, Shares, shared_by
+from services.engine.generation.lora_layers import LoraAdapter, LoraSpan, LoraSpans, PatchedLayers, apply_lora
 
 
 @dataclass(frozen=True)
 class Row:
-    """New tokens of one sequence, whose first `start` tokens `state` (made by the runner) knows already. `adapter` None: the base alone."""
+    """New tokens of one sequence.
+
+    Args:
+        state: The runner's state of the sequence, which has its first `start` tokens.
+        start: Number of tokens already computed.
+        tokens: The new tokens.
+        adapter: LoRA adapter; None: the base model only.
+    """
 
     state: Any
     start: int
     tokens: Sequence[int]
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
 
 
 class Runner(Protocol):
-    """`forward` gives each row's logits (float32) after its last token: [rows, vocabulary]. `forget`: no row will name the adapter again.
-    `rewinds`: a state may be used from an earlier token on than it has come to."""
+    """Runs forward passes.
+
+    - `forward` returns float32 logits after each row's last token: [rows, vocabulary].
+    - `forget`: no later row will use this adapter.
+    - `rewinds`: a state may be reused from an earlier token on.
+    """
 
     @property
     def rewinds(self) -> bool: ...
     def new_state(self) -> Any: ...
     def forward(self, rows: Sequence[Row]) -> torch.Tensor: ...
-    def forget(self, adapter: Adapter) -> None: ...
+    def forget(self, adapter: LoraAdapter) -> None: ...
 
 
 class PackedRunner:
-    """All sequences in one pass: for models that take their attention from transformers' interface and positions from `position_ids`."""
+    """One pass for all sequences.
+
+    For models that take attention from transformers' interface and positions from `position_ids`.
+    """
 
     rewinds = True
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._patched = Patched(model)
+        self._patched = PatchedLayers(model)
 
     def new_state(self) -> SequenceKV:
         return SequenceKV()
 
-    def forget(self, adapter: Adapter) -> None:
+    def forget(self, adapter: LoraAdapter) -> None:
         self._patched.forget(adapter)
 
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
         adapters = {row.adapter: None for row in rows if row.adapter is not None}
         if not adapters:
             return self._pass(rows, None)
-        self._patched.need(set(adapters))
-        # Rows of one adapter lie side by side, those of the base first.
+        self._patched.patch(set(adapters))
+        # Rows of one adapter are adjacent, those without an adapter first.
         rank = {adapter: i for i, adapter in enumerate((None, *adapters))}
         order = sorted(range(len(rows)), key=lambda i: rank[rows[i].adapter])
-        logits = self._pass([rows[i] for i in order], _shares([rows[i] for i in order]))
+        logits = self._pass([rows[i] for i in order], _lora_spans([rows[i] for i in order]))
         return logits[torch.tensor(order).argsort().to(logits.device)]
 
-    def _pass(self, rows: Sequence[Row], shares: Shares | None) -> torch.Tensor:
+    def _pass(self, rows: Sequence[Row], spans: LoraSpans | None) -> torch.Tensor:
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -70,7 +84,7 @@ class PackedRunner:
             positions += range(row.start, row.start + len(row.tokens))
             last.append(len(ids) - 1)
         batch = PackedBatch([Slice(row.state, row.start, len(row.tokens)) for row in rows])
-        with torch.inference_mode(), packed(batch), shared_by(shares):
+        with torch.inference_mode(), packed(batch), apply_lora(spans):
             output = self._model(
                 input_ids=torch.tensor([ids], device=self._device),
                 position_ids=torch.tensor([positions], device=self._device),
@@ -82,9 +96,9 @@ class PackedRunner:
         return logits
 
 
-def _shares(rows: Sequence[Row]) -> Shares:
-    """Whose tokens are whose, in rows that are sorted by their adapters."""
-    parts: list[Share] = []
+def _lora_spans(rows: Sequence[Row]) -> LoraSpans:
+    """Spans of adapters in rows that are sorted by adapter."""
+    parts: list[LoraSpan] = []
     at = 0
     for i, row in enumerate(rows):
         end = at + len(row.tokens)
@@ -92,22 +106,22 @@ def _shares(rows: Sequence[Row]) -> Shares:
             if parts and parts[-1].adapter is row.adapter:
                 parts[-1] = replace(parts[-1], last=end, last_row=i + 1)
             else:
-                parts.append(Share(row.adapter, at, end, i, i + 1))
+                parts.append(LoraSpan(row.adapter, at, end, i, i + 1))
         at = end
-    return Shares(at, parts)
+    return LoraSpans(at, parts)
 
 
 class SequentialRunner:
-    """One pass for each sequence with its own cache: for every architecture that `model.generate` can run."""
+    """One pass per sequence with its own cache, for every architecture that `model.generate` can run."""
 
     rewinds = False
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._patched = Patched(model)
+        self._patched = PatchedLayers(model)
 
-    def forget(self, adapter: Adapter) -> None:
+    def forget(self, adapter: LoraAdapter) -> None:
         self._patched.forget(adapter)
 
     def new_state(self) -> DynamicCache:
@@ -118,8 +132,8 @@ class SequentialRunner:
 
     def _one(self, row: Row) -> torch.Tensor:
         if row.adapter is not None:
-            self._patched.need({row.adapter})
-        with torch.inference_mode(), shared_by(_shares([row]) if row.adapter is not None else None):
+            self._patched.patch({row.adapter})
+        with torch.inference_mode(), apply_lora(_lora_spans([row]) if row.adapter is not None else None):
             output = self._model(
                 input_ids=torch.tensor([list(row.tokens)], device=self._device),
                 attention_mask=torch.ones((1, row.start + len(row.tokens)), dtype=torch.long, device=self._device),

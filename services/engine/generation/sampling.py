@@ -1,10 +1,10 @@
-"""From logits to a token. Pure functions over tensors.
+"""Sampling: from logits to a token. Pure functions over tensors.
 
-In this order, as vLLM has it: logit bias, penalties, temperature, min-p, top-k, top-p. Log-probabilities are the model's own, before any of
-these. The draw is a race: each token that may be drawn has an exponential number of its own, which depends on the request alone, and the
-one with the least number over its probability wins (the Gumbel-max trick; Maddison et al., "A* sampling", NIPS 2014, section 2). So an answer
-is the same on every device, in every batch and after a move: rounding matters only where the two best are as near as rounding is, and not, as
-with an inverted cumulative distribution, wherever one token's share ends and the next one's begins.
+The order is vLLM's: logit bias, penalties, temperature, min-p, top-k, top-p. Reported log-probabilities are the model's own, before any of these.
+The sampler uses the Gumbel-max trick as an exponential race (Maddison et al., "A* sampling", NIPS 2014, section 2): each candidate token has
+an exponential number that depends only on the request, and the smallest ratio of number to probability wins. So a response is the same on every
+device, in every batch and after a migration. Rounding matters only where the two best ratios are within rounding error; an inverted cumulative
+distribution would be sensitive at every boundary between tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from services.engine.domain.sampling_params import SamplingParams
 from services.engine.generation.philox import Draw
 
 _NUCLEUS_GUESS = 1024
-"""Sorted first for top-p; the whole vocabulary is sorted only where so many tokens do not reach it."""
+"""Candidates that top-p sorts first; it sorts the whole vocabulary only if these do not reach top-p."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """`top` holds (token, log-probability), best first."""
+    """A sampled token. `top` holds (token, log-probability) pairs, best first."""
 
     token: int
     logprob: float | None = None
@@ -33,7 +33,7 @@ class Sampled:
 
 @dataclass
 class History:
-    """Tokens seen so far, for penalties."""
+    """Tokens of the prompt and of the output, for penalties."""
 
     prompt: frozenset[int]
     output: Counter[int]
@@ -47,7 +47,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, history: History, draw:
 
 
 def token_logprobs(logits: torch.Tensor, token: int, top: int | None) -> Sampled:
-    """`token` with its log-probability under `logits` and those of the `top` best; without any for None."""
+    """The token with its log-probability and the `top` best alternatives; None: no log-probabilities."""
     if top is None:
         return Sampled(token)
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -90,18 +90,18 @@ def _drawn(logits: torch.Tensor, params: SamplingParams, draw: Draw) -> int:
 
 
 def _first(probabilities: torch.Tensor, uniform: torch.Tensor) -> int:
-    """Where the race is won: at the least exponential number over its probability."""
+    """Index of the winner of the race: the smallest ratio of exponential number to probability."""
     exponential = torch.log1p(-uniform).neg().clamp(min=torch.finfo(torch.float64).tiny)
     return int((probabilities / exponential).argmax())
 
 
 def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities that may be drawn and their token ids, most likely first."""
+    """Candidate probabilities and their token ids, most likely first."""
     size = probabilities.shape[-1]
     k = params.top_k if 0 < params.top_k < size else size
     if k == size and params.top_p < 1.0 and size > _NUCLEUS_GUESS:
         guess = probabilities.topk(_NUCLEUS_GUESS)
-        # top-p counts within what min-p left, so the total is not always one.
+        # top-p is a fraction of the probability that min-p left, so the total may be below one.
         if guess.values.double().sum() >= params.top_p * probabilities.double().sum():
             return _nucleus(guess.values, guess.indices, params.top_p, float(probabilities.double().sum()))
     ordered = probabilities.topk(k) if k < size else probabilities.sort(descending=True, stable=True)
@@ -112,7 +112,7 @@ def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Te
 
 
 def _nucleus(values: torch.Tensor, ids: torch.Tensor, top_p: float, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fewest most likely tokens whose share of `total` is at least `top_p`."""
+    """The smallest set of most likely tokens whose probability is at least `top_p` of `total`."""
     before = values.double().cumsum(0) - values.double()
     count = max(1, int((before < top_p * total).sum()))
     return values[:count], ids[:count]

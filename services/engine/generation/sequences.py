@@ -1,4 +1,4 @@
-"""Sequences on the computing thread: how each begins, chooses its next token, and what of it is told."""
+"""Sequences on the computing thread: creation, sampling of the next token, and the delta for the client."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from services.engine.tokenization import Tokenization
 from shared.contracts.inference import ChoiceDelta, TokenLogprob, TopLogprob
 
 _LEAST_LOGPROB = -9999.0
-"""What minus infinity is told as: JSON has no such number."""
+"""Reported instead of minus infinity, which JSON cannot express."""
 
 
 @dataclass
 class Sequence:
-    """`state` has keys and values of the first `computed` of `tokens`; `owed`: text to be told with the next token."""
+    """One sequence.
+
+    `state` has keys and values of the first `computed` tokens. `unsent` is text to send with the next token.
+    """
 
     key: int
     request: GenerationRequest
@@ -33,21 +36,21 @@ class Sequence:
     history: History
     computed: int = 0
     state: Any = None
-    owed: str = ""
+    unsent: str = ""
 
     @classmethod
-    def begin(cls, key: int, request: GenerationRequest, choice: Choice, tokenization: Tokenization) -> Sequence:
-        """With the tokens that another engine has made of it."""
-        begun, penalised = choice.begun, request.params.penalised
-        made = begun.tokens if begun is not None else ()
+    def from_request(cls, key: int, request: GenerationRequest, choice: Choice, tokenization: Tokenization) -> Sequence:
+        """Create the sequence of a choice, with the tokens that another engine has generated."""
+        resumed, penalised = choice.resume_state, request.params.penalised
+        generated = resumed.tokens if resumed is not None else ()
         return cls(
             key,
             request,
             choice,
-            [*choice.prompt, *made],
-            begun.generation if begun is not None else Generation(tokenization.decode, choice.prompt, choice.ending),
-            History(frozenset(choice.prompt), Counter(made)) if penalised else History(frozenset(), Counter()),
-            owed=begun.owed.text if begun is not None else choice.echo or "",
+            [*choice.prompt, *generated],
+            resumed.generation if resumed is not None else Generation(tokenization.decode, choice.prompt, choice.stop_conditions),
+            History(frozenset(choice.prompt), Counter(generated)) if penalised else History(frozenset(), Counter()),
+            unsent=resumed.unsent.text if resumed is not None else choice.echo or "",
         )
 
     @property
@@ -56,31 +59,31 @@ class Sequence:
 
     @property
     def whole(self) -> bool:
-        """Whether the last step gave the logits of its next token."""
+        """True if the last step produced the logits of the next token."""
         return self.computed == len(self.tokens)
 
-    def give_way(self) -> None:
-        """Its keys and values are lost."""
+    def preempt(self) -> None:
+        """Drop its keys and values."""
         self.computed, self.state = 0, None
 
-    def gain(self, sampled: Sampled, tokenization: Tokenization) -> ChoiceDelta:
-        """Take the token on; what is to be told of it."""
-        owed, self.owed = self.owed, ""
+    def append_token(self, sampled: Sampled, tokenization: Tokenization) -> ChoiceDelta:
+        """Append a sampled token and return the delta for the client."""
+        unsent, self.unsent = self.unsent, ""
         gained = self.generation.feed(sampled.token)
         self.tokens.append(sampled.token)
         if self.request.params.penalised:
             self.history.output[sampled.token] += 1
         return ChoiceDelta(
             index=self.choice.index,
-            text=owed + gained.text,
+            text=unsent + gained.text,
             token_ids=(sampled.token,),
-            logprobs=(_told(sampled, tokenization),) if sampled.logprob is not None else None,
+            logprobs=(_token_logprob(sampled, tokenization),) if sampled.logprob is not None else None,
             finish_reason=gained.finish_reason,
         )
 
 
 def choose(sequences: Many[Sequence], logits: torch.Tensor) -> list[Sampled]:
-    """The next token of each, from its row of `logits`."""
+    """Sample the next token of each sequence from its row of `logits`."""
     params = [s.request.params for s in sequences]
     if all(p.greedy and p.untouched and p.top_logprobs is None for p in params):
         return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
@@ -90,7 +93,7 @@ def choose(sequences: Many[Sequence], logits: torch.Tensor) -> list[Sampled]:
     ]
 
 
-def _told(sampled: Sampled, tokenization: Tokenization) -> TokenLogprob:
+def _token_logprob(sampled: Sampled, tokenization: Tokenization) -> TokenLogprob:
     assert sampled.logprob is not None
     own = _top(sampled.token, sampled.logprob, tokenization)
     top = tuple(_top(token, logprob, tokenization) for token, logprob in sampled.top)
@@ -99,5 +102,5 @@ def _told(sampled: Sampled, tokenization: Tokenization) -> TokenLogprob:
 
 def _top(token: int, logprob: float, tokenization: Tokenization) -> TopLogprob:
     raw = tokenization.token_bytes(token)
-    told = max(logprob, _LEAST_LOGPROB)
-    return TopLogprob(token_id=token, token=raw.decode(errors="replace"), logprob=told, bytes=tuple(raw))
+    reported = max(logprob, _LEAST_LOGPROB)
+    return TopLogprob(token_id=token, token=raw.decode(errors="replace"), logprob=reported, bytes=tuple(raw))

@@ -1,14 +1,16 @@
-"""The LoRA adapters that an engine has in memory: loaded when a request first names one, shared by all that do, and let go again.
+"""The LoRA adapters that an engine holds in memory.
 
-1. An adapter that is there is used at once.
-2. Otherwise it is loaded, once for all who wait for it, as soon as its bytes fit into the budget. To make room, adapters that no request uses
-   leave, the least recently used first.
-3. If those in use leave too little, it waits for them; what comes later then waits behind it (after FAIR_AFTER_S even for adapters that are
-   there), so that nothing starves.
-4. One that is larger than the whole budget is refused.
-5. One that nobody has used for the model's keep_alive leaves, and one that another revision has replaced as soon as nobody uses it.
+The first request that names an adapter loads it; later requests share it.
 
-The budget is part of the memory that the instance has reserved: what adapters take, keys and values may not (`domain/planning.py`).
+1. A cached adapter is used at once.
+2. Any other adapter is loaded once for all waiting requests, as soon as its bytes fit the budget. To make room the cache evicts unused
+   adapters, least recently used first.
+3. If adapters in use leave too little room, the request waits. Later requests queue behind it, after `FAIR_AFTER_S` even those for cached
+   adapters, so that no request starves.
+4. An adapter larger than the whole budget is refused.
+5. An adapter unused for the model's keep_alive is evicted; an outdated revision is evicted as soon as no request uses it.
+
+The budget is part of the memory that the instance has reserved: adapters take memory from the KV cache (`domain/step_planning.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.engine.domain.step_planning import AdapterRoom
-from services.engine.generation.lora_layers import Adapter
+from services.engine.domain.step_planning import LoraBudget
+from services.engine.generation.lora_layers import LoraAdapter
 from shared.contracts.engine import LoadedAdapter
 from shared.contracts.models import ModelCard
 from shared.errors import InsufficientMemory
@@ -30,28 +32,28 @@ log = logging.getLogger(__name__)
 FAIR_AFTER_S = 2.0
 
 
-class Shelf(Protocol):
-    """Where adapters come from and go to."""
+class LoraSource(Protocol):
+    """Loads and unloads adapters."""
 
-    async def load(self, card: ModelCard, number: int) -> Adapter:
-        """The `number`th adapter of this engine. Raises `ThawError`, and then holds nothing."""
+    async def load(self, card: ModelCard, number: int) -> LoraAdapter:
+        """Load an adapter. `number` is unique within this engine. Raises `ThawError`, after releasing everything."""
 
-    async def drop(self, adapter: Adapter, number: int) -> None:
-        """Nothing uses `adapter`; the caller keeps no reference. Returns when its memory is given back."""
+    async def drop(self, adapter: LoraAdapter, number: int) -> None:
+        """Unload an adapter that no request uses, and return when its memory is free. The caller keeps no reference."""
 
     def grant(self, kv_blocks: int) -> None:
-        """Keys and values may take so many blocks."""
+        """Set the number of blocks that the KV cache may use."""
 
 
 @dataclass(eq=False)
 class _Entry:
     card: ModelCard
     number: int
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     loading: asyncio.Task[None] | None = None
     users: int = 0
     used_at: float = 0.0
-    wanted: bool = True
+    is_registered: bool = True
     expiry: asyncio.TimerHandle | None = None
 
     @property
@@ -59,11 +61,18 @@ class _Entry:
         return self.users == 0 and self.adapter is not None
 
 
-class Adapters:
-    """Lives on the event loop. `keep_s`: seconds an unused adapter stays; negative: until its room is needed."""
+class LoraCache:
+    """Adapters by revision. Runs on the event loop.
 
-    def __init__(self, shelf: Shelf, room: AdapterRoom, keep_s: float, changed: Callable[[], None]) -> None:
-        self._shelf = shelf
+    Args:
+        source: Loads and unloads adapters.
+        room: How adapters and the KV cache share memory.
+        keep_s: Seconds that an unused adapter stays; negative: until its memory is needed.
+        changed: Called when the loaded adapters or their users change.
+    """
+
+    def __init__(self, source: LoraSource, room: LoraBudget, keep_s: float, changed: Callable[[], None]) -> None:
+        self._source = source
         self._room = room
         self._keep_s = keep_s
         self._changed = changed
@@ -79,12 +88,17 @@ class Adapters:
         there = (e for e in self._entries.values() if e.adapter is not None)
         return tuple(LoadedAdapter(name=e.card.name, nbytes=e.card.info.weights_bytes, active=e.users) for e in there)
 
-    async def acquire(self, card: ModelCard) -> Adapter:
-        """The adapter, loaded; to be given back by `release`. Raises `InsufficientMemory`, or why it cannot be loaded."""
+    async def acquire(self, card: ModelCard) -> LoraAdapter:
+        """Return the loaded adapter. The caller gives it back with `release`.
+
+        Raises:
+            InsufficientMemory: The adapter is larger than the budget.
+            ThawError: The adapter cannot be loaded.
+        """
         entry = self._entries.get(card.info.revision)
-        if entry is None or self._others_waited_long():
+        if entry is None or self._must_queue():
             async with self._turn:
-                entry = self._entries.get(card.info.revision) or await self._begin(card)
+                entry = self._entries.get(card.info.revision) or await self._start_load(card)
                 self._use(entry)
         else:
             self._use(entry)
@@ -98,16 +112,16 @@ class Adapters:
         return entry.adapter
 
     def release(self, revision: str) -> None:
-        """A request that had acquired the adapter is over."""
+        """Give back an adapter after a request has ended."""
         self._unuse(self._entries[revision])
 
     def drop(self, name: str, keep: str = "") -> None:
-        """Let go of the adapter's revisions but `keep`, unless a request uses them."""
+        """Evict the adapter's revisions except `keep`, as soon as no request uses them."""
         for entry in [e for e in self._entries.values() if e.card.name == name and e.card.info.revision != keep]:
-            entry.wanted = False
+            entry.is_registered = False
             self._expire(entry)
 
-    def _others_waited_long(self) -> bool:
+    def _must_queue(self) -> bool:
         since = self._waited_since
         return since is not None and asyncio.get_running_loop().time() - since > FAIR_AFTER_S
 
@@ -124,7 +138,7 @@ class Adapters:
         entry.used_at = loop.time()
         if entry.users == 0:
             self._freed.set()
-            if not entry.wanted:
+            if not entry.is_registered:
                 self._expire(entry)
             elif self._keep_s >= 0 and self._entries.get(entry.card.info.revision) is entry:  # 5
                 entry.expiry = loop.call_later(self._keep_s, self._expire, entry)
@@ -132,15 +146,15 @@ class Adapters:
 
     def _expire(self, entry: _Entry) -> None:
         if entry.idle:
-            self._spawn(self._leave(entry), f"drop {entry.card.name}")
+            self._spawn(self._evict(entry), f"drop {entry.card.name}")
 
-    async def _begin(self, card: ModelCard) -> _Entry:
-        """Make room and start loading; one caller at a time."""
+    async def _start_load(self, card: ModelCard) -> _Entry:
+        """Make room and start loading. One caller at a time."""
         self.drop(card.name, keep=card.info.revision)
         nbytes = card.info.weights_bytes
         if nbytes > self._room.budget:  # 4
             raise InsufficientMemory(
-                f"the adapter {card.name} has {nbytes} bytes, and an instance of {card.spec.base} has {self._room.budget} for adapters: set "
+                f"The adapter {card.name} has {nbytes} bytes, and an instance of {card.spec.base} has {self._room.budget} for adapters. Set "
                 f"engine_args.adapter_cache_bytes of {card.spec.base} to {nbytes} or more"
             )
         self._waited_since = asyncio.get_running_loop().time()
@@ -149,12 +163,12 @@ class Adapters:
                 self._freed.clear()
                 idle = min((e for e in self._entries.values() if e.idle), key=lambda e: e.used_at, default=None)
                 if idle is not None:  # 2
-                    await self._leave(idle)
+                    await self._evict(idle)
                 else:  # 3
                     await self._freed.wait()
         finally:
             self._waited_since = None
-        self._take(nbytes)
+        self._account(nbytes)
         entry = _Entry(card, next(self._numbers))
         entry.loading = self._spawn(self._load(entry), f"load {card.name}")
         self._entries[card.info.revision] = entry
@@ -163,35 +177,35 @@ class Adapters:
     async def _load(self, entry: _Entry) -> None:
         card = entry.card
         try:
-            entry.adapter = await self._shelf.load(card, entry.number)
+            entry.adapter = await self._source.load(card, entry.number)
         except BaseException:
             del self._entries[card.info.revision]
-            self._take(-card.info.weights_bytes)
+            self._account(-card.info.weights_bytes)
             raise
-        if entry.users == 0:  # who wanted it is gone
+        if entry.users == 0:  # the request was cancelled while the adapter was loading
             self._use(entry)
             self._unuse(entry)
         log.info("loaded an adapter", extra={"adapter": card.name, "bytes": card.info.weights_bytes})
         self._changed()
 
-    async def _leave(self, entry: _Entry) -> None:
-        """Harmless if it has left, or is in use again."""
+    async def _evict(self, entry: _Entry) -> None:
+        """Unload an idle adapter. Adapters that are in use or already evicted are left alone."""
         if not entry.idle or entry.adapter is None:
             return
         del self._entries[entry.card.info.revision]
         if entry.expiry is not None:
             entry.expiry.cancel()
-        dropping, entry.adapter = self._shelf.drop(entry.adapter, entry.number), None
-        log.info("letting go of an adapter", extra={"adapter": entry.card.name})
+        dropping, entry.adapter = self._source.drop(entry.adapter, entry.number), None
+        log.info("evicting an adapter", extra={"adapter": entry.card.name})
         await dropping
-        self._take(-entry.card.info.weights_bytes)
+        self._account(-entry.card.info.weights_bytes)
         self._changed()
 
-    def _take(self, nbytes: int) -> None:
-        """More (or fewer) bytes are adapters'."""
+    def _account(self, nbytes: int) -> None:
+        """Add `nbytes` (negative: subtract) to the memory that adapters take."""
         self._used += nbytes
         self._freed.set()
-        self._shelf.grant(self._room.kv_blocks(self._used))
+        self._source.grant(self._room.kv_blocks(self._used))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -202,4 +216,4 @@ class Adapters:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("an adapter could not be loaded", extra={"error": str(error)})
+            log.warning("failed to load an adapter", extra={"error": str(error)})

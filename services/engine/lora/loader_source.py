@@ -1,4 +1,4 @@
-"""Adapters from the node's loader, as any weights: mapped from its shared memory, not copied on the CPU."""
+"""Loads LoRA adapters from the node's loader, mapped from its shared memory without a copy on the CPU."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from services.engine.generation.batcher import Batcher
-from services.engine.generation.lora_layers import Adapter
-from services.engine.loader_client import Weights
+from services.engine.generation.lora_layers import LoraAdapter
+from services.engine.loader_client import LoaderClient
 from shared.contracts.loader import WeightsAttached, adapter_holder
 from shared.contracts.models import ModelCard
 
 
-class LoaderShelf:
-    """`bind` makes an adapter of attached weights; it runs in `threads`."""
+class LoaderLoraSource:
+    """A `LoraSource` backed by the loader.
+
+    Args:
+        instance_id: The instance that holds the weights.
+        weights: Client of the node's loader.
+        batcher: The computing thread, which must stop using an adapter before it is unloaded.
+        bind: Builds an adapter from attached weights; runs in `threads`.
+        threads: Executor for `bind`.
+    """
 
     def __init__(
         self,
         instance_id: str,
-        weights: Weights,
+        weights: LoaderClient,
         batcher: Batcher,
-        bind: Callable[[ModelCard, WeightsAttached], Adapter],
+        bind: Callable[[ModelCard, WeightsAttached], LoraAdapter],
         threads: Executor,
     ) -> None:
         self._instance_id = instance_id
@@ -30,7 +38,7 @@ class LoaderShelf:
         self._bind = bind
         self._threads = threads
 
-    async def load(self, card: ModelCard, number: int) -> Adapter:
+    async def load(self, card: ModelCard, number: int) -> LoraAdapter:
         holder = adapter_holder(self._instance_id, number)
         try:
             attached = await self._weights.attach(card, holder, "complete")
@@ -39,7 +47,7 @@ class LoaderShelf:
             await self._weights.release(holder)
             raise
 
-    async def drop(self, adapter: Adapter, number: int) -> None:
+    async def drop(self, adapter: LoraAdapter, number: int) -> None:
         loop = asyncio.get_running_loop()
         forgotten = asyncio.Event()
 
@@ -47,7 +55,7 @@ class LoaderShelf:
             loop.call_soon_threadsafe(forgotten.set)
 
         self._batcher.forget(adapter, on_forgotten)
-        del adapter  # the loader gives memory back that nobody maps
+        del adapter  # the loader frees only unmapped memory
         await forgotten.wait()
         await self._weights.release(adapter_holder(self._instance_id, number))
 

@@ -1,8 +1,8 @@
-"""Adapters that requests wait for while the model itself is loaded: their weights come beside the model's.
+"""Loads LoRA adapters while the engine still loads the base model.
 
-Each is held for this instance from the moment that a gateway tells of it (`LoadAdapter`), within the memory that the instance has reserved for
-keys and values, of which there are none yet. When the model is bound the adapters are attached as any, which joins what has come by then,
-and the early holds are let go of. What does not fit, or cannot be read, is left to the request that asks for it: it hears why.
+A gateway names the adapter that a waiting request needs (`LoadAdapter`). The prefetcher attaches its weights within the memory reserved for the
+KV cache, which is still empty. Once the model is bound, the adapters move into the LoRA cache and the prefetcher releases its own holds.
+An adapter that does not fit or cannot be read is left to its request, which receives the error.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from services.engine.loader_client import Weights
-from services.engine.lora.cache import Adapters
+from services.engine.loader_client import LoaderClient
+from services.engine.lora.cache import LoraCache
 from shared.contracts.loader import adapter_holder
 from shared.contracts.models import ModelCard
 from shared.errors import ThawError
@@ -21,67 +21,73 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Coming:
+class _Prefetch:
     card: ModelCard
     holder: str
     task: asyncio.Task[None]
 
 
-class EarlyAdapters:
-    """Lives on the event loop. `room_bytes`: what adapters may have before it is known what sequences need."""
+class LoraPrefetcher:
+    """Runs on the event loop.
 
-    def __init__(self, weights: Weights, instance_id: str, room_bytes: int) -> None:
+    Args:
+        weights: Client of the node's loader.
+        instance_id: The instance that holds the weights.
+        room_bytes: Memory for adapters before the model is bound.
+    """
+
+    def __init__(self, weights: LoaderClient, instance_id: str, room_bytes: int) -> None:
         self._weights, self._instance_id, self._room = weights, instance_id, room_bytes
-        self._coming: dict[str, _Coming] = {}
+        self._prefetches: dict[str, _Prefetch] = {}
         self._count = 0
-        self._adapters: Adapters | None = None
+        self._adapters: LoraCache | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def load(self, card: ModelCard) -> None:
-        """Have `card`'s weights come; once the model is bound, attach them."""
+        """Load `card`'s weights, and attach them once the model is bound."""
         revision = card.info.revision
         if self._adapters is not None:
             self._keep(asyncio.create_task(self._attach(self._adapters, card), name=f"attach {card.name}"))
-        elif revision not in self._coming and card.info.weights_bytes <= self._room:
+        elif revision not in self._prefetches and card.info.weights_bytes <= self._room:
             self._room -= card.info.weights_bytes
             holder = adapter_holder(self._instance_id, -self._count)
             self._count += 1
-            task = asyncio.create_task(self._bring(card, holder), name=f"bring {card.name}")
-            self._coming[revision] = _Coming(card, holder, task)
+            task = asyncio.create_task(self._prefetch(card, holder), name=f"prefetch {card.name}")
+            self._prefetches[revision] = _Prefetch(card, holder, task)
 
     def drop(self, name: str) -> None:
-        """The adapter is registered no longer."""
-        for revision in [r for r, c in self._coming.items() if c.card.name == name]:
-            coming = self._coming.pop(revision)
-            self._room += coming.card.info.weights_bytes
-            coming.task.cancel()
-            self._keep(asyncio.create_task(self._weights.release(coming.holder), name=f"release {name}"))
+        """Stop loading an adapter that is no longer registered."""
+        for revision in [r for r, c in self._prefetches.items() if c.card.name == name]:
+            prefetch = self._prefetches.pop(revision)
+            self._room += prefetch.card.info.weights_bytes
+            prefetch.task.cancel()
+            self._keep(asyncio.create_task(self._weights.release(prefetch.holder), name=f"release {name}"))
 
-    def bound(self, adapters: Adapters) -> None:
-        """The model is: attach what has come, or is coming."""
+    def on_model_bound(self, adapters: LoraCache) -> None:
+        """Attach the prefetched adapters: the model is bound now."""
         self._adapters = adapters
-        for coming in self._coming.values():
-            self._keep(asyncio.create_task(self._hand_over(adapters, coming), name=f"attach {coming.card.name}"))
-        self._coming = {}
+        for prefetch in self._prefetches.values():
+            self._keep(asyncio.create_task(self._attach_prefetched(adapters, prefetch), name=f"attach {prefetch.card.name}"))
+        self._prefetches = {}
 
-    async def _bring(self, card: ModelCard, holder: str) -> None:
+    async def _prefetch(self, card: ModelCard, holder: str) -> None:
         try:
-            await self._weights.attach(card, holder, "index")  # the rest comes as long as it is held
+            await self._weights.attach(card, holder, "index")  # the loader loads the rest while this holder exists
         except ThawError as e:
-            log.info("an adapter does not come beside its base", extra={"adapter": card.name, "reason": e.message})
+            log.info("failed to prefetch an adapter", extra={"adapter": card.name, "reason": e.message})
 
-    async def _hand_over(self, adapters: Adapters, coming: _Coming) -> None:
+    async def _attach_prefetched(self, adapters: LoraCache, prefetch: _Prefetch) -> None:
         try:
-            await coming.task
-            await self._attach(adapters, coming.card)
+            await prefetch.task
+            await self._attach(adapters, prefetch.card)
         finally:
-            await self._weights.release(coming.holder)
+            await self._weights.release(prefetch.holder)
 
-    async def _attach(self, adapters: Adapters, card: ModelCard) -> None:
+    async def _attach(self, adapters: LoraCache, card: ModelCard) -> None:
         try:
             await adapters.acquire(card)
-        except Exception as e:  # the task's boundary: whatever it was, the request that asks for it hears of it
-            log.info("an adapter is left to the request that asks for it", extra={"adapter": card.name, "reason": str(e)})
+        except Exception as e:  # a task boundary: the request that needs the adapter receives the error
+            log.info("failed to attach a prefetched adapter", extra={"adapter": card.name, "reason": str(e)})
         else:
             adapters.release(card.info.revision)
 

@@ -1,4 +1,4 @@
-"""A model whose parameters are the segment's bytes: built on the meta device, bound without a copy, checked."""
+"""A model whose parameters are the bytes of a segment: built on the meta device, bound without a copy, checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from services.engine import remote_code
-from services.engine.domain.error_text import first_words
+from services.engine.domain.error_text import first_paragraph
 from services.engine.generation.attention import PACKED
 from services.engine.model.segment import Segment
 from shared.contracts.models import ModelCard
@@ -43,27 +43,29 @@ PACKABLE = frozenset(
         "starcoder2",
     }
 )
-"""Model types whose packed steps are tested to give what `model.generate` gives (tests/integration/engine/test_families.py); the others
-run one sequence at a time."""
+"""Model types whose packed steps are tested against `model.generate` (tests/integration/engine/test_families.py).
+
+The others run one sequence at a time.
+"""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Their angles depend on the longest sequence of a forward pass, so sequences must not share one."""
+"""Rope types whose angles depend on the longest sequence of a pass, so sequences must not share one."""
 _SHOWN = 5
 
 
 def read_config(directory: Path, card: ModelCard) -> PreTrainedConfig:
-    """Raises `CheckpointInvalid` or `UnsupportedArchitecture`."""
+    """Read config.json. Raises `CheckpointInvalid` or `UnsupportedArchitecture`."""
     try:
         trusted = card.spec.trust_remote_code
         with remote_code.exclusive(trusted):
             return AutoConfig.from_pretrained(str(directory), trust_remote_code=trusted, local_files_only=True)
     except (ValueError, KeyError) as e:
-        raise UnsupportedArchitecture(f"transformers cannot read this model's config.json: {first_words(e)}") from e
+        raise UnsupportedArchitecture(f"transformers cannot read this model's config.json: {first_paragraph(e)}") from e
     except (OSError, TypeError) as e:
-        raise CheckpointInvalid(f"config.json cannot be read: {first_words(e)}") from e
+        raise CheckpointInvalid(f"config.json cannot be read: {first_paragraph(e)}") from e
 
 
 def read_generation_defaults(directory: Path) -> dict[str, Any]:
-    """What generation_config.json says explicitly (not transformers' own defaults); {} without one."""
+    """The explicit values of generation_config.json, without transformers' own defaults; {} if there is no file."""
     try:
         value = json.loads((directory / "generation_config.json").read_text())
     except FileNotFoundError:
@@ -74,7 +76,10 @@ def read_generation_defaults(directory: Path) -> dict[str, Any]:
 
 
 def eos_tokens(config: PreTrainedConfig, defaults: Mapping[str, Any], tokenizer_eos: int | None) -> frozenset[int]:
-    """All ids that end an answer: those of the generation configuration, else of the configuration, and the tokenizer's."""
+    """All ids that end a response.
+
+    The sources are the generation configuration, or else the model configuration, and the tokenizer.
+    """
     found = defaults.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     ids = found if isinstance(found, list) else [found]
     return frozenset(i for i in (*ids, tokenizer_eos) if isinstance(i, int))
@@ -96,7 +101,7 @@ def model_class(config: PreTrainedConfig, card: ModelCard, directory: Path) -> t
 
 
 def packable(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> bool:
-    """Whether sequences of this model may share a forward pass."""
+    """True if sequences of this model may share a forward pass."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {r.get("rope_type") for r in rope.values() if isinstance(r, dict)}
     return (
@@ -116,10 +121,14 @@ def torch_dtype(card: ModelCard) -> torch.dtype:
 
 
 def bind(kind: type[PreTrainedModel], config: PreTrainedConfig, segment: Segment, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its parameters bound to `segment`, non-persistent buffers computed and weights tied, by transformers' own loading
-    code (key renames and prefixes included). No byte of the data is read unless a parameter has to be converted.
+    """Build the model with its parameters bound to `segment`.
 
-    Raises `CheckpointInvalid` for missing tensors and wrong shapes, `UnsupportedArchitecture` if the model cannot be built.
+    transformers' own loading code computes buffers, ties weights, and handles renamed keys and prefixes. It reads no data unless a parameter has to
+    be converted.
+
+    Raises:
+        CheckpointInvalid: A tensor is missing or has a wrong shape.
+        UnsupportedArchitecture: transformers cannot build the model.
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -127,7 +136,7 @@ def bind(kind: type[PreTrainedModel], config: PreTrainedConfig, segment: Segment
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedArchitecture("quantised checkpoints are not supported by the builtin engine")
     try:
-        model, told = kind.from_pretrained(
+        model, loading_info = kind.from_pretrained(
             None,
             config=config,
             state_dict=segment.tensors(),
@@ -140,23 +149,23 @@ def bind(kind: type[PreTrainedModel], config: PreTrainedConfig, segment: Segment
         raise UnsupportedArchitecture(f"transformers cannot build {kind.__name__}: {type(e).__name__}: {e}") from e
     except RuntimeError as e:
         raise CheckpointInvalid(f"the weights do not fit {kind.__name__}: {e}") from e
-    _check(kind, told)
+    _check(kind, loading_info)
     bound: PreTrainedModel = model.eval().requires_grad_(False)
     return bound
 
 
-def _check(kind: type[PreTrainedModel], told: Mapping[str, Any]) -> None:
-    wrong = sorted(told["mismatched_keys"], key=str)
+def _check(kind: type[PreTrainedModel], loading_info: Mapping[str, Any]) -> None:
+    wrong = sorted(loading_info["mismatched_keys"], key=str)
     if wrong:
         shown = "; ".join(f"{name} is {list(found)} and must be {list(wanted)}" for name, found, wanted in wrong[:_SHOWN])
         raise CheckpointInvalid(f"{len(wrong)} tensors have wrong shapes for {kind.__name__}: {shown}")
-    missing = sorted(name for name in told["missing_keys"] if "pooler." not in name)
+    missing = sorted(name for name in loading_info["missing_keys"] if "pooler." not in name)
     if missing:
         raise CheckpointInvalid(f"{len(missing)} tensors are missing for {kind.__name__}: {', '.join(missing[:_SHOWN])}")
-    if told["unexpected_keys"]:
-        log.warning("tensors without a place in the model", extra={"tensors": sorted(told["unexpected_keys"])[:_SHOWN]})
+    if loading_info["unexpected_keys"]:
+        log.warning("tensors without a place in the model", extra={"tensors": sorted(loading_info["unexpected_keys"])[:_SHOWN]})
 
 
 def copied_parameters(model: PreTrainedModel, segment: Segment) -> list[str]:
-    """Names of parameters that do not lie in the segment: converted ones."""
+    """Names of parameters outside the segment: the converted ones."""
     return [name for name, p in model.named_parameters() if p.numel() and not segment.holds(p)]

@@ -1,4 +1,4 @@
-"""A segment in a GPU's memory, filled by the loader: opened by its IPC handle and seen as tensors without a copy."""
+"""A weight segment in GPU memory that the loader owns, opened by IPC handle and seen as tensors without a copy."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from shared.errors import CheckpointInvalid, EngineFailed
 
 
 class DeviceSegment:
-    """`base` is the whole segment as bytes; `index` says what lies where. Tensors keep the memory open."""
+    """The whole segment as bytes (`base`) with the locations of its tensors (`index`). Tensors keep the memory open."""
 
     def __init__(self, base: torch.Tensor, index: SegmentIndex, dtypes: Mapping[str, torch.dtype]) -> None:
-        """`dtypes`: torch's types by safetensors' names."""
+        """`dtypes` maps safetensors' type names to torch's types."""
         self._base, self._index, self._dtypes = base, index, dtypes
         self._start = base.data_ptr()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its name. Their bytes may still be arriving: compute only after the loader has said that all are there.
+        """All tensors by name. Compute only after the loader has reported that all bytes are loaded.
 
-        Raises `CheckpointInvalid` for an index that does not fit the memory.
+        Raises:
+            CheckpointInvalid: The index does not fit the memory.
         """
         return {t.name: self._tensor(t) for t in self._index.tensors}
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`'s memory lies in the segment."""
+        """True if the memory of `tensor` is in the segment."""
         return tensor.device == self._base.device and self._start <= tensor.data_ptr() < self._start + self._base.numel()
 
     def _tensor(self, t: SegmentTensor) -> torch.Tensor:
@@ -47,7 +48,7 @@ class DeviceSegment:
         if count == 0:
             return torch.empty(t.shape, dtype=dtype, device=self._base.device)
         if t.offset % dtype.itemsize:
-            # Old files do not pad their headers. A copy made now would be of bytes that are not there yet.
+            # Old files do not pad their headers. A copy would be made before the bytes are loaded.
             raise CheckpointInvalid(
                 f"tensor {t.name} does not start at a multiple of its {dtype.itemsize} bytes: thaw convert aligns it"
             )
@@ -55,29 +56,37 @@ class DeviceSegment:
 
 
 def rebind(model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | None], base: torch.Tensor) -> int:
-    """Have the model's tensors lie in `base`, the whole segment's bytes on a device; those that do not lie in the segment are copied there.
+    """Rebind the model's tensors to `base`, the bytes of the whole segment on a device.
 
-    `offset_of` says where in the segment a tensor of the model lies. Every byte must be there. Returns the bytes that were copied.
+    Tensors outside the segment are copied to the device. Every byte must be loaded.
+
+    Args:
+        model: The model.
+        offset_of: Offset of a tensor in the segment, or None.
+        base: The segment's bytes.
+
+    Returns:
+        The number of bytes copied.
     """
     copied = 0
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal copied
         offset = offset_of(tensor)
-        if offset is None or offset % tensor.itemsize:  # converted, computed, or at an address that kernels refuse
+        if offset is None or offset % tensor.itemsize:  # converted, computed, or misaligned for kernels
             copied += tensor.nbytes if tensor.device != base.device else 0
             return tensor.to(base.device)
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = base[offset : offset + (last + 1) * tensor.itemsize]
         return span.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
-    # What `Module.to` does, with another function: tied parameters stay tied.
+    # As `Module.to` with another function: tied parameters stay tied.
     model._apply(moved)  # type: ignore[no-untyped-call]  # torch gives it no types
     return copied
 
 
 class _Opened:
-    """What `__cuda_array_interface__` asks of memory that torch did not allocate: torch refers to this object while it uses it."""
+    """Memory that torch did not allocate, as `__cuda_array_interface__`. torch keeps a reference while it uses the memory."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -90,26 +99,29 @@ class _Opened:
 
 
 def open_on_gpu(handle: CudaIpcHandle) -> torch.Tensor:
-    """The memory of `handle` as a tensor of bytes on torch's device of that PCI bus id. Closed with the last tensor that refers to it.
+    """Map the memory of `handle` as a tensor of bytes on the device with its PCI bus id.
 
-    A process must not open what it has exported itself (CUDA's rule). Raises `EngineFailed` with the remedy.
+    The mapping is closed with the last tensor that refers to it. CUDA forbids a process to open its own exports.
+
+    Raises:
+        EngineFailed: The memory cannot be opened.
     """
     try:
         runtime = import_module("cuda.bindings.runtime")
     except ImportError as e:
-        raise EngineFailed("weights on a GPU need the package cuda-bindings: pip install 'thaw-mesh[cuda]'") from e
+        raise EngineFailed("Weights on a GPU need the package cuda-bindings: pip install 'thaw-mesh[cuda]'") from e
     raw = base64.b64decode(handle.ipc_handle)
     if len(raw) != _HANDLE_BYTES:
         raise EngineFailed(f"a CUDA IPC handle has {_HANDLE_BYTES} bytes, not {len(raw)}")
     device = torch.device("cuda", int(_call(runtime, runtime.cudaDeviceGetByPCIBusId, handle.bus_id.encode())))
     with torch.cuda.device(device):
-        # cuda-bindings brings a runtime of its own: both must work on the device's primary context.
+        # cuda-bindings has its own runtime: both must use the device's primary context.
         _call(runtime, runtime.cudaSetDevice, device.index)
         opened = runtime.cudaIpcMemHandle_t()
         ctypes.memmove(opened.getPtr(), raw, _HANDLE_BYTES)
         address = int(_call(runtime, runtime.cudaIpcOpenMemHandle, opened, runtime.cudaIpcMemLazyEnablePeerAccess))
         memory = _Opened(address, handle.nbytes)
-        # At the process's end the driver closes it; by then the runtime may be gone.
+        # At process exit the driver closes it, because the runtime may be unloaded already.
         weakref.finalize(memory, runtime.cudaIpcCloseMemHandle, address).atexit = False
         return torch.as_tensor(memory, device=device)
 
@@ -120,6 +132,8 @@ _HANDLE_BYTES = 64
 def _call(runtime: Any, function: Any, *arguments: Any) -> Any:
     status, *results = function(*arguments)
     if status != runtime.cudaError_t.cudaSuccess:
-        _, words = runtime.cudaGetErrorString(status)
-        raise EngineFailed(f"{function.__name__}: {words.decode()} ({status.name}); the loader's GPU memory cannot be opened here")
+        _, message = runtime.cudaGetErrorString(status)
+        raise EngineFailed(
+            f"{function.__name__}: {message.decode()} ({status.name}); the loader's GPU memory cannot be opened here"
+        )
     return results[0] if results else None

@@ -1,4 +1,4 @@
-"""From a segment to an engine that can compute. Everything here runs in threads; the event loop only awaits it."""
+"""Loading a model: from a segment to an engine that can compute. Runs in threads; the event loop only awaits it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from services.engine.domain.step_planning import BLOCK_TOKENS, AdapterRoom, Limits, adapter_room
+from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, LoraBudget, lora_budget
 from services.engine.generation import attention, lora_layers
 from services.engine.generation.embedding import Embedder, Pooling, read_pooling
 from services.engine.generation.kv_cache import SequenceKV
-from services.engine.generation.lora_layers import Adapter
+from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import PackedRunner, Row, Runner, SequentialRunner
 from services.engine.model import checkpoint, device_segment
 from services.engine.model.segment import Segment
@@ -30,12 +30,12 @@ from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 2
-"""One short step reads every weight once, which maps its pages, and makes the kernels; more would only be waited for."""
+"""One short step reads every weight once, which maps its pages and compiles kernels. More tokens would only add delay."""
 
 
 @dataclass(frozen=True)
-class Files:
-    """What the model's small files say."""
+class ModelFiles:
+    """The contents of the model's small files."""
 
     tokenization: Tokenization
     generation_defaults: Mapping[str, Any]
@@ -43,9 +43,14 @@ class Files:
 
 
 @dataclass
-class Bound:
-    """`copied` names parameters that do not lie in the segment, because they are converted. `memory`: the segment on the device, opened by
-    `handle`; None where the loader has it in host memory only."""
+class BoundModel:
+    """A model bound to its segment.
+
+    Args:
+        copied: Names of parameters outside the segment, because they are converted.
+        handle: Handle of the device memory, if the loader has loaded it.
+        memory: The segment on the device, opened by `handle`; None if the loader has it only in host memory.
+    """
 
     model: PreTrainedModel
     config: PreTrainedConfig
@@ -57,8 +62,8 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Computable:
-    """`runner` is None for models that only embed."""
+class ReadyModel:
+    """A model that is ready to compute. `runner` is None for models that only embed."""
 
     runner: Runner | None
     embedder: Embedder
@@ -67,34 +72,34 @@ class Computable:
     block_bytes: int
     model: PreTrainedModel
     device: torch.device
-    room: AdapterRoom
+    room: LoraBudget
 
 
-def read_files(directory: Path, start: EngineStart) -> Files:
+def read_files(directory: Path, start: EngineStart) -> ModelFiles:
     tokenization = Tokenization.read(directory, start.card.spec.trust_remote_code)
     tokenization.warm()
-    return Files(
+    return ModelFiles(
         tokenization,
         checkpoint.read_generation_defaults(directory),
         read_pooling(directory, causal=start.card.info.task == "generate"),
     )
 
 
-def bind_early(directory: Path, attached: WeightsAttached, start: EngineStart) -> Bound:
-    """Build the model and bind it while its bytes still arrive."""
+def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart) -> BoundModel:
+    """Build the model and bind it while its bytes are still loading."""
     attention.register()
     config = checkpoint.read_config(directory, start.card)
     kind = checkpoint.model_class(config, start.card, directory)
     segment = Segment(attached.segment, attached.extents, attached.weights_id)
     model = checkpoint.bind(kind, config, segment, checkpoint.torch_dtype(start.card))
     is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
-    bound = Bound(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
+    bound = BoundModel(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
     _open(bound, attached.handle)
     return bound
 
 
-def _open(bound: Bound, handle: ArenaHandle | None) -> None:
-    """Have the device's memory that `handle` names; early, a GPU's context is made while the bytes still arrive."""
+def _open(bound: BoundModel, handle: ArenaHandle | None) -> None:
+    """Open the device memory of `handle`. Early calls create the GPU context while bytes are still loading."""
     if handle != bound.handle:
         bound.handle, bound.memory = handle, None
         if isinstance(handle, CudaIpcHandle):
@@ -102,15 +107,17 @@ def _open(bound: Bound, handle: ArenaHandle | None) -> None:
 
 
 def complete(
-    bound: Bound, files: Files, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None = None
-) -> Computable:
-    """Every byte is there: convert what must be, bind to the device's memory (`handle`) or move there, and compute a few tokens, so that
-    the first request finds all warm.
+    bound: BoundModel, files: ModelFiles, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None = None
+) -> ReadyModel:
+    """Finish a bound model once every byte is loaded, and warm it up.
 
-    Raises `InsufficientMemory` if the granted KV bytes hold nothing.
+    Converts parameters where needed, binds to the device's memory (`handle`) or moves there, and computes a few tokens.
+
+    Raises:
+        InsufficientMemory: The KV cache's bytes hold no block.
     """
     if bound.copied:
-        # Converted above from bytes that may not have been there yet.
+        # The earlier conversion may have read bytes that were not loaded yet.
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
         bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
     _open(bound, handle)
@@ -140,11 +147,11 @@ def complete(
     capacity = Capacity(start.card.context_length, limits.kv_tokens, vocabulary)
     eos = checkpoint.eos_tokens(bound.config, files.generation_defaults, files.tokenization.tokenizer.eos_token_id)
     reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal, start.card.info.revision)
-    room = adapter_room(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
-    return Computable(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
+    room = lora_budget(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
+    return ReadyModel(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
 
 
-def _to_device(bound: Bound, start: EngineStart) -> torch.device:
+def _to_device(bound: BoundModel, start: EngineStart) -> torch.device:
     if bound.memory is not None:
         copied = device_segment.rebind(bound.model, bound.segment.offset_of, bound.memory)
         log.info("weights are mapped on the device", extra={"device": str(bound.memory.device), "copied_bytes": copied})
@@ -155,19 +162,19 @@ def _to_device(bound: Bound, start: EngineStart) -> torch.device:
     return device
 
 
-def bind_adapter(computable: Computable, card: ModelCard, attached: WeightsAttached) -> Adapter:
-    """The adapter whose weights are all there. Raises `CheckpointInvalid` if it does not fit the model."""
+def bind_lora(computable: ReadyModel, card: ModelCard, attached: WeightsAttached) -> LoraAdapter:
+    """Build an adapter from its loaded weights. Raises `CheckpointInvalid` if it does not fit the model."""
     tensors = Segment(attached.segment, attached.extents, attached.weights_id).tensors()
     return lora_layers.parse(card, tensors, computable.model, computable.device)
 
 
 def torch_device(name: str) -> torch.device:
-    """`cpu:0` is a share of this machine's memory; torch knows one CPU."""
+    """torch's device. `cpu:0` is a share of host memory; torch knows one CPU."""
     return torch.device("cpu") if name.startswith("cpu") else torch.device(name)
 
 
 def _warm_up(runner: Runner, start: EngineStart) -> int:
-    """Compute a few tokens; bytes of keys and values that a token takes."""
+    """Compute a few tokens and return the KV cache bytes per token."""
     state = runner.new_state()
     runner.forward([Row(state, 0, [1] * _WARM_UP_TOKENS)])
     if isinstance(state, SequenceKV):

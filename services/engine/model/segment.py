@@ -1,4 +1,4 @@
-"""Weights where the loader put them: a shared-memory segment, mapped and seen as tensors without a copy."""
+"""A weight segment in shared memory, mapped and seen as tensors without a copy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, to
 
 
 class Segment:
-    """A mapped segment: one range of addresses, whichever chunks of the pool it lies in. The mapping is private and writable: torch wants
-    writable memory, and a stray write would stay in this process.
+    """A mapped segment: one address range over all chunks of the pool that it uses.
 
-    On Linux a private page that was never written shows what its shared page holds, so bytes that the loader writes after the mapping
-    was made are seen. Tensors keep the mapping alive.
+    The mapping is private and writable: torch requires writable memory, and a stray write stays in this process. On Linux a
+    private page that was never written shows its shared page, so the process sees bytes that the loader writes later. Tensors
+    keep the mapping alive.
     """
 
     def __init__(self, name: str, extents: Sequence[Extent] = (), weights_id: str | None = None) -> None:
-        """Map the `extents` (none: all) of the file `name`. Raises `CheckpointInvalid` if they are not a segment of a version known here,
-        or hold other weights than `weights_id` by now."""
+        """Map the `extents` of the file `name`; without extents the whole file.
+
+        Raises:
+            CheckpointInvalid: The file is no segment of a known version, or holds other weights than `weights_id`.
+        """
         self._extents = tuple(extents)
         try:
             path = SHARED_MEMORY / name
@@ -40,28 +43,30 @@ class Segment:
         except (OSError, ValueError, ValidationError) as e:
             raise CheckpointInvalid(f"segment {name} cannot be read: {e}") from e
         if weights_id is not None and self.header.weights_id != weights_id:
-            raise CheckpointInvalid(f"segment {name} holds {self.header.weights_id} and not {weights_id} any more; start again")
+            raise CheckpointInvalid(
+                f"segment {name} holds {self.header.weights_id} and not {weights_id}. Start the instance again."
+            )
         if (self.header.magic, self.header.version) != (MAGIC, LAYOUT_VERSION):
             raise CheckpointInvalid(f"segment {name} has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def is_current(self, name: str, extents: Sequence[Extent] = ()) -> bool:
-        """Whether these extents of the file called `name` now are what was mapped, and not a later load."""
+        """True if these extents of the file are still the mapped ones, not those of a later load."""
         try:
             return (SHARED_MEMORY / name).stat().st_ino == self._inode and tuple(extents) == self._extents
         except OSError:
             return False
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the checkpoint by its name; their bytes may still be arriving."""
+        """All tensors of the checkpoint by name; their bytes may still be loading."""
         return {t.name: self._tensor(t) for t in self._index.tensors}
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`'s memory lies in the segment."""
+        """True if the memory of `tensor` is in the segment."""
         return self._start <= tensor.data_ptr() < self._start + len(self._map)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where in the segment `tensor` begins; None if it does not lie there."""
+        """Offset of `tensor` in the segment; None if it is elsewhere."""
         return tensor.data_ptr() - self._start if tensor.device.type == "cpu" and self.holds(tensor) else None
 
     def _tensor(self, t: SegmentTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The engine's side of moving requests: what runs here, what it has said, keys and values ahead of what is to come, and stopping."""
+"""Migration commands of an engine: list and read requests, prefill for a resume, and yield."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import asyncio
 import math
 import time
 
-from services.engine.generation.prepared_prefixes import Outcome, Prepare
+from services.engine.generation.prepared_prefixes import Outcome, PrepareOrder
 from services.engine.server.serving import Serving
 from services.engine.server.streams import Stream
 from shared.contracts.migration import PrepareResume, RequestsListed, ResumePrepared, TokensRead
 from shared.errors import Conflict, InstanceDraining, InvalidRequest, NotFound, ThawError
 
 
-class Moving:
-    """Lives on the event loop."""
+class EngineMigration:
+    """Runs on the event loop."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
     def list(self) -> RequestsListed:
-        return RequestsListed(requests=tuple(s.running() for s in self._serving.streams.values() if s.moves))
+        return RequestsListed(requests=tuple(s.running() for s in self._serving.streams.values() if s.is_movable))
 
     def _stream(self, request_id: str) -> Stream:
         stream = self._serving.streams.get(request_id)
         if stream is None:
-            raise NotFound(f"request {request_id} is not here (any more)")
+            raise NotFound(f"request {request_id} is not running on this instance")
         return stream
 
     def read(self, request_id: str) -> TokensRead:
@@ -36,20 +36,31 @@ class Moving:
         )
 
     def yield_(self, request_id: str) -> None:
-        """Raises `NotFound`, or `Conflict` for what cannot be gone on with."""
+        """Stop a request, which another engine will resume.
+
+        Raises:
+            NotFound: The request is not running here.
+            Conflict: The request cannot be resumed elsewhere.
+        """
         stream = self._stream(request_id)
-        if fixed := stream.running().fixed:
-            raise Conflict(fixed)
+        if reason := stream.running().fixed:
+            raise Conflict(reason)
         self._serving.yield_(stream)
 
     async def prepare(self, order: PrepareResume) -> ResumePrepared:
-        """Raises `Conflict`, `InsufficientMemory`, `InstanceDraining`."""
+        """Prefill the sequences of a request that will be resumed here.
+
+        Raises:
+            Conflict: The weights have another revision.
+            InsufficientMemory: The sequences do not fit.
+            InstanceDraining: The engine accepts no requests.
+        """
         serving = self._serving
         if serving.reader is None or serving.batcher is None or serving.draining:
             raise InstanceDraining
         serving.reader.check_revision(order.revision)
         if not order.sequences or not all(order.sequences):
-            raise InvalidRequest("there are no tokens to compute", param="sequences")
+            raise InvalidRequest("There are no tokens to compute", param="sequences")
         serving.reader.check_sequences(order.sequences)
         begun, loop = time.monotonic(), asyncio.get_running_loop()
         done: asyncio.Future[Outcome] = loop.create_future()
@@ -58,24 +69,24 @@ class Moving:
             if not done.done():
                 done.set_result(outcome)
 
-        def told(outcome: Outcome) -> None:
+        def on_done(outcome: Outcome) -> None:
             loop.call_soon_threadsafe(settle, outcome)
 
         card, adapter = order.adapter, None
         if card is not None:
             if serving.adapters is None:
-                raise InvalidRequest("this engine takes no adapters", param="adapter")
+                raise InvalidRequest("This engine takes no LoRA adapters", param="adapter")
             adapter = await serving.adapters.acquire(card)
         try:
             serving.batcher.prepare(
-                Prepare(
+                PrepareOrder(
                     order.prepared,
                     order.sequences,
                     adapter,
                     card.info.revision if card is not None else "",
                     order.keep_ms / 1e3,
                     order.deadline_ms / 1e3,
-                    told,
+                    on_done,
                     order.within_ms / 1e3 if order.within_ms is not None else math.inf,
                 )
             )
@@ -89,4 +100,4 @@ class Moving:
 
     def forget(self, name: str) -> None:
         if self._serving.batcher is not None:
-            self._serving.batcher.forget_ahead(name)
+            self._serving.batcher.discard_prepared(name)

@@ -1,4 +1,4 @@
-"""From an OpenAI body to what the engine computes; everything that cannot be honoured is refused by name."""
+"""Translates OpenAI request bodies for the engine, and rejects unsupported fields by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from services.engine.domain.generation import Generation
-from services.engine.domain.sampling_params import Ending, SamplingParams
-from services.engine.generation.request import Begun, Choice, EmbedRequest, GenerationRequest
+from services.engine.domain.sampling_params import SamplingParams, StopConditions
+from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest, ResumeState
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import RESUME, InferRequest, Resume, ResumedChoice
 from shared.contracts.migration import RunningChoice
@@ -34,7 +34,13 @@ Generating = ChatCompletionRequest | CompletionRequest
 
 @dataclass(frozen=True)
 class Capacity:
-    """`context`: tokens of prompt and output together; `kv_tokens`: the longest sequence whose keys and values fit."""
+    """Limits of the loaded model.
+
+    Args:
+        context: Tokens of prompt and output together.
+        kv_tokens: The longest sequence whose keys and values fit.
+        vocab_size: Number of token ids.
+    """
 
     context: int
     kv_tokens: int
@@ -42,7 +48,7 @@ class Capacity:
 
 
 class RequestReader:
-    """Reads the requests for one model. `defaults` are what its generation_config.json says explicitly."""
+    """Reads requests for one model. `defaults` are the explicit values of its generation_config.json."""
 
     def __init__(
         self,
@@ -61,7 +67,7 @@ class RequestReader:
         self._revision = revision
 
     def read(self, request: InferRequest) -> GenerationRequest | EmbedRequest:
-        """Raises `InvalidRequest` and its children."""
+        """Translate a request. Raises `InvalidRequest` or a subclass."""
         if request.endpoint == "other":
             raise NotFound(f"the built-in engine does not serve {request.route}")
         if request.endpoint == "embedding":
@@ -75,35 +81,39 @@ class RequestReader:
         return read if request.resume is None else self._resumed(read, request.resume)
 
     def _resumed(self, request: GenerationRequest, resume: Resume) -> GenerationRequest:
-        """Raises `Conflict` if this engine would not go on with the same."""
+        """Add the resume state of another engine. Raises `Conflict` if this engine's result would differ."""
         self.check_revision(resume.revision)
         if request.prompt_tokens != resume.prompt_tokens:
             raise Conflict(
                 f"the prompt has {request.prompt_tokens} tokens here and had {resume.prompt_tokens} where the answer was begun",
                 param=RESUME,
             )
-        there = {c.index: c for c in resume.choices}
-        if unknown := there.keys() - {c.index for c in request.choices}:
+        resumed_choices = {c.index: c for c in resume.choices}
+        if unknown := resumed_choices.keys() - {c.index for c in request.choices}:
             raise Conflict(f"the request has no choice {min(unknown)}", param=RESUME)
         for resumed in resume.choices:
             self._known(list(resumed.token_ids), RESUME)
-        over = {index: c for index, c in there.items() if c.finish_reason is not None}
+        finished_choices = {index: c for index, c in resumed_choices.items() if c.finish_reason is not None}
         choices = tuple(
-            self._begun(c, there[c.index]) if c.index in there and there[c.index].token_ids else c
+            self._resume_choice(c, resumed_choices[c.index])
+            if c.index in resumed_choices and resumed_choices[c.index].token_ids
+            else c
             for c in request.choices
-            if c.index not in over
+            if c.index not in finished_choices
         )
-        finished = tuple(RunningChoice(index=i, token_ids=c.token_ids, finish_reason=c.finish_reason) for i, c in over.items())
+        finished = tuple(
+            RunningChoice(index=i, token_ids=c.token_ids, finish_reason=c.finish_reason) for i, c in finished_choices.items()
+        )
         params = request.params if resume.seed is None else replace(request.params, seed=resume.seed)
         return replace(request, choices=choices, finished=finished, params=params, prepared=resume.prepared)
 
-    def _begun(self, choice: Choice, resumed: ResumedChoice) -> Choice:
-        generation = Generation(self._tokens.decode, choice.prompt, choice.ending)
-        owed = generation.resume(resumed.token_ids, resumed.text_chars, choice.echo or "")
-        return replace(choice, begun=Begun(resumed.token_ids, generation, owed))
+    def _resume_choice(self, choice: Choice, resumed: ResumedChoice) -> Choice:
+        generation = Generation(self._tokens.decode, choice.prompt, choice.stop_conditions)
+        unsent = generation.resume(resumed.token_ids, resumed.text_chars, choice.echo or "")
+        return replace(choice, resume_state=ResumeState(resumed.token_ids, generation, unsent))
 
     def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Raises `InvalidRequest` for tokens, and `ContextLengthExceeded` for lengths, that this model has not."""
+        """Raise `InvalidRequest` for unknown token ids and `ContextLengthExceeded` for sequences that are too long."""
         limit = min(self._capacity.context, self._capacity.kv_tokens)
         for sequence in sequences:
             self._known(list(sequence), "sequences")
@@ -111,7 +121,7 @@ class RequestReader:
                 raise ContextLengthExceeded(f"a sequence has {len(sequence)} tokens, and {limit} fit", param="sequences")
 
     def check_revision(self, revision: str) -> None:
-        """Raises `Conflict` for any other than the weights'."""
+        """Raise `Conflict` unless `revision` is that of the loaded weights."""
         if revision != self._revision:
             raise Conflict(f"these are the weights of revision {self._revision}, and the tokens are of {revision}", param=RESUME)
 
@@ -143,12 +153,12 @@ class RequestReader:
         choices = []
         n = body.n or 1
         for number, (ids, echo) in enumerate(prompts):
-            ending = Ending(
+            stop_conditions = StopConditions(
                 self._token_limit(body, len(ids)),
                 frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else self._eos),
                 body.stops,
             )
-            choices += [Choice(number * n + i, tuple(ids), ending, echo) for i in range(n)]
+            choices += [Choice(number * n + i, tuple(ids), stop_conditions, echo) for i in range(n)]
         single = tuple(prompts[0][0]) if len(prompts) == 1 else None
         return GenerationRequest(
             request_id,
@@ -168,15 +178,16 @@ class RequestReader:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt} tokens and this model's {name} holds {limit}, output included", param=_prompt_field(body)
             )
-        asked = body.token_limit
-        if asked is None:
+        requested = body.token_limit
+        if requested is None:
             default = self._defaults.get("max_new_tokens")
             return min(limit - prompt, default) if isinstance(default, int) and default > 0 else limit - prompt
-        if prompt + asked > limit:
+        if prompt + requested > limit:
             raise ContextLengthExceeded(
-                f"{prompt} prompt tokens and {asked} to generate are more than this model's {name} of {limit}", param="max_tokens"
+                f"{prompt} prompt tokens and {requested} to generate are more than this model's {name} of {limit}",
+                param="max_tokens",
             )
-        return asked
+        return requested
 
     def _params(self, body: Generating, top_logprobs: int | None) -> SamplingParams:
         def chosen(name: str, neutral: float) -> float:
@@ -241,14 +252,14 @@ def _prompt_field(body: Generating) -> str:
 
 
 def _ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
-    """Names of fields that mean nothing here; raises `UnsupportedParameter` for those that would change the output."""
+    """Names of fields that have no effect here. Raises `UnsupportedParameter` for fields that would change the output."""
     if (name := not_honoured(body)) is not None:
         raise UnsupportedParameter(f"{name} is not supported by this engine", param=name)
     return tuple(sorted((body.model_extra or {}).keys() - INERT - NOT_HONOURED.keys()))
 
 
 def _message(number: int, message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates expect it: content as text, arguments of tool calls as objects."""
+    """Convert a message for chat templates: content as text, arguments of tool calls as objects."""
     plain = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_text_part(number, part) for part in message.content)

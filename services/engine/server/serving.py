@@ -1,4 +1,4 @@
-"""The token path: requests from NATS to the computing thread, and what comes of them back, numbered without gaps."""
+"""The request path of an engine: requests from NATS to the computing thread, and numbered responses back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.generation.request import EmbedRequest, GenerationRequest
-from services.engine.lora.cache import Adapters
+from services.engine.lora.cache import LoraCache
 from services.engine.server.request_reader import RequestReader
-from services.engine.server.streams import Stream, fixed_of
+from services.engine.server.streams import Stream, not_resumable_reason
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import (
     EmbeddingsFinished,
@@ -30,7 +30,7 @@ from shared.contracts.inference import (
 )
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.engines.request_server import Answering
+from shared.engines.request_server import RequestServer
 from shared.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -45,23 +45,23 @@ from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
 _INLINE_BYTES = 16 * 1024
-"""Bodies over this are tokenised in a thread, so that the loop goes on."""
+"""Larger bodies are tokenised in a thread, so that the event loop stays responsive."""
 
 
-class Serving(Answering[Stream]):
-    """`batcher` is set once the model is loaded; until then requests are refused as not ready."""
+class Serving(RequestServer[Stream]):
+    """Requests of one engine. Until `open` is called they are rejected as not ready."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self.reader: RequestReader | None = None
         self.batcher: Batcher | None = None
-        self.adapters: Adapters | None = None
+        self.adapters: LoraCache | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._block_bytes = 0
-        self._held = False
+        self._paused = False
 
-    def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: Adapters | None = None) -> None:
-        """`adapters` None: this model takes none."""
+    def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: LoraCache | None = None) -> None:
+        """Accept requests. `adapters` is None if the model takes no LoRA adapters."""
         self.reader, self.batcher, self._block_bytes, self.adapters = reader, batcher, block_bytes, adapters
         self._idle_since = time.monotonic()
 
@@ -79,33 +79,35 @@ class Serving(Answering[Stream]):
             adapters=self.adapters.loaded() if self.adapters is not None else (),
         )
 
-    def hold(self) -> None:
-        """Take no new request until `let_go`. Raises `InstanceBusy` if there are any."""
-        self.refuse_if_busy()
-        self._held = True
+    def pause(self) -> None:
+        """Reject new requests until `unpause`. Raises `InstanceBusy` if any are running."""
+        self.raise_if_busy()
+        self._paused = True
 
-    def let_go(self) -> None:
-        self._held = False
+    def unpause(self) -> None:
+        self._paused = False
 
-    def take_own(self, request: InferRequest, heard: Callable[[BaseModel], None]) -> None:
-        """Serve a request of the engine's own, held or not: nothing of it leaves this process."""
-        self._accept(request, Stream(request.request_id, "", None, Timeline("engine"), time.monotonic(), own=heard), 0)
+    def serve_internal(self, request: InferRequest, on_response: Callable[[BaseModel], None]) -> None:
+        """Serve a request of the engine itself, even while paused. Its responses do not leave the process."""
+        self._accept(
+            request, Stream(request.request_id, "", None, Timeline("engine"), time.monotonic(), internal_listener=on_response), 0
+        )
 
     def yield_(self, stream: Stream) -> None:
-        """Stop at the next token, to go on elsewhere; what has not been given to the computing thread stops at once."""
-        if isinstance(stream.request, GenerationRequest) and stream.fetching is None and self.batcher is not None:
+        """Stop a request at the next token. A request that the computing thread has not seen stops at once."""
+        if isinstance(stream.request, GenerationRequest) and stream.loading_lora is None and self.batcher is not None:
             self.batcher.yield_(stream.request_id)
         else:
             self._yielded(stream)
 
     def _yielded(self, stream: Stream) -> None:
         self._send(stream, InferYielded(seq=stream.seq))
-        self._end(stream)
+        self._remove(stream)
 
     # Requests in
 
-    async def _take(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
-        if self._held:
+    async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
+        if self._paused:
             raise InstanceDraining
         stream = Stream(request.request_id, reply, parent, Timeline("engine"), time.monotonic(), adapter=request.adapter)
         self._accept(request, stream, size)
@@ -114,13 +116,15 @@ class Serving(Answering[Stream]):
         if self.draining:
             raise InstanceDraining
         if self.reader is None or self.batcher is None:
-            raise InstanceDraining("the instance is not ready yet")
+            raise InstanceDraining("The instance is not ready yet")
         if request.adapter is not None and (self.adapters is None or request.endpoint == "embedding"):
-            raise InvalidRequest(f"{request.adapter.name} is an adapter for generating; this cannot use it", param="model")
-        self._begin(stream)
+            raise InvalidRequest(
+                f"{request.adapter.name} is a LoRA adapter for generation; this request cannot use it", param="model"
+            )
+        self._register(stream)
         loop = asyncio.get_running_loop()
         stream.deadline = loop.call_later(request.deadline_ms / 1000, self._expire, stream)
-        if size > _INLINE_BYTES:  # not awaited: the subscription's callbacks run one after the other
+        if size > _INLINE_BYTES:  # not awaited: the subscription runs its callbacks one at a time
             job = loop.run_in_executor(self._threads, self._read, self.reader, request)
             job.add_done_callback(lambda done: self._read_done(stream, done))
             return
@@ -134,9 +138,9 @@ class Serving(Answering[Stream]):
             return reader.read(request)
         except ThawError:
             raise
-        except Exception as e:  # a tokenizer or a template may raise anything; the request must have an answer
-            log.exception("a request could not be read", extra={"request_id": request.request_id})
-            raise EngineFailed(f"the request could not be read: {type(e).__name__}: {str(e)[:300]}") from e
+        except Exception as e:  # a tokenizer or template may raise anything; the request must get a response
+            log.exception("failed to read a request", extra={"request_id": request.request_id})
+            raise EngineFailed(f"The request could not be read: {type(e).__name__}: {str(e)[:300]}") from e
 
     def _read_done(self, stream: Stream, done: asyncio.Future[GenerationRequest | EmbedRequest]) -> None:
         if self.streams.get(stream.request_id) is not stream or done.cancelled():
@@ -156,32 +160,32 @@ class Serving(Answering[Stream]):
             self.batcher.submit(request)
         else:
             name = f"adapter for {stream.request_id}"
-            stream.fetching = asyncio.create_task(self._submit_with(stream.adapter, stream, request), name=name)
+            stream.loading_lora = asyncio.create_task(self._submit_with(stream.adapter, stream, request), name=name)
 
     async def _submit_with(self, card: ModelCard, stream: Stream, request: GenerationRequest) -> None:
-        """Compute the request once its adapter is there."""
+        """Submit the request once its LoRA adapter is loaded."""
         assert self.batcher is not None
         assert self.adapters is not None
         try:
             adapter = await self.adapters.acquire(card)
-        except Exception as e:  # the task's boundary: whatever it was, the request must have an answer
+        except Exception as e:  # a task boundary: the request must get a response
             if not isinstance(e, ThawError):
-                log.exception("an adapter could not be loaded", extra={"adapter": card.name})
-                e = EngineFailed(f"the adapter {card.name} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
-            stream.fetching = None
+                log.exception("failed to load an adapter", extra={"adapter": card.name})
+                e = EngineFailed(f"The adapter {card.name} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
+            stream.loading_lora = None
             self._fail(stream, e)
             return
-        stream.fetching, stream.holds_adapter = None, True
+        stream.loading_lora, stream.has_lora = None, True
         self.batcher.submit(replace(request, adapter=adapter, variant=card.info.revision))
 
     def _expire(self, stream: Stream) -> None:
-        self._stop(stream)
-        self._fail(stream, DeadlineExceeded("the answer was not complete within the request's deadline"))
+        self._cancel_compute(stream)
+        self._fail(stream, DeadlineExceeded("The response was not complete within the request's deadline"))
 
-    # Answers out
+    # Responses out
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """What the computing thread delivered, on the loop's thread. Events of requests that have ended here already are dropped."""
+        """Handle events of the computing thread on the event loop. Events of ended requests are dropped."""
         for event in events:
             stream = self.streams.get(event.request_id)
             if stream is None or stream.request is None:
@@ -210,7 +214,7 @@ class Serving(Answering[Stream]):
                 phases=stream.timeline.spans(),
                 ignored=request.ignored,
                 prompt_token_ids=ids,
-                fixed=fixed_of(request),
+                fixed=not_resumable_reason(request),
                 seed=request.params.seed if isinstance(request, GenerationRequest) else None,
             ),
         )
@@ -219,8 +223,8 @@ class Serving(Answering[Stream]):
         stream.progressed(event)
         self._generated += event.tokens
         phases: tuple[PhaseSpan, ...] = ()
-        if not stream.first_token_told:
-            stream.first_token_told = True
+        if not stream.first_token_sent:
+            stream.first_token_sent = True
             started = stream.received if stream.admitted is None else stream.admitted
             stream.timeline.add(Phase.PREFILL, started, event.at, prompt_tokens=request.prompt_tokens)
             phases = tuple(s for s in stream.timeline.spans() if s.phase is Phase.PREFILL)
@@ -241,33 +245,35 @@ class Serving(Answering[Stream]):
     def _finish(self, stream: Stream) -> None:
         record_phases(stream.timeline.spans(), context_of(stream.parent))
         self._completed += 1
-        self._end(stream)
+        self._remove(stream)
 
-    def _stop(self, stream: Stream) -> None:
+    def _cancel_compute(self, stream: Stream) -> None:
         if self.batcher is not None:
             self.batcher.cancel(stream.request_id)
 
     def _release(self, stream: Stream) -> None:
         if stream.deadline is not None:
             stream.deadline.cancel()
-        if stream.fetching is not None:
-            stream.fetching.cancel()
-        if stream.holds_adapter and stream.adapter is not None and self.adapters is not None:
-            stream.holds_adapter, stream.request = False, None
+        if stream.loading_lora is not None:
+            stream.loading_lora.cancel()
+        if stream.has_lora and stream.adapter is not None and self.adapters is not None:
+            stream.has_lora, stream.request = False, None
             self.adapters.release(stream.adapter.info.revision)
 
     def _send(self, stream: Stream, message: BaseModel) -> None:
-        if stream.own is not None:
-            stream.own(message)
+        if stream.internal_listener is not None:
+            stream.internal_listener(message)
         else:
             super()._send(stream, message)
 
-    def _put(self, stream: Stream, body: bytes) -> None:
+    def _enqueue(self, stream: Stream, body: bytes) -> None:
         if len(body) <= self._mesh.max_body:
-            super()._put(stream, body)
+            super()._enqueue(stream, body)
             return
-        self._stop(stream)
-        self._fail(stream, PayloadTooLarge(f"the answer has {len(body)} bytes and a message at most {self._mesh.max_body}"))
+        self._cancel_compute(stream)
+        self._fail(
+            stream, PayloadTooLarge(f"The response has {len(body)} bytes, and a message holds at most {self._mesh.max_body}")
+        )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""One request that an engine has taken on: where its answers go, and what it has said."""
+"""A request that the engine serves: where its responses go, and the tokens generated so far."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ _STEPS = 64
 """The token rate is that of the last so many steps."""
 
 
-def fixed_of(request: GenerationRequest | EmbedRequest | None) -> str:
-    """Why an answer cannot be continued elsewhere; empty: it can."""
-    return "an embedding has no tokens to go on from" if isinstance(request, EmbedRequest) else ""
+def not_resumable_reason(request: GenerationRequest | EmbedRequest | None) -> str:
+    """Why another engine cannot resume the response; empty if it can."""
+    return "an embedding has no tokens to resume from" if isinstance(request, EmbedRequest) else ""
 
 
 @dataclass
 class Stream:
+    """One running request."""
+
     request_id: str
     reply: str
     parent: str | None
@@ -36,38 +38,38 @@ class Stream:
     received: float
     request: GenerationRequest | EmbedRequest | None = None
     adapter: ModelCard | None = None
-    fetching: asyncio.Task[None] | None = None
-    holds_adapter: bool = False
+    loading_lora: asyncio.Task[None] | None = None
+    has_lora: bool = False
     deadline: asyncio.TimerHandle | None = None
     admitted: float | None = None
-    first_token_told: bool = False
+    first_token_sent: bool = False
     seq: int = 0
     spans: list[PhaseSpan] = field(default_factory=list)
-    own: Callable[[BaseModel], None] | None = None
-    """Hears the answers to a request of the engine's own (a probe), instead of a gateway."""
-    _made: dict[int, list[int]] = field(default_factory=dict)
+    internal_listener: Callable[[BaseModel], None] | None = None
+    """Receives the responses to a request of the engine itself (a probe) instead of a gateway."""
+    _generated_ids: dict[int, list[int]] = field(default_factory=dict)
     _finish: dict[int, FinishReason | None] = field(default_factory=dict)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
 
     def take(self, request: GenerationRequest | EmbedRequest) -> None:
         self.request = request
         if isinstance(request, GenerationRequest):
-            self._made = {c.index: list(c.begun.tokens) if c.begun else [] for c in request.choices}
-            self._made |= {c.index: list(c.token_ids) for c in request.finished}
+            self._generated_ids = {c.index: list(c.resume_state.tokens) if c.resume_state else [] for c in request.choices}
+            self._generated_ids |= {c.index: list(c.token_ids) for c in request.finished}
             self._finish = {c.index: c.finish_reason for c in request.finished}
 
     def progressed(self, event: Progressed) -> None:
         if event.tokens:
             self._steps.append(event.at)
         for delta in event.deltas:
-            self._made[delta.index] += delta.token_ids
+            self._generated_ids[delta.index] += delta.token_ids
             if delta.finish_reason is not None:
                 self._finish[delta.index] = delta.finish_reason
 
     @property
     def generated_tokens(self) -> int:
-        """Here and elsewhere."""
-        return sum(map(len, self._made.values()))
+        """Tokens generated here and by earlier engines."""
+        return sum(map(len, self._generated_ids.values()))
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,8 +77,8 @@ class Stream:
         return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 and steps[-1] > steps[0] else 0.0
 
     @property
-    def moves(self) -> bool:
-        """Whether it is a gateway's, and not the engine's own (a probe)."""
+    def is_movable(self) -> bool:
+        """True for a gateway's request, false for the engine's own probes."""
         return self.reply.startswith(f"{subjects.PREFIX}.replies.")
 
     def running(self) -> RunningRequest:
@@ -87,16 +89,16 @@ class Stream:
             prompt_tokens=request.prompt_tokens if request is not None else 0,
             generated_tokens=self.generated_tokens,
             tokens_per_second=self.tokens_per_second,
-            choices=max(1, len(self._made)),
-            fixed=fixed_of(request),
+            choices=max(1, len(self._generated_ids)),
+            fixed=not_resumable_reason(request),
             traceparent=self.parent,
         )
 
     def choices(self) -> tuple[RunningChoice, ...]:
-        made = sorted(self._made.items())
-        return tuple(RunningChoice(index=i, token_ids=tuple(ids), finish_reason=self._finish.get(i)) for i, ids in made)
+        generated = sorted(self._generated_ids.items())
+        return tuple(RunningChoice(index=i, token_ids=tuple(ids), finish_reason=self._finish.get(i)) for i, ids in generated)
 
     def prompts(self) -> tuple[tuple[int, ...], ...]:
-        """Of each of `choices`; of those that were finished elsewhere none."""
+        """Prompt token ids of each of `choices`; empty for choices that another engine finished."""
         prompts = {c.index: c.prompt for c in self.request.choices} if isinstance(self.request, GenerationRequest) else {}
-        return tuple(prompts.get(i, ()) for i in sorted(self._made))
+        return tuple(prompts.get(i, ()) for i in sorted(self._generated_ids))

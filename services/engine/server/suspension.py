@@ -1,4 +1,4 @@
-"""What the builtin engine has to do with its own suspension: take no requests meanwhile, and show afterwards that it is as it was."""
+"""The engine's part in its own suspension: pause before it, and verify its output afterwards."""
 
 from __future__ import annotations
 
@@ -17,45 +17,46 @@ from shared.errors import EngineFailed, UnsupportedParameter, from_body
 
 _TOKENS = 3
 _DEADLINE_S = 20.0
-Answer = tuple[object, ...]
+ProbeOutput = tuple[object, ...]
 
 
 class Suspension:
-    """Its reference answer is taken before each suspension, so that no cold start waits for it."""
+    """Pauses and verifies the engine. The reference output is taken before each suspension, so that no cold start pays for it."""
 
     def __init__(self, instance_id: str, card: ModelCard, serving: Serving) -> None:
         self._instance_id = instance_id
         self._card = card
         self._serving = serving
-        self._before: Answer | None = None
+        self._before: ProbeOutput | None = None
 
     async def sleep(self, level: int) -> EngineAsleep:
-        """Raises `InstanceBusy` while requests are served."""
+        """Pause, and record the reference output. Raises `InstanceBusy` while requests are running."""
         if level != 0:
-            raise UnsupportedParameter("the builtin engine has no sleep levels: it is suspended without its knowledge, or stopped")
+            raise UnsupportedParameter("The builtin engine has no sleep levels. The nodeagent suspends its process, or stops it.")
         begun = time.monotonic()
-        self._serving.hold()
+        self._serving.pause()
         try:
-            self._before = await self._ask()
+            self._before = await self._run_probe()
         except BaseException:
-            self._serving.let_go()
+            self._serving.unpause()
             raise
         return EngineAsleep(level=0, took_ms=(time.monotonic() - begun) * 1e3)
 
     async def wake(self) -> EngineProbed:
-        """Serves again only if it answers as before."""
+        """Verify the output, and accept requests again if it is unchanged."""
         probed = await self.probe()
         if probed.same:
-            self._serving.let_go()
+            self._serving.unpause()
         return probed
 
     async def probe(self) -> EngineProbed:
+        """Compare the output with the reference."""
         begun = time.monotonic()
-        answer = await self._ask()
-        return EngineProbed(same=self._before is None or answer == self._before, took_ms=(time.monotonic() - begun) * 1e3)
+        output = await self._run_probe()
+        return EngineProbed(same=self._before is None or output == self._before, took_ms=(time.monotonic() - begun) * 1e3)
 
-    async def _ask(self) -> Answer:
-        """A request of its own: what was generated."""
+    async def _run_probe(self) -> ProbeOutput:
+        """A request of its internal_listener: what was generated."""
         embeds = self._card.info.task == "embed"
         body: dict[str, Any] = {"model": self._card.name}
         body |= {"input": "a"} if embeds else {"prompt": "a", "max_tokens": _TOKENS, "temperature": 0}
@@ -70,7 +71,7 @@ class Suspension:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         found: list[object] = []
 
-        def heard(part: BaseModel) -> None:
+        def on_response(part: BaseModel) -> None:
             match part:
                 case InferChunk():
                     found.extend(t for choice in part.choices for t in choice.token_ids)
@@ -82,11 +83,11 @@ class Suspension:
                 done.set_result(None)
 
         try:
-            self._serving.take_own(request, heard)
+            self._serving.serve_internal(request, on_response)
             async with asyncio.timeout(_DEADLINE_S):
                 await done
         except TimeoutError:
-            raise EngineFailed(f"it gave no answer within {_DEADLINE_S:g} s") from None
+            raise EngineFailed(f"The engine did not answer a probe within {_DEADLINE_S:g} s") from None
         if not found:
-            raise EngineFailed("it answered without a token")
+            raise EngineFailed("The engine answered a probe without a token")
         return tuple(found)

@@ -16,7 +16,7 @@ _PIECE_TOKENS = 512
 LOST = "its engine did not tell all of its tokens: one character was made of several"
 
 
-class Moving:
+class HostMigration:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._prepared: dict[str, tuple[int, ...]] = {}

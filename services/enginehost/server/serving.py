@@ -28,7 +28,7 @@ from shared.contracts.inference import (
 )
 from shared.contracts.migration import RunningRequest
 from shared.contracts.phases import Phase
-from shared.engines.request_server import Answering
+from shared.engines.request_server import RequestServer
 from shared.errors import Conflict, DeadlineExceeded, EngineFailed, EngineKilled, InstanceDraining, NotFound, ThawError
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
@@ -73,7 +73,7 @@ async def _unknown() -> bool:
     return False
 
 
-class Serving(Answering[_Stream]):
+class Serving(RequestServer[_Stream]):
     """Until `open` is called, and after `close`, requests are refused as not ready."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -89,7 +89,7 @@ class Serving(Answering[_Stream]):
 
     def close(self) -> None:
         """Refuse requests until `open`. Raises `InstanceBusy` if any is being served."""
-        self.refuse_if_busy()
+        self.raise_if_busy()
         self._driver = self._client = None
 
     def load(self) -> EngineLoad:
@@ -102,11 +102,11 @@ class Serving(Answering[_Stream]):
 
     # Requests in
 
-    async def _take(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
+    async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
         if self.draining or self._driver is None or self._client is None:
             raise InstanceDraining("" if self.draining else "the instance is not ready")
         stream = _Stream(request.request_id, reply, parent, time.monotonic())
-        self._begin(stream)
+        self._register(stream)
         name = f"request {request.request_id}"
         stream.task = asyncio.create_task(self._serve(stream, request, self._driver, self._client), name=name)
 
@@ -150,7 +150,7 @@ class Serving(Answering[_Stream]):
         self._generated += usage.completion_tokens - (begun.kept if begun is not None else 0)
         self._completed += 1
         record_phases(stream.timeline.spans(), context_of(stream.parent))
-        self._end(stream)
+        self._remove(stream)
 
     def _head(self, stream: _Stream, response: Response, *, fixed: str) -> InferResponse:
         stream.fixed = fixed
@@ -200,7 +200,7 @@ class Serving(Answering[_Stream]):
         if stream.fixed:
             raise Conflict(stream.fixed)
         self._send(stream, InferYielded(seq=stream.seq))
-        self._end(stream)
+        self._remove(stream)
 
     def stream(self, request_id: str) -> _Stream:
         """Raises `NotFound`."""
@@ -223,4 +223,4 @@ class Serving(Answering[_Stream]):
                 self._send(stream, InferData(seq=stream.seq, data=encoded.decode(), phases=phases, progress=progress))
                 first = False
             else:  # one of thousands: made without a model
-                self._put(stream, b'{"v":"1.0","kind":"data","seq":%d,"data":"%b"}' % (stream.seq, encoded))
+                self._enqueue(stream, b'{"v":"1.0","kind":"data","seq":%d,"data":"%b"}' % (stream.seq, encoded))

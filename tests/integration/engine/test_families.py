@@ -21,7 +21,7 @@ from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.request import GenerationRequest
 from services.engine.model import loading
 from services.engine.model.checkpoint import PACKABLE
-from services.engine.model.loading import Bound, Computable, Files
+from services.engine.model.loading import BoundModel, ReadyModel, ModelFiles
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferRequest
@@ -95,10 +95,10 @@ class LoadedModel:
         self.start = EngineStart(
             instance_id="i", node="n", card=card_of(directory), device="cpu:0", kv_bytes=64 << 20, log_path="unused"
         )
-        self.bound: Bound = loading.bind_early(directory, self.segment.attached(), self.start)
+        self.bound: BoundModel = loading.bind_model(directory, self.segment.attached(), self.start)
         self.segment.write_data()
-        self.files: Files = loading.read_files(directory, self.start)
-        self.computable: Computable = loading.complete(self.bound, self.files, self.start, EngineSettings())
+        self.files: ModelFiles = loading.read_files(directory, self.start)
+        self.computable: ReadyModel = loading.complete(self.bound, self.files, self.start, EngineSettings())
         limits = self.computable.limits
         self.limits = Limits(8, kv_blocks or limits.kv_blocks, limits.step_tokens, 16)
         self.reference = tf.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
@@ -253,7 +253,7 @@ def test_another_dtype_is_converted(tmp_path: Path, demo_directory: Path) -> Non
     segment.write_index()
     try:
         start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=64 << 20, log_path="unused")
-        bound = loading.bind_early(directory, segment.attached(), start)
+        bound = loading.bind_model(directory, segment.attached(), start)
         segment.write_data()
         loading.complete(bound, loading.read_files(directory, start), start, EngineSettings())
         wanted = load_file(directory / "model.safetensors")["lm_head.weight"].bfloat16()
@@ -291,7 +291,7 @@ def test_encoders_embed_as_sentence_transformers_do(mode: str | None, tmp_path: 
     try:
         card = card_of(tmp_path, task="embed")
         start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=0, log_path="unused")
-        bound = loading.bind_early(tmp_path, segment.attached(), start)
+        bound = loading.bind_model(tmp_path, segment.attached(), start)
         assert not bound.copied
         computable = loading.complete(bound, loading.read_files(tmp_path, start), start, EngineSettings())
         inputs = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]

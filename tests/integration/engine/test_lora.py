@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.engine.generation.lora_layers import Adapter
+from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import Row
 from services.engine.model import loading
 from shared.contracts.loader import WeightsAttached
@@ -40,18 +40,18 @@ def adapter_card(directory: Path, name: str = "a", base: str = "demo") -> ModelC
 
 
 class Attachments:
-    """Adapters bound as the engine binds them."""
+    """LoraCache bound as the engine binds them."""
 
     def __init__(self) -> None:
         self._segments: list[WrittenSegment] = []
 
-    def bind(self, loaded: LoadedModel, directory: Path) -> Adapter:
+    def bind(self, loaded: LoadedModel, directory: Path) -> LoraAdapter:
         segment = WrittenSegment(directory).write()
         self._segments.append(segment)
         attached = WeightsAttached(
             weights_id=segment.name, segment=segment.name, directory=str(directory), total_bytes=segment.total_bytes, loaded_bytes=0
         )
-        return loading.bind_adapter(loaded.computable, adapter_card(directory), attached)
+        return loading.bind_lora(loaded.computable, adapter_card(directory), attached)
 
     def close(self) -> None:
         for segment in self._segments:
@@ -73,7 +73,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def mixed(loaded: LoadedModel, adapters: list[Adapter | None]) -> tuple[list[list[int]], list[list[int]]]:
+def mixed(loaded: LoadedModel, adapters: list[LoraAdapter | None]) -> tuple[list[list[int]], list[list[int]]]:
     """Answers of every prompt with every adapter, each alone and all at once."""
     pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
     requests = [replace(loaded.request(i, prompt), adapter=adapter) for i, (prompt, adapter) in enumerate(pairs)]

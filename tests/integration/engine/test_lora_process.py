@@ -1,4 +1,4 @@
-"""Adapters in an engine process over real NATS: loaded while it serves, shared, refused, and let go of."""
+"""LoraCache in an engine process over real NATS: loaded while it serves, shared, refused, and let go of."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Broken, Event, Progressed, Yielded
-from services.engine.generation.prepared_prefixes import Computed, Outcome, Prepare
+from services.engine.generation.prepared_prefixes import Computed, Outcome, PrepareOrder
 from services.engine.generation.request import GenerationRequest
 from services.engine.generation.runner import Row, Runner
 from shared.contracts.inference import ChoiceDelta, InferRequest, Resume, ResumedChoice
@@ -74,7 +74,7 @@ class Told:
             outcomes.append(outcome)
             done.set()
 
-        self.batcher.prepare(Prepare(name, tuple(map(tuple, sequences)), None, "", keep_s, 60.0, told, answer_s))
+        self.batcher.prepare(PrepareOrder(name, tuple(map(tuple, sequences)), None, "", keep_s, 60.0, told, answer_s))
         assert done.wait(60)
         return outcomes[0]
 
@@ -227,7 +227,7 @@ def test_keys_and_values_computed_ahead_are_used(loaded: LoadedModel, told: Told
         rest = told.answer(request(loaded, f"rest-{name}", cut(whole, {0: count}, first, prepared=name)))
         assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0])
     assert told.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)  # it was given away with its request
-    told.batcher.forget_ahead("p")
+    told.batcher.discard_prepared("p")
     assert told.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
 
 

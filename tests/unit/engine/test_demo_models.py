@@ -23,11 +23,11 @@ def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
 def test_it_replaces_what_was_there_and_leaves_nothing_else(tmp_path: Path) -> None:
     make_demo_model(tmp_path / "m", "test")
     (tmp_path / "m" / "old").touch()
-    heard: list[float] = []
-    make_demo_model(tmp_path / "m", "test", progress=heard.append)
+    on_response: list[float] = []
+    make_demo_model(tmp_path / "m", "test", progress=on_response.append)
     assert not (tmp_path / "m" / "old").exists()
-    assert heard == sorted(heard)
-    assert heard[-1] == 1.0
+    assert on_response == sorted(on_response)
+    assert on_response[-1] == 1.0
     assert {p.name for p in tmp_path.iterdir()} == {"m", ".tokenizer-1024.json"}
 
 

@@ -42,7 +42,7 @@ def test_scalars_and_tensors_without_elements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "on_done"),
     [
         (tensor(dtype="F4"), "unknown type"),
         (tensor(nbytes=20), "does not fit"),
@@ -51,8 +51,8 @@ def test_scalars_and_tensors_without_elements() -> None:
         (tensor(offset=9), "thaw convert"),
     ],
 )
-def test_an_index_that_does_not_fit(wrong: SegmentTensor, told: str) -> None:
-    with pytest.raises(CheckpointInvalid, match=told):
+def test_an_index_that_does_not_fit(wrong: SegmentTensor, on_done: str) -> None:
+    with pytest.raises(CheckpointInvalid, match=on_done):
         segment(wrong)[1].tensors()
 
 

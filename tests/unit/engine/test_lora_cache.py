@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from services.engine.domain.step_planning import BLOCK_TOKENS, AdapterRoom, adapter_room
-from services.engine.generation.lora_layers import Adapter
+from services.engine.domain.step_planning import BLOCK_TOKENS, LoraBudget, lora_budget
+from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.lora import cache
-from services.engine.lora.cache import Adapters
+from services.engine.lora.cache import LoraCache
 from shared.contracts.models import AdapterInfo, ModelCard, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid, InsufficientMemory
 
@@ -31,7 +31,7 @@ def card(name: str, nbytes: int = 40, revision: str = "") -> ModelCard:
     return ModelCard(spec=ModelSpec(name=name, source="/a", base="base"), info=info, created=0)
 
 
-class FakeShelf:
+class FakeSource:
     """Loads at once unless `hold`; `events` tells what was done, in order."""
 
     def __init__(self) -> None:
@@ -41,15 +41,15 @@ class FakeShelf:
         self.hold: asyncio.Event | None = None
         self.error: Exception | None = None
 
-    async def load(self, card: ModelCard, number: int) -> Adapter:
+    async def load(self, card: ModelCard, number: int) -> LoraAdapter:
         if self.hold is not None:
             await self.hold.wait()
         if self.error is not None:
             raise self.error
         self.events.append(f"load {card.name}")
-        return Adapter(card.name, {})
+        return LoraAdapter(card.name, {})
 
-    async def drop(self, adapter: Adapter, number: int) -> None:
+    async def drop(self, adapter: LoraAdapter, number: int) -> None:
         self.events.append(f"drop {adapter.name}")
         self.dropped.set()
 
@@ -57,8 +57,8 @@ class FakeShelf:
         self.blocks.append(kv_blocks)
 
 
-def made(shelf: FakeShelf, budget: int = 100, keep_s: float = -1) -> Adapters:
-    return Adapters(shelf, AdapterRoom(granted=1000, block_bytes=10, budget=budget, reserved=False), keep_s, lambda: None)
+def made(source: FakeSource, budget: int = 100, keep_s: float = -1) -> LoraCache:
+    return LoraCache(source, LoraBudget(granted=1000, block_bytes=10, budget=budget, reserved=False), keep_s, lambda: None)
 
 
 async def settle() -> None:
@@ -67,49 +67,49 @@ async def settle() -> None:
 
 
 async def test_one_load_for_all_who_ask() -> None:
-    shelf = FakeShelf()
-    shelf.hold = asyncio.Event()
-    store = made(shelf)
+    source = FakeSource()
+    source.hold = asyncio.Event()
+    store = made(source)
     asking = [asyncio.create_task(store.acquire(card("a"))) for _ in range(3)]
     await settle()
     assert store.loaded() == ()
-    shelf.hold.set()
+    source.hold.set()
     first, *others = await asyncio.gather(*asking)
     assert others == [first, first]
-    assert shelf.events == ["load a"]
+    assert source.events == ["load a"]
     assert [(a.name, a.nbytes, a.active) for a in store.loaded()] == [("a", 40, 3)]
 
 
 async def test_the_least_recently_used_makes_room_and_keys_and_values_get_it_back() -> None:
-    shelf = FakeShelf()
-    store = made(shelf)
+    source = FakeSource()
+    store = made(source)
     for name in "ab":
         await store.acquire(card(name))
     store.release("b")
     store.release("a")
     await store.acquire(card("c"))
-    assert shelf.events == ["load a", "load b", "drop b", "load c"]
-    assert shelf.blocks == [96, 92, 96, 92]
+    assert source.events == ["load a", "load b", "drop b", "load c"]
+    assert source.blocks == [96, 92, 96, 92]
 
 
 async def test_one_in_use_is_waited_for_and_then_served_in_turn() -> None:
-    shelf = FakeShelf()
-    store = made(shelf)
+    source = FakeSource()
+    store = made(source)
     await store.acquire(card("a", 90))
     waiting = [asyncio.create_task(store.acquire(card(name, 90))) for name in "bc"]
     await settle()
-    assert shelf.events == ["load a"]
+    assert source.events == ["load a"]
     store.release("a")
     await waiting[0]
     assert not waiting[1].done()
     store.release("b")
     await waiting[1]
-    assert shelf.events == ["load a", "drop a", "load b", "drop b", "load c"]
+    assert source.events == ["load a", "drop a", "load b", "drop b", "load c"]
 
 
 async def test_nobody_overtakes_one_that_has_waited_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "FAIR_AFTER_S", -1.0)
-    store = made(FakeShelf())
+    store = made(FakeSource())
     await store.acquire(card("a", 90))
     waiting = asyncio.create_task(store.acquire(card("b", 90)))
     await settle()
@@ -124,58 +124,58 @@ async def test_nobody_overtakes_one_that_has_waited_long(monkeypatch: pytest.Mon
 
 async def test_one_over_the_budget_is_refused_with_the_remedy() -> None:
     with pytest.raises(InsufficientMemory, match="adapter_cache_bytes of base to 101 or more"):
-        await made(FakeShelf()).acquire(card("a", 101))
+        await made(FakeSource()).acquire(card("a", 101))
 
 
 async def test_a_failed_load_is_told_and_leaves_nothing() -> None:
-    shelf = FakeShelf()
-    shelf.error = CheckpointInvalid("damaged")
-    store = made(shelf)
+    source = FakeSource()
+    source.error = CheckpointInvalid("damaged")
+    store = made(source)
     with pytest.raises(CheckpointInvalid):
         await store.acquire(card("a", 90))
-    shelf.error = None
+    source.error = None
     await store.acquire(card("b", 90))
-    assert shelf.blocks == [91, 100, 91]
+    assert source.blocks == [91, 100, 91]
 
 
 async def test_an_asker_who_gives_up_leaves_the_load_to_the_others() -> None:
-    shelf = FakeShelf()
-    shelf.hold = asyncio.Event()
-    store = made(shelf, keep_s=0)
+    source = FakeSource()
+    source.hold = asyncio.Event()
+    store = made(source, keep_s=0)
     gone, stays = (asyncio.create_task(store.acquire(card("a"))) for _ in range(2))
     await settle()
     gone.cancel()
     await settle()
-    shelf.hold.set()
+    source.hold.set()
     await stays
     assert store.loaded()[0].active == 1
 
 
 async def test_what_nobody_waits_for_any_more_leaves_in_time() -> None:
-    shelf = FakeShelf()
-    shelf.hold = asyncio.Event()
-    store = made(shelf, keep_s=0)
+    source = FakeSource()
+    source.hold = asyncio.Event()
+    store = made(source, keep_s=0)
     gone = asyncio.create_task(store.acquire(card("a")))
     await settle()
     gone.cancel()
     await settle()
-    shelf.hold.set()
+    source.hold.set()
     async with asyncio.timeout(5):
-        await shelf.dropped.wait()
-    assert shelf.events == ["load a", "drop a"]
+        await source.dropped.wait()
+    assert source.events == ["load a", "drop a"]
     assert store.loaded() == ()
 
 
 async def test_another_revision_replaces_it_once_it_is_unused() -> None:
-    shelf = FakeShelf()
-    store = made(shelf)
+    source = FakeSource()
+    store = made(source)
     await store.acquire(card("a", 10, "r1"))
     await store.acquire(card("a", 10, "r2"))
     await settle()
     assert len(store.loaded()) == 2
     store.release("r1")
     await settle()
-    assert shelf.events == ["load a", "load a", "drop a"]
+    assert source.events == ["load a", "load a", "drop a"]
     store.drop("a")
     store.drop("nobody")
     store.release("r2")
@@ -184,8 +184,8 @@ async def test_another_revision_replaces_it_once_it_is_unused() -> None:
 
 
 def test_adapters_borrow_what_no_sequence_needs() -> None:
-    room = adapter_room(granted=100, block_bytes=10, reserved=0, longest=3 * BLOCK_TOKENS)
+    room = lora_budget(granted=100, block_bytes=10, reserved=0, longest=3 * BLOCK_TOKENS)
     assert (room.budget, room.kv_blocks(0), room.kv_blocks(70)) == (70, 10, 3)
-    kept = adapter_room(granted=100, block_bytes=10, reserved=40, longest=3 * BLOCK_TOKENS)
+    kept = lora_budget(granted=100, block_bytes=10, reserved=40, longest=3 * BLOCK_TOKENS)
     assert (kept.budget, kept.kv_blocks(0), kept.kv_blocks(40)) == (40, 6, 6)
-    assert adapter_room(granted=10, block_bytes=10, reserved=0, longest=3 * BLOCK_TOKENS).budget == 0
+    assert lora_budget(granted=10, block_bytes=10, reserved=0, longest=3 * BLOCK_TOKENS).budget == 0

@@ -31,7 +31,7 @@ def test_gpus_are_numbered_as_the_node_numbers_them(monkeypatch: pytest.MonkeyPa
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-def logits(computable: loading.Computable) -> torch.Tensor:
+def logits(computable: loading.ReadyModel) -> torch.Tensor:
     assert computable.runner is not None
     return computable.runner.forward([Row(computable.runner.new_state(), 0, IDS)])[0]
 
@@ -48,13 +48,13 @@ class OnDevice:
         card = card_of(directory, **spec)
         self.start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=64 << 20, log_path="unused")
         attached = self.segment.attached().model_copy(update={"handle": HANDLE})
-        self.bound = loading.bind_early(directory, attached, self.start)
+        self.bound = loading.bind_model(directory, attached, self.start)
 
     def open(self, handle: CudaIpcHandle) -> torch.Tensor:
         self.opened.append(handle)
         return self.device
 
-    def complete(self, handle: CudaIpcHandle | None = HANDLE) -> loading.Computable:
+    def complete(self, handle: CudaIpcHandle | None = HANDLE) -> loading.ReadyModel:
         files = loading.read_files(self.directory, self.start)
         return loading.complete(self.bound, files, self.start, EngineSettings(), handle)
 

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from services.engine.domain.background_prefill import common, excess, room, share
+from services.engine.domain.background_prefill import common_prefix_length, blocks_to_evict, free_blocks, prefill_tokens
 from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, SequenceView, StepPlan, Work
 
 LIMITS = Limits(max_sequences=8, kv_blocks=10, step_tokens=8192, chunk_tokens=256)
 
 
 def test_a_step_is_shared_by_what_runs() -> None:
-    assert share(StepPlan(), LIMITS) == 256
-    assert share(StepPlan((Work(1, 1), Work(2, 1))), LIMITS) == 32
-    assert share(StepPlan((Work(1, 1), Work(2, 40))), LIMITS) == 0
+    assert prefill_tokens(StepPlan(), LIMITS) == 256
+    assert prefill_tokens(StepPlan((Work(1, 1), Work(2, 1))), LIMITS) == 32
+    assert prefill_tokens(StepPlan((Work(1, 1), Work(2, 40))), LIMITS) == 0
 
 
 def test_memory_is_what_requests_are_not_known_to_need() -> None:
     running, waiting = [SequenceView(1, 2 * BLOCK_TOKENS, 5)], [SequenceView(2, BLOCK_TOKENS + 1)]
-    assert room([], [], LIMITS) == 10
-    assert room(running, waiting, LIMITS) == 10 - (2 + 1) - (2 + 1)
+    assert free_blocks([], [], LIMITS) == 10
+    assert free_blocks(running, waiting, LIMITS) == 10 - (2 + 1) - (2 + 1)
 
 
 def test_what_runs_takes_back_what_it_grows_into() -> None:
     after = [SequenceView(1, 7 * BLOCK_TOKENS, 7 * BLOCK_TOKENS)]
-    assert excess(after, 3, LIMITS) == 0
-    assert excess(after, 5, LIMITS) == 2
+    assert blocks_to_evict(after, 3, LIMITS) == 0
+    assert blocks_to_evict(after, 5, LIMITS) == 2
 
 
 def test_what_sequences_share() -> None:
-    assert common((1, 2, 3), (1, 2, 3, 4)) == 3
-    assert common((1, 2, 3), (1, 9, 3)) == 1
-    assert common((), (1,)) == 0
+    assert common_prefix_length((1, 2, 3), (1, 2, 3, 4)) == 3
+    assert common_prefix_length((1, 2, 3), (1, 9, 3)) == 1
+    assert common_prefix_length((), (1,)) == 0

@@ -40,8 +40,8 @@ def test_a_chat_becomes_one_choice(tokens: Tokenization) -> None:
     (choice,) = request.choices
     assert tokens.tokenizer.decode(choice.prompt) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert request.prompt_token_ids == choice.prompt
-    assert choice.ending.max_tokens == 5
-    assert choice.ending.stop_token_ids == {0, 2}
+    assert choice.stop_conditions.max_tokens == 5
+    assert choice.stop_conditions.stop_token_ids == {0, 2}
     assert request.params.seed == 3
 
 
@@ -57,19 +57,19 @@ def test_silent_requests_take_the_models_defaults(tokens: Tokenization) -> None:
     request = read(tokens, HELLO, defaults=defaults)
     assert (request.params.temperature, request.params.top_k, request.params.top_p) == (0.6, 20, 0.9)
     assert request.params.repetition_penalty == 1.1
-    assert request.choices[0].ending.max_tokens == 7
+    assert request.choices[0].stop_conditions.max_tokens == 7
     assert read(tokens, {**HELLO, "temperature": 0}, defaults=defaults).params.greedy
     assert read(tokens, HELLO).params.temperature == 1.0
 
 
 def test_without_a_limit_the_context_is_it(tokens: Tokenization) -> None:
     request = read(tokens, {"prompt": "abc"}, "completion")
-    assert request.choices[0].ending.max_tokens == 1024 - len(request.choices[0].prompt)
+    assert request.choices[0].stop_conditions.max_tokens == 1024 - len(request.choices[0].prompt)
 
 
 def test_ignore_eos_leaves_the_requests_own_stop_tokens(tokens: Tokenization) -> None:
     request = read(tokens, {**HELLO, "ignore_eos": True, "stop_token_ids": [9]})
-    assert request.choices[0].ending.stop_token_ids == {9}
+    assert request.choices[0].stop_conditions.stop_token_ids == {9}
 
 
 def test_text_parts_and_tool_calls_reach_the_template(tokens: Tokenization) -> None:
@@ -145,7 +145,7 @@ def test_what_can_never_fit_the_context(tokens: Tokenization, body: dict[str, An
 def test_what_can_never_fit_the_kv_cache(tokens: Tokenization) -> None:
     with pytest.raises(ContextLengthExceeded, match="KV cache"):
         read(tokens, {"prompt": [5] * 200, "max_tokens": 100}, "completion", kv_tokens=256)
-    assert read(tokens, {"prompt": [5] * 200}, "completion", kv_tokens=256).choices[0].ending.max_tokens == 56
+    assert read(tokens, {"prompt": [5] * 200}, "completion", kv_tokens=256).choices[0].stop_conditions.max_tokens == 56
 
 
 def test_embeddings(tokens: Tokenization) -> None:

@@ -51,7 +51,7 @@ def test_draws_follow_the_distribution() -> None:
     "params", [SamplingParams(), SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.2)]
 )
 def test_rounding_does_not_change_what_is_drawn(params: SamplingParams) -> None:
-    """Where a flat distribution is computed again, in another batch or at another engine, and thousands of ranks and shares have moved."""
+    """Where a flat distribution is computed again, in another batch or at another engine, and thousands of ranks and spans have moved."""
     source = torch.Generator().manual_seed(1)
     logits = torch.randn(20_000, generator=source) * 1e-3
     logits[:300] += 8.0
@@ -100,12 +100,12 @@ def test_penalties_use_the_history() -> None:
 
 
 def test_log_probabilities_are_the_models_own() -> None:
-    told = sample(LOGITS, SamplingParams(temperature=0, logit_bias=((3, 100.0),), top_logprobs=2), NOTHING, FIRST)
+    on_done = sample(LOGITS, SamplingParams(temperature=0, logit_bias=((3, 100.0),), top_logprobs=2), NOTHING, FIRST)
     expected = torch.log_softmax(LOGITS, 0)
-    assert told.token == 3
-    assert told.logprob == pytest.approx(float(expected[3]))
-    assert [t for t, _ in told.top] == [1, 4]
-    assert told.top[0][1] == pytest.approx(float(expected[1]))
+    assert on_done.token == 3
+    assert on_done.logprob == pytest.approx(float(expected[3]))
+    assert [t for t, _ in on_done.top] == [1, 4]
+    assert on_done.top[0][1] == pytest.approx(float(expected[1]))
 
 
 @settings(max_examples=60, deadline=None)

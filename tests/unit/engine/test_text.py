@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.engine.domain.detokenizer import Detokenizer
 from services.engine.domain.generation import Generation
-from services.engine.domain.sampling_params import Ending
+from services.engine.domain.sampling_params import StopConditions
 from services.engine.domain.stop_strings import StopMatcher
 
 
@@ -113,8 +113,8 @@ def test_any_split_ends_where_the_whole_text_would(stops: list[str], parts: list
     assert not any(s in out for s in stops)
 
 
-def answer(text: str, ending: Ending) -> tuple[str, str | None, int]:
-    generation, shown = Generation(decode_bytes, [], ending), ""
+def answer(text: str, stop_conditions: StopConditions) -> tuple[str, str | None, int]:
+    generation, shown = Generation(decode_bytes, [], stop_conditions), ""
     for byte in text.encode():
         gained = generation.feed(byte)
         shown += gained.text
@@ -124,15 +124,15 @@ def answer(text: str, ending: Ending) -> tuple[str, str | None, int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "ending", "expected"),
+    ("text", "stop_conditions", "expected"),
     [
-        ("abcdef", Ending(3), ("abc", "length", 3)),
-        ("abc.def", Ending(9, frozenset({ord(".")})), ("abc", "stop", 4)),
-        ("abcdef", Ending(9, stops=("cd",)), ("ab", "stop", 4)),
-        ("ab", Ending(2, stops=("bc",)), ("ab", "length", 2)),
-        ("a€", Ending(3), ("a\ufffd", "length", 3)),
-        ("ab.", Ending(9, frozenset({ord(".")}), ("bx",)), ("ab", "stop", 3)),
+        ("abcdef", StopConditions(3), ("abc", "length", 3)),
+        ("abc.def", StopConditions(9, frozenset({ord(".")})), ("abc", "stop", 4)),
+        ("abcdef", StopConditions(9, stops=("cd",)), ("ab", "stop", 4)),
+        ("ab", StopConditions(2, stops=("bc",)), ("ab", "length", 2)),
+        ("a€", StopConditions(3), ("a\ufffd", "length", 3)),
+        ("ab.", StopConditions(9, frozenset({ord(".")}), ("bx",)), ("ab", "stop", 3)),
     ],
 )
-def test_how_answers_end(text: str, ending: Ending, expected: tuple[str, str, int]) -> None:
-    assert answer(text, ending) == expected
+def test_how_answers_end(text: str, stop_conditions: StopConditions, expected: tuple[str, str, int]) -> None:
+    assert answer(text, stop_conditions) == expected

@@ -21,7 +21,7 @@ from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.request import GenerationRequest
 from services.engine.model import loading
 from services.engine.model.checkpoint import PACKABLE
-from services.engine.model.loading import BoundModel, ReadyModel, ModelFiles
+from services.engine.model.loading import BoundModel, ModelFiles, ReadyModel
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.engine.domain.background_prefill import common_prefix_length, blocks_to_evict, free_blocks, prefill_tokens
+from services.engine.domain.background_prefill import blocks_to_evict, common_prefix_length, free_blocks, prefill_tokens
 from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, SequenceView, StepPlan, Work
 
 LIMITS = Limits(max_sequences=8, kv_blocks=10, step_tokens=8192, chunk_tokens=256)

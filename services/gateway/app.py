@@ -32,6 +32,7 @@ from services.gateway.http.middleware.connection_limits import BoundedProtocol, 
 from services.gateway.http.middleware.error_boundary import Edge
 from services.gateway.http.middleware.request_guard import Guard
 from services.gateway.http.middleware.request_id import RequestIds
+from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.server import HttpServer
 from services.gateway.loop import Gateway
 from services.gateway.settings import GatewaySettings
@@ -52,12 +53,12 @@ _OTHER_FILES = 256
 _LAST_WORDS_S = 2.0
 
 
-def http_app(gateway: Gateway, *, loopback: bool) -> ASGIApp:
+def http_app(gateway: Gateway, parsers: ParserProcess, *, loopback: bool) -> ASGIApp:
     info = Info(gateway)
     routes = [
-        Route("/v1/chat/completions", Generate(gateway, "chat"), methods=["POST"]),
-        Route("/v1/completions", Generate(gateway, "completion"), methods=["POST"]),
-        Route("/v1/embeddings", Generate(gateway, "embedding"), methods=["POST"]),
+        Route("/v1/chat/completions", Generate(gateway, "chat", parsers), methods=["POST"]),
+        Route("/v1/completions", Generate(gateway, "completion", parsers), methods=["POST"]),
+        Route("/v1/embeddings", Generate(gateway, "embedding", parsers), methods=["POST"]),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/models/{name:path}", info.model, methods=["GET"]),
         Route("/health", info.health, methods=["GET"]),
@@ -65,7 +66,7 @@ def http_app(gateway: Gateway, *, loopback: bool) -> ASGIApp:
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/openapi.json", info.openapi, methods=["GET"]),
         *Admin(gateway).routes(),
-        Route("/v1/{rest:path}", Generate(gateway, "other"), methods=["POST"]),
+        Route("/v1/{rest:path}", Generate(gateway, "other", parsers), methods=["POST"]),
         Route("/v1/{rest:path}", info.elsewhere, methods=["GET", "PUT", "PATCH", "DELETE"]),
     ]
     # A bare router: Starlette's own exception handlers would answer in another shape than the Edge.
@@ -163,9 +164,10 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
 
 async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> int:
     settings = gateway.settings
+    parsers = ParserProcess(settings.max_body_values)
     server = HttpServer(
         uvicorn.Config(
-            http_app(gateway, loopback=_is_loopback(listener)),
+            http_app(gateway, parsers, loopback=_is_loopback(listener)),
             http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
             loop="none",
             lifespan="off",
@@ -193,6 +195,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         await first(stop, gateway.mesh.lost)
         lost = gateway.mesh.lost.is_set()
         await _finish(gateway, server, serving)
+        await parsers.close()
         await end(*background, *gateway.tasks)
     return 1 if lost else 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.contracts.inference import Endpoint
@@ -30,6 +30,10 @@ class Ask:
     @property
     def is_json(self) -> bool:
         return self.content_type == JSON
+
+    def with_body(self, body: bytes) -> Ask:
+        """Return the same request with another body."""
+        return replace(self, body=body)
 
     def envelope(self) -> dict[str, Any]:
         """The fields of `InferRequest` that are this request's, but for its body."""

@@ -18,9 +18,9 @@ from services.gateway.domain.admission import Reservation
 from services.gateway.http.error_formats import dialect_of
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.idempotency_key import key_of, repeatable
-from services.gateway.http.parsing.json_cost import require_light
 from services.gateway.http.parsing.multipart import is_form
-from services.gateway.http.parsing.request_parser import Parsed, check, parse, parse_other
+from services.gateway.http.parsing.parser_process import ParserProcess
+from services.gateway.http.parsing.request_parser import Parsed, check
 from services.gateway.http.responses.buffered import Collected, Embedded, NoTokens, Whole
 from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
@@ -51,8 +51,9 @@ def client_of(scope: Scope) -> str:
 class Generate:
     """The ASGI endpoint of one kind of request."""
 
-    def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
+    def __init__(self, gateway: Gateway, endpoint: Endpoint, parsers: ParserProcess) -> None:
         self._gateway = gateway
+        self._parsers = parsers
         self._endpoint: Endpoint = endpoint
 
     def body_limit(self, scope: Scope) -> int:
@@ -98,16 +99,14 @@ class Generate:
         await self._answer(parsed, card, arrived, sink, key, scope, receive, send)
 
     async def _parse(self, scope: Scope, body: bytes) -> Parsed:
-        if not is_form(Headers(scope=scope).get("content-type", "")):
-            await require_light(body, self._gateway.settings.max_body_values)
-        if self._endpoint != "other":
-            return parse(self._endpoint, body)
+        headers = Headers(scope=scope)
         route = scope["path"]
+        names = {name: headers[name] for name in (*FORWARDED, "content-type") if name in headers}
         try:
-            return await parse_other(body, route, scope["query_string"].decode("latin-1"), Headers(scope=scope))
+            return await self._parsers.parse(self._endpoint, body, route, scope["query_string"].decode("latin-1"), names)
         except InvalidRequest:
-            # A body of a route that is nobody's: what is wrong with it is where it was sent.
-            if any(route in card.routes for card in self._gateway.catalog.cards()):
+            # A route that no engine serves is a better answer than what is wrong with the body.
+            if self._endpoint != "other" or any(route in card.routes for card in self._gateway.catalog.cards()):
                 raise
             raise NotFound(f"Invalid URL ({scope['method']} {route})") from None
 

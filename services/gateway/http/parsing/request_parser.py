@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 from services.gateway.domain.engine_request import Ask
 from services.gateway.domain.request_validation import check_supported
+from services.gateway.http.parsing.json_cost import require_light
 from services.gateway.http.parsing.multipart import is_form, text_fields
 from shared.contracts.inference import FORWARDED, Endpoint
 from shared.contracts.models import ModelCard
@@ -37,6 +38,28 @@ class Parsed:
     @property
     def stream(self) -> bool:
         return not isinstance(self.request, EmbeddingRequest) and bool(self.request.stream)
+
+
+async def parse_body(
+    endpoint: Endpoint, body: bytes, max_values: int, route: str, query: str, headers: Mapping[str, str]
+) -> Parsed:
+    """Parse and validate a body.
+
+    Args:
+        max_values: Most values of a JSON body; see `json_cost`.
+        route: Path of the request.
+        query: Query string of the request.
+        headers: Headers of the request, with lower-case names.
+
+    Raises:
+        InvalidRequest: The body is no valid request.
+        PayloadTooLarge: The body holds too many values.
+    """
+    if not is_form(headers.get("content-type", "")):
+        await require_light(body, max_values)
+    if endpoint != "other":
+        return parse(endpoint, body)
+    return await parse_other(body, route, query, headers)
 
 
 def parse(endpoint: Endpoint, body: bytes) -> Parsed:

@@ -1,0 +1,64 @@
+"""The process that parses large bodies for a gateway: `python -m services.gateway.http.parsing.parser_worker`.
+
+It reads a job from standard input (its length in 8 bytes, then a pickle), writes the result to standard output in the same form, and ends
+with its input, so that it never outlives its gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from services.gateway.http.parsing.request_parser import Parsed, parse_body
+from shared.contracts.base import ErrorBody
+from shared.contracts.inference import Endpoint
+from shared.errors import ThawError
+
+LENGTH = struct.Struct("!Q")
+_NICENESS = 5
+"""Small bodies, parsed by the gateway itself, come first where processors are scarce."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A body, and what its parsing depends on."""
+
+    endpoint: Endpoint
+    body: bytes
+    max_values: int
+    route: str
+    query: str
+    headers: Mapping[str, str]
+
+
+def run_job(job: Job) -> Parsed | ErrorBody:
+    """Return the parsed request without its body, which the gateway has, or the error that refuses it."""
+    try:
+        parsed = asyncio.run(parse_body(job.endpoint, job.body, job.max_values, job.route, job.query, job.headers))
+    except ThawError as e:
+        return e.body()
+    return replace(parsed, ask=replace(parsed.ask, body=b""))
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the gateway ends this process
+    os.nice(_NICENESS)
+    jobs, results = sys.stdin.buffer, sys.stdout.buffer
+    results.write(LENGTH.pack(0))  # ready
+    results.flush()
+    while len(head := jobs.read(LENGTH.size)) == LENGTH.size:
+        job = pickle.loads(jobs.read(LENGTH.unpack(head)[0]))
+        result = pickle.dumps(run_job(job), pickle.HIGHEST_PROTOCOL)
+        results.write(LENGTH.pack(len(result)) + result)
+        results.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """Parsing of large bodies outside the gateway's process.
 
 A JSON parser holds the interpreter lock for the whole of a body: 1 MB made to be slow delays every other request by 20 ms. Bodies of
-`LARGE_BYTES` or more go to one worker process, in order. It starts with the first large body, which is still parsed here, as are all until
-it is ready, and ends when no large body arrived for a while.
+`LARGE_BYTES` or more go to one worker process, in order. It starts with the first large body, which is parsed here and waits for nothing;
+the next ones wait until it is ready. It ends when no large body arrived for a while.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ParserProcess:
             ThawError: The body is refused; see `parse_body`.
             Unavailable: The worker process ended, or took too long.
         """
-        if len(body) < LARGE_BYTES or not self._has_worker():
+        if len(body) < LARGE_BYTES or not await self._has_worker():
             return await parse_body(endpoint, body, self._max_values, route, query, headers)
         job = Job(endpoint, body, self._max_values, route, query, headers)
         async with self._turn:
@@ -71,13 +71,14 @@ class ParserProcess:
             await asyncio.gather(self._starting, return_exceptions=True)
         await self._end()
 
-    def _has_worker(self) -> bool:
-        """Whether a worker takes jobs; begins to start one if there is none."""
+    async def _has_worker(self) -> bool:
+        """Return whether a worker takes jobs, after waiting for one that starts; begin to start one if there is none."""
+        while self._starting is not None and not self._starting.done():  # another body may begin the next start meanwhile
+            await asyncio.shield(self._starting)
         if self._is_ready and self._worker is not None and self._worker.returncode is None:
             return True
-        if self._starting is None or self._starting.done():
-            self._is_ready = False
-            self._starting = asyncio.create_task(self._start(), name="parser")
+        self._is_ready = False
+        self._starting = asyncio.create_task(self._start(), name="parser")
         return False
 
     async def _start(self) -> None:

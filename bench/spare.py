@@ -23,7 +23,7 @@ from thaw.demo.models import make_demo_model
 
 CASES = {"waiting": {}, "anew": {"THAW_BENCH": "1"}}
 _WITHIN_S = 300.0
-_QUIET_S = 2.0
+_IDLE_BEFORE_PREPARE_S = 2.0
 
 
 def idle_spare() -> psutil.Process:
@@ -33,10 +33,10 @@ def idle_spare() -> psutil.Process:
         found = [p for p in psutil.process_iter(["cmdline"]) if any(a.endswith("preload.py") for a in p.info["cmdline"] or ())]
         for process in found:
             before = process.cpu_times().user
-            time.sleep(_QUIET_S)
+            time.sleep(_IDLE_BEFORE_PREPARE_S)
             if before > 1.0 and process.is_running() and process.cpu_times().user == before:
                 return process
-        time.sleep(_QUIET_S)
+        time.sleep(_IDLE_BEFORE_PREPARE_S)
     raise RuntimeError(f"no interpreter waits after {_WITHIN_S:g} s: see spares.log")
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's bytes as a torch tensor, where they lie."""
+"""Tensors of a checkpoint as torch views of its bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ if TYPE_CHECKING:
 
 
 def bindable(dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether torch has a type for it."""
+    """True if torch has a type for it."""
     return dtype in TORCH_NAMES and packed_shape(dtype, shape) is not None
 
 
 def bind(name: str, dtype: str, shape: tuple[int, ...], data: memoryview, offset: int) -> torch.Tensor:
-    """A writable view of `data`, which it keeps alive, or a copy where its elements would not be aligned: `offset` is where `data` begins, in bytes
-    from an address that is aligned for every type. Raises `CheckpointInvalid` for what torch has no type for."""
+    """Make a writable view of `data`, which the view keeps alive; a copy if its elements would not be aligned.
+
+    Args:
+        offset: Where `data` begins, in bytes from an address that is aligned for every type.
+
+    Raises:
+        CheckpointInvalid: torch has no type for it.
+    """
     # The loader's processes never hold tensors: importing torch with this module would cost each of them a second and 200 MB.
     import torch
 

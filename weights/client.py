@@ -1,10 +1,10 @@
-"""Weights of the node's loader, for readers without NATS (a foreign engine's plug-in): mapped, and read while they arrive.
+"""Client of the node's loader for readers without NATS, such as a foreign engine's plug-in.
 
     with attach(loader_socket(node_state), source="/models/llama") as weights:
         for tensor, data in weights.tensors():
-            ...  # `data` is a view of shared memory, whole by now: copy it, or keep the weights open as long as it is used
+            ...  # `data` is a complete view of shared memory: copy it, or keep the weights open while it is in use
 
-Only the standard library and pydantic are needed, and nothing of the loader is imported.
+Needs only the standard library and pydantic; imports nothing of the loader.
 """
 
 from __future__ import annotations
@@ -42,10 +42,14 @@ def attach(
     background: bool = False,
     timeout: float | None = None,
 ) -> Weights:
-    """Hold the weights of `source` or `weights_id`, from the loader that listens at `path`; returns when their index is there.
+    """Hold the weights of `source` or `weights_id`, from the loader that listens at `path`; returns when their index is written.
 
-    `timeout`: seconds without a word from the loader, here and in every later wait. Raises what the loader refuses with, and `Unreachable`
-    if there is no loader or it goes.
+    Args:
+        timeout: Longest silence of the loader in seconds, here and in every later wait.
+
+    Raises:
+        ThawError: The loader's refusal.
+        Unreachable: No loader listens, or it went away.
     """
     connection = _Connection(path, timeout)
     try:
@@ -61,8 +65,7 @@ def attach(
 
 
 class Weights:
-    """Weights that this process holds. `buffer` is the whole segment as one private, writable range of memory; a write to it is seen by
-    nobody else."""
+    """Weights that this process holds. `buffer` is the whole segment as a private, writable mapping: no other process sees writes to it."""
 
     def __init__(self, connection: _Connection, attached: SocketAttached) -> None:
         self._connection = connection
@@ -83,25 +86,25 @@ class Weights:
         return self.loaded_bytes >= self.total_bytes
 
     def wait_until(self, watermark: int) -> None:
-        """Return when every byte of the segment below `watermark` is there. Raises the load's error."""
+        """Return when every byte of the segment below `watermark` is loaded. Raises the load's error."""
         while self.loaded_bytes < min(watermark, self.total_bytes):
             message = self._connection.receive()
             if isinstance(message, SocketWatermark | SocketComplete):
                 self.loaded_bytes = max(self.loaded_bytes, message.loaded_bytes)
 
     def wait(self) -> None:
-        """Return when every byte is there."""
+        """Return when every byte is loaded."""
         self.wait_until(self.total_bytes)
 
     def tensors(self) -> Iterator[tuple[SegmentTensor, memoryview]]:
-        """Every tensor in the order of its bytes, each as soon as it is whole."""
+        """Yield every tensor in the order of its bytes, each as soon as it is complete."""
         view = memoryview(self.buffer)
         for tensor in sorted(self.index.tensors, key=lambda t: t.offset):
             self.wait_until(tensor.offset + tensor.nbytes)
             yield tensor, view[tensor.offset : tensor.offset + tensor.nbytes]
 
     def close(self) -> None:
-        """Let go. Memory that views still refer to stays mapped until they are gone: the loader does not give it to others before."""
+        """Release the hold. Memory of live views stays mapped until they are gone: the loader does not reuse it before."""
         try:
             self.buffer.close()
         except BufferError:  # unmapped with the last view

@@ -73,7 +73,7 @@ def load_segment(
     """Load the checkpoint in `directory` into a new file /dev/shm/`name` of its own, chunk after chunk; the caller unlinks it.
 
     `on_layout` may object (raise) before any memory is taken; `on_index` is called when readers may map the segment; `on_loaded` from
-    the reading threads with the watermark. Raises `CheckpointInvalid`, `InsufficientMemory` or `Cancelled`, and then leaves nothing behind.
+    the reading threads with the watermark. Raises `CheckpointInvalid`, `InsufficientMemory` or `Cancelled`, and then removes everything.
     """
     started = time.monotonic()
     layout = lay_out(open_checkpoint(Path(directory)), weights_id or name)
@@ -211,7 +211,7 @@ def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory
 
 
 def measure(path: Path | str, threads: int, *, ready: bool = False, verify: bool = False) -> dict[str, Any]:
-    """Load once and let go of the memory again: bytes, seconds (wall), CPU seconds, and bandwidths in GB/s (10^9 bytes).
+    """Load once and free the memory: bytes, seconds (wall), CPU seconds, and bandwidths in GB/s (10^9 bytes).
 
     `stages` follow each other; `steps` say what the reading threads did meanwhile, in seconds of all threads together. `ready`: the memory is
     populated before the clock runs. `verify`: with the time that comparing hashes takes, as a stage.

@@ -1,4 +1,4 @@
-"""Tensors as they come, for any program that takes them one after the other: no NATS, no mesh, and little memory.
+"""Tensors in the order of their bytes, while the rest is being read: no NATS, no mesh, and little memory.
 
 from weights.streaming import TensorStream
 """
@@ -31,7 +31,7 @@ from weights.transfer.remote import TierReader
 if TYPE_CHECKING:
     import torch
 
-AHEAD = 4
+WINDOW_CHUNKS = 4
 """Chunks that may have memory, from the one that is being taken on. The fewer, the sooner each is used again, from the CPU's cache."""
 
 
@@ -40,16 +40,16 @@ class _Begun:
     layout: Layout
     ring: Ring
     keeps: bool
-    """Nothing's memory may be used again: a tier still reads what has come."""
+    """Memory must not be reused: a tier still reads the loaded bytes."""
 
 
 class TensorStream:
-    """As `load_tensors`, but each tensor comes as soon as it is whole, in the order of the files, while the others are being read.
+    """Like `load_tensors`, but yields each tensor as soon as it is complete, in the order of the files.
 
-    Reading begins at once, in threads of its own, and ends with `close`, at the latest when the tensors have been taken: iterate once, and in a
-    `with` if you may leave early. It stays a little ahead of what is taken. The memory of tensors that nothing refers to any more is used again
-    for those that come: who copies each and lets go of it needs a hundred megabytes for a model of any size. Tensors that are kept stay as they
-    are. Iterating raises what `load_tensors` raises.
+    Reading starts at once, in threads of its own. It ends with `close`, or when the last tensor was yielded: iterate once, in a `with` if you
+    may stop early. Reading stays a little ahead of the consumer. Memory of tensors without references is reused for the next ones: a consumer
+    that copies each tensor and drops it needs a hundred megabytes for a model of any size. Tensors with references stay unchanged. Iterating
+    raises what `load_tensors` raises.
     """
 
     def __init__(self, path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1) -> None:
@@ -59,10 +59,10 @@ class TensorStream:
         self._loaded = 0
         self._left = threading.Event()
         self._gone: deque[range] = deque()
-        """Chunks of tensors that nothing refers to any more. Only appended to by whatever thread lets go of one: it may hold any lock."""
+        """Chunks of tensors without references. Any thread that drops one only appends: it may hold any lock."""
         self._executor = ThreadPoolExecutor(1, "tensor-stream", initializer=_unbind)
         self._load = self._executor.submit(self._read)
-        self._load.add_done_callback(lambda _: self._tell())
+        self._load.add_done_callback(lambda _: self._notify())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
@@ -102,7 +102,7 @@ class TensorStream:
         with opened(self._path, self._rank, self._ranks) as (checkpoint, tier):
             check_dtypes(checkpoint)
             layout = lay_out(checkpoint, "")
-            ring = Ring(layout.total_bytes, ahead=AHEAD if tier is None else None)
+            ring = Ring(layout.total_bytes, window_chunks=WINDOW_CHUNKS if tier is None else None)
             pieces = cut(layout, self._options.chunk_bytes, remote=tier is not None)
             reader: PieceReader = FilesReader(layout.places, pieces, ring, self._options)
             if tier is not None:
@@ -121,16 +121,16 @@ class TensorStream:
             self._loaded = max(self._loaded, loaded)
             self._changed.notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify()
 
     # -- who takes -----------------------------------------------------------------------------------------------------------------
 
-    def _wait(self, come: Callable[[], bool]) -> _Begun:
-        """Until this much has come, or raise what the load ended with."""
+    def _wait(self, is_loaded: Callable[[], bool]) -> _Begun:
+        """Wait until `is_loaded` returns True, or raise the load's error."""
         with self._changed:
-            self._changed.wait_for(lambda: self._load.done() or come())
+            self._changed.wait_for(lambda: self._load.done() or is_loaded())
         if self._load.done():
             self._load.result()
         assert self._begun is not None

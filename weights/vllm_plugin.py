@@ -1,7 +1,7 @@
 """vLLM's weights from Thaw's loader: `--load-format thaw` for an unmodified vLLM.
 
 Installed beside vLLM (`pip install --no-deps thaw-mesh`), or put on its PYTHONPATH by Thaw's vLLM driver, this registers itself through vLLM's
-plug-in entry point. With a node's loader, tensors are views of its shared memory and come as they arrive, behind the watermark; without
+plug-in entry point. With a node's loader, tensors are views of its shared memory, each yielded when the watermark passes it; without
 one, the model's directory is read as `thaw load` does. vLLM copies each into its own parameters, as from any other source.
 
 `--model-loader-extra-config '{"socket": "/…/loader.sock", "source": "hf://org/name"}'` names the loader and the model's source as registered;
@@ -41,7 +41,7 @@ def register() -> None:
     logger = init_logger("vllm.thaw")
 
     class ThawModelLoader(DefaultModelLoader):  # type: ignore[misc]  # Any, here
-        """All but where tensors come from is the default loader's: which are wanted, and that none is missing."""
+        """The default loader with other tensors: it still selects the wanted ones and checks that none is missing."""
 
         def __init__(self, load_config: Any) -> None:
             given = dict(load_config.model_loader_extra_config or {})

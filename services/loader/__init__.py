@@ -1,1 +1,1 @@
-"""The loader of a node: brings the weights of models into shared memory, once for all instances that hold them."""
+"""The loader of a node: loads model weights into shared memory, once for all instances that use them."""

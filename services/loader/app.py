@@ -1,7 +1,7 @@
-"""The loader process, wired: one connection, one loop, its threads.
+"""The loader process: one NATS connection, one loop, its threads.
 
-Order at the start: the node's lock, the earlier loader's pool, then the mesh: no command is heard before what exists is known. Order
-at the end: hear nothing new, refuse what waits, call off loads, tell the last status, disconnect.
+Start: take the node's lock, recover the pool, then subscribe: no command arrives before the state is known.
+Shutdown: unsubscribe, refuse waiting requests, cancel loads, publish the last status, disconnect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.peer_sharing import Sharing
-from services.loader.adapters.reclaim import GivingBack
+from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.records import Records
 from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
@@ -45,7 +45,7 @@ from weights.pool.sweeping import sweep
 log = logging.getLogger(__name__)
 _WARN_WITHIN_S = 2
 _BETWEEN_STATUSES_S = 0.05
-"""Changes within this time share one status."""
+"""Changes within this interval share one status."""
 
 
 async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
@@ -66,8 +66,7 @@ async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
 
 
 async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records) -> int:
-    """The pool stays behind if this process is killed, or if instances hold weights in it: a loader that ends in good order with nothing
-    held takes the memory with it."""
+    """Serve with a pool. The pool survives a kill, and a shutdown while instances hold weights in it; else the shutdown removes it."""
     gpus = _gpus(settings)
     hooks = {"on_populated": gpus.pin, "on_punch": gpus.unpin} if gpus is not None else {}
     pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, **hooks)
@@ -81,7 +80,7 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
             ready = tasks.create_task(loader.keep_ready(), name="ready")
             status = await _serve_mesh(settings, stop, loader, sharing)
             await end(ready)
-        held = loader.is_held
+        held = loader.has_holders
         return status
     finally:
         await asyncio.to_thread(sharing.close)
@@ -89,21 +88,21 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
 
 
 def _gpus(settings: LoaderSettings) -> Devices | None:
-    """The GPUs, none of them open yet; None without a driver."""
+    """Return the GPUs, not opened yet; None without a driver."""
     if not has_driver():
         return None
     return Devices(load_driver, partial(group_bytes, cache=settings.node_state / "loader" / "buses.json"))
 
 
 async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory, sharing: Sharing, gpus: Devices | None) -> Loader:
-    """A loader that knows what an earlier one left."""
+    """Make a loader with the state of an earlier one."""
 
-    def workers(emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
+    def workers(emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
         threads = Threads(settings.loader_threads, settings.loader_remote_threads)
         copies = Copies(gpus, pool, emit) if gpus is not None else None
         runs = Runs(pool, sharing.sources, emit, threads, settings.loader_order, copies, verify=settings.verify)
         sharing.measure_by(runs.speed_of)
-        return runs, GivingBack(pool, emit)
+        return runs, Reclaimer(pool, emit)
 
     budget = default_dram_bytes() if settings.dram_bytes is None else settings.dram_bytes
     loader = Loader(settings.node, uuid.uuid4().hex, records, sharing.sources, workers, Chunks(pool.count, budget))
@@ -119,9 +118,9 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
     mesh = Mesh(settings, f"loader-{settings.node}")
     commands = mesh.respond(subjects.loader_command(settings.node), LOADER_COMMAND, loader.handle, concurrent=True)
     files = mesh.respond(subjects.loader_files(settings.node), TypeAdapter(ReadModelFile), loader.read_file, concurrent=True)
-    mesh.listen(subjects.node_status(settings.node), NodeStatus, loader.hear_node)
+    mesh.listen(subjects.node_status(settings.node), NodeStatus, loader.on_node_status)
     if settings.peers:
-        mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, sharing.peers.hear)
+        mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, sharing.peers.on_status)
     if not await mesh.start_unless(stop):
         await loader.stop()
         return 0
@@ -142,7 +141,7 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
 
 
 async def _warn_engines(mesh: Mesh, subject: str, status: LoaderStatus) -> None:
-    """Have engines on GPU memory of this loader's end before that memory does. One that does not hear it does so with the next loader."""
+    """Make engines on GPU memory of this loader exit before the memory goes. An engine that misses this exits with the next loader."""
     if mesh.lost.is_set() or not any(s.on_devices for s in status.segments):
         return
     with contextlib.suppress(NatsError, TimeoutError):
@@ -151,7 +150,7 @@ async def _warn_engines(mesh: Mesh, subject: str, status: LoaderStatus) -> None:
 
 
 def pool_bytes() -> int:
-    """The pool's address space: as long as this host's memory, and without any of it at first."""
+    """Return the size of the pool's address space: that of host memory. No page is allocated at first."""
     return -(-physical_memory() // CHUNK_BYTES) * CHUNK_BYTES
 
 

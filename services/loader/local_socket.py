@@ -1,4 +1,4 @@
-"""Readers without NATS: the Unix socket of shared/contracts/loader_socket.py. A hold is the connection, and ends with it."""
+"""Local readers without NATS: the Unix socket of shared/contracts/loader_socket.py. A hold ends with its connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class LocalReaders:
-    """Serves the connections of one socket. `prefix` keeps the holders' names apart from those of another life of the loader."""
+    """Connections of one socket. `prefix` makes holders' names unique across restarts of the loader."""
 
     def __init__(self, loader: Loader, shared_memory: Path, prefix: str) -> None:
         self._loader, self._shared_memory, self._prefix = loader, shared_memory, prefix
@@ -42,10 +42,10 @@ class LocalReaders:
             await self._answer(holder, reader, writer)
         except ThawError as e:
             await _send(writer, SocketError(error=e.body()))
-        except (ConnectionError, TimeoutError):  # it has gone, which ends the hold
+        except (ConnectionError, TimeoutError):  # the reader disconnected, which ends the hold
             pass
         finally:
-            self._loader.let_go(holder)
+            self._loader.release_hold(holder)
             writer.close()
             with contextlib.suppress(ConnectionError, TimeoutError):
                 await writer.wait_closed()
@@ -57,10 +57,12 @@ class LocalReaders:
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             return
         except ValidationError as e:
-            raise InvalidRequest(f"not an attach: {e.errors()[0]['msg']}") from e
-        # Until the connection ends nothing more is expected of it.
+            raise InvalidRequest(
+                f"The line is no attach request: {e.errors()[0]['msg']}. See shared/contracts/loader_socket.py"
+            ) from e
+        # The reader sends nothing more: reading ends when it disconnects.
         gone = asyncio.create_task(reader.read(1), name=f"{holder}-gone")
-        work = asyncio.create_task(self._tell(holder, ask, writer), name=holder)
+        work = asyncio.create_task(self._serve_hold(holder, ask, writer), name=holder)
         try:
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -71,10 +73,10 @@ class LocalReaders:
                 task.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
 
-    async def _tell(self, holder: str, ask: SocketAttach, writer: asyncio.StreamWriter) -> None:
+    async def _serve_hold(self, holder: str, ask: SocketAttach, writer: asyncio.StreamWriter) -> None:
         card = await self._loader.card_of(weights_id=ask.weights_id, source=ask.source)
         attached = await self._loader.hold(holder, card, background=ask.background)
-        told = attached.loaded_bytes
+        sent_bytes = attached.loaded_bytes
         await _send(
             writer,
             SocketAttached(
@@ -83,12 +85,12 @@ class LocalReaders:
                 extents=attached.extents,
                 directory=attached.directory,
                 total_bytes=attached.total_bytes,
-                loaded_bytes=told,
+                loaded_bytes=sent_bytes,
             ),
         )
         async for loaded in self._loader.watermarks(attached.weights_id):
-            if loaded > told:
-                told = loaded
+            if loaded > sent_bytes:
+                sent_bytes = loaded
                 await _send(writer, SocketWatermark(loaded_bytes=loaded))
         await _send(writer, SocketComplete(loaded_bytes=attached.total_bytes))
 
@@ -101,7 +103,7 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 @asynccontextmanager
 async def listening(path: Path, readers: LocalReaders) -> AsyncIterator[None]:
-    """Serve on `path`; only this user may connect. An earlier loader's socket is replaced."""
+    """Serve on `path`, for this user only. Replaces the socket of an earlier loader."""
     connections: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The one owner of the loader's state: events go in, effects and replies come out. All of it runs on the event loop's thread."""
+"""The owner of the loader's state: events in, effects and replies out. Runs on the event loop's thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 import time
 from collections.abc import Callable
 
-from services.loader import status_publisher as telling
-from services.loader.adapters.reclaim import GivingBack
+from services.loader import status_publisher
+from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.records import Records
 from services.loader.adapters.runs import Runs
 from services.loader.domain.decide import decide
@@ -19,15 +19,15 @@ from services.loader.domain.effects import (
     CloseArena,
     Deny,
     Effect,
-    Forget,
     Freed,
     Grant,
-    Hurry,
     OpenArena,
+    RaisePriority,
     Refused,
-    Remember,
+    RemoveRecord,
     StartRun,
     Vacate,
+    WriteRecord,
 )
 from services.loader.domain.events import Abandoned, Event
 from services.loader.domain.state import Entry, Stage, State
@@ -38,34 +38,34 @@ from weights.pool.chunks import Chunks
 
 
 class Loop:
-    """`changed` is set whenever the state has; `moved` is another event after each change."""
+    """`changed` is set on every change of the state; `next_change` is replaced by a new event after each."""
 
     def __init__(
         self,
         boot_id: str,
         records: Records,
-        workers: Callable[[Callable[[Event], None]], tuple[Runs, GivingBack]],
+        workers: Callable[[Callable[[Event], None]], tuple[Runs, Reclaimer]],
         chunks: Chunks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`workers`: what works in threads, given the way to tell of it."""
+        """Start without weights. `workers` makes the threaded workers, given their way to send events."""
         self._loop = asyncio.get_running_loop()
         self._boot_id, self.records = boot_id, records
         self.state, self.clock = State(chunks=chunks), clock
         self.busy_at = clock()
-        """When a load was under way last."""
+        """Monotonic seconds of the last moment with a load in progress."""
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._numbers = itertools.count(1)
-        self.runs, self.giving_back = workers(self._from_thread)
+        self.runs, self.reclaimer = workers(self._from_thread)
         self.changed = asyncio.Event()
-        self.moved = asyncio.Event()
+        self.next_change = asyncio.Event()
 
     def number(self) -> int:
-        """A new one, for a reply."""
+        """Return a new number for a reply."""
         return next(self._numbers)
 
     async def ask(self, event: Callable[[int], Event]) -> Message:
-        """The reply to an event, which is made with the reply's number. Raises the `ThawError` that it is refused with."""
+        """Dispatch the event made with a reply's number, and return the reply. Raises the `ThawError` that refuses it."""
         number = self.number()
         reply: asyncio.Future[Message] = self._loop.create_future()
         self._replies[number] = reply
@@ -86,8 +86,8 @@ class Loop:
             self._perform(effect)
         if self.state is not before:
             self.changed.set()
-            self.moved.set()
-            self.moved = asyncio.Event()
+            self.next_change.set()
+            self.next_change = asyncio.Event()
 
     def _from_thread(self, event: Event) -> None:
         self._loop.call_soon_threadsafe(self.dispatch, event)
@@ -98,8 +98,8 @@ class Loop:
                 self.runs.start(effect)
             case CancelRun():
                 self.runs.cancel(effect.run)
-            case Hurry():
-                self.runs.hurry(effect.run)
+            case RaisePriority():
+                self.runs.raise_priority(effect.run)
             case Grant():
                 self.runs.grant(effect.run, effect.chunks)
             case Deny():
@@ -110,15 +110,15 @@ class Loop:
             case CloseArena():
                 assert self.runs.copies is not None
                 self.runs.copies.close(effect)
-            case Forget():
+            case RemoveRecord():
                 self.records.remove(effect.weights_id)
             case Vacate():
-                self.giving_back.start(effect, self.runs.forget(effect.run))
-            case Remember():
+                self.reclaimer.start(effect, self.runs.remove(effect.run))
+            case WriteRecord():
                 entry = self.state.entries[effect.weights_id]
                 if entry.stage is Stage.CACHED:
-                    self.runs.past(entry.run)
-                self.records.write(telling.record(self.state, entry))
+                    self.runs.mark_reused(entry.run)
+                self.records.write(status_publisher.record(self.state, entry))
             case Accepted():
                 self._answer(effect.reply, Done())
             case Attached():
@@ -139,5 +139,5 @@ class Loop:
     def _attached(self, e: Entry, device: str | None) -> WeightsAttached:
         timeline, copies = self.runs.timeline(e.run), self.runs.copies
         handle = copies.handle(e.run, device) if copies is not None and device is not None else None
-        told = telling.attached(self.state, e, self.records.pool_name, timeline.spans() if timeline else ())
-        return told.model_copy(update={"handle": handle, "boot_id": self._boot_id})
+        attached = status_publisher.attached(self.state, e, self.records.pool_name, timeline.spans() if timeline else ())
+        return attached.model_copy(update={"handle": handle, "boot_id": self._boot_id})

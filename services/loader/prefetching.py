@@ -1,4 +1,4 @@
-"""Weights brought ahead of anybody: held by nobody but this, behind everything else on each link, dropped when somebody waits."""
+"""Prefetches of weights: background priority on every link, cancelled when a request loads other weights."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from shared.tasks import end
 
 log = logging.getLogger(__name__)
 HOLDER = "prefetch:"
-Bring = Callable[[str, PrefetchWeights], Awaitable[object]]
-"""Brings the weights, held by a name; returns when every byte is there."""
+Load = Callable[[str, PrefetchWeights], Awaitable[object]]
+"""Loads weights for a named holder; returns when every byte is loaded."""
 
 
 @dataclass
-class _Under:
+class _Prefetch:
     command: PrefetchWeights
     task: asyncio.Task[None]
 
 
 class Prefetching:
-    """What is under way, by weights. `let_go(holder, keep)` ends a hold: the load is called off, or what is complete is cached (or not)."""
+    """Prefetches in progress, by weights id. `release_hold(holder, keep)` ends a hold: it cancels the load, or caches complete weights."""
 
-    def __init__(self, bring: Bring, let_go: Callable[[str, bool], None]) -> None:
-        self._bring = bring
-        self._let_go = let_go
-        self._under: dict[str, _Under] = {}
+    def __init__(self, load: Load, release_hold: Callable[[str, bool], None]) -> None:
+        self._load = load
+        self._release_hold = release_hold
+        self._running: dict[str, _Prefetch] = {}
         self._count = 0
 
     def begin(self, command: PrefetchWeights) -> None:
         weights_id = command.card.info.revision
-        if weights_id in self._under:
+        if weights_id in self._running:
             return
         self._count += 1
         holder = f"{HOLDER}{self._count}"
         task = asyncio.create_task(self._run(holder, command), name=f"prefetch {command.card.name}")
-        self._under[weights_id] = _Under(command, task)
+        self._running[weights_id] = _Prefetch(command, task)
 
     def cancel(self, weights_id: str) -> None:
-        if (found := self._under.pop(weights_id, None)) is not None:
+        if (found := self._running.pop(weights_id, None)) is not None:
             found.task.cancel()
 
-    def make_way(self, weights_id: str) -> None:
-        """Somebody waits for these weights: everything else is dropped. A prefetch of themselves goes on, as fast as any load."""
-        for other in [w for w in self._under if w != weights_id]:
-            log.info("a prefetch made way for a load", extra={"weights": other})
+    def yield_to(self, weights_id: str) -> None:
+        """Cancel all other prefetches: a request waits for these weights. A prefetch of these weights continues at the load's priority."""
+        for other in [w for w in self._running if w != weights_id]:
+            log.info("cancelled a prefetch in favour of a load", extra={"weights": other})
             self.cancel(other)
 
     async def stop(self) -> None:
-        tasks = [u.task for u in self._under.values()]
-        self._under.clear()
+        tasks = [u.task for u in self._running.values()]
+        self._running.clear()
         await end(*tasks)
 
     async def _run(self, holder: str, command: PrefetchWeights) -> None:
         weights_id = command.card.info.revision
         try:
-            await self._bring(holder, command)
+            await self._load(holder, command)
         except ThawError as e:
-            log.info("weights were not prefetched", extra={"model": command.card.name, "reason": e.message})
+            log.info("failed to prefetch weights", extra={"model": command.card.name, "reason": e.message})
         finally:
-            self._let_go(holder, command.tier == "dram")
+            self._release_hold(holder, command.tier == "dram")
             with contextlib.suppress(KeyError):
-                if self._under[weights_id].task is asyncio.current_task():
-                    del self._under[weights_id]
+                if self._running[weights_id].task is asyncio.current_task():
+                    del self._running[weights_id]

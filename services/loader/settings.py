@@ -11,7 +11,7 @@ from shared.settings import NodeSettings
 
 
 class LoaderSettings(NodeSettings):
-    """The hub is configured by huggingface_hub's own variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE."""
+    """Settings of the loader. The Hugging Face hub has its own variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE."""
 
     loader_threads: int = Field(default=4, ge=1, le=64, description="Threads that read from each disk.")
     loader_remote_threads: int = Field(
@@ -37,20 +37,21 @@ class LoaderSettings(NodeSettings):
     )
     cache_dir: Path | None = Field(
         default=None,
-        description="Where copies of remote models are kept, shared by this machine's loaders; by default THAW_HOME/cache.",
+        description="Directory of copies of remote models, shared by this machine's loaders; by default THAW_HOME/cache.",
     )
     cache_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="Bytes that they may take; the least recently used go first. 0: keep none. By default half of what is free on that disk "
-        "(and of what the cache has) at the start.",
+        description="Maximum bytes of these copies; the least recently used are evicted first. 0: keep none. By default half of what is free on "
+        "that disk (and of what the cache has) at the start.",
     )
     peer_host: str = Field(
         default="127.0.0.1",
-        description="Address where other nodes' loaders read this one's models; 0.0.0.0: all, told by this host's name. Empty: nowhere.",
+        description="Address of the server where other nodes' loaders read this one's models; 0.0.0.0: all, advertised as this host's name. "
+        "Empty: no server.",
     )
-    peer_port: int = Field(default=0, ge=0, le=65535, description="Port for that; 0: any free one.")
-    peers: bool = Field(default=True, description="Whether models are read from other nodes' loaders that have them.")
+    peer_port: int = Field(default=0, ge=0, le=65535, description="Port of that server; 0: any free one.")
+    peers: bool = Field(default=True, description="Read models from other nodes' loaders that have them.")
     cloud_identity: bool = Field(
         default=False,
         description="Ask the cloud's metadata address for the machine's identity where s3://, gs:// or az:// have no credentials (1 s to connect); "

@@ -1,4 +1,4 @@
-"""What the loader says of its state: to those who attach, to the mesh, and to its successor."""
+"""Messages about the loader's state: replies to attaches, statuses, records for the next loader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attached(state: State, e: Entry, pool: str, phases: tuple[PhaseSpan, ...]) -
 
 
 def record(state: State, e: Entry) -> WeightsRecord:
-    """Connections are not written down: they end with the loader."""
+    """Make the record of complete weights. Connections are left out: they end with the loader."""
     return WeightsRecord(
         weights_id=e.weights_id,
         model=e.model,
@@ -42,7 +42,7 @@ def record(state: State, e: Entry) -> WeightsRecord:
 def status(
     state: State, pool: str, node: str, boot_id: str, shared: Shared, on_devices: Callable[[int], dict[str, int]]
 ) -> LoaderStatus:
-    """`on_devices`: bytes of a run's arenas by device."""
+    """Make a status. `on_devices` returns the device bytes of a run, by device."""
     entries, chunks = state.entries.values(), state.chunks
     cached = tuple(
         CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)

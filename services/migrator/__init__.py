@@ -1,1 +1,1 @@
-"""Moves running requests from one engine to another: makes the pause short, and is otherwise dispensable."""
+"""The migrator moves running requests between engines with a short pause. The mesh also works without it."""

@@ -1,4 +1,4 @@
-"""`python -m services.migrator`"""
+"""`python -m services.migrator`: the migrator."""
 
 from __future__ import annotations
 

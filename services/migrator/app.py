@@ -1,6 +1,6 @@
 """Wires the migrator: one connection, the bucket's watch, one loop.
 
-Order at the end: hand over what is under way, then disconnect.
+Shutdown: hand over the current migration, then disconnect.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 async def run(settings: MigratorSettings, stop: asyncio.Event) -> int:
-    """Exit status: 0 when told to stop, 1 when the mesh is lost."""
+    """Run until `stop` (status 0), or until NATS is lost for good (1)."""
     name = settings.migrator_name or f"{socket.gethostname()}-{os.getpid()}"
     mesh = Mesh(settings, f"migrator-{name}")
     metrics = Metrics()
     if settings.migrator_metrics_port is not None:
         metrics.serve(settings.migrator_metrics_host, settings.migrator_metrics_port)
-    # Never the same twice: a process that is started again does not take what its predecessor held for its own.
+    # Unique per process: a restarted process must not take its predecessor's leases for its own.
     owner = f"{name}-{uuid.uuid4().hex[:8]}"
     options = Options(settings.migrate_at_once, settings.migrate_pause * 1e3)
     migrator = Migrator(Records(mesh, owner), NatsConversations(mesh), metrics, options)

@@ -1,6 +1,6 @@
-"""One migration after the other: watch the bucket, claim, decide, carry out.
+"""One migration after the other: watch the bucket, claim, decide, perform effects.
 
-The loop owns the work. Answers come back to it as events; nothing else changes it.
+The loop owns the work. Answers arrive as events; nothing else changes it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SPEEDS_KEPT = 1_000
 
 
 class Conversations(Protocol):
-    """Engines and gateways."""
+    """Requests to engines and gateways."""
 
     async def ask(self, ask: Ask) -> Message:
-        """Its answer. Raises `ThawError`."""
+        """Return the answer. Raises `ThawError`."""
 
     async def forget(self, forget: Forget) -> None:
-        """Harmless if nobody hears it."""
+        """Drop prepared resume state; harmless without a subscriber."""
 
 
 class Migrator:
@@ -58,7 +58,7 @@ class Migrator:
         self._forgetting: set[asyncio.Task[None]] = set()
 
     def _changed(self, record: MigrationRecord | None, migration_id: str) -> None:
-        """Something in the bucket has changed."""
+        """Handle a change of the bucket."""
         self._looked.set()
         if self._held is not None and self._held.migration_id == migration_id:
             if record is None or record.state == "cancelled":
@@ -67,7 +67,7 @@ class Migrator:
                 self._events.put_nowait(Lost())
 
     async def run(self) -> None:
-        """Until cancelled. A migration under way is then handed over."""
+        """Run until cancelled; then hand over the current migration."""
         try:
             while True:
                 claimed = await self._claim()
@@ -78,7 +78,7 @@ class Migrator:
                 await asyncio.wait(self._forgetting, timeout=_LAST_WRITE_S)
 
     async def _claim(self) -> tuple[MigrationRecord, Held] | None:
-        """The next migration that nobody works on; waits for one."""
+        """Return the next unclaimed migration; waits for one."""
         now = time.monotonic()
         self._looked.clear()
         wanted = claimable(self._leases, now)
@@ -91,7 +91,7 @@ class Migrator:
         try:
             claimed = await self._records.claim(wanted, lambda over: self._events.put_nowait(Lost(over)))
         except (NatsError, TimeoutError) as e:
-            log.info("a migration cannot be claimed now", extra={"error": repr(e)})
+            log.info("failed to claim a migration; retrying", extra={"error": repr(e)})
             self._leases.refuse(wanted, now, away=True)
             return None
         if claimed is None:
@@ -104,7 +104,7 @@ class Migrator:
         self._held, self._events = held, asyncio.Queue()
         writing = asyncio.create_task(held.run(), name="write record")
         log.info(
-            "a migration begins", extra={"migration_id": record.migration_id, "from": record.source_instance, "to": record.node}
+            "migration started", extra={"migration_id": record.migration_id, "from": record.source_instance, "to": record.node}
         )
         claimed = record.model_copy(update={"traceparent": span.traceparent})
         work, effects = begin(claimed, self._records.owner, self._speeds.get(model, Speed()), self._options, time.monotonic())
@@ -131,22 +131,22 @@ class Migrator:
         self._speeds[model] = work.speed
         while len(self._speeds) > SPEEDS_KEPT:
             del self._speeds[next(iter(self._speeds))]
-        told = {"migration_id": ended.record.migration_id, "state": "lost" if ended.lost else ended.record.state}
+        fields = {"migration_id": ended.record.migration_id, "state": "lost" if ended.lost else ended.record.state}
         if not ended.lost:
             self._leases.forget(ended.record.migration_id)
             self._metrics.record(ended.record)
-            told["error"] = ended.record.error.message if ended.record.error else ""
-        log.info("a migration ended", extra=told)
+            fields["error"] = ended.record.error.message if ended.record.error else ""
+        log.info("migration ended", extra=fields)
 
     async def _hand_over(self, work: Work, held: Held) -> None:
-        """Another migrator need not wait for the lease to end."""
+        """Release the lease, so that another migrator need not wait until it expires."""
         if work.ended:
             return
         held.save(handed_over(work))
         try:
             await asyncio.wait_for(held.written(), _LAST_WRITE_S)
         except TimeoutError:
-            log.info("a migration could not be handed over; its lease will end", extra={"migration_id": held.migration_id})
+            log.info("failed to hand over a migration; its lease will expire", extra={"migration_id": held.migration_id})
 
     async def _next(self, work: Work) -> Event:
         if not self._events.empty():
@@ -177,8 +177,8 @@ class Migrator:
             reply = await self._talk.ask(ask)
         except ThawError as e:
             self._events.put_nowait(Refused(ask.key, e.body()))
-        except Exception as e:  # a process boundary: what is asked must come to an end
-            log.exception("a question failed", extra={"key": ask.key})
+        except Exception as e:  # a process boundary: every question needs an answer
+            log.exception("request failed unexpectedly", extra={"key": ask.key})
             self._events.put_nowait(Refused(ask.key, ThawError(f"{type(e).__name__}: {e}").body()))
         else:
             self._events.put_nowait(Answered(ask.key, reply))

@@ -13,7 +13,7 @@ class MigratorSettings(CommonSettings):
     migrate_pause: float = Field(
         default=0.1,
         ge=0,
-        description="Longest expected pause in seconds that a stream is handed over with if more rounds gain nothing.",
+        description="Longest expected pause of a stream in seconds. Below it a request is handed over when more rounds gain nothing.",
     )
     migrator_metrics_host: str = Field(default="127.0.0.1", description="Address of the migrator's Prometheus endpoint.")
     migrator_metrics_port: int | None = Field(

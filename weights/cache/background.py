@@ -1,4 +1,4 @@
-"""Threads that nobody waits for."""
+"""Threads of low priority."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _NICENESS = 10
 
 
 def step_back() -> None:
-    """Have this thread yield to those that load: on Linux niceness is a thread's own."""
+    """Lower this thread's priority below the loading threads: on Linux niceness is a thread's own."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

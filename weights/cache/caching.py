@@ -1,9 +1,9 @@
-"""A remote tier with the SSD cache behind it: what is read from afar is checked, and written to the disk behind the readers' backs.
+"""A remote tier with the SSD cache: bytes that are read are verified, and written to the disk in the background.
 
-A load is one of three, and may change:
-    fetching    it has the fill lock: reads what is on the disk already from there, the rest from afar, and writes that down
+A load has one of three roles, which may change:
+    fetching    it has the fill lock: reads cached pieces from the disk, the rest from the source, and writes those down
     following   another process fetches: waits for its pieces, and takes over when it dies or gives up
-    uncached    no room, no permission, a broken disk: reads from afar only, which is logged
+    uncached    no space, no permission, a broken disk: reads from the source only, which is logged
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from weights.tiers.port import Cancelled, Tier, TierFile
 log = logging.getLogger(__name__)
 _POLL_S = 0.03
 _PATIENCE_S = 30.0
-"""How long a follower waits for another process that fetches nothing."""
+"""Seconds that a follower waits for a fetching process without progress."""
 _REST_BYTES = 8 * 1024 * 1024
 
 
 class CachingTier:
-    """`inner` is remote. Memory given to `read` is written from until `settled`, or `close`."""
+    """A cache in front of the remote tier `inner`. Memory given to `read` is read until `settled`, or `close`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class CachingTier:
 
     @property
     def caches(self) -> bool:
-        """Whether what is read is being kept."""
+        """True if bytes that are read are being cached."""
         return self._fill is not None
 
     def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
@@ -108,7 +108,7 @@ class CachingTier:
                 self._partial.close()
             for partial in self._old:
                 partial.close()
-            self._let_go()
+            self._release_hold()
             if self._whole is not None:
                 self._whole[1].release()
             self._inner.close()
@@ -117,7 +117,7 @@ class CachingTier:
     # -- roles -------------------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Fetch, follow, or go without."""
+        """Choose a role: fetching, following or uncached."""
         total = sum(f.size for f in self._files)
         try:
             self._fill = self._cache.fill_lock(self.revision)
@@ -129,7 +129,7 @@ class CachingTier:
                     extra={"source": self.source, "bytes": total, "budget": self._cache.budget, "directory": str(self._cache.root)},
                 )
                 self._following = False
-                self._let_go()
+                self._release_hold()
                 return
             self._partial = self._open_partial(writes=True)
         except OSError as e:
@@ -150,14 +150,16 @@ class CachingTier:
                 waited_since = time.monotonic()
                 continue
             if time.monotonic() - waited_since > self._patience_s:
-                log.warning("another process fetches this model and gets nowhere: reading past it", extra={"source": self.source})
+                log.warning(
+                    "another process fetches this model without progress; reading the source too", extra={"source": self.source}
+                )
                 self._following = False
                 return False
             if self._stop.wait(_POLL_S) or (cancelled is not None and cancelled.is_set()):
                 raise Cancelled
 
     def _moved(self) -> bool:
-        """Whether the other process has brought something, or this load fetches from now on because the other is gone."""
+        """Return True if the other process made progress, or this load took over from it."""
         with self._state:
             if self._fill is not None or self._whole is not None or self._closed:
                 return True
@@ -179,19 +181,19 @@ class CachingTier:
             return True
 
     def _ended_well(self) -> bool:
-        """Whether the model is in the cache by now; then there is nothing to fetch."""
+        """Return True if the model is in the cache by now."""
         hold = self._cache.hold(self.revision, pinned=self._pinned or None)
         if hold is None:
             return False
         self._whole = DirectoryTier(hold.directory), hold
-        self._let_go()
+        self._release_hold()
         return True
 
     def _open_partial(self, *, writes: bool) -> PartialModel:
         return PartialModel(self._cache.partial(self.revision), self.revision, self.source, self._files, writes=writes)
 
     def _replace_partial(self, new: PartialModel) -> None:
-        # Other threads may be reading by the old one: it is closed with the rest.
+        # Other threads may be reading from the old one: it is closed at the end.
         self._old.extend([self._partial] if self._partial is not None else [])
         self._partial = new
 
@@ -203,9 +205,9 @@ class CachingTier:
         self._following = False
         if self._partial is not None and self._fill is not None:
             self._partial.remove()
-        self._let_go()
+        self._release_hold()
 
-    def _let_go(self) -> None:
+    def _release_hold(self) -> None:
         if self._fill is not None:
             self._fill.release()
             self._fill = None
@@ -234,7 +236,7 @@ class CachingTier:
         self._on_wrong(file)
 
     def _drop_bad(self, partial: PartialModel) -> None:
-        """And what has not been checked beside it: it came the same way. Only when nothing is written any more, or a piece would come back."""
+        """Remove the damaged file, and unverified ones from the same source. Only without writes in progress, which would restore a piece."""
         if not self._bad or self._fill is None:
             return
         for file in self._files:
@@ -243,7 +245,7 @@ class CachingTier:
                     partial.drop(file)
 
     def _complete(self) -> None:
-        """What a load leaves to do: the files that it did not want, the last writes, and the entry made whole."""
+        """Finish after a load: fetch files that it did not need, write everything, make the entry complete."""
         try:
             self._verifier.drain(self._stop)
             for file in self._files:
@@ -285,5 +287,5 @@ class CachingTier:
         if self._pinned:
             self._cache.pin(self.revision, True)
         with self._state:
-            self._let_go()
+            self._release_hold()
         log.info("kept a model in the SSD cache", extra={"source": self.source, "bytes": sum(f.size for f in self._files)})

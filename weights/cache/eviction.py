@@ -1,4 +1,4 @@
-"""Which entries of the SSD cache make room for another one."""
+"""Which entries of the SSD cache to evict for another one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One model on the SSD. `used`: Unix seconds of its last use. `held`: loads read from it, or one is filling it. `due`: bytes that one that is
-    being fetched will have besides."""
+    """One model on the SSD.
+
+    Attributes:
+        used: Unix seconds of its last use.
+        in_use: Loads read it, or one fills it.
+        due: Bytes that a partial one will have besides.
+    """
 
     revision: str
     nbytes: int
     used: float
     pinned: bool = False
-    held: bool = False
+    in_use: bool = False
     complete: bool = True
     due: int = 0
 
@@ -25,10 +30,12 @@ class CacheEntry:
 
 
 def plan_eviction(entries: Sequence[CacheEntry], needed: int, budget: int, free: int) -> tuple[str, ...] | None:
-    """Revisions to remove so that `needed` bytes fit both the `budget` of all entries and the disk's `free` bytes.
+    """Choose revisions to evict so that `needed` bytes fit the `budget` of all entries and the disk's `free` bytes.
 
-    The least recently used go first, of those neither pinned nor held; unfinished ones before all others. None if that is not enough:
-    then nothing is removed for it.
+    Partial entries go first, then the least recently used; never one that is pinned or in use.
+
+    Returns:
+        The revisions; None if evicting all of them would not suffice.
     """
     if needed > budget:
         return None
@@ -37,7 +44,7 @@ def plan_eviction(entries: Sequence[CacheEntry], needed: int, budget: int, free:
     for entry in sorted(entries, key=lambda e: (e.complete, e.used)):
         if total + needed <= budget and needed <= free:
             break
-        if entry.pinned or entry.held:
+        if entry.pinned or entry.in_use:
             continue
         gone.append(entry.revision)
         total -= entry.claim

@@ -1,4 +1,4 @@
-"""What lies in the SSD cache's directories: names of revisions, sizes, and having written bytes on the disk."""
+"""Files of the SSD cache: revision names, sizes, and flushing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WHOLE_BYTES = "whole-bytes"
-"""In the directory of a partial model: how many bytes it will have."""
+"""File in the directory of a partial model: its final size in bytes."""
 _REVISION = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -26,12 +26,12 @@ def model_directories(parent: Path) -> Sequence[Path]:
 
 
 def allocated(directory: Path) -> int:
-    """Bytes of the disk that its files take; they may be sparse."""
+    """Return the bytes of disk that its files take; they may be sparse."""
     return sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file())
 
 
 def promised(directory: Path) -> int:
-    """What a partial model will have in the end; 0 if nobody has said so."""
+    """Return the final size of a partial model; 0 if it is not recorded."""
     try:
         return int((directory / WHOLE_BYTES).read_text())
     except (OSError, ValueError):
@@ -39,7 +39,7 @@ def promised(directory: Path) -> int:
 
 
 def size_of(path: Path) -> int:
-    """-1 if it is not there."""
+    """Return the size in bytes, -1 without the file."""
     try:
         return path.stat().st_size
     except OSError:

@@ -1,7 +1,7 @@
-"""What of a model has been written so far: a line for each piece, appended when the piece is in its file.
+"""Journal of a partial model: one line per piece, appended when the piece is in its file.
 
-The first line names the model and its files. A piece's CRC-32 tells, after a crash of the machine, whether the disk really has it: pieces
-are not flushed one by one. Other processes follow by reading the lines that are new.
+The first line names the model and its files. Pieces are not flushed one by one: after a crash of the machine a piece's CRC-32 shows whether
+the disk has it. Other processes follow by reading new lines.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Journal:
         self.there: dict[int, RangeSet] = {}
 
     def refresh(self) -> bool:
-        """Take in what has been appended since; whether there was anything. Lines that a crash cut short are skipped."""
-        if os.fstat(self._fd).st_size < self._read_to:  # begun anew
+        """Read lines appended since the last call; True if there were any. Skips lines that a crash truncated."""
+        if os.fstat(self._fd).st_size < self._read_to:  # restarted
             self._reset()
         data = self._rest
         while block := os.pread(self._fd, 1 << 20, self._read_to):
@@ -104,24 +104,24 @@ class Journal:
         self.pieces, self.there = {}, {}
 
     def add(self, piece: Piece) -> None:
-        # A line of its own even after one that was cut short: the newline comes first.
+        # The newline is written first, so that a line that a crash truncated does not merge with this one.
         self._append(json.dumps([piece.file, piece.offset, piece.length, piece.crc]).encode())
         self._put(piece)
 
     def _append(self, line: bytes) -> None:
         os.write(self._fd, b"\n" + line + b"\n")
 
-    def forget(self, piece: Piece) -> None:
-        """`piece` turned out not to be there."""
-        held = self.pieces.get(piece.file, {})
-        held.pop(piece.offset, None)
+    def remove(self, piece: Piece) -> None:
+        """Remove `piece`, which the disk does not have."""
+        pieces = self.pieces.get(piece.file, {})
+        pieces.pop(piece.offset, None)
         there = RangeSet()
-        for other in held.values():
+        for other in pieces.values():
             there.add(other.offset, other.offset + other.length)
         self.there[piece.file] = there
 
     def drop(self, file: int) -> None:
-        """Forget all of one file; those who follow begin anew. Raises `OSError`."""
+        """Remove all pieces of one file; followers restart from the beginning. Raises `OSError`."""
         assert self.head is not None
         kept = [p for pieces in self.pieces.values() for p in pieces.values() if p.file != file]
         head = self.head
@@ -136,7 +136,7 @@ class Journal:
 
     @property
     def stale(self) -> bool:
-        """Whether the file behind this journal is no longer the one at its path (removed, or begun anew)."""
+        """True if the journal's path has another file now: removed, or restarted."""
         try:
             return self.path.stat().st_ino != os.fstat(self._fd).st_ino
         except FileNotFoundError:

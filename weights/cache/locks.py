@@ -1,4 +1,4 @@
-"""Locks between the loaders of one machine: files that the kernel unlocks when their process ends, however it ends."""
+"""File locks between the loaders of one machine; the kernel releases them when their process exits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Self
 
 _POLL_S = 0.02
-"""The kernel tells nobody that a lock is free, but to who waits for it without a bound."""
+"""Poll interval: a bounded wait has no event for a released lock."""
 
 
 class FileLock:
-    """Held from `take` on until `release`."""
+    """A lock held from `take` until `release`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @classmethod
     def take(cls, path: Path, *, shared: bool = False, within_s: float = 0.0) -> FileLock | None:
-        """None if somebody else holds it, for so long. Raises `OSError`."""
+        """Take the lock; None if another process holds it for `within_s` seconds. Raises `OSError`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + within_s
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,4 +1,4 @@
-"""A model on its way into the cache: pieces on the disk that can be read back, by whoever fetches it and by whoever follows."""
+"""A partial model: pieces on the disk, readable by the process that fetches it and by those that follow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weights.tiers.port import TierFile
 
 
 class PartialModel:
-    """`partial/REVISION`. One process writes (it has the fill lock), others read. Raises `OSError`."""
+    """`partial/REVISION`. One process writes (the holder of the fill lock), others read. Raises `OSError`."""
 
     def __init__(self, directory: Path, revision: str, source: str, files: Sequence[TierFile], *, writes: bool) -> None:
         self._directory = directory
@@ -37,7 +37,7 @@ class PartialModel:
             self._journal.refresh()
 
     def take_over(self) -> None:
-        """Go on where another process ended, or begin."""
+        """Continue where another process ended, or begin."""
         with self._lock:
             self._writes = True
             self._close_files()
@@ -46,13 +46,13 @@ class PartialModel:
                 self._journal.begin(self._head)
 
     def _same(self, head: JournalHead | None) -> bool:
-        """Whether those who wrote it meant the same model: versions may be told differently by a peer and by the source."""
+        """True if the journal is of the same model. Peers and sources may report different versions of it."""
         if head is None or head.revision != self._head.revision:
             return False
         return [(f.name, f.size) for f in head.files] == [(f.name, f.size) for f in self._head.files]
 
     def refresh(self) -> bool:
-        """Take in what the writing process has added; whether there was anything."""
+        """Read what the writing process has added; True if there was anything."""
         with self._lock:
             return self._journal.refresh()
 
@@ -75,7 +75,7 @@ class PartialModel:
             return [(0, file.size)] if there is None and file.size else [] if there is None else there.missing(file.size)
 
     def read(self, file: TierFile, offset: int, into: memoryview) -> bool:
-        """Fill `into` from the disk; False if it is not (really) there."""
+        """Fill `into` from the disk; False if the disk does not have the bytes."""
         if not len(into):
             return True
         if not self.has(file, offset, len(into)):
@@ -108,11 +108,11 @@ class PartialModel:
         if done == len(into) and zlib.crc32(into) == piece.crc:
             return True
         with self._lock:
-            self._journal.forget(piece)
+            self._journal.remove(piece)
         return False
 
     def write(self, file: TierFile, offset: int, data: memoryview) -> None:
-        """Past the page cache where address, offset and length allow it."""
+        """Write bytes, past the page cache where address, offset and length allow it."""
         done = self._write_direct(file.name, offset, data)
         fd = self._fd(file.name, direct=False)
         while done < len(data):
@@ -140,12 +140,12 @@ class PartialModel:
         return done
 
     def make_whole(self) -> None:
-        """Give every file its size: one of no bytes at all has no piece."""
+        """Give every file its size: an empty one has no piece."""
         for name, index in self._index.items():
             os.ftruncate(self._fd(name, direct=False), self._sizes[index])
 
     def drop(self, file: TierFile) -> None:
-        """Remove what there is of one file: it turned out to be wrong."""
+        """Remove all pieces of one file, which is damaged."""
         with self._lock:
             self._journal.drop(self._index[file.name])
             for direct in (True, False):
@@ -155,7 +155,7 @@ class PartialModel:
             (self._directory / file.name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """All of it (the disk is full, or it cannot be used)."""
+        """Remove everything: the disk is full or unusable."""
         with contextlib.suppress(OSError):
             shutil.rmtree(self._directory)
 
@@ -170,7 +170,7 @@ class PartialModel:
         self._fds.clear()
 
     def _fd(self, name: str, *, direct: bool) -> int:
-        """Open until `close`: a model that has become an entry, or is gone, can still be read."""
+        """Open a file until `close`: a model that became an entry, or was removed, is still readable."""
         with self._lock:
             key = (name, direct)
             if key not in self._fds:

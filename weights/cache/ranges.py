@@ -1,4 +1,4 @@
-"""Which bytes of a file are there."""
+"""Byte ranges of a file that are present."""
 
 from __future__ import annotations
 

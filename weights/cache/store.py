@@ -1,8 +1,8 @@
-"""The SSD cache: whole models by revision in one directory, with a quota. All loaders of a machine may share it.
+"""The SSD cache: complete models by revision in one directory, with a quota. All loaders of a machine may share it.
 
-entries/REVISION/   a whole model: its files, and entry.json
-partial/REVISION/   one that is being fetched: its files so far, and the journal
-locks/REVISION.use  shared by those who read, .fill by the one who fetches; locks/room by the one who makes room
+entries/REVISION/   a complete model: its files, and entry.json
+partial/REVISION/   a model being fetched: its files so far, and the journal
+locks/REVISION.use  shared by readers, .fill held by the fetching process; locks/room held during eviction
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _KEPT_FREE = 0.02
 """Share of the disk that the cache leaves free, whatever its budget says."""
 _STATUS_FOR_S = 1.0
 _ROOM_WITHIN_S = 20.0
-"""Another loader of this machine may be stopped while it makes room."""
+"""Seconds to wait for another loader that evicts."""
 
 
 class EntryRecord(Frozen):
-    """What entry.json says. `files`: with the SHA-256 found on arrival where the source told none."""
+    """The content of entry.json. `files` have the SHA-256 computed on arrival if the source has none."""
 
     revision: str
     source: str
@@ -44,7 +44,7 @@ class EntryRecord(Frozen):
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """`models`: (revision, source, bytes) of what is whole."""
+    """`models`: (revision, source, bytes) of complete models."""
 
     nbytes: int
     budget: int
@@ -62,7 +62,7 @@ class Hold:
 
 
 class SsdCache:
-    """`budget` in bytes: 0 keeps nothing; None is half of what is free on the disk now, and of what the cache has already."""
+    """`budget` in bytes: 0 caches nothing; None is half of the disk's free bytes, counting what the cache has already."""
 
     def __init__(self, root: Path, budget: int | None = None) -> None:
         self.root = root
@@ -74,12 +74,12 @@ class SsdCache:
     # -- reading -----------------------------------------------------------------------------------------------------------------
 
     def lookup(self, revision: str) -> Path | None:
-        """Where the whole model lies; it may be removed at any time: `hold` it to read it."""
+        """Return the directory of the complete model. It may be evicted at any time: `hold` it to read it."""
         directory = self._entries / checked(revision)
         return directory if (directory / ENTRY).is_file() else None
 
     def hold(self, revision: str, *, pinned: bool | None = None) -> Hold | None:
-        """The whole model, kept and marked as used; None if it is not here. `pinned` (not None) also says whether it may ever go."""
+        """Hold the complete model and mark it used; None without it. `pinned` (not None) also sets whether it may be evicted."""
         try:
             lock = FileLock.take(self._locks / f"{checked(revision)}.use", shared=True)
         except OSError as e:
@@ -99,12 +99,12 @@ class SsdCache:
         return Hold(directory, record, lock)
 
     def find(self, source: str) -> str | None:
-        """The revision last used of those from `source`, or from any commit of it."""
+        """Return the last used revision from `source`, or from any commit of it."""
         found = [(m, r.revision) for m, r in self._records() if r.source == source or r.source.startswith(f"{source}@")]
         return max(found)[1] if found else None
 
     def status(self) -> CacheStatus:
-        """At most a second old."""
+        """Return the status, at most a second old."""
         now = time.monotonic()
         with self._lock:
             if self._seen is not None and now - self._seen[0] < _STATUS_FOR_S:
@@ -117,7 +117,7 @@ class SsdCache:
         return status
 
     def entries(self) -> list[CacheEntry]:
-        """All models here, whole or not. Which are held is not asked: that would take their locks."""
+        """Return all models, complete or partial, without `in_use`: that would take their locks."""
         found = []
         for parent, complete in ((self._entries, True), (self._partial, False)):
             for directory in model_directories(parent):
@@ -133,16 +133,24 @@ class SsdCache:
     # -- writing -----------------------------------------------------------------------------------------------------------------
 
     def fill_lock(self, revision: str) -> FileLock | None:
-        """The right to fetch a model; None if another load has it. Raises `OSError`."""
+        """Take the right to fetch a model; None if another load has it. Raises `OSError`."""
         return FileLock.take(self._locks / f"{checked(revision)}.fill")
 
     def partial(self, revision: str) -> Path:
         return self._partial / checked(revision)
 
     def make_room(self, revision: str, nbytes: int) -> bool:
-        """Remove what is used least until `nbytes` more fit; whether they do, and are this revision's from now on. What it has already counts
-        for it. The caller has its fill lock. Raises `OSError`."""
-        own, held = allocated(self.partial(revision)), {revision}
+        """Evict until `nbytes` more fit, and reserve them for this revision, whose present bytes count.
+
+        The caller has the fill lock.
+
+        Returns:
+            True if they fit.
+
+        Raises:
+            OSError: The disk failed.
+        """
+        own, in_use = allocated(self.partial(revision)), {revision}
         lock = FileLock.take(
             self._locks / "room", within_s=_ROOM_WITHIN_S
         )  # others that begin meanwhile must see what this one will have
@@ -152,17 +160,17 @@ class SsdCache:
             while True:
                 disk = shutil.disk_usage(self._existing())
                 free = disk.free + own - int(disk.total * _KEPT_FREE)
-                others = [replace(e, held=e.revision in held) for e in self.entries() if e.revision != revision]
+                others = [replace(e, in_use=e.revision in in_use) for e in self.entries() if e.revision != revision]
                 plan = plan_eviction(others, nbytes, self.budget, free)
                 if plan == ():
                     self.partial(revision).mkdir(parents=True, exist_ok=True)
                     (self.partial(revision) / WHOLE_BYTES).write_text(str(nbytes))
                 if not plan:
                     return plan is not None
-                held |= {gone for gone in plan if not self.remove(gone)}
+                in_use |= {gone for gone in plan if not self.remove(gone)}
 
     def promote(self, record: EntryRecord) -> Path:
-        """Make a fetched model, whole and verified, an entry. The caller has its fill lock. Raises `OSError`."""
+        """Make a fetched and verified model an entry. The caller has its fill lock. Raises `OSError`."""
         partial, entry = self.partial(record.revision), self._entries / record.revision
         for file in record.files:
             flush(partial / file.name)
@@ -181,7 +189,7 @@ class SsdCache:
         return entry
 
     def remove(self, revision: str) -> bool:
-        """Remove a model, whole or not, unless somebody uses it; whether it is gone."""
+        """Remove a model, complete or partial, unless it is in use. Returns True if it is removed."""
         locks: list[FileLock] = []
         try:
             for kind in ("use", "fill"):
@@ -204,7 +212,7 @@ class SsdCache:
             self._forget_status()
 
     def pin(self, revision: str, pinned: bool) -> None:
-        """Whether an entry may ever make room for others. A fault of the disk is logged."""
+        """Set whether an entry may be evicted. A disk error is logged."""
         mark = self._entries / checked(revision) / _PIN
         try:
             mark.touch() if pinned else mark.unlink(missing_ok=True)

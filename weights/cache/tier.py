@@ -1,4 +1,4 @@
-"""An entry of the SSD cache as a tier: an ordinary directory that stays as long as it is open."""
+"""An entry of the SSD cache as a tier: a directory that is held while it is open."""
 
 from __future__ import annotations
 

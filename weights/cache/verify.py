@@ -1,4 +1,4 @@
-"""Checksums of whole files while their pieces arrive in any order, from memory."""
+"""Checksums of whole files whose pieces arrive in any order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Digest:
 
 
 class Verifier:
-    """SHA-256 of each file (MD5 where only that is known), fed by `put`. `on_wrong(file)` is called once for a wrong one."""
+    """SHA-256 of each file (MD5 if only that is known), fed by `put`. Calls `on_wrong(file)` once for a damaged file."""
 
     def __init__(self, files: Sequence[TierFile], where: str, on_wrong: Callable[[TierFile], None]) -> None:
         self._where, self._on_wrong = where, on_wrong
@@ -61,7 +61,7 @@ class Verifier:
             self._pool.submit(self._advance, digest)
 
     def release(self) -> None:
-        """Take the checksums of those files too for which none is known: nobody waits for them, and they cost the load nothing."""
+        """Hash the files without a known checksum too, at low priority."""
         with self._changed:
             self._released = True
             for digest in self._digests.values():
@@ -69,7 +69,7 @@ class Verifier:
                     self._start(digest)
 
     def drain(self, cancelled: threading.Event) -> None:
-        """Wait until all that was put, and can be, is in a checksum. Raises `Cancelled`."""
+        """Wait until all pieces that can be hashed are. Raises `Cancelled`."""
         with self._changed:
             while any(d.busy for d in self._digests.values()):
                 self._changed.wait(_SLICE_S)
@@ -77,7 +77,7 @@ class Verifier:
                     raise Cancelled
 
     def wait(self, cancelled: threading.Event | None = None) -> None:
-        """Until every file that was begun, and has a checksum to be checked against, is verified. Raises `CheckpointInvalid`."""
+        """Wait until every started file with a known checksum is verified. Raises `CheckpointInvalid`."""
         with self._changed:
             while True:
                 if self._wrong is not None:
@@ -91,7 +91,7 @@ class Verifier:
                     raise Cancelled
 
     def found(self, name: str) -> str | None:
-        """The SHA-256 of a file that has come whole; None where MD5 was taken, or not all has come."""
+        """Return the SHA-256 of a complete file; None for an incomplete one, or one with an MD5."""
         digest = self._digests[name]
         return digest.found if digest.algorithm == "sha256" else None
 
@@ -99,7 +99,7 @@ class Verifier:
         return self._digests[name].found is not None
 
     def close(self) -> None:
-        """Drop what is pending; memory given to `put` is not touched any more when this returns."""
+        """Drop pending pieces; memory given to `put` is not read after this returns."""
         with self._changed:
             self._closed = True
         self._pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Writing to the disk behind the readers' backs, from threads that step back for them."""
+"""Write-behind to the disk, from threads of low priority."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WRITERS = 2
 
 
 class WriteBehind:
-    """Tasks are done in any order. What one raises, it must see to itself."""
+    """Tasks run in any order. A task handles its own errors."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="cache-write", initializer=step_back)
@@ -22,14 +22,14 @@ class WriteBehind:
         self._under: set[Future[None]] = set()
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Not after `close`."""
+        """Queue a task; not after `close`."""
         with self._lock:
             task = self._threads.submit(write)
             self._under.add(task)
         task.add_done_callback(self._done)
 
     def drained(self, stop: threading.Event | None = None) -> None:
-        """Wait until nothing is left to write. Raises `Cancelled` soon after `stop`."""
+        """Wait until the queue is empty. Raises `Cancelled` soon after `stop`."""
         while True:
             with self._lock:
                 waiting = list(self._under)
@@ -42,7 +42,7 @@ class WriteBehind:
                     raise Cancelled
 
     def close(self) -> None:
-        """Finish what is being written, and drop the rest."""
+        """Finish running tasks and drop the rest."""
         self._threads.shutdown(cancel_futures=True)
 
     def _done(self, task: Future[None]) -> None:

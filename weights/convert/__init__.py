@@ -1,1 +1,1 @@
-"""`thaw convert`: other layouts of weights into the one that loads fastest."""
+"""`thaw convert`: other checkpoint formats into the one that loads fastest."""

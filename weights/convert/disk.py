@@ -1,4 +1,4 @@
-"""What the disk refuses, with its remedy; and a directory that is complete or not there."""
+"""Disk errors with their remedies, and directories that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_room(directory: Path, nbytes: int) -> None:
 def staged(destination: Path) -> Iterator[Path]:
     """A directory beside `destination` which takes its place, on the disk for good, when the block ends; gone if the block raises.
 
-    A process killed in the block leaves the directory, under a name that nobody takes for a model; the next one for the same
+    A process killed in the block leaves the directory, under a name that is no model's; the next one for the same
     destination removes it. Raises `Conflict` if `destination` is there already or another process is converting to it.
     """
     draft = destination.parent / f".{destination.name}.converting"
@@ -76,7 +76,7 @@ def _check_free(destination: Path) -> None:
 
 
 def _claim(draft: Path, destination: Path) -> int:
-    """A descriptor of `draft` that holds its lock: the lock of a process that died is nobody's."""
+    """Return a descriptor of `draft` that holds its lock. The kernel releases the lock of a process that died."""
     try:
         draft.mkdir(exist_ok=True)
         fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Which tensors tensor parallelism divides, and how: the plan that transformers has for the architecture."""
+"""Which tensors tensor parallelism divides, and how, by the plan of transformers for the architecture."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ class Plan:
     styles: tuple[tuple[re.Pattern[str], str], ...] = ()
 
     def split(self, name: str, dtype: str, shape: tuple[int, ...]) -> Split | None:
-        """How the tensor is divided; None: every rank has all of it.
+        """Return how the tensor is divided; None: every rank has all of it.
 
-        Raises `CheckpointInvalid` if it cannot be divided, `UnsupportedArchitecture` if the plan does not tell.
+        Raises:
+            CheckpointInvalid: It cannot be divided.
+            UnsupportedArchitecture: The plan does not cover it.
         """
         if self.ranks == 1:
             return None

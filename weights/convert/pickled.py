@@ -1,7 +1,6 @@
-"""PyTorch's own files (.bin, .pt, .pth), by `torch.load(weights_only=True)`: nothing in them is executed.
+"""PyTorch files (.bin, .pt, .pth), read by `torch.load(weights_only=True)`: nothing in them is executed.
 
-Files of torch 1.6 and later are zip archives and are mapped, so that tensors are read as they are written. Older files are read whole,
-one at a time. Only here torch is imported.
+Files of torch 1.6 and later are zip archives and are mapped; older files are read whole, one at a time. Only this module imports torch.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _BROKEN = (
 
 
 def torch_names(present: Collection[str]) -> tuple[str, ...] | None:
-    """The PyTorch file that holds the weights, or the index of several. None if there is none, or no telling which."""
+    """Return the PyTorch file with the weights, or the index of several; None without one, or if the choice is ambiguous."""
     for name in (TORCH_SINGLE, TORCH_INDEX, TORCH_ADAPTER):
         if name in present:
             return (name,)
@@ -111,11 +110,11 @@ def _load(path: Path, size: int) -> Any:
 
 
 def _objection(e: pickle.UnpicklingError) -> str:
-    """What was met in the file. torch goes on to say how to execute it all the same."""
-    told = re.sub(r"\s+", " ", str(e))
+    """Return what torch found in the file, without its advice on how to execute it."""
+    message = re.sub(r"\s+", " ", str(e))
     found = re.search(
         r"(Unsupported (?:global|operand|class)\S* .{1,120}?|Trying to load unsupported .{1,120}?)(?: was not | whose | Please | Check |$)",
-        told,
+        message,
     )
     return found[1] if found is not None else "it is not what torch.save writes"
 
@@ -125,7 +124,7 @@ def _first_line(e: BaseException) -> str:
 
 
 def _check_archive(path: Path, size: int) -> None:
-    """torch maps archives without looking at their checksums: they are looked at here."""
+    """Check the archive's checksums, which torch does not when it maps one."""
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
         if any(i.compress_type != zipfile.ZIP_STORED for i in infos) or sum(i.file_size for i in infos) > size:

@@ -1,4 +1,4 @@
-"""Weights to be converted, whatever file they are in: shard by shard, tensor by tensor, so that memory does not grow with the model."""
+"""Weights to be converted, from any format: shard by shard, tensor by tensor, so that memory does not grow with the model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def open_source(path: Path) -> Source:
         if not any(n.endswith(TORCH_SUFFIXES) for n in present):
             open_checkpoint(path)  # says what is missing
         raise CheckpointInvalid(
-            f"{path} has several PyTorch files and no {TORCH_INDEX}; copy the index from where they came, or name one file"
+            f"{path} has several PyTorch files and no {TORCH_INDEX}; copy the index from their source, or name one file"
         )
     weight_map = None
     if TORCH_INDEX in names:

@@ -1,1 +1,1 @@
-"""Devices that weights are brought to: host memory that engines map, or a GPU's own memory. Import from the modules."""
+"""Devices that hold weights: host memory that engines map, or a GPU's memory. Import from the modules."""

@@ -1,4 +1,4 @@
-"""Host memory as a device: the pool's chunks themselves are the arena, and engines map them. Nothing is copied."""
+"""Host memory as a device: engines map the pool's chunks. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weights.devices.port import Place, Priority
 
 
 class CpuArena:
-    """A segment of the pool, filled where it lies: `fill` only tells that bytes are there."""
+    """A segment of the pool, filled in place: `fill` only records which bytes are loaded."""
 
     def __init__(self, device_id: str, place: Place, released: Callable[[CpuArena], None]) -> None:
         self._device_id, self._place, self._released = device_id, place, released
@@ -50,10 +50,10 @@ class CpuArena:
         )
 
     def raise_priority(self, priority: Priority) -> None:
-        """Nothing is copied."""
+        """Do nothing: there are no copies."""
 
     def release(self) -> int:
-        """The memory is the pool's: its chunks go back there with the segment."""
+        """Release nothing: the pool owns the memory."""
         with self._changed:
             if not self._open:
                 return 0
@@ -114,7 +114,7 @@ def check_range(place: Place, offset: int, nbytes: int) -> None:
 
 
 _LOOK_AGAIN_S = 0.05
-"""How soon a waiter sees that it was called off: `cancelled` is an event of the caller's, which wakes nobody here."""
+"""Poll interval in seconds for `cancelled`: the caller's event wakes no waiter here."""
 
 
 def wait_for(

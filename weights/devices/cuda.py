@@ -1,4 +1,4 @@
-"""A CUDA device: arenas in its memory, one thread that keeps its bus busy, host memory page-locked for it."""
+"""A CUDA device: arenas in its memory, one thread that keeps its bus busy, page-locked host memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class CudaArena:
                 return 0
             self._open = False
             self.changed.notify_all()
-        self._device.forget(self)
+        self._device.remove(self)
         return self._place.nbytes
 
     def begun(self) -> None:
@@ -190,8 +190,8 @@ class CudaDevice:
             if arena.number in self._arenas:
                 self._queue.prioritise(arena.number, priority)
 
-    def forget(self, arena: CudaArena) -> None:
-        """Its copies under way end first: the device may not write to memory that is somebody else's by then."""
+    def remove(self, arena: CudaArena) -> None:
+        """Remove an arena after its copies in progress: its memory may be reused then."""
         with self._work:
             del self._arenas[arena.number]
             self._queue.close(arena.number)
@@ -227,7 +227,7 @@ class CudaDevice:
             for run in group.runs:
                 self._driver.copy(arena.address + run.offset, run.address, run.nbytes, stream)
             return self._driver.record(stream)
-        except Exception as e:  # the thread's boundary: whoever waits must hear of it
+        except Exception as e:  # the thread's boundary: waiters need an answer
             with contextlib.suppress(Exception):  # a part of the group may be on its way
                 self._driver.wait(self._driver.record(stream))
             self._broken(group, arena, e)
@@ -249,9 +249,9 @@ class CudaDevice:
         return now
 
     def _broken(self, group: Group, arena: CudaArena, error: Exception) -> None:
-        told = error if isinstance(error, DeviceFailed) else DeviceFailed(str(error) or type(error).__name__)
-        log.error("a copy to a device failed", extra={"device": self.device_id, "bytes": group.nbytes, "error": told.message})
+        failure = error if isinstance(error, DeviceFailed) else DeviceFailed(str(error) or type(error).__name__)
+        log.error("a copy to a device failed", extra={"device": self.device_id, "bytes": group.nbytes, "error": failure.message})
         with self._work:
             self._queue.done(group)
             self._queue.drop(group.arena)
-        arena.failed(told)
+        arena.failed(failure)

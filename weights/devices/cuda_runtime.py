@@ -96,10 +96,10 @@ class CudaRuntime:
         if status == self._rt.cudaError_t.cudaSuccess:
             return results[0] if len(results) == 1 else (tuple(results) or None)
         _, words = self._rt.cudaGetErrorString(status)
-        told = f"{function.__name__}: {words.decode()} ({status.name})"
+        message = f"{function.__name__}: {words.decode()} ({status.name})"
         if status == self._out_of_memory:
-            raise InsufficientMemory(f"{told}; put other models to sleep, or give them less memory", should_retry=True)
-        raise DeviceFailed(told)
+            raise InsufficientMemory(f"{message}; put other models to sleep, or give them less memory", should_retry=True)
+        raise DeviceFailed(message)
 
 
 def load_cuda() -> CudaRuntime:

@@ -1,6 +1,6 @@
-"""What of CUDA is used here, as a port: `cuda_runtime.CudaRuntime` speaks to the real driver, tests to one that copies in host memory.
+"""The part of CUDA that Thaw uses, as a port: `cuda_runtime.CudaRuntime` calls the real driver, tests use one that copies in host memory.
 
-Every call that works on a device works on the one last given to `use`, in the calling thread (CUDA's own rule).
+Every call works on the device last given to `use` in the calling thread (CUDA's own rule).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeviceFacts:
 
 
 class CudaDriver(Protocol):
-    """Raises `DeviceFailed` with CUDA's own words; `InsufficientMemory` from `allocate` and `register` where memory is what lacks."""
+    """Raises `DeviceFailed` with CUDA's message; `InsufficientMemory` from `allocate` and `register` without memory."""
 
     def count(self) -> int: ...
 

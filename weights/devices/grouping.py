@@ -1,9 +1,9 @@
-"""Which bytes go over a device's bus next, as pure state: neighbours grouped, requests first, a bounded part under way.
+"""Which bytes a device's bus copies next, as pure state: neighbours grouped, requests first, bounded copies in progress.
 
-Small copies waste the bus: each pays a fixed cost. Large ones cannot be interrupted: whoever comes later waits for them. So ranges that
-lie side by side, on both sides, are joined up to `group_bytes` (the elbow of the device's measured curve, `curve.elbow`), and longer
-ones are cut there. While the bus is idle nothing is held back: a group grows only behind others that are under way.
-(Torpor, section 4.3, groups parameters in the same way, without knowing the model.)
+Small copies waste the bus: each has a fixed cost. Large ones cannot be interrupted, and delay later ones. So ranges that are adjacent on
+both sides are joined up to `group_bytes` (the elbow of the device's measured curve, `curve.elbow`), and longer ones are cut there. An
+idle bus never waits for a larger group: groups grow only while others are being copied. Torpor (section 4.3) groups parameters in the
+same way, without knowing the model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Watermark:
 
 @dataclass(frozen=True)
 class Run:
-    """One copy: `nbytes` from `address` in host memory to `offset` in the arena. `pin` names the page-locked range it comes from: CUDA
-    refuses a copy that reaches over two of them.
+    """One copy: `nbytes` from `address` in host memory to `offset` in the arena.
+
+    Attributes:
+        pin: The page-locked range of its source. CUDA refuses a copy across two of them.
     """
 
     offset: int
@@ -65,14 +67,14 @@ class Group:
 
 
 class Ranges:
-    """Ranges that were given, to refuse one that overlaps."""
+    """Ranges taken so far, to refuse overlaps."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     def take(self, start: int, end: int) -> bool:
-        """Whether [start, end) was wholly untaken; it is taken now."""
+        """Take [start, end); False if any byte of it was taken."""
         at = bisect_left(self._starts, start)
         if (at and self._ends[at - 1] > start) or (at < len(self._starts) and self._starts[at] < end):
             return False
@@ -92,7 +94,7 @@ class Ranges:
 
 @dataclass
 class _Waiting:
-    """An arena's ranges that are not under way yet, by offset, joined where they meet."""
+    """An arena's ranges that are not being copied yet, by offset; neighbours joined."""
 
     priority: int
     arrival: int
@@ -103,10 +105,11 @@ class _Waiting:
 
 
 class CopyQueue:
-    """The copies of one device's bus. Arenas are numbered by the caller, anew for each.
+    """The copies of one device's bus. The caller numbers the arenas and reuses no number.
 
-    `order`: "arrival" brings one arena over after the other, "fair" the one next that has had the fewest bytes; requests before
-    background in both. `window` is how many groups may be under way: enough that the bus never idles between two of them.
+    Attributes:
+        order: "arrival" copies one arena after the other, "fair" the one with the fewest bytes copied; requests before background in both.
+        window: Most groups in progress: enough that the bus never idles between two of them.
     """
 
     def __init__(self, group_bytes: int, window: int = 4, order: Literal["arrival", "fair"] = "arrival") -> None:
@@ -137,8 +140,11 @@ class CopyQueue:
         self._arenas[arena].priority = priority
 
     def add(self, arena: int, *runs: Run) -> None:
-        """`runs` are neighbours in the arena, in order. Raises `ValueError` if they overlap what was given before, and `KeyError` for an
-        arena that is closed.
+        """Add `runs`, neighbours in the arena, in order.
+
+        Raises:
+            ValueError: They overlap what was added before.
+            KeyError: The arena is closed.
         """
         waiting = self._arenas[arena]
         start, end = runs[0].offset, runs[-1].end
@@ -149,30 +155,30 @@ class CopyQueue:
             insort(waiting.runs, run, key=lambda run: run.offset)
 
     def next(self) -> Group | None:
-        """The group to issue now; None while enough is under way, or nothing is waiting that is worth its own copy."""
+        """Return the group to issue now; None while enough is in progress, or nothing that waits is worth its own copy."""
         if len(self._under_way) >= self.window:
             return None
-        held: int | None = None
+        pending: int | None = None
         for number in sorted((n for n, a in self._arenas.items() if a.runs), key=self._rank):
             waiting = self._arenas[number]
-            if held is not None and waiting.priority > self._arenas[held].priority:
-                return self._issue(held)  # what is too small to hurry for still goes before what nobody waits for
+            if pending is not None and waiting.priority > self._arenas[pending].priority:
+                return self._issue(pending)  # a small group of higher priority still precedes background groups
             if waiting.nbytes >= self.group_bytes or not self._under_way:
                 return self._issue(number)
-            held = number if held is None else held
+            pending = number if pending is None else pending
         return None
 
     def done(self, group: Group) -> None:
         self._under_way.remove(group)
 
     def drop(self, arena: int) -> None:
-        """Forget what waits of an arena; more may be added. One that is closed is fine."""
+        """Remove what waits of an arena; more may be added. A closed arena is fine."""
         if (waiting := self._arenas.get(arena)) is not None:
             waiting.runs.clear()
             waiting.nbytes = 0
 
     def close(self, arena: int) -> None:
-        """Forget the arena and what waits of it; its groups under way still have to be `done`."""
+        """Remove the arena and what waits of it; its groups in progress must still be `done`."""
         self._arenas.pop(arena, None)
 
     def _issue(self, number: int) -> Group:
@@ -189,7 +195,7 @@ class CopyQueue:
 
 
 def _take(runs: list[Run], limit: int) -> list[Run]:
-    """Up to `limit` bytes off the front of `runs`, with neighbours joined; what is over stays."""
+    """Take up to `limit` bytes off the front of `runs`, neighbours joined."""
     taken: list[Run] = []
     left = limit
     used = 0

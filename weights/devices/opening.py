@@ -36,7 +36,7 @@ def load_driver() -> CudaDriver:
 
 
 class Devices:
-    """Calls come from any thread. The hooks are for the pool (`PoolMemory`), and cost nothing before a device is open."""
+    """The open devices. Methods may be called from any thread. The pool's hooks (`PoolMemory`) cost nothing before a device is open."""
 
     def __init__(self, load: Callable[[], CudaDriver], group_bytes: Callable[[CudaDriver, DeviceFacts], int]) -> None:
         """`group_bytes`: the elbow of a device's curve (`probe.group_bytes`)."""
@@ -81,7 +81,7 @@ class Devices:
             driver.use(self._index)
             pins.pin(address, nbytes)
         except ThawError as e:
-            log.warning("memory could not be page-locked; see ulimit -l", extra={"bytes": nbytes, "error": e.message})
+            log.warning("failed to page-lock memory; see ulimit -l", extra={"bytes": nbytes, "error": e.message})
 
     def unpin(self, address: int, nbytes: int) -> None:
         """Before the chunk's memory is punched out."""
@@ -91,7 +91,7 @@ class Devices:
             driver.use(self._index)
             pins.unpin(address)
         except ThawError as e:  # of a context that is broken; nothing is copied in it any more
-            log.warning("page-locked memory could not be let go of", extra={"bytes": nbytes, "error": e.message})
+            log.warning("failed to unlock page-locked memory", extra={"bytes": nbytes, "error": e.message})
 
     def close(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Host memory page-locked for devices: each chunk once, for all of them, until its memory goes back."""
+"""Page-locked host memory: each chunk once for all devices, until its memory is freed."""
 
 from __future__ import annotations
 

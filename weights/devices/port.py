@@ -23,7 +23,7 @@ from shared.contracts.segment import ArenaHandle, Extent
 
 
 class Priority(IntEnum):
-    """Who waits for a copy. A smaller one goes first, from the next group of copies on."""
+    """Priority of a copy. A smaller one is copied first, from the next group of copies on."""
 
     REQUEST = 0
     BACKGROUND = 1
@@ -40,7 +40,7 @@ class Place:
 
 
 class Arena(Protocol):
-    """Memory for one segment on one device. Calls come from any thread."""
+    """Memory for one segment on one device. Methods may be called from any thread."""
 
     @property
     def nbytes(self) -> int: ...
@@ -51,32 +51,34 @@ class Arena(Protocol):
         ...
 
     def fill(self, offset: int, address: int, nbytes: int) -> None:
-        """Bytes [offset, offset + nbytes) of the segment lie at `address` in host memory: bring them over.
+        """Copy bytes [offset, offset + nbytes) of the segment from `address` in host memory.
 
-        Raises `ValueError` for a range outside the segment or given before, and what the device failed with, if it has.
+        Raises:
+            ValueError: The range is outside the segment, or was filled before.
+            DeviceFailed: The device has failed.
         """
         ...
 
     def wait(self, until: int, cancelled: threading.Event | None = None) -> bool:
         """Block until the watermark is at least `until`; False if `cancelled` was set or the arena released first.
 
-        Raises what the device failed with.
+        Raises `DeviceFailed` if the device has failed.
         """
         ...
 
     def handle(self) -> ArenaHandle:
-        """What an engine opens the memory with. Bytes above the watermark are undefined."""
+        """Return what an engine opens the memory with. Bytes above the watermark are undefined."""
         ...
 
     def raise_priority(self, priority: Priority) -> None:
-        """Copies not begun yet go with `priority` from now on."""
+        """Copy with `priority` what is not being copied yet."""
         ...
 
     def release(self) -> int:
-        """Call off what is queued, wait for what is being copied, give the memory back; its bytes. Again: 0.
+        """Cancel queued copies, wait for those in progress, free the memory. Returns its bytes; 0 on a second call.
 
-        An engine that still maps it must be gone before (the loader's holders see to that): to free what another process has opened
-        is undefined on CUDA.
+        An engine that maps it must have exited before (the loader's holders ensure that): freeing memory that another process has opened is
+        undefined on CUDA.
         """
         ...
 
@@ -94,16 +96,16 @@ class Device(Protocol):
 
     @property
     def queued_bytes(self) -> int:
-        """Filled and not yet on the device, over all arenas."""
+        """Bytes filled and not yet on the device, over all arenas."""
         ...
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Of the link, learned from the latest copies; None before the first."""
+        """Bandwidth of the link by the latest copies; None before the first."""
         ...
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory that copies come from. Again: nothing. Whole pages, populated."""
+        """Page-lock host memory that copies read: whole, populated pages. A second call does nothing."""
         ...
 
     def unpin(self, address: int) -> None:
@@ -111,7 +113,7 @@ class Device(Protocol):
         ...
 
     def allocate(self, place: Place, priority: Priority = Priority.REQUEST) -> Arena:
-        """Raises `InsufficientMemory` if there is no room on the device."""
+        """Allocate an arena. Raises `InsufficientMemory` if the device has no memory for it."""
         ...
 
     def close(self) -> None:

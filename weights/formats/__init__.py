@@ -1,1 +1,1 @@
-"""Checkpoints on disk and segments in memory: what their bytes mean."""
+"""Formats of checkpoints on disk and of segments in memory."""

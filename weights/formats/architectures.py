@@ -1,4 +1,4 @@
-"""What config.json says of a model, read without transformers: its kind, context and geometry."""
+"""Architecture, context and geometry of a model from config.json, without transformers."""
 
 from __future__ import annotations
 
@@ -113,16 +113,22 @@ class Architecture:
 
 
 def read_architecture(config: Mapping[str, Any], where: str, *, embeds: bool, trust_remote_code: bool) -> Architecture:
-    """What kind of model `config` (the content of `where`) describes. `embeds`: the model comes with a sentence-transformers pooling.
+    """Return the architecture that `config`, the content of `where`, describes.
 
-    Raises `UnsupportedArchitecture`, `InvalidModel` for code of its own that is not allowed, `CheckpointInvalid` for nonsense.
+    Args:
+        embeds: The model has a sentence-transformers pooling.
+
+    Raises:
+        UnsupportedArchitecture: The builtin engine cannot run it.
+        InvalidModel: It needs code of its own, which is not allowed.
+        CheckpointInvalid: The configuration is invalid.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise CheckpointInvalid(f"{where} does not say its model_type; download it again")
     if "auto_map" in config and not trust_remote_code:
         raise InvalidModel(
-            f"{where} wants to run Python code that comes with the model (auto_map); if you trust its author, register the model "
+            f"{where} wants to run the model's own Python code (auto_map); if you trust its author, register the model "
             "with trust_remote_code: true"
         )
     name = _class_name(config, where)

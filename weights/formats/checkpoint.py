@@ -33,8 +33,11 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One safetensors file, or the partition of a converted checkpoint. `stamp` (mtime_ns, inode) tells a later change; zero where the
-    file is remote."""
+    """One safetensors file, or a partition of a converted checkpoint.
+
+    Attributes:
+        stamp: (mtime_ns, inode), to detect a later change; zero for a remote file.
+    """
 
     name: str
     path: Path
@@ -67,7 +70,7 @@ def weight_names(present: Collection[str], where: str) -> tuple[str, ...] | None
         return (others[0],)
     if others:
         raise CheckpointInvalid(
-            f"{where} has {len(others)} safetensors files ({others[0]}, …) but no {INDEX}; copy the index from where the files came"
+            f"{where} has {len(others)} safetensors files ({others[0]}, …) but no {INDEX}; copy the index from the files' source"
         )
     if any(n.endswith(TORCH_SUFFIXES) for n in present):
         raise CheckpointInvalid(

@@ -5,7 +5,7 @@
 
 A tensor begins on a multiple of ALIGNMENT, a large one on a page; partitions are whole pages long. Tensors that are tied have the same
 range. The index's last member is a SHA-256 of all bytes before it, so that a flipped bit of the index is noticed when it is opened, and
-each tensor's own SHA-256 is in the index for whoever re-reads the bytes (`verify`).
+each tensor's own SHA-256 is in the index for `verify`, which re-reads the bytes.
 
 The index is one JSON document with each tensor on a line of its own. It is read line by line, and the first wrong line ends it: parsed whole,
 8 MiB of hostile JSON became 5 GB of objects and errors (measured with pydantic).
@@ -90,7 +90,7 @@ class Head(_Strict):
 
 
 class _Version(BaseModel):
-    """As much as tells a newer version from a damaged file."""
+    """The fields that distinguish a newer version from a damaged file."""
 
     format: str
     version: int

@@ -1,4 +1,4 @@
-"""`ModelInfo` of models that an engine other than the builtin one loads by itself: what is needed to place them, from whatever layout."""
+"""`ModelInfo` of models that an engine other than the builtin one loads by itself, from any format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNKNOWN_CONTEXT = 4096
 
 
 def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
-    """None for a source that has to be fetched first (the hub): that is described as a builtin engine's is.
+    """Describe a model on this host; None for a source that is fetched first (the hub), which is described as the builtin engine's.
 
     Raises `CheckpointInvalid`.
     """
@@ -43,7 +43,7 @@ def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
 
 
 def _unread(spec: ModelSpec) -> ModelInfo:
-    """Only the operator's words are known; a change of the name is a change of the model."""
+    """Describe a model by its spec only; a change of the name is a change of the model."""
     return ModelInfo(
         source=spec.source,
         revision=hashlib.sha256(spec.source.encode()).hexdigest(),
@@ -60,7 +60,7 @@ def _unread(spec: ModelSpec) -> ModelInfo:
 
 
 def _from_gguf(path: Path, files: list[Path]) -> ModelInfo:
-    """Of a model in shards the first holds the metadata; the bytes are all files'."""
+    """Describe a GGUF model. The first shard has the metadata; the bytes are those of all files."""
     found = [read_gguf(file) for file in files]
     first = found[0]
     kind = str(first.metadata.get("general.architecture", ""))
@@ -136,12 +136,12 @@ def _tokenizer_settings(path: Path) -> Mapping[str, Any]:
 
 
 def _revision(files: list[Path]) -> str:
-    """Changes with any file's name, size or time of change: the weights are not read for it."""
-    told = hashlib.sha256()
+    """Digest every file's name, size and mtime. The weights are not read."""
+    digest = hashlib.sha256()
     for file in files:
         stat = file.stat()
-        told.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    return told.hexdigest()
+        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def _dtype(found: Gguf) -> str:

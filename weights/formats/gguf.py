@@ -1,4 +1,4 @@
-"""What the head of a GGUF file says of a model: metadata and tensor list, read with a bound on everything (the file is not trusted).
+"""Metadata and tensor list of a GGUF file. Every read is bounded, since the file is not trusted.
 
 Layout: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3, little-endian. Weights are not read.
 """
@@ -101,7 +101,7 @@ class _Reader:
         self.skip(self.count(self._left, "bytes of text"))
 
     def fault(self, what: str) -> CheckpointInvalid:
-        return CheckpointInvalid(f"{self._name} is no sound GGUF file: {what}; fetch it again from where it came")
+        return CheckpointInvalid(f"{self._name} is no sound GGUF file: {what}; fetch it again from its source")
 
 
 def read_gguf(path: Path) -> Gguf:

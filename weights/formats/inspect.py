@@ -1,4 +1,4 @@
-"""`ModelInfo` from a model's small files and the headers of its weights. No weights are read, no torch and no transformers imported."""
+"""`ModelInfo` from a model's small files and the headers of its weights, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 
 def check_small_files(directory: Path, present: Collection[str], *, trust_remote_code: bool) -> tuple[Architecture, bytes]:
-    """What config.json describes, and its bytes; the tokenizer must be there too. `present`: names of the model's files.
+    """Return the architecture in config.json, and its bytes. The tokenizer must be present. `present`: names of the model's files.
 
     Raises `CheckpointInvalid`, `UnsupportedArchitecture` or `InvalidModel`.
     """
@@ -42,11 +42,11 @@ def check_small_files(directory: Path, present: Collection[str], *, trust_remote
     )
     if not any(files <= set(present) for files in TOKENIZERS):
         known = "; ".join(" and ".join(sorted(files)) for files in TOKENIZERS)
-        raise CheckpointInvalid(f"{directory} has no tokenizer (one of {known}); copy it from where the weights came")
+        raise CheckpointInvalid(f"{directory} has no tokenizer (one of {known}); copy it from the weights' source")
     tokenizer = directory / TOKENIZER_CONFIG
     if TOKENIZER_CONFIG in present and not trust_remote_code and "auto_map" in parse_json(read_small(tokenizer), str(tokenizer)):
         raise InvalidModel(
-            f"{tokenizer} wants to run Python code that comes with the model (auto_map); if you trust its author, register the "
+            f"{tokenizer} wants to run the model's own Python code (auto_map); if you trust its author, register the "
             "model with trust_remote_code: true"
         )
     return architecture, config

@@ -1,4 +1,4 @@
-"""What a model's path is, and whether its files lie in its directory: a link that leads elsewhere is not followed."""
+"""Paths of models, and whether their files are inside the model's directory: links out of it are not followed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.errors import CheckpointInvalid
 
 
 def mode_of(path: Path) -> int | None:
-    """`st_mode` of what `path` names; None: nothing is there. Raises `CheckpointInvalid` where that cannot be told."""
+    """Return `st_mode` of `path`; None if it does not exist. Raises `CheckpointInvalid` if that cannot be determined."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # or it has a zero byte
@@ -21,7 +21,7 @@ def mode_of(path: Path) -> int | None:
 
 
 def expanded(path: Path | str) -> Path:
-    """`path` with `~` replaced. Raises `CheckpointInvalid` for a user whom nobody knows."""
+    """Return `path` with `~` replaced. Raises `CheckpointInvalid` for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as e:

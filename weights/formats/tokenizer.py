@@ -1,4 +1,4 @@
-"""What a tokenizer's files say without a tokenizer library."""
+"""Special tokens from a tokenizer's files, without a tokenizer library."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _MAX_BYTES = 256 * 1024 * 1024
 
 
 def special_token_ids(directory: Path, present: Collection[str]) -> tuple[int, ...]:
-    """Ids of tokens that `skip_special_tokens` leaves out of an answer's text, in order; none where neither file tells. `present`: names of
-    the model's files.
+    """Return the ids of tokens that `skip_special_tokens` removes from a text, in order; none if no file lists them.
 
-    Raises `CheckpointInvalid` for a file that cannot be read.
+    Args:
+        present: Names of the model's files.
+
+    Raises:
+        CheckpointInvalid: A file cannot be read.
     """
     return tuple(sorted({i for i, token in _added(directory, present) if isinstance(token, dict) and token.get("special") is True}))
 

@@ -1,4 +1,4 @@
-"""Whether the bytes of a converted checkpoint are those that were written: each tensor's SHA-256 against the index."""
+"""Verification of a converted checkpoint: each tensor's SHA-256 against the index."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None]
 
 
 def check_hashed(checkpoint: Checkpoint, where: str) -> None:
-    """Raises `CheckpointInvalid` if there is nothing to compare the bytes with: who asks for that must not be told that all is well."""
+    """Raise `CheckpointInvalid` for a checkpoint without hashes, which cannot be verified."""
     if not any(t.sha256 for file in checkpoint.files for t in file.header.tensors):
         raise _not_hashed(where)
 
@@ -60,14 +60,14 @@ def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Cal
     work = [(file, t) for file in checkpoint.files for t in once(file.header.tensors)]
     lock = threading.Lock()
 
-    def told(count: int) -> None:
+    def report(count: int) -> None:
         if on_bytes is not None:
             with lock:
                 on_bytes(count)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:
-            for _ in pool.map(lambda pair: _check(pair[0], pair[1], told), work):
+            for _ in pool.map(lambda pair: _check(pair[0], pair[1], report), work):
                 pass
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -83,7 +83,7 @@ def once(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
     return list(found.values())
 
 
-def _check(file: WeightFile, tensor: TensorEntry, told: Callable[[int], None]) -> None:
+def _check(file: WeightFile, tensor: TensorEntry, on_bytes: Callable[[int], None]) -> None:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, max(1, tensor.nbytes))))
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -95,7 +95,7 @@ def _check(file: WeightFile, tensor: TensorEntry, told: Callable[[int], None]) -
                     raise CheckpointInvalid(f"{file.path} ends inside tensor {tensor.name!r}; convert the model again")
                 digest.update(buffer[:got])
                 done += got
-                told(got)
+                on_bytes(got)
         finally:
             os.close(fd)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""What this process's control group leaves it of the host's memory. Beyond it the kernel does not refuse memory: it kills."""
+"""Memory limits of this process's control group. Beyond them the kernel kills instead of refusing memory."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _V2 = _Version("memory.max", "memory.current", frozenset({"active_file", "inacti
 
 
 def memory_limit(sys: Path = _SYS, own: Path = _OWN) -> int | None:
-    """Bytes that this process and those of its group may have together; None: as many as the host has."""
+    """Return the bytes that this process's group may use together; None without a limit."""
     return min((limit for _, _, limit in _limited(sys, own)), default=None)
 
 
 def memory_room(sys: Path = _SYS, own: Path = _OWN) -> int | None:
-    """Bytes that may be taken yet before the kernel kills for it; None: the group sets no limit."""
+    """Return the bytes that may be used before the kernel kills; None without a limit."""
     return min((max(0, limit - _kept(group, version)) for group, version, limit in _limited(sys, own)), default=None)
 
 
@@ -63,7 +63,7 @@ def _paths(own: Path) -> Iterator[tuple[str, str]]:
 
 
 def _kept(group: Path, version: _Version) -> int:
-    """Bytes in use that do not give way."""
+    """Return the bytes in use that cannot be reclaimed."""
     try:
         used = int((group / version.used).read_text())
         lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())

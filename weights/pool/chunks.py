@@ -1,7 +1,7 @@
-"""Who has which chunk of the pool (ADR 0012): a table of values, changed only by the functions here.
+"""Ownership of the pool's chunks (ADR 0012): a table of values, changed only by the functions here.
 
 A chunk is at any time exactly one of: free (no memory), spare (memory, no content), owned by one load run (filling, held or cached, as the
-run's entry says), or doomed (nobody's any more, and not given away before it is proved that no process maps it).
+run's entry says), or doomed (released by its owner, and not reused before it is proved that no process maps it).
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ CHUNK_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Owned:
-    """`nbytes` of weights in `chunks`, in order; the last one may be filled in part. `fresh`: bytes of them that had no memory yet when
-    they were taken. `cached`: nobody holds them."""
+    """Chunks of one load run.
+
+    Attributes:
+        nbytes: Bytes of weights in `chunks`, in order; the last chunk may be partial.
+        fresh: Bytes of them without memory when they were taken.
+        cached: No instance holds them.
+    """
 
     chunks: tuple[int, ...]
     nbytes: int
@@ -25,7 +30,7 @@ class Owned:
 
 @dataclass(frozen=True)
 class Doomed:
-    """`keep`: how many of the first chunks become spare rather than free."""
+    """Released chunks. `keep`: how many of the first become spare rather than free."""
 
     chunks: tuple[int, ...]
     nbytes: int
@@ -34,8 +39,15 @@ class Doomed:
 
 @dataclass(frozen=True)
 class Chunks:
-    """`count` chunks, of which spare and cached ones may take `budget` bytes together. `spare`: bytes of memory by chunk; `owned` and
-    `doomed` by a number of the owner's."""
+    """The chunk table.
+
+    Attributes:
+        count: All chunks.
+        budget: Bytes that spare and cached chunks may take together.
+        spare: Bytes of memory by chunk.
+        owned: By a number of the owner's.
+        doomed: By a number of the owner's.
+    """
 
     count: int = 0
     budget: int = 0
@@ -53,22 +65,22 @@ class Chunks:
 
     @property
     def charged(self) -> int:
-        """Bytes that the budget is charged with, chunks on their way to spare included."""
+        """Bytes charged to the budget, chunks becoming spare included."""
         return self.cached_bytes + self.spare_bytes + self.coming * CHUNK_BYTES
 
     @property
     def coming(self) -> int:
-        """Chunks on their way to spare."""
+        """Number of chunks becoming spare."""
         return sum(d.keep for d in self.doomed.values())
 
     @property
     def leaving_bytes(self) -> int:
-        """Bytes that others wait for: doomed, and not yet proved unmapped."""
+        """Bytes that loads wait for: doomed, and not yet proved unmapped."""
         return sum(d.nbytes for d in self.doomed.values())
 
     @property
     def making_bytes(self) -> int:
-        """Bytes of chunks that are being made ready: memory that is promised, and will be spare."""
+        """Bytes of chunks being populated, which will be spare."""
         return sum(d.keep * CHUNK_BYTES for d in self.doomed.values() if not d.nbytes)
 
     def taken(self) -> frozenset[int]:
@@ -87,7 +99,7 @@ def parts(nbytes: int) -> tuple[int, ...]:
 def take(table: Chunks, owner: int, nbytes: int) -> Chunks | None:
     """Give `owner` chunks for `nbytes`: spare ones first, then the lowest free ones. None if the pool has too few.
 
-    A spare chunk with more memory than its part needs is left alone: what is held would be more than what is told.
+    A spare chunk with more memory than its part needs is not taken: the status would report less than is in use.
     """
     assert owner not in table.owned
     spare, taken = sorted(table.spare), table.taken()
@@ -107,18 +119,18 @@ def take(table: Chunks, owner: int, nbytes: int) -> Chunks | None:
 
 
 def adopt(table: Chunks, owner: int, chunks: tuple[int, ...], nbytes: int, *, cached: bool) -> Chunks:
-    """Chunks of an earlier loader process, whose content is known. They must be nobody's."""
+    """Add chunks of an earlier loader, whose content is known and which have no owner."""
     assert table.taken().isdisjoint(chunks)
     return replace(table, owned={**table.owned, owner: Owned(chunks, nbytes, cached=cached)})
 
 
 def mark(table: Chunks, owner: int, *, cached: bool) -> Chunks:
-    """Whether instances hold the owner's weights, or the budget is charged with them."""
+    """Set whether the owner's weights are cached, and charged to the budget, or held by instances."""
     return replace(table, owned={**table.owned, owner: replace(table.owned[owner], cached=cached)})
 
 
 def doom(table: Chunks, owner: int, keep: int = 0) -> Chunks:
-    """The owner's chunks are nobody's any more; `vacate` follows when that is proved. Only whole chunks are kept."""
+    """Release the owner's chunks; `vacate` follows when no process maps them. Only whole chunks are kept."""
     gone = table.owned[owner]
     keep = min(keep, gone.nbytes // CHUNK_BYTES)
     owned = {k: v for k, v in table.owned.items() if k != owner}
@@ -126,7 +138,7 @@ def doom(table: Chunks, owner: int, keep: int = 0) -> Chunks:
 
 
 def doom_loose(table: Chunks, number: int, chunks: Iterable[int]) -> Chunks:
-    """Spare chunks to be given back, or chunks that somebody maps and nobody owns."""
+    """Release spare chunks, or chunks without an owner that some process maps."""
     loose = tuple(sorted(chunks))
     nbytes = sum(table.spare.get(c, CHUNK_BYTES) for c in loose)
     spare = {c: b for c, b in table.spare.items() if c not in loose}
@@ -134,14 +146,14 @@ def doom_loose(table: Chunks, number: int, chunks: Iterable[int]) -> Chunks:
 
 
 def fill_spare(table: Chunks, number: int, count: int) -> Chunks:
-    """Up to `count` of the free chunks, on their way to spare."""
+    """Choose up to `count` free chunks to become spare."""
     taken = table.taken()
     chosen = tuple(c for c in range(table.count) if c not in taken)[:count]
     return replace(table, doomed={**table.doomed, number: Doomed(chosen, 0, len(chosen))})
 
 
 def vacate(table: Chunks, number: int, kept: int | None = None) -> Chunks:
-    """Nobody maps the doomed chunks: those kept are spare now, the others free."""
+    """Finish a release: no process maps the doomed chunks. Those kept are spare now, the others free."""
     gone = table.doomed.get(number)
     if gone is None:
         return table

@@ -1,4 +1,4 @@
-"""The pool's file: mapped, its pages allocated and given back, with proof."""
+"""The pool's file: mapped, its pages allocated and freed, with proof."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 Hook = Callable[[int, int], None]
-"""Told the address and the length of a chunk: freshly populated, or about to lose its memory."""
+"""Called with address and length of a chunk that was just populated, or is about to lose its memory."""
 
 
 class PoolMemory:
-    """Chunks of one file under /dev/shm, mapped here as a whole; memory comes with `allocate` and goes with `punch`.
+    """Chunks of one file under /dev/shm, mapped as a whole; `allocate` gives them memory and `punch` frees it.
 
     Chunks are numbered from 0 and lie one after the other. Methods may be called from several threads, for chunks of their own.
     """
@@ -83,20 +83,20 @@ class PoolMemory:
     def fd(self) -> int:
         return self._fd
 
-    # -- memory comes --------------------------------------------------------------------------------------------------------------
+    # -- allocating ----------------------------------------------------------------------------------------------------------------
 
     def allocate(self, offset: int, length: int) -> None:
-        """Have memory for these bytes, with no page zeroed or mapped yet. Raises `OSError` (ENOSPC) if there is none: never SIGBUS later."""
+        """Allocate these bytes without zeroing or mapping pages. Raises `OSError` (ENOSPC) without memory: never SIGBUS later."""
         with self._lock:  # punch reads the file's blocks before and after
             os.posix_fallocate(self._fd, offset, length)
 
     def populate(self, offset: int, length: int) -> None:
-        """`allocate`, and map the pages here, in one go: reads into them fault no more. Within one chunk; `offset` starts a page."""
+        """`allocate`, and map the pages at once: reads into them fault no more. Within one chunk; `offset` starts a page."""
         chunk, end = offset // CHUNK_BYTES, offset % CHUNK_BYTES + length
         if self._ready.get(chunk, 0) >= end:
             return
         self.allocate(offset, length)
-        # ctypes lets other threads run meanwhile, mmap.madvise would not. A kernel without it faults page by page instead.
+        # ctypes releases the GIL, mmap.madvise would not. A kernel without it faults page by page instead.
         _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
         if offset % CHUNK_BYTES <= self._ready.get(chunk, 0):
             self._ready[chunk] = end
@@ -104,15 +104,15 @@ class PoolMemory:
             self._on_populated(self._address + chunk * CHUNK_BYTES, CHUNK_BYTES)
 
     def is_ready(self, offset: int, length: int) -> bool:
-        """Whether these bytes, within one chunk, were populated and are mapped here still."""
+        """True if these bytes, within one chunk, were populated and are still mapped here."""
         return self._ready.get(offset // CHUNK_BYTES, 0) >= offset % CHUNK_BYTES + length
 
     def prepare(self, chunk: int) -> None:
-        """Have the whole chunk ready for the next load: allocated, and mapped here."""
+        """Allocate and map the whole chunk for the next load."""
         self.populate(chunk * CHUNK_BYTES, CHUNK_BYTES)
 
     def prepare_huge(self, chunk: int) -> None:
-        """`prepare`, of huge pages where the kernel has them. It may take three times as long to find them: nobody should wait for it.
+        """`prepare` with huge pages if the kernel has them. Finding them may take three times as long: call it in the background.
 
         A direct read needs a descriptor for each run of memory, and a disk's request has few of them; and there are fewer pages to look up, map
         and unmap. Where it is refused the pages are small.
@@ -131,10 +131,10 @@ class PoolMemory:
                 done += os.pwrite(self._fd, rest, offset + done)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """These bytes, to be released before the pool is closed."""
+        """Return these bytes. Release them before the pool is closed."""
         return self._view[offset : offset + length]
 
-    # -- memory goes ---------------------------------------------------------------------------------------------------------------
+    # -- freeing -------------------------------------------------------------------------------------------------------------------
 
     def zap(self, chunk: int, length: int = CHUNK_BYTES) -> None:
         """Unmap the chunk's pages here; their content stays. A page that only its readers map can be paged out with them, and is counted once.
@@ -144,7 +144,7 @@ class PoolMemory:
             _libc.madvise(self._address + chunk * CHUNK_BYTES, length, _MADV_DONTNEED)
 
     def punch(self, chunks: Iterable[int]) -> int:
-        """Give back the memory of `chunks`, whatever they hold; bytes that the file has less afterwards, read back."""
+        """Free the memory of `chunks`. Returns the bytes that the file has less afterwards, read back."""
         freed = 0
         for offset, length in _runs(sorted(chunks)):
             for at in range(offset, offset + length, CHUNK_BYTES):
@@ -175,7 +175,7 @@ class PoolMemory:
         return os.fstat(self._fd).st_blocks * 512
 
     def has_memory(self, offset: int, length: int) -> bool:
-        """Whether every page of these bytes has been written."""
+        """True if every page of these bytes has been written."""
         return os.lseek(self._fd, offset, os.SEEK_HOLE) >= offset + length
 
     def mapped_by_others(self) -> dict[int, list[int]]:
@@ -195,7 +195,7 @@ class PoolMemory:
                     found.setdefault(chunk, []).append(pid)
         return found
 
-    # -- the end -------------------------------------------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------------------------------------------
 
     def detach(self) -> mmap.mmap:
         """End writing and hand over the mapping, which lives as long as something refers to it."""
@@ -215,7 +215,7 @@ class PoolMemory:
         os.close(self._fd)
         self._view.release()
         self._anchor = None
-        del self._map  # whoever got it is the only one to keep the memory now
+        del self._map  # the receiver keeps the memory now
 
 
 def _open(name: str | None, *, keep: bool) -> int:
@@ -224,7 +224,7 @@ def _open(name: str | None, *, keep: bool) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if keep else os.O_EXCL)
     while True:
         fd = os.open(shm.SHM / name, flags, 0o600)
-        # Held as long as this process lives, or whoever it hands the descriptor to: nobody takes the pool for one that was left (sweeping.py).
+        # Held while this process, or a receiver of its descriptor, lives: the sweeper takes unlocked pools only (sweeping.py).
         fcntl.flock(fd, fcntl.LOCK_SH)
         if os.fstat(fd).st_nlink:
             return fd

@@ -1,4 +1,4 @@
-"""A segment in the pool: its bytes, wherever its chunks lie."""
+"""A segment in the pool, as one range of bytes over its chunks."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Region:
             raise self._no_room(e) from e
 
     def is_ready(self, offset: int, length: int) -> bool:
-        """Whether these bytes have memory that is mapped here."""
+        """True if these bytes have memory that is mapped here."""
         return self.pool.is_ready(self._at(offset), length)
 
     def view(self, offset: int, length: int) -> memoryview:
         return self.pool.view(self._at(offset), length)
 
     def zap(self, index: int) -> None:
-        """The `index`-th chunk is complete: only its readers are to map it."""
+        """Unmap the complete `index`-th chunk: only its readers map it."""
         self.pool.zap(self.chunks[index], min(CHUNK_BYTES, self.nbytes - index * CHUNK_BYTES))
 
     def zap_all(self) -> None:

@@ -1,6 +1,6 @@
-"""Memory for what is read, taken and done with in order: a range of any length, of which a window has memory.
+"""Memory for bytes that are read, consumed and released in order: a range of any length, of which a window has memory.
 
-What is done with gives its pages to what comes next (`mremap` moves them without a copy), so that reading waits neither for the kernel's zeroing
+Released chunks give their pages to the next ones (`mremap` moves them without a copy), so that reading waits neither for the kernel's zeroing
 nor for more memory than the window's.
 """
 
@@ -28,17 +28,19 @@ _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctyp
 
 
 class Ring:
-    """`nbytes` of private memory at consecutive addresses, as a `Region`'s readers write it. Chunks of it get memory when a reading thread
-    `enter`s them: what another one has been `release`d of, or fresh.
+    """`nbytes` of private memory at consecutive addresses, with a `Region`'s interface for readers.
 
-    `ahead`: how many chunks from the one that is being taken on may have memory; None: all. One thread takes, many read.
+    A chunk gets memory when a reading thread `enter`s it: that of a `release`d chunk, or fresh. One thread consumes, many read.
+
+    Attributes:
+        window_chunks: Chunks that may have memory, from the one being consumed on; None: all.
     """
 
-    def __init__(self, nbytes: int, ahead: int | None = None) -> None:
+    def __init__(self, nbytes: int, window_chunks: int | None = None) -> None:
         """Raises `InsufficientMemory` if the window is more than the host has."""
-        self.nbytes, self._ahead = nbytes, ahead
+        self.nbytes, self._window_chunks = nbytes, window_chunks
         self.count = -(-nbytes // CHUNK_BYTES)
-        needed = min(nbytes, nbytes if ahead is None else ahead * CHUNK_BYTES)
+        needed = min(nbytes, nbytes if window_chunks is None else window_chunks * CHUNK_BYTES)
         if needed > available_memory():
             raise _no_room(needed)
         try:
@@ -53,17 +55,17 @@ class Ring:
         del anchor
         self._view = memoryview(self._map)
         self._changed = threading.Condition()
-        self._limit = self.count if ahead is None else ahead
+        self._limit = self.count if window_chunks is None else window_chunks
         self._has: set[int] = set()
         self._released: deque[int] = deque()
         self._closed = False
-        self.moved = 0
+        self.moved_chunks = 0
         """Chunks that got another's memory."""
 
     # -- the reading threads -------------------------------------------------------------------------------------------------------
 
     def enter(self, offset: int) -> None:
-        """Have memory for the chunk of this byte, when its turn has come. Raises `Cancelled` after `close`, `InsufficientMemory`."""
+        """Wait until the chunk of this byte is in the window, and give it memory. Raises `Cancelled` after `close`, `InsufficientMemory`."""
         chunk = offset // CHUNK_BYTES
         with self._changed:
             self._changed.wait_for(lambda: self._closed or chunk < self._limit)
@@ -74,15 +76,15 @@ class Ring:
             self._has.add(chunk)
             while self._released:
                 if self._move(self._released.popleft(), chunk):
-                    self.moved += 1
+                    self.moved_chunks += 1
                     return
-        # ctypes lets other threads run meanwhile. A kernel without it faults page by page instead.
+        # ctypes releases the GIL. A kernel without it faults page by page instead.
         failed = _libc.madvise(self._address + chunk * CHUNK_BYTES, CHUNK_BYTES, _MADV_POPULATE_WRITE)
         if failed and ctypes.get_errno() == errno.ENOMEM:
             raise _no_room(CHUNK_BYTES)
 
     def _move(self, chunk: int, to: int) -> bool:
-        """Where the kernel refuses, the memory goes back to it."""
+        """Move a chunk's pages; returns them to the kernel if it refuses."""
         source, target = (self._address + c * CHUNK_BYTES for c in (chunk, to))
         if _libc.mremap(source, CHUNK_BYTES, CHUNK_BYTES, _MOVE_PAGES, target) == target:
             return True
@@ -102,35 +104,35 @@ class Ring:
         self.write(offset, data)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """These bytes. What refers to it, or to a part of it, keeps the whole range mapped, and not what the chunk holds."""
+        """Return these bytes. References keep the whole range mapped, and not what the chunk holds."""
         return self._view[offset : offset + length]
 
-    # -- who takes -----------------------------------------------------------------------------------------------------------------
+    # -- the consumer --------------------------------------------------------------------------------------------------------------
 
     def want(self, start: int, end: int) -> None:
-        """The bytes from `start` to `end` are taken next: they may be read, and the window goes on from there."""
+        """Move the window: the bytes from `start` to `end` are consumed next, and may be read."""
         with self._changed:
-            ahead = self.count if self._ahead is None else start // CHUNK_BYTES + self._ahead
-            self._limit = max(self._limit, ahead, -(-end // CHUNK_BYTES))
+            window_end = self.count if self._window_chunks is None else start // CHUNK_BYTES + self._window_chunks
+            self._limit = max(self._limit, window_end, -(-end // CHUNK_BYTES))
             self._changed.notify_all()
 
     def release(self, chunk: int) -> None:
-        """Nobody reads into this chunk or needs what is in it any more."""
+        """Release a chunk that is neither being read nor needed."""
         with self._changed:
             if self._closed:
-                self._give_back(chunk)
+                self._reclaim(chunk)
             else:
                 self._released.append(chunk)
 
     def close(self) -> None:
-        """No more is read; memory that nobody needs goes back. Threads that wait to read get `Cancelled`."""
+        """Stop reading and free unneeded memory. Threads that wait to read get `Cancelled`."""
         with self._changed:
             self._closed = True
             while self._released:
-                self._give_back(self._released.popleft())
+                self._reclaim(self._released.popleft())
             self._changed.notify_all()
 
-    def _give_back(self, chunk: int) -> None:
+    def _reclaim(self, chunk: int) -> None:
         _libc.madvise(self._address + chunk * CHUNK_BYTES, CHUNK_BYTES, _MADV_DONTNEED)
 
 

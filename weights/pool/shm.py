@@ -1,4 +1,4 @@
-"""Shared memory of this host: how much there is, and the files in it that are ours."""
+"""Shared memory of this host: its size, and Thaw's files in it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ GIB = 1 << 30
 DRAM_SHARE = 0.15
 READY_SHARE = 1 / 3
 LEAST_AVAILABLE = 0.02
-"""Share of the host's memory below which cached weights leave."""
+"""Share of the host's memory below which cached weights are evicted."""
 
 
 def free_bytes() -> int:
-    """Bytes of shared memory that could be had now."""
+    """Return the bytes of shared memory available now."""
     stat = os.statvfs(SHM)
     return min(stat.f_bavail * stat.f_frsize, available_memory())
 
 
 def default_dram_bytes() -> int:
-    """The DRAM cache's budget where nobody says one: beside a cpu device's default share there is still room for everything else."""
+    """Return the default budget of the DRAM cache, which leaves memory for everything else beside a CPU device's default share."""
     stat = os.statvfs(SHM)
     return min(int(available_memory() * DRAM_SHARE), stat.f_blocks * stat.f_frsize // 2)
 
 
 def default_ready_bytes(dram_bytes: int, *, with_gpu: bool) -> int:
-    """Of the DRAM cache's budget, what is populated before a load asks for it: all of it where weights are only passing through on their way to
-    a GPU, a part where engines compute in the same memory."""
+    """Return how much of the DRAM cache's budget to populate before a load needs it: all of it on a node with GPUs, where weights only pass
+    through; a part where engines compute in the same memory."""
     return dram_bytes if with_gpu else int(dram_bytes * READY_SHARE)
 
 
 def short_of_memory() -> int:
-    """Bytes that are missing until this host is at ease again; 0 or less: none."""
+    """Return the bytes that the host is short of; 0 or less if none."""
     return int(physical_memory() * LEAST_AVAILABLE) - available_memory()
 
 

@@ -1,4 +1,4 @@
-"""Removes pools of loaders that were killed for good: no loader starts again under their state directory."""
+"""Removes pools of loaders that do not start again under their state directory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weights.pool import shm
 log = logging.getLogger(__name__)
 POOLS = "thaw-????????-pool"
 SWEPT_AFTER_S = 600.0
-"""Since a pool last changed: the loader that takes it over may be about to start."""
+"""Age of a pool since its last change: a loader that adopts it may be about to start."""
 
 
 def sweep(after_s: float = SWEPT_AFTER_S) -> list[str]:
-    """Remove pools that no loader has locked, no process has mapped, and nobody has changed for `after_s` seconds; their names. Blocks."""
+    """Remove pools that no loader locks, no process maps, and no change touched for `after_s` seconds. Returns their names. Blocks."""
     removed = []
     for path in shm.SHM.glob(POOLS):
         with contextlib.suppress(OSError):

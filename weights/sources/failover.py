@@ -1,4 +1,4 @@
-"""Several places that have the same model: the first is read, and where it fails the next one goes on."""
+"""Several sources of the same model: if one fails, the next continues."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FailoverTier:
             if self._at == failed:
                 self._at += 1
                 log.warning(
-                    "a place that has the model fails; going on at the next",
+                    "a source of the model failed; continuing at the next",
                     extra={"source": self.source, "failed": self._places[failed].link, "next": self.link, "error": str(error)},
                 )
 

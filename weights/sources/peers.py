@@ -1,4 +1,4 @@
-"""Who else has a model: what other loaders say in their statuses, and which place is read first."""
+"""Other nodes' loaders that have a model, by their statuses, and whether a peer or the source is read first."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from shared.contracts.loader import LoaderStatus
 
-_HEARD_FOR_S = 5.0
-"""A loader that has said nothing for so long is gone; it says something every second."""
+_STATUS_TIMEOUT_S = 5.0
+"""Seconds without a status after which a loader counts as gone; it publishes one every second."""
 _DISTRUSTED_FOR_S = 600.0
 
 
@@ -30,30 +30,30 @@ class Peers:
     def __init__(self, node: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._node, self._clock = node, clock
         self._lock = threading.Lock()
-        self._heard: dict[str, tuple[float, LoaderStatus]] = {}
+        self._statuses: dict[str, tuple[float, LoaderStatus]] = {}
         self._distrusted: dict[tuple[str, str], float] = {}
 
-    async def hear(self, status: LoaderStatus) -> None:
+    async def on_status(self, status: LoaderStatus) -> None:
         """A status of any loader of the mesh."""
         if status.node != self._node:
             with self._lock:
-                self._heard[status.node] = (self._clock(), status)
+                self._statuses[status.node] = (self._clock(), status)
 
     def offers(self, revision: str) -> list[Offer]:
-        """Who has all of `revision` on its disk now, the least busy first."""
+        """Return the peers with all of `revision` on disk, the least busy first."""
         now = self._clock()
         with self._lock:
-            self._heard = {n: (at, s) for n, (at, s) in self._heard.items() if now - at < _HEARD_FOR_S}
+            self._statuses = {n: (at, s) for n, (at, s) in self._statuses.items() if now - at < _STATUS_TIMEOUT_S}
             self._distrusted = {k: at for k, at in self._distrusted.items() if now - at < _DISTRUSTED_FOR_S}
             found = [
                 Offer(s.node, s.peer_url, s.peer_token, sum(link.queued_bytes for link in s.links))
-                for _, s in self._heard.values()
+                for _, s in self._statuses.values()
                 if s.peer_url and s.peer_token and (s.node, revision) not in self._distrusted and _has(s, revision)
             ]
         return sorted(found, key=lambda o: (o.busy, o.node))
 
     def distrust(self, node: str, revision: str) -> None:
-        """What `node` gave of `revision` was wrong: it is not asked for it for a while."""
+        """Ignore `node` for `revision` for a while: its bytes were wrong."""
         with self._lock:
             self._distrusted[node, revision] = self._clock()
 

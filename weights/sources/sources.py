@@ -1,7 +1,7 @@
-"""From `ModelSpec.source` to what the loader does with it: inspect it, open it for a load, find its small files on this host.
+"""From `ModelSpec.source` to its uses: inspect the model, open it for a load, find its small files on this host.
 
-Opening asks, in this order: the SSD cache, peers that have the revision (unless the source is known to be faster), the source. What is read from
-afar is checked and cached on the way.
+A load opens the first that has the model: the SSD cache, peers (unless the source is known to be faster), the source. Remote bytes are
+verified and cached on the way.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Sources:
             directory = root / tier.revision
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                # Configurations, templates and trusted code are read from here: nobody else may write or replace them.
+                # Configurations, templates and trusted code are read from here: no other user may write or replace them.
                 require_private(directory, 0o755)
                 bring_small_files(tier, directory, trust_remote_code=trust_remote_code)
                 _point(root / "by-source" / _digest(tier.source), directory)

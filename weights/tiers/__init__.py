@@ -1,1 +1,1 @@
-"""Where bytes come from, one small module for each kind of place (ADR 0013)."""
+"""Sources of bytes, one small module for each kind (ADR 0013)."""

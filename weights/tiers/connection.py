@@ -93,14 +93,14 @@ class Connection:
         name = f"{self.origin.host}:{self.origin.port}"
         authorization = self.origin.proxy_authorization
         headers = {"Host": name, **({"Proxy-Authorization": authorization} if authorization else {})}
-        # A refusal has a body, which nobody reads: the connection is closed.
+        # The body of a refusal is not read: the connection is closed.
         response = self.request("CONNECT", name, headers, cancelled)
         if response.status != http.HTTPStatus.OK:
             raise ConnectionError(f"the proxy refuses connections to {name} ({response.status})")
 
     @property
     def alive(self) -> bool:
-        """Whether the other side has not hung up meanwhile: nothing else can come on an idle connection."""
+        """True if the server has not closed the connection: an idle one has nothing to read."""
         return not _wait(self._sock, select.POLLIN, 0)
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class _Stream(io.RawIOBase):
                 raise TimeoutError(f"no bytes for {self._stall_s:g} s")
 
     def _filled(self, into: WriteableBuffer) -> int | None:
-        """What there is; None: nothing within a slice. Where many are wanted, many come at once or what a slice brings."""
+        """Read available bytes; None if a slice brought none. A large read returns at least 256 KiB, or what arrived within a slice."""
         wanted = memoryview(into).nbytes
         self._low_water(min(wanted, _LOW_WATER_BYTES) if wanted > _SMALL_BYTES else 1)
         try:

@@ -89,7 +89,7 @@ class DirectoryTier:
             os.close(fd)
 
     def finish(self, cancelled: threading.Event | None = None) -> None:
-        """What lies on this host was checked when it came here, or is the operator's own."""
+        """No-op: local files were verified on arrival, or are the operator's own."""
 
     def settled(self) -> threading.Event:
         return self._settled

@@ -1,7 +1,7 @@
 """`http(s)://host/path/`: a model's files below one URL of any web server.
 
 Nothing in HTTP lists files. A file SHA256SUMS beside them (`sha256sum * > SHA256SUMS`) names all, with checksums; without one the names
-that a model in Hugging Face layout can have are asked for one by one. Credentials come from the URL, or from ~/.netrc (NETRC).
+that a model in Hugging Face layout can have are asked for one by one. Credentials are those of the URL, or of ~/.netrc (NETRC).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HttpTier(RemoteTier):
         return [(self._tier_file(name, found[name], sums.get(name)), found[name]) for name in wanted]
 
     def _tier_file(self, name: str, file: RemoteFile, sha256: str | None) -> TierFile:
-        # Without ETag and date the first bytes (a header, a whole configuration) must tell versions apart.
+        # Without ETag and date the first bytes (a header, a whole configuration) must distinguish versions.
         version = file.validator or f"first:{hashlib.sha256(self._first.get(name, b'')).hexdigest()}"
         return TierFile(name, file.size or 0, version, sha256)
 

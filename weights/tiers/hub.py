@@ -1,7 +1,7 @@
 """`hf://org/name[@revision]`: models of the Hugging Face hub, or of what HF_ENDPOINT names, pinned to a commit.
 
-huggingface_hub tells what there is (sizes and SHA-256 of every file at a commit); the bytes are read by ranges like any other server's. What
-its own cache (HF_HOME / HF_HUB_CACHE) already has whole is used from there. Its variables hold: HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
+huggingface_hub lists sizes and SHA-256 of every file at a commit; the bytes are read by ranges, as from any other server. Complete models in
+its own cache (HF_HOME, HF_HUB_CACHE) are used from there. Its variables apply: HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def is_safe(name: str) -> bool:
 
 
 def is_small(name: str, size: int) -> bool:
-    """Whether it is a file that comes to this host when the model is inspected (configuration, tokenizer, own code)."""
+    """True if an inspection of the model fetches the file (configuration, tokenizer, the model's own code)."""
     patterns = (*SMALL_FILES, *CODE_FILES)
     return size <= limit_of(name) and any(fnmatch.fnmatchcase(name, p) and name.count("/") == p.count("/") for p in patterns)
 

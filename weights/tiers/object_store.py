@@ -1,4 +1,4 @@
-"""`s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`: obstore lists and signs, the bytes come over our own connections.
+"""`s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`: obstore lists and signs, Thaw's own connections read.
 
 obstore reads the stores' own variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL,
 GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, …). Where there are none it reads anonymously, or asks the
@@ -141,7 +141,7 @@ class ObjectStoreTier(RemoteTier):
             self._fill_unsigned(remote, offset, into, cancelled)
 
     def _fill_unsigned(self, remote: RemoteFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> None:
-        """By obstore itself, which retries requests; a body that breaks is gone on with here."""
+        """Read by obstore, which retries requests; this continues a body that breaks off."""
         import obstore
         from obstore.exceptions import GenericError
 
@@ -169,7 +169,7 @@ class _Unsigned(Exception):
 
 
 class _Signed:
-    """The signed URL of one object, made anew before it runs out."""
+    """The signed URL of one object, renewed before it expires."""
 
     def __init__(self, store: Store, path: str) -> None:
         self._store, self._path = store, path
@@ -224,7 +224,7 @@ def _has_credentials(scheme: str) -> bool:
 
 
 def stored_md5(headers: HTTPMessage | None, scheme: str) -> str | None:
-    """The MD5 of a whole object, in hexadecimal, where its store tells one in the headers of any answer.
+    """The MD5 of a whole object, in hexadecimal, from the headers of any response; None if the store sends none.
 
     Google: x-goog-hash. Azure: x-ms-blob-content-md5. S3: the ETag of an object that was put in one part, unless a key encrypts it.
     """
@@ -263,7 +263,7 @@ class _Typed:
         from obstore import exceptions as e
 
         where = self._where
-        # Listing a bucket that does not exist is obstore's GenericError: only its words tell.
+        # Listing a bucket that does not exist is obstore's GenericError: only its message identifies it.
         if isinstance(error, e.NotFoundError) or (isinstance(error, e.BaseError) and _NOT_FOUND in str(error)):
             raise CheckpointInvalid(f"{where} is not there; correct bucket and prefix, or copy the model there") from error
         if isinstance(error, (e.PermissionDeniedError, e.UnauthenticatedError)):

@@ -17,7 +17,7 @@ class Cancelled(Exception):
 class TierFile:
     """One file of a model. `version` changes when the content does (an ETag; size and times).
 
-    `sha256`, `md5`: in hexadecimal, where the source tells them.
+    `sha256`, `md5`: in hexadecimal, if the source lists them.
     """
 
     name: str
@@ -28,7 +28,7 @@ class TierFile:
 
 
 class Tier(Protocol):
-    """All files of one model in one place. Calls block and come from several threads at once.
+    """All files of one model in one place. Methods block and may be called from several threads.
 
     Errors are `ThawError`s that name the file and the remedy: `CheckpointInvalid` (gone, changed, cut short for good, wrong checksum),
     `Unavailable` (unreachable after the retries), `InvalidModel` (a source that cannot be meant). `Cancelled` soon after `cancelled`.
@@ -55,13 +55,13 @@ class Tier(Protocol):
         ...
 
     def files(self) -> Sequence[TierFile]:
-        """Every file of the model, sorted by name. The first call may ask the source; what it said then holds for good."""
+        """Every file of the model, sorted by name. The first call may ask the source; later calls return the same list."""
         ...
 
     def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
         """Fill `into` with the bytes of `file` from `offset` on: all of them, or an error. Retries and resumes by itself.
 
-        A tier with a cache behind it goes on reading `into` after the call: the memory must hold these bytes until `close`. Raises
+        A tier with a cache still reads `into` after the call: the memory must hold these bytes until `close`. Raises
         `CheckpointInvalid` if the file is not the `version` that was listed any more.
         """
         ...

@@ -31,7 +31,7 @@ class Retry(Exception):
 
 @dataclass
 class RemoteFile:
-    """One file behind `url()`, which may be signed anew at each call. `where` names it in messages.
+    """One file behind `url()`, which may sign at each call. `where` names it in messages.
 
     `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the first answer says. `headers`: of the
     first answer. `key`: for the store that the file is in. `whole_only`: the server has shown that it knows no ranges.
@@ -127,14 +127,14 @@ class RangeReader:
         return data
 
     def _some(self, file: RemoteFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> int:
-        """One attempt: as many bytes as come of it, at least one."""
+        """Make one attempt; returns the number of bytes read, at least one."""
         if not file.whole_only:
             with self._get(file, offset, len(into), cancelled) as answer:
                 self._accept(file, answer, offset)
                 if answer.status == HTTPStatus.PARTIAL_CONTENT or offset == 0:
                     return _fill(into, answer)
                 file.whole_only = True
-        # The server has no ranges: the file comes from one connection, in order.
+        # The server has no ranges: the file is read over one connection, in order.
         return file.in_order(lambda called_off: self._whole(file, called_off)).read(offset, into, cancelled)
 
     def _whole(self, file: RemoteFile, cancelled: threading.Event | None) -> Answer:

@@ -1,4 +1,4 @@
-"""A file of a server that knows no ranges: one connection read from its start to its end, whoever's turn it is."""
+"""A file of a server without ranges: one connection, read from start to end by readers in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCRATCH_BYTES = 1024 * 1024
 
 
 class WholeFileStream:
-    """Readers wait for the connection to come to their offset. One that comes too late, or after a fault, begins a new connection."""
+    """Readers wait until the connection reaches their offset. A late reader, or one after an error, opens a new connection."""
 
     def __init__(self, connect: Callable[[threading.Event | None], Answer]) -> None:
         self._connect = connect

@@ -1,1 +1,1 @@
-"""Bytes on their way into the pool: a load's pieces, the links that read them, and how far each load is (ADR 0013)."""
+"""From a source into the pool: a load's pieces, the links that read them, and the load's progress (ADR 0013)."""

@@ -14,7 +14,7 @@ from weights.transfer.reader import ReadStats
 
 
 class PieceReader(Protocol):
-    """Brings pieces into the region, from several threads. `stats`: what it has read so far."""
+    """Reads pieces into the region, from several threads. `stats`: what it has read so far."""
 
     stats: ReadStats
 
@@ -23,7 +23,7 @@ class PieceReader(Protocol):
 
 
 class Filling:
-    """One load under way. `start` writes header and index; readers may map the segment from then on."""
+    """A load in progress. `write_head` writes header and index; readers may map the segment from then on."""
 
     def __init__(
         self,
@@ -36,8 +36,11 @@ class Filling:
         on_loaded: Callable[[int], None] | None = None,
         on_arrived: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`on_arrived`: told the offset and the length of each range of the segment that has come, each byte once: padding goes with what lies
-        before it."""
+        """Prepare a load.
+
+        Args:
+            on_arrived: Called with offset and length of each loaded range of the segment, each byte once. Padding belongs to the range before it.
+        """
         self._layout, self._region, self._pieces = layout, region, pieces
         self._on_loaded, self._on_arrived = on_loaded, on_arrived
         self._starts = (*(p.target for p in pieces), layout.total_bytes)
@@ -68,11 +71,11 @@ class Filling:
         finally:
             reader.close()
 
-    def hurry(self) -> None:
-        """A request waits on it now."""
+    def raise_priority(self) -> None:
+        """Give the load a request's priority: one waits for it now."""
         self._transfer.background = False
         if self._link is not None:
-            self._link.hurry(self._transfer)
+            self._link.raise_priority(self._transfer)
 
     def _read(self, piece: Piece) -> None:
         assert self._reader is not None

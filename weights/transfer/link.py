@@ -1,4 +1,4 @@
-"""A link's own threads and queue: they read the pieces of all its loads, in the order that `domain/links.py` says."""
+"""A link's threads and queue: they read the pieces of all its loads, in the order of `link_queue.py`."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class Link:
             self._changed.notify_all()
         return transfer
 
-    def hurry(self, transfer: Transfer) -> None:
-        """A request waits on it now."""
+    def raise_priority(self, transfer: Transfer) -> None:
+        """Give the load a request's priority: one waits for it now."""
         with self._changed:
-            self._line = links.hurry(self._line, transfer.number)
+            self._line = links.raise_priority(self._line, transfer.number)
 
     def status(self) -> LinkStatus:
         with self._changed:
@@ -100,7 +100,7 @@ class Link:
                 if transfer.cancelled is not None and transfer.cancelled.is_set():
                     raise Cancelled
                 transfer.read(piece)
-            except BaseException as e:  # the thread's boundary: whoever waits for the load hears of it
+            except BaseException as e:  # the thread's boundary: the load's waiter needs the error
                 error = e
             self._finished(transfer, piece, error)
 

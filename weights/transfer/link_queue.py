@@ -1,7 +1,7 @@
-"""Whose chunk a link reads next, and what its speed is: values only (ADR 0013).
+"""Which load's chunk a link reads next, and the link's bandwidth: values only (ADR 0013).
 
-Of a link's loads, those that a request waits on go before background ones. Within a class they take turns, a chunk each (fair), or go one after
-the other in the order they came (in order). A load that is called off, or hurried, is so from its next chunk on.
+Loads that a request waits for precede background ones. Within a class they take turns, a chunk each (fair), or follow each other in order of
+arrival (in order). A cancellation or a change of priority takes effect at the load's next chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WINDOWS = 9
 
 @dataclass(frozen=True)
 class Load:
-    """`chunks` and `nbytes` are still to be begun; `under_way` bytes are being read."""
+    """One load's queue entry. `chunks` and `nbytes` are still to be started; `under_way` bytes are being read."""
 
     load: int
     chunks: int
@@ -48,8 +48,8 @@ def leave(line: Line, load: int) -> Line:
     return replace(line, loads=tuple(x for x in line.loads if x.load != load))
 
 
-def hurry(line: Line, load: int) -> Line:
-    """A request waits on it now."""
+def raise_priority(line: Line, load: int) -> Line:
+    """Give the load a request's priority: one waits for it now."""
     return replace(line, loads=tuple(replace(x, background=False) if x.load == load else x for x in line.loads))
 
 
@@ -93,7 +93,7 @@ def busy(speed: Speed, now: float) -> Speed:
 
 
 def arrived(speed: Speed, nbytes: int, now: float) -> Speed:
-    """`nbytes` have come."""
+    """Record `nbytes` read."""
     if speed.since is None:
         return speed
     speed = replace(speed, nbytes=speed.nbytes + nbytes)
@@ -101,7 +101,7 @@ def arrived(speed: Speed, nbytes: int, now: float) -> Speed:
 
 
 def idle(speed: Speed, now: float) -> Speed:
-    """The link has nothing to do."""
+    """Record that the link is idle."""
     if speed.since is None:
         return speed
     if now - speed.since < _LEAST_S and speed.windows:

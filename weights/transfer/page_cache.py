@@ -1,5 +1,5 @@
-"""What of a file the page cache holds, asked without a side effect: a read that must not wait (`RWF_NOWAIT`) begins a read-ahead where
-nothing is cached, and those bytes then come from the disk twice."""
+"""How much of a file is in the page cache, without a side effect: a read that must not wait (`RWF_NOWAIT`) starts a read-ahead of uncached
+bytes, which the disk then reads twice."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class _Stat(ctypes.Structure):
 
 
 def cached_bytes(fd: int, offset: int, length: int) -> int | None:
-    """Bytes of that range of the file that are in the page cache, in whole pages; None where the kernel does not tell. Raises `OSError`."""
-    asked, told = _Range(offset, length), _Stat()
-    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(told), 0) == 0:
-        return int(told.cached) * PAGE
+    """Return the bytes of that range in the page cache, in whole pages; None on a kernel that cannot report it. Raises `OSError`."""
+    asked, stat = _Range(offset, length), _Stat()
+    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(stat), 0) == 0:
+        return int(stat.cached) * PAGE
     code = ctypes.get_errno()
     if code in (
         errno.ENOSYS,

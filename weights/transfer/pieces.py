@@ -1,4 +1,4 @@
-"""What a load reads, cut so that each piece lies in one chunk of the pool; and how far it has come."""
+"""What a load reads, cut so that each piece is in one chunk of the pool; and the load's watermark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weights.pool.chunks import CHUNK_BYTES
 
 TAIL_BYTES = 4 * CHUNK_BYTES
 TAIL_PIECE_BYTES = 4 * 1024 * 1024
-"""What comes last from a disk is cut smaller: its threads end together, and none reads a whole chunk while the others have nothing left."""
+"""Size of the last pieces of a file on a disk. They are smaller, so that all reading threads end together."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False)
 
 
 class Watermark:
-    """Which bytes of a segment are there. Threads report pieces in any order."""
+    """Loaded bytes of a segment. Threads report pieces in any order."""
 
     def __init__(self, pieces: Sequence[Piece], head: int, total: int) -> None:
         """The first `head` bytes are there already."""
@@ -57,13 +57,13 @@ class Watermark:
 
     @property
     def loaded(self) -> int:
-        """Every byte of the segment below this is there."""
+        """Every byte of the segment below this is loaded."""
         if self.complete:
             return self._total
         return max(self._head, self._pieces[self._next].target) if self._next else self._head
 
     def arrived(self, piece: Piece) -> None:
-        """Take note of a piece."""
+        """Record a loaded piece."""
         with self._lock:
             self._arrived[piece.index] = 1
             while self._next < len(self._pieces) and self._arrived[self._next]:

@@ -27,7 +27,7 @@ from weights.transfer.pieces import Piece
 
 log = logging.getLogger(__name__)
 _COPY_BYTES = 1024 * 1024
-_told_of_buffered = threading.Event()
+_buffered_logged = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ DEFAULTS = ReadOptions()
 
 @dataclass
 class ReadStats:
-    """Bytes by the way they came, and seconds spent on each step, over all threads together."""
+    """Bytes by the way they were read, and seconds of each step, over all threads together."""
 
     direct: int = 0
     cached: int = 0
@@ -97,8 +97,8 @@ class _File:
             self.no_direct()
 
     def no_direct(self) -> None:
-        if not _told_of_buffered.is_set():
-            _told_of_buffered.set()
+        if not _buffered_logged.is_set():
+            _buffered_logged.set()
             log.warning("this file system refuses O_DIRECT; reading through the page cache", extra={"file": str(self.path)})
 
     def piece_done(self) -> None:
@@ -186,7 +186,7 @@ def _pread(fd: int, into: memoryview, start: int, end: int, offset: int, flags: 
 
 
 def _worth_copying(fd: int, piece: Piece) -> bool:
-    """Whether the page cache holds so much of the piece that reading it past the cache would be a waste, as far as the kernel tells."""
+    """True if the page cache holds so much of the piece that reading past it would be a waste, as far as the kernel reports it."""
     cached = cached_bytes(fd, piece.offset, piece.length)
     return cached is None or 2 * cached >= piece.length
 

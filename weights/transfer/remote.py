@@ -1,4 +1,4 @@
-"""Pieces of a load from afar: straight into the pool, with whatever keeps a copy on the disk behind it."""
+"""Pieces of a load from a remote tier, straight into the pool; a tier with a cache also writes them to the disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weights.transfer.reader import ReadStats
 
 
 class TierReader:
-    """Reads the weight files of one load through `tier`, which may go on reading the region until it is closed."""
+    """Reads the weight files of one load through `tier`, which may read the region until it is closed."""
 
     def __init__(self, tier: Tier, places: Sequence[Place], region: Space, cancelled: threading.Event | None = None) -> None:
         """Raises `CheckpointInvalid` if the tier does not list a weight file."""
@@ -37,4 +37,4 @@ class TierReader:
             self.stats.add(ReadStats(remote=piece.length, remote_seconds=time.perf_counter() - began))
 
     def close(self) -> None:
-        """The tier is closed by whoever opened it: it may still write its copy."""
+        """No-op: the opener closes the tier, which may still write its copy."""

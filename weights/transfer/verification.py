@@ -1,4 +1,4 @@
-"""Whether weights that have arrived in the pool are those that were converted: each tensor's SHA-256 against the index (ADR 0017)."""
+"""Verification of loaded weights: each tensor's SHA-256 against the index (ADR 0017)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where the loader touches the world: disks, the Hugging Face hub, shared memory."""
+"""I/O of the loader: disks, remote sources, shared memory, devices, peers."""

@@ -1,4 +1,4 @@
-"""Cards for weights that somebody wants who knows no more of them than where they are."""
+"""Minimal model cards for requests that name only a source."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from weights.sources.open import open_source
 from weights.sources.sources import Sources
 
 
-def bare_card(sources: Sources, source: str) -> ModelCard:
-    """What a load needs to know of `source`; whether an engine of ours could serve it is not asked. Blocks.
+def minimal_card(sources: Sources, source: str) -> ModelCard:
+    """Make a card from the headers of `source`. Blocks.
 
-    What is remote stays open for that load (`Sources.listed`), which must be dropped in the end.
+    The architecture is not checked. A remote source stays open for the load that follows (`Sources.listed`); the caller drops it in the end.
 
-    Raises `InvalidModel` and its kin, or `Unavailable` if the source cannot be reached.
+    Raises:
+        InvalidModel: The source is no checkpoint; also its subclasses.
+        Unavailable: The source cannot be reached.
     """
     tier = open_source(source)
     try:

@@ -1,4 +1,7 @@
-"""Segments on their way from the pool to devices: each range as soon as it has come, to every arena that its run has (ADR 0027)."""
+"""Copies of segments from the pool to devices (ADR 0027).
+
+Each byte range is copied as soon as it is loaded, to every arena of its run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from services.loader.domain.effects import CloseArena, OpenArena
-from services.loader.domain.events import ArenaClosed, Brought, Event
+from services.loader.domain.events import ArenaClosed, CopiedToDevice, Event
 from shared.contracts.loader import LinkStatus
 from shared.contracts.segment import ArenaHandle
 from shared.errors import DeviceFailed, ThawError
@@ -26,7 +29,7 @@ _CLOSED_AT_ONCE = 4
 
 @dataclass
 class _Copy:
-    """One arena of a run. `lock` is held while its memory is given back: whoever comes second waits for that."""
+    """One arena of a run. `lock` is held while its memory is released: a second caller waits for that."""
 
     order: OpenArena
     arena: Arena | None = None
@@ -38,7 +41,7 @@ class _Copy:
 
 @dataclass
 class _Source:
-    """A run's bytes in host memory: `ranges` of the segment, as they came, each once."""
+    """A run's bytes in host memory. `ranges`: offsets and sizes in the segment in order of arrival, each once."""
 
     region: Region
     ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -46,7 +49,7 @@ class _Source:
 
 
 class Copies:
-    """`emit` is called from threads. Every arena has one that waits for its last byte; copying is the device's own thread's."""
+    """The arenas of all runs. `emit` is called from threads: one per arena waits for its last byte; the device's own thread copies."""
 
     def __init__(self, devices: Devices, pool: PoolMemory, emit: Callable[[Event], None]) -> None:
         self._devices, self._pool, self._emit = devices, pool, emit
@@ -55,25 +58,25 @@ class Copies:
         self._copies: dict[int, _Copy] = {}
         self._closers = ThreadPoolExecutor(_CLOSED_AT_ONCE, thread_name_prefix="close-arena")
 
-    # -- bytes come ----------------------------------------------------------------------------------------------------------------
+    # -- loading -------------------------------------------------------------------------------------------------------------------
 
     def begin(self, run: int, region: Region) -> None:
-        """The run has memory; none of its bytes is there."""
+        """Register the memory of a run, before its first byte is loaded."""
         with self._lock:
             self._sources[run] = _Source(region)
 
     def arrived(self, run: int, offset: int, nbytes: int) -> None:
-        """These bytes of the run's segment are in host memory, within one chunk or not."""
+        """Copy these bytes, which are now in host memory, to the run's arenas. They may cross chunks."""
         if (source := self._sources.get(run)) is None:
             return
         if source.copies:
             self._pin(source.region, offset, nbytes)
         with self._lock:
             source.ranges.append((offset, nbytes))
-            if source.copies:  # one may have come meanwhile; what is locked already costs nothing
+            if source.copies:  # a copy may have been opened meanwhile; pinning a pinned chunk costs nothing
                 self._pin(source.region, offset, nbytes)
             arenas = [c.arena for c in source.copies if c.arena is not None and not c.closing]
-            for arena in arenas:  # within the lock: an arena that is opened meanwhile gets every range once
+            for arena in arenas:  # within the lock, so that an arena opened meanwhile gets every range once
                 self._fill(source.region, arena, offset, nbytes)
 
     def open(self, order: OpenArena) -> None:
@@ -81,14 +84,14 @@ class Copies:
         with self._lock:
             self._copies[order.number] = copy
             source = self._sources.get(order.run)
-            if source is None:  # complete since an earlier loader
+            if source is None:  # loaded by an earlier loader
                 region = Region(self._pool, order.chunks, order.total_bytes)
                 source = self._sources[order.run] = _Source(region, [(0, order.total_bytes)])
             source.copies.append(copy)
-        threading.Thread(target=self._bring, args=(copy, source), name=f"bring-{order.device}", daemon=True).start()
+        threading.Thread(target=self._copy_to_device, args=(copy, source), name=f"copy-{order.device}", daemon=True).start()
 
-    def hurry(self, run: int) -> None:
-        """A request waits on the run now."""
+    def raise_priority(self, run: int) -> None:
+        """Copy the run's bytes before background copies: a request waits for them."""
         with self._lock:
             source = self._sources.get(run)
             for copy in source.copies if source is not None else ():
@@ -96,21 +99,25 @@ class Copies:
                     copy.arena.raise_priority(Priority.REQUEST)
 
     def handle(self, run: int, device: str | None) -> ArenaHandle | None:
-        """What an engine on `device` opens the run's weights with; None as long as there is no memory for them there."""
+        """Return the handle that an engine on `device` opens; None until the arena has memory there."""
         with self._lock:
             source = self._sources.get(run)
             copies = source.copies if source is not None else []
             return next((c.handle for c in copies if c.order.device == device and not c.closing), None)
 
-    # -- memory goes ---------------------------------------------------------------------------------------------------------------
+    # -- releasing -----------------------------------------------------------------------------------------------------------------
 
     def close(self, order: CloseArena) -> None:
         copy = self._copies.get(order.number)
         self._closers.submit(self._close, order.number, copy)
 
-    def forget(self, run: int) -> Callable[[], int]:
-        """The run's weights leave. What is returned must be called before its chunks are given to others: it gives its arenas back and tells
-        how many bytes that were. It may take a moment."""
+    def remove(self, run: int) -> Callable[[], int]:
+        """Remove the run.
+
+        Returns:
+            A function that releases the run's arenas and returns their bytes. It may block for a moment. Call it before the run's chunks
+            are reused.
+        """
         with self._lock:
             source = self._sources.pop(run, None)
         copies = tuple(source.copies) if source is not None else ()
@@ -125,16 +132,16 @@ class Copies:
         return release
 
     def shut_down(self) -> None:
-        """Give all memory back. Nothing may arrive any more."""
+        """Release all device memory. No byte may arrive afterwards."""
         self._closers.shutdown()
         for run in tuple(self._sources):
-            self.forget(run)()
+            self.remove(run)()
         self._devices.close()
 
-    # -- what is told --------------------------------------------------------------------------------------------------------------
+    # -- status --------------------------------------------------------------------------------------------------------------------
 
     def on_devices(self, run: int) -> dict[str, int]:
-        """Bytes of the run by device: all memory that it takes there."""
+        """Return the bytes of device memory that the run takes, by device."""
         with self._lock:
             source = self._sources.get(run)
             return {c.order.device: c.arena.nbytes for c in source.copies if c.arena is not None} if source is not None else {}
@@ -151,25 +158,25 @@ class Copies:
             found.append(LinkStatus(link=link, bytes_per_second=speed, queued_bytes=queued, loads=loads, finish_ms=finish))
         return tuple(found)
 
-    # -- the threads ---------------------------------------------------------------------------------------------------------------
+    # -- threads -------------------------------------------------------------------------------------------------------------------
 
-    def _bring(self, copy: _Copy, source: _Source) -> None:
+    def _copy_to_device(self, copy: _Copy, source: _Source) -> None:
         order = copy.order
         try:
             arena = self._allocate(copy, source)
             if arena is None or not arena.wait(order.total_bytes):
                 return  # closed meanwhile
         except ThawError as e:
-            log.warning("weights could not be brought to a device", extra={"device": order.device, "error": e.message})
+            log.warning("failed to copy weights to a device", extra={"device": order.device, "error": e.message})
             self._release(copy)
-            self._emit(Brought(order.weights_id, order.number, failed=True))
+            self._emit(CopiedToDevice(order.weights_id, order.number, failed=True))
             return
-        except Exception:  # the thread's boundary: whoever waits must hear of it
-            log.exception("weights could not be brought to a device", extra={"device": order.device})
+        except Exception:  # the thread's boundary: waiters need an answer
+            log.exception("failed to copy weights to a device", extra={"device": order.device})
             self._release(copy)
-            self._emit(Brought(order.weights_id, order.number, failed=True))
+            self._emit(CopiedToDevice(order.weights_id, order.number, failed=True))
             return
-        self._emit(Brought(order.weights_id, order.number))
+        self._emit(CopiedToDevice(order.weights_id, order.number))
 
     def _allocate(self, copy: _Copy, source: _Source) -> Arena | None:
         order, region = copy.order, source.region
@@ -190,7 +197,7 @@ class Copies:
         return arena
 
     def _fill(self, region: Region, arena: Arena, offset: int, nbytes: int) -> None:
-        """Chunk by chunk: they lie anywhere. What the device fails with is told to the one who waits for the arena."""
+        """Copy chunk by chunk, since chunks are not contiguous. `arena.wait` raises the device's errors."""
         end = offset + nbytes
         while offset < end:
             length = min(end - offset, CHUNK_BYTES - offset % CHUNK_BYTES)
@@ -201,8 +208,7 @@ class Copies:
             offset += length
 
     def _pin(self, region: Region, offset: int, nbytes: int) -> None:
-        """Page-lock the chunks of these bytes, as far as the segment fills them: a last, partial one has not all of its memory, and is copied
-        through the driver's buffer."""
+        """Page-lock the chunks of these bytes. The driver's buffer copies a last, partial chunk, which does not have all of its memory."""
         for index in range(offset // CHUNK_BYTES, -(-(offset + nbytes) // CHUNK_BYTES)):
             if (index + 1) * CHUNK_BYTES <= region.nbytes:
                 self._devices.pin(_address(region, index * CHUNK_BYTES, CHUNK_BYTES), CHUNK_BYTES)
@@ -222,8 +228,8 @@ class Copies:
                 arena, copy.arena, copy.handle = copy.arena, None, None
             try:
                 copy.freed = arena.release() if arena is not None else copy.freed
-            except Exception:  # whoever waits for the release must hear of it, and of no byte that is not free
-                log.exception("memory of a device could not be given back", extra={"device": copy.order.device})
+            except Exception:  # the waiter for this release needs an answer, and no byte that is not free
+                log.exception("failed to release device memory", extra={"device": copy.order.device})
             return copy.freed
 
 

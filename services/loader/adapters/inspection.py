@@ -1,4 +1,4 @@
-"""What a registered model is, whoever loads it."""
+"""Inspection of registered models, for every engine kind."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from weights.sources.sources import Sources
 
 
 def described(spec: ModelSpec, sources: Sources) -> ModelInfo:
-    """Blocks; no weights are read. Raises `InvalidModel` and its kin, or `Unavailable`. What an engine loads by itself may be in a layout
-    that no segment is made of."""
+    """Describe the model of `spec` from its headers. Blocks.
+
+    An engine that loads files by itself may use formats that have no segment.
+
+    Raises:
+        InvalidModel: The model cannot be served; also its subclasses.
+        Unavailable: The source cannot be reached.
+    """
     info = describe_foreign(spec) if spec.loads_itself else None
     info = info or sources.inspect(spec.source, trust_remote_code=spec.trust_remote_code)
     check_known(spec, info)

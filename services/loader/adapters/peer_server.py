@@ -1,7 +1,7 @@
-"""This node's whole models for other loaders: read-only files over HTTP, with ranges, by sendfile, behind a bearer token.
+"""Read-only HTTP server of this node's models for other loaders: ranges, sendfile, a bearer token.
 
-GET /models/REVISION         what there is, as the cache's entry.json
-GET /models/REVISION/NAME    a file that is listed there; nothing else of this host can be named
+GET /models/REVISION         the file list, as the cache's entry.json
+GET /models/REVISION/NAME    a file of that list; no other file of this host is reachable
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _CONNECTIONS = 64
 _IDLE_S = 60.0
 
 Find = Callable[[str], AbstractContextManager[tuple[Path, EntryRecord] | None]]
-"""The directory and the record of a revision that is whole here, kept while the context is open; None if there is none."""
+"""Find the directory and record of a complete revision, which is pinned while the context is open; None if there is none."""
 
 
 class PeerServer:
-    """Serves from its start until `close`. Raises `OSError` if the address cannot be bound."""
+    """Serve from construction until `close`. Raises `OSError` if the address cannot be bound."""
 
     def __init__(self, host: str, port: int, find: Find) -> None:
         self.token = secrets.token_urlsafe(32)
@@ -52,7 +52,7 @@ class PeerServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on everybody: they go on at the source."""
+        """Close all connections; the clients fail over to the source."""
         self._server.shutdown()
         self._thread.join()
         self._server.hang_up()
@@ -70,7 +70,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)  # the other side goes on elsewhere
+            self.shutdown_request(request)  # the client fails over to another source
             return
         with self._lock:
             self._open.add(request)
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Loads are logged where they are asked for."""
+        """Log nothing: the loader that loads logs it."""
 
     def do_GET(self) -> None:
         given = self.headers.get("Authorization", "")

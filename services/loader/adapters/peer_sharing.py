@@ -1,4 +1,4 @@
-"""What one loader shares with the others: its cache on this machine, its files with the mesh."""
+"""Model files that this loader shares: the SSD cache on this machine, the peer server in the mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shared:
 
 
 class Sharing:
-    """`sources` opens models; `peers.hear` takes the statuses of all loaders; `status` is for this one's."""
+    """The sources of models, the peers (fed by all loaders' statuses), and the status of this loader's shared files."""
 
     def __init__(self, settings: LoaderSettings) -> None:
         root = (settings.cache_dir or settings.state / "cache").expanduser().resolve()
@@ -42,7 +42,7 @@ class Sharing:
                 self._server = PeerServer(settings.peer_host, settings.peer_port, self.sources.whole)
             except OSError as e:
                 log.error(
-                    "files cannot be served to other loaders; set THAW_PEER_HOST and THAW_PEER_PORT to what this host may listen at",
+                    "failed to start the peer server; set THAW_PEER_HOST and THAW_PEER_PORT to an address of this host",
                     extra={"host": settings.peer_host, "port": settings.peer_port, "error": str(e)},
                 )
 
@@ -51,7 +51,7 @@ class Sharing:
         self._speed_of = speed_of
 
     def status(self) -> Shared:
-        """At most a second old; reads a directory. Blocks."""
+        """Return what is shared, at most a second old. Reads a directory. Blocks."""
         cache = self.sources.cache.status()
         models = tuple(CachedModel(weights_id=r, tier="ssd", nbytes=n, source=s) for r, s, n in cache.models)
         own = tuple(

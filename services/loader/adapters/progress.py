@@ -1,4 +1,4 @@
-"""How far loads are: told to the loop now and then, and the last that is known of each always."""
+"""Progress of loads: sent to the loop at most once per interval, and never older than that."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ INTERVAL_S = 0.02
 
 
 @dataclass
-class _Told:
+class _RunProgress:
     order: StartRun
     remote: bool
     latest: int = 0
-    told: int = -1
+    published_bytes: int = -1
     at: float = 0.0
 
 
 class Progress:
-    """`emit` is called from the threads that load, for what comes within the interval after the last time from a thread of its own: a load
-    whose bytes stop coming is not waited for by those who could use what is there."""
+    """Rate limiter of progress events. `emit` is called from the loading threads.
+
+    A thread of its own sends values that arrived within the interval, so that readers get the last bytes of a load that stalls.
+    """
 
     def __init__(self, emit: Callable[[Event], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._emit, self._clock = emit, clock
-        self._runs: dict[int, _Told] = {}
+        self._runs: dict[int, _RunProgress] = {}
         self._lock = threading.Lock()
-        self._late, self._closing = threading.Event(), threading.Event()
+        self._deferred, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, order: StartRun, *, remote: bool) -> None:
         with self._lock:
-            self._runs[order.run] = _Told(order, remote)
+            self._runs[order.run] = _RunProgress(order, remote)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._tell_late, name="progress", daemon=True)
+                self._thread = threading.Thread(target=self._publish_deferred, name="progress", daemon=True)
                 self._thread.start()
 
     def loaded(self, run: int, watermark: int) -> None:
-        """Every byte of the run's segment below `watermark` is there."""
+        """Record that every byte of the run's segment below `watermark` is loaded."""
         now = self._clock()
         with self._lock:
             found = self._runs.get(run)
@@ -49,34 +51,34 @@ class Progress:
                 return
             found.latest = watermark
             if now - found.at < INTERVAL_S:
-                self._late.set()
+                self._deferred.set()
                 return
-            self._tell(found, now)
+            self._publish(found, now)
 
-    def over(self, run: int) -> None:
-        """Whoever loaded tells the rest."""
+    def end(self, run: int) -> None:
+        """Stop reporting the run; `Completed` or `Failed` follows."""
         with self._lock:
             self._runs.pop(run, None)
 
     def close(self) -> None:
         self._closing.set()
-        self._late.set()
+        self._deferred.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _tell(self, found: _Told, now: float) -> None:
-        found.told, found.at = found.latest, now
+    def _publish(self, found: _RunProgress, now: float) -> None:
+        found.published_bytes, found.at = found.latest, now
         self._emit(Progressed(found.order.weights_id, found.order.run, found.latest))
         if found.remote:
             self._emit(Fetched(found.order.weights_id, found.order.run, found.latest))
 
-    def _tell_late(self) -> None:
+    def _publish_deferred(self) -> None:
         while True:
-            self._late.wait()
-            self._late.clear()  # before the look at `closing`: afterwards it would undo the wake-up of `close`
+            self._deferred.wait()
+            self._deferred.clear()  # before the check of `closing`: afterwards it would undo the wake-up of `close`
             if self._closing.wait(INTERVAL_S):
                 return
             with self._lock:
                 for found in self._runs.values():
-                    if found.told < found.latest:
-                        self._tell(found, self._clock())
+                    if found.published_bytes < found.latest:
+                        self._publish(found, self._clock())

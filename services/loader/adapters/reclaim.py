@@ -1,4 +1,4 @@
-"""Chunks on their way back: first proved that no other process maps them, then punched or kept. And chunks made ready for loads to come."""
+"""Reclaims chunks once no other process maps them, and populates chunks for future loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.domain.effects import Vacate
-from services.loader.domain.events import Event, Left, Vacated
+from services.loader.domain.events import Event, Reclaimed, Vacated
 from weights.cache.background import step_back
 from weights.pool.memory import PoolMemory
 from weights.pool.shm import free_bytes
@@ -19,13 +19,16 @@ from weights.pool.shm import free_bytes
 log = logging.getLogger(__name__)
 _AT_ONCE = 4
 _WAIT_S = 2.0
-"""How long a release waits for its process's mappings to go: a killed process takes a moment."""
+"""How long to wait until a process has unmapped released chunks: a killed process takes a moment."""
 _RESCAN_S = 0.1
 _STUCK_RESCAN_S = 1.0
 
 
-class GivingBack:
-    """`emit` is called from the threads: `Vacated` as soon as it is proved, `Left` within a bounded time."""
+class Reclaimer:
+    """Threads that reclaim and populate chunks.
+
+    `emit` is called from them: `Vacated` as soon as no process maps the chunks, `Reclaimed` within a bounded time.
+    """
 
     def __init__(self, pool: PoolMemory, emit: Callable[[Event], None], wait: float = _WAIT_S) -> None:
         self._pool, self._emit, self._wait = pool, emit, wait
@@ -36,58 +39,58 @@ class GivingBack:
         self._watch: threading.Thread | None = None
 
     def start(self, order: Vacate, before: Callable[[], int] = lambda: 0) -> None:
-        """`before` is called first, in the thread: it ends what this process itself may still do with the memory, and tells the
-        bytes of devices that were given back with it."""
+        """Perform `order` in a thread. `before` is called first: it ends this process's own use of the memory, and returns the bytes of
+        device memory that this released."""
         if order.nbytes:
-            self._threads.submit(self._give_back, order, before)
+            self._threads.submit(self._reclaim, order, before)
         else:
             self._readiness.submit(self._make_ready, order)
 
     def close(self) -> None:
-        """Wait for what is under way. Chunks that are still mapped are found again at the next start."""
+        """Wait for running orders. Chunks that are still mapped are found again at the next start."""
         self._closing.set()
         self._threads.shutdown()
         self._readiness.shutdown()
         if self._watch is not None:
             self._watch.join()
 
-    def _give_back(self, order: Vacate, before: Callable[[], int]) -> None:
+    def _reclaim(self, order: Vacate, before: Callable[[], int]) -> None:
         on_devices = 0
         try:
             on_devices = before()
             if self._unmapped(order):
                 self._done(order, on_devices)
                 return
-            log.warning("weights that were let go are still mapped", extra={"run": order.run, "pids": self._mappers(order)})
+            log.warning("released weights are still mapped", extra={"run": order.run, "pids": self._mappers(order)})
             if order.weights_id is not None:
-                self._emit(Left(order.weights_id, order.run, 0, on_devices=on_devices))
+                self._emit(Reclaimed(order.weights_id, order.run, 0, on_devices=on_devices))
             with self._lock:
                 self._stuck[order.run] = order
                 if self._watch is None:
                     self._watch = threading.Thread(target=self._watch_stuck, name="stuck", daemon=True)
                     self._watch.start()
         except OSError:
-            log.exception("memory of the pool could not be given back; these chunks stay out of use", extra={"run": order.run})
+            log.exception("failed to reclaim pool memory; these chunks stay unused", extra={"run": order.run})
             if order.weights_id is not None:
-                self._emit(Left(order.weights_id, order.run, 0, on_devices=on_devices))
+                self._emit(Reclaimed(order.weights_id, order.run, 0, on_devices=on_devices))
 
-    def _done(self, order: Vacate, on_devices: int = 0, *, told: bool = True) -> None:
+    def _done(self, order: Vacate, on_devices: int = 0, *, notify: bool = True) -> None:
         freed = self._pool.punch(order.chunks[order.keep :])
         for chunk in order.chunks[: order.keep]:
             self._pool.prepare(chunk)
         self._emit(Vacated(order.run, free_bytes()))
-        if order.weights_id is not None and told:
-            self._emit(Left(order.weights_id, order.run, freed, order.nbytes - freed if order.keep else 0, on_devices))
+        if order.weights_id is not None and notify:
+            self._emit(Reclaimed(order.weights_id, order.run, freed, order.nbytes - freed if order.keep else 0, on_devices))
 
     def _make_ready(self, order: Vacate) -> None:
-        """Nobody maps chunks that were free."""
+        """Populate free chunks, which no process maps."""
         made = 0
         try:
             while made < order.keep and not self._closing.is_set():
                 self._pool.prepare_huge(order.chunks[made])
                 made += 1
         except OSError as e:
-            log.warning("memory for loads to come could not be had", extra={"chunks": order.keep - made, "error": str(e)})
+            log.warning("failed to populate memory for future loads", extra={"chunks": order.keep - made, "error": str(e)})
             self._pool.punch(order.chunks[made:])
         self._emit(Vacated(order.run, free_bytes(), made if made < order.keep else None))
 
@@ -105,7 +108,7 @@ class GivingBack:
         return sorted({pid for chunk in order.chunks for pid in mapped.get(chunk, ())})
 
     def _watch_stuck(self) -> None:
-        """Nothing tells when a living process unmaps: it is looked for now and then."""
+        """Poll the mappings: the kernel has no event for an unmap by a living process."""
         while not self._closing.wait(_STUCK_RESCAN_S):
             with self._lock:
                 waiting = list(self._stuck.values())
@@ -117,15 +120,13 @@ class GivingBack:
                     with self._lock:
                         del self._stuck[order.run]
                     try:
-                        self._done(order, told=False)
+                        self._done(order, notify=False)
                     except OSError:
-                        log.exception(
-                            "memory of the pool could not be given back; these chunks stay out of use", extra={"run": order.run}
-                        )
+                        log.exception("failed to reclaim pool memory; these chunks stay unused", extra={"run": order.run})
 
 
 def _await_exit(pids: list[int], within: float) -> None:
-    """Wait until one of `pids` has ended, at most `within` seconds (a process may also unmap and live on: nothing tells of that)."""
+    """Wait until one of `pids` has exited, at most `within` seconds. A process may also unmap without exiting, which has no event."""
     fds: list[int] = []
     try:
         fds.extend(os.pidfd_open(pid) for pid in pids)
@@ -133,7 +134,7 @@ def _await_exit(pids: list[int], within: float) -> None:
         for fd in fds:
             waiting.register(fd, select.POLLIN)
         waiting.poll(within * 1e3)
-    except ProcessLookupError:  # one has ended already
+    except ProcessLookupError:  # one has exited already
         return
     finally:
         for fd in fds:

@@ -1,4 +1,4 @@
-"""What a loader leaves for its successor: the pool, one small file for each complete weights, and a lock that says it is alive."""
+"""State that survives a restart of the loader: the pool, a record per complete weights, and a lock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightsRecord(Frozen):
-    """Complete weights, the chunks of the pool that they are in, and who holds them (nobody: they are cached)."""
+    """Complete weights: their chunks of the pool, and the instances that hold them (none: cached)."""
 
     weights_id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     model: str
@@ -50,7 +50,7 @@ class Records:
 
     @contextmanager
     def sole(self) -> Iterator[None]:
-        """Be the only loader of this node. Raises `Conflict` if there is one already: it would have its memory taken by us."""
+        """Be the only loader of this node. Raises `Conflict` if another one runs, whose memory this one would take."""
         self._weights.mkdir(parents=True, exist_ok=True)
         fd = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -65,14 +65,14 @@ class Records:
             os.close(fd)
 
     def write(self, record: WeightsRecord) -> None:
-        """A fault of the disk is logged: serving goes on, and a restarted loader loads these weights again instead of adopting them."""
+        """Write a record. A disk error is only logged: serving continues, and a restarted loader loads these weights again."""
         path = self._path(record.weights_id)
         draft = path.with_suffix(".tmp")
         try:
             draft.write_text(record.model_dump_json())
             draft.replace(path)
         except OSError as e:
-            log.error("a weights record could not be written", extra={"path": str(path), "error": str(e)})
+            log.error("failed to write a weights record", extra={"path": str(path), "error": str(e)})
             with contextlib.suppress(OSError):
                 draft.unlink()
 
@@ -80,8 +80,11 @@ class Records:
         self._path(weights_id).unlink(missing_ok=True)
 
     def recover(self, pool: PoolMemory) -> tuple[list[WeightsRecord], tuple[int, ...]]:
-        """Complete weights of an earlier loader, and the chunks that nobody owns but some process still maps. The memory of all other
-        chunks is given back, and other files of this node's removed."""
+        """Recover from an earlier loader; frees the memory of all other chunks and removes its other files.
+
+        Returns:
+            The records of complete weights, and the chunks without an owner that some process still maps.
+        """
         found: list[WeightsRecord] = []
         owned: set[int] = set()
         for path in sorted(self._weights.glob("*.json")):

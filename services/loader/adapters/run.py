@@ -1,4 +1,4 @@
-"""One load run, in a thread of its own: open the nearest place, ask for chunks, fill them."""
+"""One load run, in a thread of its own: open the fastest source, request chunks, fill them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
 from services.loader.domain.effects import StartRun
-from services.loader.domain.events import Event, Indexed, Laid
+from services.loader.domain.events import Event, Indexed, LaidOut
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from shared.errors import CheckpointInvalid
@@ -35,14 +35,14 @@ from weights.transfer.verification import verify_region
 
 @dataclass(frozen=True)
 class Threads:
-    """That read from each disk, and from each remote host."""
+    """Threads that read from each disk, and from each remote host."""
 
     disk: int = 4
     remote: int = 8
 
 
 @dataclass(frozen=True)
-class Means:
+class RunContext:
     """What all runs share. `emit` takes events to the loop, from any thread."""
 
     pool: PoolMemory
@@ -61,10 +61,16 @@ class Denied(Exception):
 
 @dataclass
 class Run:
-    """`cancelled` ends it within a piece's time; `wake`: opened, granted or cancelled. `is_past`: whoever comes next has not waited for it."""
+    """A load of one model's weights.
+
+    Attributes:
+        cancelled: Ends the run within a piece's time.
+        wake: Set when the source is open, or the run is granted chunks or cancelled.
+        is_reused: Instances that attach from now on did not wait for this run.
+    """
 
     order: StartRun
-    means: Means
+    context: RunContext
     timeline: Timeline = field(default_factory=lambda: Timeline("loader"))
     cancelled: threading.Event = field(default_factory=threading.Event)
     wake: threading.Event = field(default_factory=threading.Event)
@@ -73,11 +79,15 @@ class Run:
     tier: Tier | None = None
     region: Region | None = None
     background: bool = False
-    is_past: bool = False
+    is_reused: bool = False
     loaded: int = 0
 
     def load(self) -> tuple[int, float]:
-        """Bytes loaded, and the seconds that reading them took. Raises `Cancelled`, or a `ThawError`."""
+        """Load the weights. Raises `Cancelled`, or a `ThawError`.
+
+        Returns:
+            Bytes loaded, and the seconds that reading took.
+        """
         order, began = self.order, time.monotonic()
         tier, directory, checkpoint = self._opened()
         self.tier = tier
@@ -86,16 +96,16 @@ class Run:
         try:
             layout = lay_out(checkpoint, order.weights_id)
             _check_size(order.card, layout)
-            self.region = Region(self.means.pool, self._chunks(layout.total_bytes), layout.total_bytes)
+            self.region = Region(self.context.pool, self._chunks(layout.total_bytes), layout.total_bytes)
             reading = time.monotonic()
             self._fill(tier, layout, self.region, directory, stats)
             tier.finish(self.cancelled)
-            if self.means.verify:
+            if self.context.verify:
                 source = tier.source if tier.directory is None else None
                 verify_region(layout, self.region, cancelled=self.cancelled, source=source)
             seconds = time.monotonic() - reading
         finally:
-            self.means.progress.over(order.run)
+            self.context.progress.end(order.run)
             self.timeline.add(phase, began, time.monotonic(), **self._detail(stats, seconds))
         return layout.total_bytes, seconds
 
@@ -103,14 +113,14 @@ class Run:
         self.cancelled.set()
         self.wake.set()
 
-    def hurry(self) -> None:
-        """A request waits on it now."""
+    def raise_priority(self) -> None:
+        """Give the run a request's priority: one waits for it now."""
         self.background = False
         if self.filling is not None:
-            self.filling.hurry()
+            self.filling.raise_priority()
 
     def grant(self, chunks: tuple[int, ...] | None) -> None:
-        """Chunks that it waits for; None: there are none for it."""
+        """Give the run its chunks; None: it gets none."""
         if self.granted.done():
             return
         if chunks is None:
@@ -126,8 +136,8 @@ class Run:
     # -- steps -------------------------------------------------------------------------------------------------------------------
 
     def _opened(self) -> tuple[Tier, Path, Checkpoint]:
-        """The nearest place that has the model, and its checked headers. A host that hangs is left to itself when the run is called off."""
-        card, sources = self.order.card, self.means.sources
+        """Open the fastest source of the model, and check its headers. A cancelled run does not wait for a host that hangs."""
+        card, sources = self.order.card, self.context.sources
         found: Future[tuple[Tier, Path, Checkpoint]] = Future()
 
         def work() -> None:
@@ -153,9 +163,9 @@ class Run:
         return found.result()
 
     def _chunks(self, nbytes: int) -> tuple[int, ...]:
-        """Chunks for `nbytes`, as the loop decides: it may have others leave first."""
+        """Request chunks for `nbytes` from the loop, which may evict others first."""
         self.wake.clear()
-        self.means.emit(Laid(self.order.weights_id, self.order.run, nbytes, free_bytes()))
+        self.context.emit(LaidOut(self.order.weights_id, self.order.run, nbytes, free_bytes()))
         if not self.cancelled.is_set():
             self.wake.wait()
         if self.cancelled.is_set():
@@ -166,12 +176,12 @@ class Run:
             raise no_room(nbytes) from None
 
     def _fill(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats) -> None:
-        order, means = self.order, self.means
+        order, context = self.order, self.context
         pieces = cut(layout, remote=tier.directory is None)
         on_arrived: Callable[[int, int], None] | None = None
-        if means.copies is not None:
-            means.copies.begin(order.run, region)
-            on_arrived = partial(means.copies.arrived, order.run)
+        if context.copies is not None:
+            context.copies.begin(order.run, region)
+            on_arrived = partial(context.copies.arrived, order.run)
         self.filling = Filling(
             layout,
             region,
@@ -181,26 +191,26 @@ class Run:
             on_loaded=self._on_loaded,
             on_arrived=on_arrived,
         )
-        if not self.background:  # hurried while it was being made
-            self.filling.hurry()
+        if not self.background:  # the priority rose before `filling` was set
+            self.filling.raise_priority()
         self.filling.write_head()
-        means.emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
-        means.progress.begin(order, remote=tier.directory is None)
+        context.emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
+        context.progress.begin(order, remote=tier.directory is None)
         self._on_loaded(self.filling.loaded)
         reader: PieceReader
         if tier.directory is None:
-            reader, threads = TierReader(tier, layout.places, region, self.cancelled), means.threads.remote
+            reader, threads = TierReader(tier, layout.places, region, self.cancelled), context.threads.remote
         else:
-            threads = means.threads.disk
+            threads = context.threads.disk
             reader = FilesReader(layout.places, pieces, region, ReadOptions(threads=threads))
         try:
-            self.filling.run(reader, means.links.get(tier.link, threads))
+            self.filling.run(reader, context.links.get(tier.link, threads))
         finally:
             stats.add(reader.stats)
 
     def _on_loaded(self, watermark: int) -> None:
         self.loaded = max(self.loaded, watermark)
-        self.means.progress.loaded(self.order.run, watermark)
+        self.context.progress.loaded(self.order.run, watermark)
 
     def _detail(self, stats: ReadStats, seconds: float) -> dict[str, str | int | float]:
         if not seconds:
@@ -215,9 +225,9 @@ class Run:
 
 
 def _check_size(card: ModelCard, layout: Layout) -> None:
-    """Memory was reserved by what the registration said: a checkpoint that has grown or shrunk since must be registered again."""
+    """Check that the checkpoint still has its registered size, which memory was reserved for. One that changed must be registered again."""
     if layout.total_bytes != card.info.weights_bytes:
         raise CheckpointInvalid(
-            f"the weight files of {card.name} have changed since it was registered ({layout.total_bytes} bytes instead of "
-            f"{card.info.weights_bytes}); register it again (thaw models add)"
+            f"The weight files of {card.name} have changed since it was registered ({layout.total_bytes} bytes instead of "
+            f"{card.info.weights_bytes}). Register it again (thaw models add)"
         )

@@ -1,4 +1,4 @@
-"""Load runs in threads, reporting to the loop as events."""
+"""Load runs in threads, which report to the loop as events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
-from services.loader.adapters.run import Means, Run, Threads
+from services.loader.adapters.run import Run, RunContext, Threads
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Completed, Ended, Event, Failed
 from shared.contracts.loader import LinkStatus
@@ -28,7 +28,7 @@ _SPEEDS_KEPT = 8
 
 
 class Runs:
-    """`emit` is called from the threads; the shell brings its events to the loop."""
+    """All load runs. `emit` is called from their threads and takes events to the loop."""
 
     def __init__(
         self,
@@ -41,84 +41,92 @@ class Runs:
         *,
         verify: bool = False,
     ) -> None:
-        """`copies`: brings what arrives to devices; None where there are none but the CPU. `verify`: a load is complete when the hashes of a
-        converted checkpoint have been compared."""
+        """Start the threads.
+
+        Args:
+            copies: Copies loaded bytes to devices; None on a node without GPUs.
+            verify: Compare the hashes of a converted checkpoint before a load is complete.
+        """
         self.copies = copies
-        self._means = Means(pool, sources, emit, threads, Links(order), Progress(emit), copies, verify)
+        self._context = RunContext(pool, sources, emit, threads, Links(order), Progress(emit), copies, verify)
         self._runs: dict[int, Run] = {}
         self._speeds: list[tuple[int, float]] = []
         self._loads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="load")
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Over the latest loads together."""
+        """Mean over the latest loads."""
         seconds = sum(s for _, s in self._speeds)
         return sum(b for b, _ in self._speeds) / seconds if seconds > 0 else None
 
     def speed_of(self, link: str) -> float | None:
-        """Bytes per second that a link was measured at."""
-        return self._means.links.speed_of(link)
+        """Return the measured bandwidth of a link in bytes per second."""
+        return self._context.links.speed_of(link)
 
     def links(self) -> tuple[LinkStatus, ...]:
-        own = self._means.links.statuses()
+        own = self._context.links.statuses()
         return own if self.copies is None else (*own, *self.copies.links())
 
     def timeline(self, run: int) -> Timeline | None:
-        """The phases of a run that is part of the present start; None for weights that were cached, or adopted from an earlier loader."""
+        """Return the phases of a run that the present start waited for; None for cached or adopted weights."""
         found = self._runs.get(run)
-        return found.timeline if found and not found.is_past else None
+        return found.timeline if found and not found.is_reused else None
 
-    def past(self, run: int) -> None:
-        """The run's weights were let go: whoever comes next has not waited for it."""
+    def mark_reused(self, run: int) -> None:
+        """Drop the run's phases: instances that attach from now on did not wait for it."""
         if (found := self._runs.get(run)) is not None:
-            found.is_past = True
+            found.is_reused = True
 
     def start(self, order: StartRun) -> None:
-        run = self._runs[order.run] = Run(order, self._means, background=order.background)
+        run = self._runs[order.run] = Run(order, self._context, background=order.background)
         self._loads.submit(self._guarded, run)
 
     def cancel(self, run: int) -> None:
         if (found := self._runs.get(run)) is not None:
             found.call_off()
 
-    def hurry(self, run: int) -> None:
+    def raise_priority(self, run: int) -> None:
         if (found := self._runs.get(run)) is not None:
-            found.hurry()
+            found.raise_priority()
             if self.copies is not None:
-                self.copies.hurry(run)
+                self.copies.raise_priority(run)
 
     def grant(self, run: int, chunks: tuple[int, ...] | None) -> None:
-        """Chunks for a run that waits for them; None: there are none for it."""
+        """Give chunks to a waiting run; None: it gets none."""
         if (found := self._runs.get(run)) is not None:
             found.grant(chunks)
 
     def settled(self, weights_id: str) -> None:
-        """Wait until what was read from afar of these weights is on the disk, or will not be. Blocks."""
+        """Wait until these weights are written to the SSD cache, or will not be. Blocks."""
         tiers = [r.tier for r in list(self._runs.values()) if r.order.weights_id == weights_id]
         for tier in tiers:
             if tier is not None:
                 tier.settled().wait()
 
-    def forget(self, run: int) -> Callable[[], int]:
-        """The run's weights leave. Before its memory is given to others, what is returned must be called: it ends the copies to the SSD cache
-        and to devices that may still be made from there, and may take a moment. It tells how many bytes devices got back."""
+    def remove(self, run: int) -> Callable[[], int]:
+        """Remove the run.
+
+        Returns:
+            A function that ends the copies from the run's memory to the SSD cache and to devices, and returns the device bytes released. It may
+            block for a moment. Call it before the run's chunks are reused.
+        """
         found = self._runs.pop(run, None)
-        bring_back = self.copies.forget(run) if self.copies is not None else None
+        release_copies = self.copies.remove(run) if self.copies is not None else None
 
         def end() -> int:
             if found is not None:
                 found.close()
-            return bring_back() if bring_back is not None else 0
+            return release_copies() if release_copies is not None else 0
 
         return end
 
     def close(self) -> None:
-        """Call off what runs, and wait for it."""
+        """Cancel all runs and wait for them."""
         for run in list(self._runs):
             self.cancel(run)
         self._loads.shutdown(cancel_futures=True)
-        self._means.links.close()
-        self._means.progress.close()
+        self._context.links.close()
+        self._context.progress.close()
         for found in list(self._runs.values()):
             found.close()
         if self.copies is not None:
@@ -134,8 +142,8 @@ class Runs:
         except ThawError as e:
             self._failed(run, e)
             return
-        except Exception as e:  # the thread's boundary: whatever it was, waiters must hear of it
-            log.exception("a load failed unexpectedly", extra={"model": order.card.name})
+        except Exception as e:  # the thread's boundary: waiters need an answer
+            log.exception("load failed unexpectedly", extra={"model": order.card.name})
             self._failed(run, ThawError(f"{type(e).__name__} while loading {order.card.name}: {e}"))
             return
         finally:
@@ -150,11 +158,11 @@ class Runs:
                 "gb_per_s": round(total / max(seconds, 1e-9) / 1e9, 2),
             },
         )
-        self._means.emit(Completed(order.weights_id, order.run))
+        self._context.emit(Completed(order.weights_id, order.run))
         self._settle(run)
 
     def _settle(self, run: Run) -> None:
-        """When the tier's copy to the disk is done, close it, and unmap what has come: only readers are to map it. Nobody waits for that."""
+        """Close the tier after its copy to the disk, and unmap the loaded bytes: only readers map them. Runs in the background."""
         run.filling, tier = None, run.tier
         assert tier is not None
 
@@ -172,8 +180,8 @@ class Runs:
     def _over(self, run: Run, event: Ended | Failed) -> None:
         self._runs.pop(run.order.run, None)
         run.close()
-        self._means.emit(event)
+        self._context.emit(event)
 
     def _failed(self, run: Run, error: ThawError) -> None:
-        log.warning("a load failed", extra={"model": run.order.card.name, "code": error.code, "error": error.message})
+        log.warning("load failed", extra={"model": run.order.card.name, "code": error.code, "error": error.message})
         self._over(run, Failed(run.order.weights_id, run.order.run, error.body()))

@@ -1,4 +1,4 @@
-"""Small files of a model for those who have none on their own host."""
+"""Small files of a model for processes on other hosts, such as a gateway that counts tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weights.sources.sources import Sources
 
 
 def read_part(sources: Sources, request: ReadModelFile) -> ModelFilePart:
-    """Raises `NotFound` if the file is not on this host, `InvalidModel` if `source` is none. Blocks."""
+    """Read a part of a file. Raises `NotFound` if this host does not have it, `InvalidModel` if `source` is invalid. Blocks."""
     path = sources.small_file(request.source, request.name)
     absent = NotFound(f"{request.name} of {request.source} is not on this node")
     if path is None:

@@ -1,1 +1,1 @@
-"""What the loader decides, without any I/O: `decide(state, event, now)`."""
+"""Decisions of the loader, without I/O: `decide(state, event, now)`."""

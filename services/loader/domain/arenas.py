@@ -1,7 +1,7 @@
-"""Weights on devices beside those in host memory: one arena for each entry and device that holders compute on (ADR 0027).
+"""Arenas: weights in device memory, one per entry and device that its holders compute on (ADR 0027).
 
-An arena is opened when the entry has chunks and a holder on the device, and closed with the last such holder, or with the entry. Its host
-memory stays at least as long: a run's chunks are vacated only after its arenas are given back (the shell sees to that).
+An arena opens when the entry has chunks and a holder on the device. It closes with the last such holder, or with the entry. Its host memory
+stays at least as long: the shell releases a run's arenas before it vacates the chunks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from services.loader.domain.effects import CloseArena, Effect, Freed, OpenArena
 from services.loader.domain.entries import answered, put
-from services.loader.domain.events import ArenaClosed, Brought
+from services.loader.domain.events import ArenaClosed, CopiedToDevice
 from services.loader.domain.state import Arena, Closing, Entry, OnDevice, Stage, State
 
 Decision = tuple[State, tuple[Effect, ...]]
@@ -18,7 +18,7 @@ _HAS_CHUNKS = (Stage.INDEXED, Stage.COMPLETE)
 
 
 def opened(state: State, weights_id: str) -> Decision:
-    """With an arena on each device that the entry's holders compute on."""
+    """Open an arena on each device that the entry's holders compute on."""
     entry = state.entries[weights_id]
     if entry.stage not in _HAS_CHUNKS:
         return state, ()
@@ -35,7 +35,7 @@ def opened(state: State, weights_id: str) -> Decision:
 
 
 def closed(state: State, weights_id: str, released_by: str) -> Decision:
-    """Without the arenas on devices that no holder computes on any more."""
+    """Close the arenas on devices that no holder computes on."""
     entry = state.entries[weights_id]
     wanted = {h.device for h in entry.holders.values()}
     gone = {d: a for d, a in entry.arenas.items() if d not in wanted}
@@ -48,7 +48,7 @@ def closed(state: State, weights_id: str, released_by: str) -> Decision:
 
 
 def awaited(state: State, instance_id: str, reply: int, cached: int) -> State | None:
-    """With the release `reply` answered when the arena that `instance_id` was the last holder of is given back; None if there is none."""
+    """Answer the release `reply` when the arena that `instance_id` held last is released; None if there is none."""
     number = next((n for n, c in state.closing_arenas.items() if c.released_by == instance_id), None)
     if number is None:
         return None
@@ -58,7 +58,7 @@ def awaited(state: State, instance_id: str, reply: int, cached: int) -> State | 
 
 
 def abandoned(state: State, reply: int) -> State:
-    """Without the release `reply` among those that wait."""
+    """Drop the abandoned release `reply` from the waiting ones."""
     if not any(r == reply for c in state.closing_arenas.values() for r, _ in c.replies):
         return state
     left = {n: replace(c, replies=tuple(x for x in c.replies if x[0] != reply)) for n, c in state.closing_arenas.items()}
@@ -72,8 +72,8 @@ def on_closed(state: State, event: ArenaClosed) -> Decision:
     return replace(state, closing_arenas=left), tuple(Freed(r, 0, cached, event.freed) for r, cached in replies)
 
 
-def on_brought(state: State, event: Brought) -> Decision:
-    """A report of an arena that is closed, or being closed, changes nothing."""
+def on_copied(state: State, event: CopiedToDevice) -> Decision:
+    """Record the end of a copy. A report about a closed or closing arena changes nothing."""
     entry = state.entries.get(event.weights_id)
     device = next((d for d, a in entry.arenas.items() if a.number == event.number), None) if entry is not None else None
     if entry is None or device is None:
@@ -83,6 +83,6 @@ def on_brought(state: State, event: Brought) -> Decision:
     return put(state, entry), effects
 
 
-def forsaken(entry: Entry) -> Entry:
-    """The run is over and its chunks are vacated: its arenas go with them."""
+def without_arenas(entry: Entry) -> Entry:
+    """Drop the arenas of a finished run, whose chunks are vacated."""
     return replace(entry, arenas={}) if entry.arenas else entry

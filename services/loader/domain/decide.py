@@ -1,19 +1,20 @@
-"""`decide(state, event, now)`: who holds which weights, which loads run, who is answered when. Who gets memory: `domain/room.py`.
+"""The loader's decision function: who holds which weights, which loads run, which requests are answered. Memory: `domain/room.py`.
 
 Prepare and attach
  1. closing, fenced off, or released before → refused;
  2. the instance holds other weights → refused;
  3. unknown weights, or failed ones and a new holder → a load run;
- 4. weights just leaving → a load run as soon as they have left;
- 5. else the instance joins, with an arena on its device if it has one (cached weights are held again at once, a background load hurries for a
-    holder that is waited for); an attach is answered once its index or its last byte is there (on its device too), with the run's error
-    if it failed.
+ 4. weights being evicted → a load run after the eviction;
+ 5. else the instance becomes a holder, with an arena on its device if it has one. Cached weights become held at once. A background load
+    gets a request's priority if the new holder serves one. An attach is answered at its index or its last byte (on its device too), or
+    with the run's error.
 
 Release
  6. others hold them → nothing is freed;
- 7. the last holder of a running load → the run is called off;
- 8. of complete weights → they stay cached if the budget holds them, and others leave for them; else they leave, answered when memory is free;
- 9. the last holder on a device → its arena is closed, which the answer waits for.
+ 7. the last holder of a running load → the run is cancelled;
+ 8. the last holder of complete weights → they stay cached if the budget allows, evicting others; else they are evicted, and the release
+    is answered when the memory is free;
+ 9. the last holder on a device → its arena is closed before the answer.
 
 A report of a run other than the entry's own is stale and changes nothing.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.loader.domain import arenas, room
-from services.loader.domain.effects import Accepted, Attached, Effect, Hurry, Refused, Remember
+from services.loader.domain.effects import Accepted, Attached, Effect, RaisePriority, Refused, WriteRecord
 from services.loader.domain.entries import device_of, put, reached, start
 from services.loader.domain.events import (
     Abandoned,
@@ -31,16 +32,16 @@ from services.loader.domain.events import (
     Adopted,
     ArenaClosed,
     Attach,
-    Brought,
+    CopiedToDevice,
     Event,
-    NodeHeard,
+    Idle,
+    MemoryPressure,
+    NodeReported,
     Prepare,
-    Pressed,
-    Quiet,
     Release,
     Stop,
 )
-from services.loader.domain.lives import adopt, adopted, node_heard, stop
+from services.loader.domain.lifecycle import adopt, adopted, node_reported, stop
 from services.loader.domain.release import abandoned, release
 from services.loader.domain.reports import reported
 from services.loader.domain.state import Entry, Holder, Stage, State, Waiter, Wanted
@@ -52,7 +53,7 @@ Decision = tuple[State, tuple[Effect, ...]]
 
 
 def decide(state: State, event: Event, now: float) -> Decision:
-    """The state after `event`, and what is to be done. `now`: monotonic seconds."""
+    """Return the state after `event`, and the effects. `now`: monotonic seconds."""
     match event:
         case Prepare() | Attach():
             return _wanted(state, event, now)
@@ -60,19 +61,19 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return release(state, event, now)
         case Abandoned():
             return abandoned(state, event.reply), ()
-        case NodeHeard():
-            return node_heard(state, event, now)
+        case NodeReported():
+            return node_reported(state, event, now)
         case Adopt():
             return adopt(state, event, now), ()
         case Adopted():
             return adopted(state, event)
-        case Brought():
-            return arenas.on_brought(state, event)
+        case CopiedToDevice():
+            return arenas.on_copied(state, event)
         case ArenaClosed():
             return arenas.on_closed(state, event)
-        case Pressed():
+        case MemoryPressure():
             return room.trim(state, event.nbytes)
-        case Quiet():
+        case Idle():
             return room.make_ready(state, event.room)
         case Stop():
             return stop(state)
@@ -106,7 +107,9 @@ def _objection(state: State, event: Prepare | Attach) -> ThawError | None:
     if state.closing:
         return ShuttingDown("the loader is shutting down")
     if isinstance(event, Prepare) and event.token >> 32 < state.epoch:
-        return StaleToken(f"prepare of {event.instance_id} is from leader epoch {event.token >> 32}; {state.epoch} was seen")
+        return StaleToken(
+            f"The prepare of {event.instance_id} is from leader epoch {event.token >> 32}, and epoch {state.epoch} was seen"
+        )
     if event.instance_id in state.released or instance_of(event.instance_id) in state.released:
         return StaleToken(f"instance {event.instance_id} has released its weights; a new start has a new instance id")
     held = state.held_by(event.instance_id)
@@ -136,9 +139,9 @@ def _join(state: State, event: Prepare | Attach, now: float) -> Decision:
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=False))
     effects: tuple[Effect, ...] = ()
     if entry.stage is Stage.COMPLETE and not known and not holder.local:
-        effects = (Remember(weights_id),)
+        effects = (WriteRecord(weights_id),)
     elif entry.stage in (Stage.LOADING, Stage.INDEXED) and hurried:
-        effects = (Hurry(entry.run),)
+        effects = (RaisePriority(entry.run),)
     return put(state, entry), effects
 
 

@@ -1,4 +1,4 @@
-"""What the loader wants done: the shell performs it, and answers with events."""
+"""Effects of decisions: the shell performs them and answers with events."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class StartRun:
 
 @dataclass(frozen=True)
 class CancelRun:
-    """Call the run off; `Ended` (or `Completed`, if it was too late) follows."""
+    """Cancel the run; `Ended` follows, or `Completed` if it was too late."""
 
     weights_id: str
     run: int
 
 
 @dataclass(frozen=True)
-class Hurry:
-    """A request waits for this run now."""
+class RaisePriority:
+    """Give the run a request's priority: one waits for it now."""
 
     run: int
 
@@ -40,15 +40,17 @@ class Grant:
 
 @dataclass(frozen=True)
 class Deny:
-    """There is no room for what the run wants; `Failed` follows."""
+    """Refuse memory to the run; `Failed` follows."""
 
     run: int
 
 
 @dataclass(frozen=True)
 class Vacate:
-    """Prove that no process maps these chunks, then give back the memory of all but the first `keep`; `Vacated` follows when that is so.
-    With `weights_id`, `Left` follows within a bounded time. With `nbytes` 0 the chunks have no memory yet, and those kept are to get it."""
+    """Reclaim the memory of all but the first `keep` chunks, once no process maps them; `Vacated` follows.
+
+    With `weights_id`, `Reclaimed` follows within a bounded time. With `nbytes` 0 the chunks have no memory, and the first `keep` get it.
+    """
 
     run: int
     chunks: tuple[int, ...]
@@ -59,7 +61,7 @@ class Vacate:
 
 @dataclass(frozen=True)
 class OpenArena:
-    """Bring the run's bytes to `device` as they come, those in `chunks` that are there already first; `Brought` follows."""
+    """Copy the run's bytes to `device` as they are loaded, those loaded already first; `CopiedToDevice` follows."""
 
     weights_id: str
     run: int
@@ -72,21 +74,21 @@ class OpenArena:
 
 @dataclass(frozen=True)
 class CloseArena:
-    """Call the arena's copies off and give its memory back; `ArenaClosed` follows."""
+    """Cancel the arena's copies and release its memory; `ArenaClosed` follows."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Remember:
-    """Write down where complete weights lie and who holds them."""
+class WriteRecord:
+    """Write the record of complete weights: their chunks and holders."""
 
     weights_id: str
 
 
 @dataclass(frozen=True)
-class Forget:
-    """Remove that record, before anything happens to the memory."""
+class RemoveRecord:
+    """Remove that record, before the memory changes."""
 
     weights_id: str
 
@@ -118,5 +120,6 @@ class Refused:
 
 
 Effect = (
-    StartRun | CancelRun | Hurry | Grant | Deny | Vacate | OpenArena | CloseArena | Remember | Forget | Accepted | Attached | Freed | Refused
+    StartRun | CancelRun | RaisePriority | Grant | Deny | Vacate | OpenArena | CloseArena | WriteRecord | RemoveRecord
+    | Accepted | Attached | Freed | Refused
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Entries changed in ways that several decisions share."""
+"""Changes of entries that several decisions share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drop(state: State, weights_id: str) -> State:
 
 
 def start(state: State, entry: Entry, wanted: Wanted) -> tuple[State, tuple[Effect, ...]]:
-    """A new run for `entry`; its holders and waiters stay, all else begins afresh."""
+    """Start a new run for `entry`; its holders and waiters stay, all else is reset."""
     run, card = state.runs + 1, wanted.card
     entry = Entry(
         entry.weights_id,
@@ -34,7 +34,7 @@ def start(state: State, entry: Entry, wanted: Wanted) -> tuple[State, tuple[Effe
 
 
 def reached(entry: Entry, instance_id: str, until: Until) -> bool:
-    """Whether an attach of this holder may be answered: where it computes on a device, all must be there too, or have failed to come."""
+    """True if an attach of this holder may be answered: on a device, when the copy is complete there or has failed."""
     if until == "index":
         return entry.stage in (Stage.INDEXED, Stage.COMPLETE)
     arena = entry.arenas.get(device_of(entry, instance_id) or "")
@@ -47,7 +47,7 @@ def device_of(entry: Entry, instance_id: str) -> str | None:
 
 
 def answered(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
-    """Answer the waiters whose wait is over."""
+    """Answer the waiters that have what they wait for."""
     over = tuple(w for w in entry.waiters if reached(entry, w.instance_id, w.until))
     left = tuple(w for w in entry.waiters if w not in over)
     return replace(entry, waiters=left), tuple(Attached(w.reply, entry.weights_id, device_of(entry, w.instance_id)) for w in over)

@@ -1,4 +1,4 @@
-"""What may happen to the loader. What it wants done then: `domain/effects.py`."""
+"""Events of the loader. The effects of decisions: `domain/effects.py`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Attach:
-    """`local`: the holder is a connection; the nodeagent does not know it. `background`: None: as the holder's prepare said. `device`: one
-    that weights can be brought to."""
+    """An instance or a connection wants weights.
+
+    Attributes:
+        background: None keeps the priority of the holder's prepare.
+        local: The holder is a connection, which the nodeagent does not know.
+        device: Where weights can be copied to.
+    """
 
     reply: int
     instance_id: str
@@ -37,7 +42,7 @@ class Attach:
 
 @dataclass(frozen=True)
 class Release:
-    """`keep`: what nobody holds any more may stay cached in memory."""
+    """A holder releases its weights. `keep`: they may stay cached without a holder."""
 
     reply: int
     instance_id: str
@@ -46,21 +51,21 @@ class Release:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """The request `reply` is over without an answer: its deadline has passed."""
+    """The request `reply` ended without an answer: its deadline has passed."""
 
     reply: int
 
 
 @dataclass(frozen=True)
-class NodeHeard:
-    """A status of this node's nodeagent; `instances` are those it still knows."""
+class NodeReported:
+    """A status of this node's nodeagent, which lists `instances`."""
 
     instances: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """`fetched` bytes of the files have come from the remote source so far."""
+    """The remote source has sent `fetched` bytes so far."""
 
     weights_id: str
     run: int
@@ -68,8 +73,8 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class Laid:
-    """The run knows how many bytes of chunks it needs, and waits for `Grant` or `Deny`. `room`: bytes of memory free just now."""
+class LaidOut:
+    """The run has its layout: it needs this many bytes of chunks, and waits for `Grant` or `Deny`. `room`: bytes of free memory."""
 
     weights_id: str
     run: int
@@ -79,7 +84,7 @@ class Laid:
 
 @dataclass(frozen=True)
 class Indexed:
-    """Header and index of the segment are in its chunks."""
+    """Header and index of the segment are written to its chunks."""
 
     weights_id: str
     run: int
@@ -89,7 +94,7 @@ class Indexed:
 
 @dataclass(frozen=True)
 class Progressed:
-    """Every byte of the segment below `loaded` is there."""
+    """Every byte of the segment below `loaded` is loaded."""
 
     weights_id: str
     run: int
@@ -104,7 +109,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Failed:
-    """The run has ended in an error, and writes no more."""
+    """The run ended with an error and writes no more."""
 
     weights_id: str
     run: int
@@ -113,16 +118,21 @@ class Failed:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that was called off writes no more."""
+    """The cancelled run writes no more."""
 
     weights_id: str
     run: int
 
 
 @dataclass(frozen=True)
-class Left:
-    """Weights are gone: `freed` bytes are proved to be free (0: somebody maps them still), `kept` bytes stay spare, `on_devices` were given
-    back there."""
+class Reclaimed:
+    """The memory of weights was reclaimed.
+
+    Attributes:
+        freed: Bytes proved free; 0 while a process still maps them.
+        kept: Bytes that stay spare.
+        on_devices: Bytes released on devices.
+    """
 
     weights_id: str
     run: int
@@ -132,8 +142,8 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Brought:
-    """Every byte is in the arena, or (`failed`) will never be."""
+class CopiedToDevice:
+    """Every byte is in the arena, or (`failed`) never will be."""
 
     weights_id: str
     number: int
@@ -142,7 +152,7 @@ class Brought:
 
 @dataclass(frozen=True)
 class ArenaClosed:
-    """The arena's memory, `freed` bytes, is the device's again."""
+    """The arena's memory, `freed` bytes, is released."""
 
     number: int
     freed: int
@@ -150,8 +160,12 @@ class ArenaClosed:
 
 @dataclass(frozen=True)
 class Vacated:
-    """Nobody maps the chunks that `Vacate` named, and those not kept have no memory. `room`: bytes of memory free just now. `kept`: how many
-    were, if there was not memory for all that were to be."""
+    """No process maps the chunks of a `Vacate`, and those not kept have no memory.
+
+    Attributes:
+        room: Bytes of free memory.
+        kept: Chunks populated, if memory did not suffice for all.
+    """
 
     run: int
     room: int
@@ -160,7 +174,7 @@ class Vacated:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Complete weights of an earlier loader process, found and checked at the start; without holders they are cached."""
+    """Complete weights of an earlier loader, checked at the start; without holders they are cached."""
 
     weights_id: str
     model: str
@@ -174,8 +188,13 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Adopted:
-    """All that was found is told. `mapped`: chunks that nobody owns and some process maps: not to be given away before it ends. `ready`: how
-    many chunks are to have memory whenever there is time; `room`: bytes of memory free just now."""
+    """All weights of the earlier loader were adopted.
+
+    Attributes:
+        mapped: Chunks without an owner that a process maps; unusable until it exits.
+        ready: Chunks to keep populated when the loader is idle.
+        room: Bytes of free memory.
+    """
 
     mapped: tuple[int, ...] = ()
     ready: int = 0
@@ -183,14 +202,14 @@ class Adopted:
 
 
 @dataclass(frozen=True)
-class Quiet:
-    """Nothing has been loaded for a while. `room`: bytes of memory free just now."""
+class Idle:
+    """No load was in progress for a while. `room`: bytes of free memory."""
 
     room: int
 
 
 @dataclass(frozen=True)
-class Pressed:
+class MemoryPressure:
     """The host is short of `nbytes` of memory."""
 
     nbytes: int
@@ -198,10 +217,10 @@ class Pressed:
 
 @dataclass(frozen=True)
 class Stop:
-    """The process is to end: finish nothing, keep what is complete and held."""
+    """The process shuts down: cancel loads, keep complete weights that are held."""
 
 
 Event = (
-    Prepare | Attach | Release | Abandoned | NodeHeard | Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Left
-    | Vacated | Brought | ArenaClosed | Adopt | Adopted | Quiet | Pressed | Stop
+    Prepare | Attach | Release | Abandoned | NodeReported | Fetched | LaidOut | Indexed | Progressed | Completed | Failed | Ended | Reclaimed
+    | Vacated | CopiedToDevice | ArenaClosed | Adopt | Adopted | Idle | MemoryPressure | Stop
 )  # fmt: skip

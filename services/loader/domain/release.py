@@ -1,11 +1,11 @@
-"""Who lets go: of a running load, of complete weights, of an answer."""
+"""Releases: of a running load, of complete weights, of an abandoned request."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from services.loader.domain import arenas, room
-from services.loader.domain.effects import CancelRun, Effect, Freed, Refused, Remember
+from services.loader.domain.effects import CancelRun, Effect, Freed, Refused, WriteRecord
 from services.loader.domain.entries import drop, put
 from services.loader.domain.events import Release
 from services.loader.domain.state import Entry, Stage, State
@@ -20,10 +20,10 @@ Decision = tuple[State, tuple[Effect, ...]]
 def release(state: State, event: Release, now: float) -> Decision:
     if event.instance_id not in state.released:
         state = replace(state, released=(*state.released, event.instance_id)[-REMEMBERED_RELEASES:])
-    state, effects = _let_adapters_go(state, event.instance_id, now)
+    state, effects = _release_lora_adapters(state, event.instance_id, now)
     entry = state.held_by(event.instance_id)
     if entry is not None:
-        state, more = let_go(state, entry, event.instance_id, now, keep=event.keep)
+        state, more = release_hold(state, entry, event.instance_id, now, keep=event.keep)
         effects = (*effects, *more)
     else:
         entry = next((e for e in state.entries.values() if event.instance_id in e.released_by), None)
@@ -36,19 +36,19 @@ def release(state: State, event: Release, now: float) -> Decision:
     return state, (*effects, Freed(event.reply, 0, cached))
 
 
-def _let_adapters_go(state: State, instance_id: str, now: float) -> Decision:
-    """What an instance's engine holds for its adapters goes with it."""
+def _release_lora_adapters(state: State, instance_id: str, now: float) -> Decision:
+    """Release the LoRA adapters' weights that the instance's engine holds."""
     effects: list[Effect] = []
     for holder in [h for e in state.entries.values() for h in e.holders if h != instance_id and instance_of(h) == instance_id]:
         held = state.held_by(holder)
         if held is not None:
-            state, more = let_go(state, held, holder, now)
+            state, more = release_hold(state, held, holder, now)
             effects.extend(more)
-    return state, tuple(e for e in effects if not isinstance(e, Remember) or is_whole(state, e.weights_id))
+    return state, tuple(e for e in effects if not isinstance(e, WriteRecord) or is_whole(state, e.weights_id))
 
 
-def let_go(state: State, entry: Entry, instance_id: str, now: float, *, keep: bool = True) -> Decision:
-    """`instance_id` no longer holds `entry`; after the last one it is cached (if it may be, and `keep`), or leaves."""
+def release_hold(state: State, entry: Entry, instance_id: str, now: float, *, keep: bool = True) -> Decision:
+    """Remove the holder `instance_id`; without holders the entry is cached (if allowed, and `keep`) or evicted."""
     gone = StaleToken(f"instance {instance_id} has released its weights").body()
     refused = tuple(Refused(w.reply, gone) for w in entry.waiters if w.instance_id == instance_id)
     entry = replace(
@@ -58,29 +58,29 @@ def let_go(state: State, entry: Entry, instance_id: str, now: float, *, keep: bo
         used_at=now,
     )
     if entry.holders:
-        remember = (Remember(entry.weights_id),) if entry.stage is Stage.COMPLETE else ()
+        remember = (WriteRecord(entry.weights_id),) if entry.stage is Stage.COMPLETE else ()
         state, closing = arenas.closed(put(state, entry), entry.weights_id, instance_id)
         return state, (*refused, *remember, *closing)
     if entry.stage is Stage.FAILED:
         return drop(state, entry.weights_id), refused
-    if entry.stage is Stage.LEAVING:  # it had come back while the weights were leaving, and goes again
+    if entry.stage is Stage.LEAVING:  # it attached during the eviction, and releases again
         return put(state, replace(entry, again=None, released_by=entry.released_by | {instance_id})), refused
     if entry.stage is not Stage.COMPLETE:
         entry = replace(entry, stage=Stage.LEAVING, wants=0, released_by=frozenset({instance_id}))
-        return put(state, arenas.forsaken(entry)), (*refused, CancelRun(entry.weights_id, entry.run))
-    state, effects = _unheld(state, entry, instance_id, keep)
+        return put(state, arenas.without_arenas(entry)), (*refused, CancelRun(entry.weights_id, entry.run))
+    state, effects = _without_holders(state, entry, instance_id, keep)
     return state, (*refused, *effects)
 
 
-def _unheld(state: State, entry: Entry, instance_id: str, keep: bool) -> Decision:
+def _without_holders(state: State, entry: Entry, instance_id: str, keep: bool) -> Decision:
     if keep and room.may_cache(state, entry) and not state.closing:
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=True))
         state, closing = arenas.closed(put(state, replace(entry, stage=Stage.CACHED)), entry.weights_id, instance_id)
-        state, trimmed = room.trim(state)  # of weights used at the same moment any may leave, these too
-        remember = (Remember(entry.weights_id),) if is_whole(state, entry.weights_id) else ()
+        state, trimmed = room.trim(state)  # among weights used at the same moment any may be evicted, these too
+        remember = (WriteRecord(entry.weights_id),) if is_whole(state, entry.weights_id) else ()
         return state, (*remember, *closing, *trimmed)
-    entry = arenas.forsaken(replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id})))
-    return room.leave(put(state, entry), entry, room.spare_room(state), told=True)
+    entry = arenas.without_arenas(replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id})))
+    return room.reclaim(put(state, entry), entry, room.spare_room(state), notify=True)
 
 
 def abandoned(state: State, reply: int) -> State:

@@ -1,11 +1,11 @@
-"""What load runs, and those who give memory back, report."""
+"""Reports of load runs and of the reclaimer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from services.loader.domain import arenas, room
-from services.loader.domain.effects import Effect, Forget, Freed, Refused, Remember
+from services.loader.domain.effects import Effect, Freed, Refused, RemoveRecord, WriteRecord
 from services.loader.domain.entries import answered, drop, put, start
 from services.loader.domain.events import (
     Completed,
@@ -13,16 +13,16 @@ from services.loader.domain.events import (
     Failed,
     Fetched,
     Indexed,
-    Laid,
-    Left,
+    LaidOut,
     Progressed,
+    Reclaimed,
     Vacated,
 )
 from services.loader.domain.state import Entry, Stage, State
 from weights.pool import chunks
 
 Decision = tuple[State, tuple[Effect, ...]]
-Report = Fetched | Laid | Indexed | Progressed | Completed | Failed | Ended | Left
+Report = Fetched | LaidOut | Indexed | Progressed | Completed | Failed | Ended | Reclaimed
 
 
 def reported(state: State, event: Report | Vacated, now: float) -> Decision:
@@ -47,7 +47,7 @@ def _running(state: State, entry: Entry, event: Report, now: float) -> Decision:
     match event:
         case Fetched():
             entry = replace(entry, fetched_bytes=event.fetched)
-        case Laid():
+        case LaidOut():
             return room.settle(put(state, replace(entry, wants=event.total_bytes)), event.room)
         case Indexed():
             entry, effects = answered(replace(entry, stage=Stage.INDEXED, directory=event.directory, total_bytes=event.total_bytes))
@@ -57,10 +57,10 @@ def _running(state: State, entry: Entry, event: Report, now: float) -> Decision:
             entry = replace(entry, loaded_bytes=min(max(entry.loaded_bytes, event.loaded), entry.total_bytes))
         case Completed():
             entry, effects = answered(replace(entry, stage=Stage.COMPLETE, loaded_bytes=entry.total_bytes, used_at=now))
-            effects = (Remember(entry.weights_id), *effects)
+            effects = (WriteRecord(entry.weights_id), *effects)
         case Failed():
             return _failed(state, entry, event)
-        case Ended() | Left():
+        case Ended() | Reclaimed():
             return state, ()
     return put(state, entry), effects
 
@@ -68,32 +68,32 @@ def _running(state: State, entry: Entry, event: Report, now: float) -> Decision:
 def _failed(state: State, entry: Entry, event: Failed) -> Decision:
     effects: tuple[Effect, ...] = tuple(Refused(w.reply, event.error) for w in entry.waiters)
     if entry.run in state.chunks.owned:
-        state, vacate = room.leave(state, entry, room.spare_room(state))
-        effects = (*effects, *(e for e in vacate if not isinstance(e, Forget)))
-    failed = replace(arenas.forsaken(entry), stage=Stage.FAILED, error=event.error, wants=0, loaded_bytes=0, waiters=())
+        state, vacate = room.reclaim(state, entry, room.spare_room(state))
+        effects = (*effects, *(e for e in vacate if not isinstance(e, RemoveRecord)))
+    failed = replace(arenas.without_arenas(entry), stage=Stage.FAILED, error=event.error, wants=0, loaded_bytes=0, waiters=())
     return put(state, failed), effects
 
 
 def _leaving(state: State, entry: Entry, event: Report) -> Decision:
     match event:
-        case Completed() | Failed() | Ended():  # called off; a completion came too late for anybody
+        case Completed() | Failed() | Ended():  # cancelled; a completion arrived too late
             if entry.run in state.chunks.owned:
-                state, effects = room.leave(state, entry, room.spare_room(state), told=True)
-                return state, tuple(e for e in effects if not isinstance(e, Forget))
-            return _gone(state, entry, Left(entry.weights_id, entry.run, 0))
+                state, effects = room.reclaim(state, entry, room.spare_room(state), notify=True)
+                return state, tuple(e for e in effects if not isinstance(e, RemoveRecord))
+            return _gone(state, entry, Reclaimed(entry.weights_id, entry.run, 0))
         case Indexed():
             return put(state, replace(entry, total_bytes=event.total_bytes)), ()
         case Progressed():
             return put(state, replace(entry, loaded_bytes=event.loaded)), ()
-        case Left():
+        case Reclaimed():
             return _gone(state, entry, event)
         case _:
             return state, ()
 
 
-def _gone(state: State, entry: Entry, event: Left) -> Decision:
-    told = tuple(Freed(reply, event.freed, event.kept, event.on_devices) for reply in entry.releases)
+def _gone(state: State, entry: Entry, event: Reclaimed) -> Decision:
+    replies = tuple(Freed(reply, event.freed, event.kept, event.on_devices) for reply in entry.releases)
     if entry.again is None:
-        return drop(state, entry.weights_id), told
+        return drop(state, entry.weights_id), replies
     state, started = start(state, entry, entry.again)
-    return state, (*told, *started)
+    return state, (*replies, *started)

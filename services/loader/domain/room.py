@@ -1,15 +1,15 @@
-"""Room for loads and the DRAM cache: who is granted chunks, and which cached weights leave for it.
+"""Memory for loads and the DRAM cache: which load is granted chunks, and which cached weights are evicted for it.
 
-`settle(state, room)`, for the loads that want chunks, in the order they came
- 1. memory suffices (what other loads were promised counted) → granted;
- 2. not even everything cached and spare would do → denied;
- 3. weights are leaving already, loads being called off or chunks being made ready, and will do → wait for them;
- 4. else the least recently used cached weights leave, pinned ones never; their chunks stay spare for the load;
- 5. nothing is left that could leave → spare chunks of the wrong size are given back, or the load is denied.
+`settle(state, room)`, for the loads that want chunks, in order of arrival
+ 1. memory suffices, what other loads were promised counted → granted;
+ 2. evicting everything cached and spare would not suffice → denied;
+ 3. evictions, cancelled loads and chunks being populated will suffice → wait for them;
+ 4. else evict the least recently used cached weights, pinned ones never; their chunks stay spare for the load;
+ 5. nothing is left to evict → free spare chunks of the wrong size, or deny the load.
 
-`make_ready(state, room)`: free chunks are given memory, a few at a time, while nothing loads and the host has plenty.
+`make_ready(state, room)` populates free chunks, a few at a time, while nothing loads and the host has plenty of memory.
 
-`trim(state)`: spare chunks beyond the budget, or that the host is short of, are given back, then the least recently used cached weights.
+`trim(state)` frees spare chunks beyond the budget, or that the host is short of, then evicts the least recently used cached weights.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from services.loader.domain.effects import Deny, Effect, Forget, Grant, Vacate
+from services.loader.domain.effects import Deny, Effect, Grant, RemoveRecord, Vacate
 from services.loader.domain.entries import drop, put
 from services.loader.domain.state import Entry, Stage, State
 from weights.pool import chunks
 from weights.pool.chunks import CHUNK_BYTES
 
-READY_AT_ONCE = 8
-LEFT_ALONE = 0.1
-"""Share of the host's memory that must stay free when chunks are made ready for loads that have not come yet."""
+PREPARE_AT_ONCE = 8
+RESERVED_SHARE = 0.1
+"""Share of the host's memory that stays free when chunks are populated for future loads."""
 Decision = tuple[State, tuple[Effect, ...]]
 
 
 def settle(state: State, room: int) -> Decision:
-    """`room`: bytes of memory that were free when it was last looked."""
+    """Grant chunks to waiting loads, in order of arrival. `room`: bytes of memory free at the last measurement."""
     effects: list[Effect] = []
     for entry in sorted((e for e in state.entries.values() if e.wants), key=lambda e: e.run):
         state, more = _serve(state, entry, room)
         effects.extend(more)
         if not more or not isinstance(more[-1], Grant | Deny):
-            break  # it waits for what leaves, and those behind it with it
+            break  # it waits for evictions, and the later loads wait with it
     else:
         state, trimmed = trim(state)
         effects.extend(trimmed)
@@ -78,7 +78,7 @@ def _deny(state: State, entry: Entry) -> Decision:
 
 
 def promised(state: State) -> int:
-    """Bytes that granted loads, and chunks that are being made ready, will still take; a load that was called off may until it has ended."""
+    """Bytes that granted loads and chunks being populated will still take. A cancelled load counts until it has ended."""
     filling = (e for e in state.entries.values() if e.stage in (Stage.LOADING, Stage.INDEXED, Stage.LEAVING))
     return state.chunks.making_bytes + sum(
         max(0, o.fresh - e.loaded_bytes) for e in filling if (o := state.chunks.owned.get(e.run)) is not None
@@ -86,46 +86,46 @@ def promised(state: State) -> int:
 
 
 def _called_off(state: State) -> int:
-    """Bytes that loads give back as soon as they have ended."""
+    """Bytes that cancelled loads free when they end."""
     leaving = (state.chunks.owned.get(e.run) for e in state.entries.values() if e.stage is Stage.LEAVING)
     return sum(o.nbytes for o in leaving if o is not None)
 
 
 def cached(state: State) -> list[Entry]:
-    """Cached weights that may leave, least recently used first."""
+    """Cached weights that may be evicted, least recently used first."""
     found = [e for e in state.entries.values() if e.stage is Stage.CACHED and not e.pinned]
     return sorted(found, key=lambda e: (e.used_at, e.run))
 
 
 def may_cache(state: State, entry: Entry) -> bool:
-    """Whether the budget holds these weights beside the pinned ones."""
+    """True if the budget holds these weights beside the pinned ones."""
     pinned = sum(e.total_bytes for e in state.entries.values() if e.stage is Stage.CACHED and e.pinned)
     return entry.total_bytes + pinned <= state.chunks.budget
 
 
 def evict(state: State, entry: Entry, keep: int = 0) -> Decision:
-    """Cached weights leave; up to `keep` of their chunks stay spare."""
-    return leave(drop(state, entry.weights_id), entry, keep)
+    """Evict cached weights; up to `keep` of their chunks stay spare."""
+    return reclaim(drop(state, entry.weights_id), entry, keep)
 
 
-def leave(state: State, entry: Entry, keep: int = 0, *, told: bool = False) -> Decision:
-    """The chunks of `entry` are to be given back. `told`: `Left` is wanted too."""
+def reclaim(state: State, entry: Entry, keep: int = 0, *, notify: bool = False) -> Decision:
+    """Reclaim the chunks of `entry`. `notify`: report `Reclaimed` too."""
     table = chunks.doom(state.chunks, entry.run, keep)
     gone = table.doomed[entry.run]
-    weights_id = entry.weights_id if told else None
+    weights_id = entry.weights_id if notify else None
     vacate = Vacate(entry.run, gone.chunks, gone.nbytes, gone.keep, weights_id)
-    return replace(state, chunks=table), (Forget(entry.weights_id), vacate)
+    return replace(state, chunks=table), (RemoveRecord(entry.weights_id), vacate)
 
 
 def spare_room(state: State) -> int:
-    """How many whole chunks the budget would still hold as spare ones."""
+    """Return the number of whole chunks that the budget could still hold as spare ones."""
     return max(0, state.chunks.budget - state.chunks.charged) // CHUNK_BYTES
 
 
 def trim(state: State, short: int = 0) -> Decision:
-    """Bring what the budget is charged with within the budget; at least `short` bytes leave, if they can and are not leaving already."""
+    """Bring the charged bytes within the budget; free at least `short` bytes, if possible, counting evictions in progress."""
     effects: list[Effect] = []
-    # What is still on its way to spare is looked at when it is there: no weights leave for it.
+    # Chunks that become spare later are counted then: no weights are evicted for them.
     over = max(state.chunks.cached_bytes + state.chunks.spare_bytes - state.chunks.budget, short - state.chunks.leaving_bytes)
     drop: list[int] = []
     for chunk, nbytes in sorted(state.chunks.spare.items(), reverse=True):
@@ -146,12 +146,12 @@ def trim(state: State, short: int = 0) -> Decision:
 
 
 def make_ready(state: State, room: int) -> Decision:
-    """The next chunks to become spare ones, if any are wanted."""
+    """Choose the next chunks to populate as spare ones, if any are wanted."""
     table = state.chunks
     if state.closing or state.is_loading:
         return state, ()
-    plenty = room - promised(state) - int(table.count * CHUNK_BYTES * LEFT_ALONE)
-    count = min(state.ready - len(table.spare) - table.coming, spare_room(state), plenty // CHUNK_BYTES, READY_AT_ONCE)
+    plenty = room - promised(state) - int(table.count * CHUNK_BYTES * RESERVED_SHARE)
+    count = min(state.ready - len(table.spare) - table.coming, spare_room(state), plenty // CHUNK_BYTES, PREPARE_AT_ONCE)
     if count <= 0:
         return state, ()
     run = state.runs + 1
@@ -163,7 +163,7 @@ def make_ready(state: State, room: int) -> Decision:
 
 
 def give_back(state: State, which: Iterable[int]) -> Decision:
-    """Spare chunks become free; chunks that nobody owns are given up once nobody maps them."""
+    """Free spare chunks; chunks without an owner are free once no process maps them."""
     run = state.runs + 1
     table = chunks.doom_loose(state.chunks, run, which)
     gone = table.doomed[run]

@@ -1,12 +1,12 @@
-"""What the loader knows: values only, changed by `decide` alone.
+"""The state of the loader: immutable values, changed by `decide` alone.
 
 An entry's stages:
 
-    LOADING ──► INDEXED ──► COMPLETE ◄──► CACHED ──► gone        a load run is under way in LOADING and INDEXED
+    LOADING ──► INDEXED ──► COMPLETE ◄──► CACHED ──► gone        a load run is in progress in LOADING and INDEXED
        │           │           │
-       ├───────────┴──► FAILED │              kept while it has holders, so that they are told why
+       ├───────────┴──► FAILED │              kept while it has holders, so that they get the error
        ▼           ▼           ▼
-      LEAVING (the run is being called off, or the memory given back) ──► gone, or LOADING again if somebody came meanwhile
+      LEAVING (the run is being cancelled, or the memory reclaimed) ──► gone, or LOADING again after a new attach
 """
 
 from __future__ import annotations
@@ -34,22 +34,28 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class Holder:
-    """`since`: monotonic seconds of the last prepare or attach. `missing`: of the first of the nodeagent's latest statuses that all did
-    not list it; None while it is listed. `local`: a connection, which the nodeagent does not know. `background`: no request waits."""
+    """An instance or a connection that uses an entry's weights.
+
+    Attributes:
+        since: Monotonic seconds of the last prepare or attach.
+        missing: Monotonic seconds since when no status of the nodeagent lists it; None while it is listed.
+        local: A connection, which the nodeagent does not know.
+        background: No request waits for it.
+    """
 
     since: float
     missing: float | None = None
     local: bool = False
     background: bool = False
     device: str | None = None
-    """Which it computes on, where weights are brought there; None: it takes them from host memory."""
+    """The device that it computes on, if weights are copied there; None: it reads host memory."""
 
 
 class OnDevice(StrEnum):
     COMING = "coming"
     THERE = "there"
     FAILED = "failed"
-    """No room there, or the device failed: its holders are told of no arena, and copy for themselves."""
+    """No memory there, or the device failed: its holders get no handle, and copy by themselves."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Arena:
 
 @dataclass(frozen=True)
 class Closing:
-    """An arena without holders, being given back. `replies`: releases answered then, with the bytes that stay cached."""
+    """An arena without holders, being released. `replies`: releases to answer then, with the bytes that stay cached."""
 
     released_by: str
     replies: tuple[tuple[int, int], ...] = ()
@@ -70,7 +76,7 @@ class Closing:
 
 @dataclass(frozen=True)
 class Waiter:
-    """An attach that is not answered yet. `reply` names the request to the shell."""
+    """An attach without an answer yet. `reply` names the request to the shell."""
 
     reply: int
     instance_id: str
@@ -79,7 +85,7 @@ class Waiter:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a load run needs to begin."""
+    """Parameters of a load run."""
 
     card: ModelCard
     traceparent: str | None = None
@@ -88,8 +94,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Entry:
-    """The weights of one model revision on this node. `run` numbers the load run: reports of earlier runs are stale. `wants`: bytes of
-    chunks that the run waits for. `used_at`: monotonic seconds of the last attach or release."""
+    """The weights of one model revision on this node.
+
+    Attributes:
+        run: Number of the load run; reports of earlier runs are stale.
+        wants: Bytes of chunks that the run waits for.
+        used_at: Monotonic seconds of the last attach or release.
+    """
 
     weights_id: str
     model: str
@@ -107,18 +118,18 @@ class Entry:
     pinned: bool = False
     used_at: float = 0.0
     releases: tuple[int, ...] = ()
-    """Release requests answered when the memory is gone (LEAVING)."""
+    """Release requests to answer when the memory is free (LEAVING)."""
     released_by: frozenset[str] = frozenset()
-    """Whose release made it leave: a repeated one waits as well."""
+    """Instances whose release evicted it: their repeated releases wait as well."""
     again: Wanted | None = None
-    """Load once more as soon as it has left."""
+    """Load it again after the eviction."""
     arenas: Mapping[str, Arena] = field(default_factory=dict)
     """By device."""
 
 
 @dataclass(frozen=True)
 class State:
-    """All entries by weights id. `released`: the latest instances that let go; a late prepare or attach of theirs is refused."""
+    """All entries by weights id. `released`: the latest instances that released; their late prepares and attaches are refused."""
 
     entries: Mapping[str, Entry] = field(default_factory=dict)
     runs: int = 0
@@ -126,15 +137,15 @@ class State:
     released: tuple[str, ...] = ()
     closing: bool = False
     ready: int = 0
-    """Chunks that are to be spare whenever there is time and memory for it."""
+    """Chunks to keep populated, when there is time and memory for it."""
     chunks: Chunks = field(default_factory=Chunks)
     arenas: int = 0
-    """How many were opened so far."""
+    """Number of arenas opened so far."""
     closing_arenas: Mapping[int, Closing] = field(default_factory=dict)
 
     @property
     def settled(self) -> bool:
-        """No run and no removal is under way."""
+        """True if no run and no eviction is in progress."""
         return all(e.stage in (Stage.COMPLETE, Stage.CACHED, Stage.FAILED) for e in self.entries.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Engines and gateways over NATS."""
+"""Requests to engines and gateways over NATS."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class NatsConversations:
         try:
             await self._mesh.request(subjects.engine_control(forget.instance_id), forget.message, Done)
         except ThawError as e:
-            # What is not resumed is let go of by itself after `keep_ms`.
-            log.info("a destination did not hear that it may forget", extra={"error": e.message})
+            # The destination drops unused resume state by itself after `keep_ms`.
+            log.info("failed to drop resume state at a destination", extra={"error": e.message})

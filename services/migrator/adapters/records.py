@@ -1,4 +1,4 @@
-"""The bucket of migrations: watched by all, written with compare-and-set by whoever holds the lease."""
+"""The migrations bucket: watched by all migrators, written with compare-and-set by the holder of a lease."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse(value: bytes) -> MigrationRecord | None:
 
 
 class Copy:
-    """Keeps `leases` as the bucket is, and says so (`changed`). What a watch tells of one's own writes renews one's own lease only."""
+    """Mirrors the bucket in `leases` and calls `changed`. The watch of one's own writes renews only one's own lease."""
 
     def __init__(self, leases: Leases, changed: Callable[[MigrationRecord | None, str], None]) -> None:
         self._leases = leases
@@ -56,7 +56,7 @@ class Copy:
 
 
 class Held:
-    """A record whose lease is this process's. Writes the newest of what it is given, one after the other."""
+    """A record whose lease this process holds. Writes the newest version given, one after the other."""
 
     def __init__(self, bucket: KeyValue, record: MigrationRecord, revision: int, lost: Callable[[bool], None]) -> None:
         self._bucket = bucket
@@ -82,7 +82,7 @@ class Held:
         await self._written.wait()
 
     async def run(self) -> None:
-        """Write until cancelled, or the lease is lost. While NATS is away, again and again."""
+        """Write until cancelled or the lease is lost. Retries while NATS is unreachable."""
         while True:
             await self._given.wait()
             self._given.clear()
@@ -93,7 +93,9 @@ class Held:
                 if not await self._write(record):
                     return
             except (NatsError, TimeoutError) as e:
-                log.info("a migration's record cannot be written now", extra={"error": repr(e), "migration_id": self.migration_id})
+                log.info(
+                    "failed to write a migration record; retrying", extra={"error": repr(e), "migration_id": self.migration_id}
+                )
                 await asyncio.sleep(_AGAIN_S)
                 self._given.set()
                 continue
@@ -105,7 +107,7 @@ class Held:
         try:
             self._revision = await self._bucket.update(record.migration_id, value, last=self._revision)
         except KeyWrongLastSequenceError:
-            # A write whose confirmation was lost is still ours.
+            # A write whose confirmation was lost is still this owner's.
             there, revision = await _get(self._bucket, record.migration_id)
             if there is None or there.owner != self._record.owner or there.over:
                 self._lost(there is None or there.over)
@@ -120,7 +122,7 @@ class Records:
         self.owner = owner
 
     async def claim(self, seen: MigrationRecord, lost: Callable[[bool], None]) -> tuple[MigrationRecord, Held] | None:
-        """Become the owner of a record that is still as it was `seen`; None if it is not. Raises what NATS raises."""
+        """Become the owner of a record; None if it is no longer as `seen`. Raises NATS errors."""
         bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas)
         there, revision = await _get(bucket, seen.migration_id)
         if there != seen or there is None:

@@ -1,4 +1,4 @@
-"""A migration's trace, linked with those of its requests, and the metrics of all."""
+"""Trace of a migration, linked to its requests' traces, and metrics of all migrations."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class Metrics:
         self._pause = meter.create_histogram(
             "thaw.migration.pause",
             "s",
-            "From the last token of the one engine to the first of the other.",
+            "From the last token of the source to the first of the destination.",
             explicit_bucket_boundaries_advisory=SECONDS,
         )
         self._duration = meter.create_histogram(
-            "thaw.migration.duration", "s", "Of a migration, whole.", explicit_bucket_boundaries_advisory=SECONDS
+            "thaw.migration.duration", "s", "Duration of a migration.", explicit_bucket_boundaries_advisory=SECONDS
         )
         self._rounds = meter.create_counter("thaw.migration.rounds", "{round}", "Recomputations at destinations.")
         self._recomputed = meter.create_counter("thaw.migration.tokens", "{token}", "Tokens recomputed at destinations.")
         self._moved = meter.create_counter(
-            "thaw.migration.moved_tokens", "{token}", "Tokens that moved requests had generated when they went on elsewhere."
+            "thaw.migration.moved_tokens", "{token}", "Tokens that requests had generated when they were moved."
         )
-        self._requests = meter.create_counter("thaw.migration.requests", "{request}", "Requests by what became of their move.")
+        self._requests = meter.create_counter("thaw.migration.requests", "{request}", "Requests by the outcome of their move.")
         self._ended = meter.create_counter("thaw.migrations", "{migration}", "Migrations by outcome and reason.")
         self._server: WSGIServer | None = None
 
     def serve(self, host: str, port: int) -> None:
-        """Raises `OSError` if the port cannot be had."""
+        """Serve metrics. Raises `OSError` if the port cannot be bound."""
         self._server, _ = start_http_server(port, host, registry=self._registry)
 
     def record(self, record: MigrationRecord) -> None:
@@ -77,7 +77,7 @@ class Metrics:
 
 
 class MigrationSpan:
-    """The trace of one migration, as far as this owner has to do with it. A later owner's part belongs to the same trace."""
+    """The span of one migration by this owner. A later owner's span belongs to the same trace."""
 
     def __init__(self, record: MigrationRecord) -> None:
         self._began = time.time_ns()
@@ -94,11 +94,11 @@ class MigrationSpan:
             start_time=self._began,
         )
         self.traceparent = record.traceparent or traceparent(self.span)
-        self._told_rounds = len(record.rounds)
+        self._recorded_rounds = len(record.rounds)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """What is sent meanwhile carries this trace."""
+        """Make the trace current: messages sent meanwhile carry it."""
         token = otel_context.attach(trace.set_span_in_context(self.span))
         try:
             yield
@@ -112,7 +112,7 @@ class MigrationSpan:
 
     def end(self, record: MigrationRecord, *, lost: bool) -> None:
         parent = trace.set_span_in_context(self.span, Context())
-        for r in record.rounds[self._told_rounds :]:
+        for r in record.rounds[self._recorded_rounds :]:
             start = self._began + int(r.start_ms * 1e6)
             attributes: dict[str, str | int] = {
                 "thaw.request_id": r.request_id,

@@ -1,1 +1,1 @@
-"""Decisions about one migration at a time: no NATS, no clock."""
+"""Decisions about one migration at a time, without NATS or a clock."""

@@ -1,4 +1,4 @@
-"""What the machine hears and what it has done, as plain data."""
+"""Events and effects of the migration state machine, as plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The error that `Ask.key` was answered with, or what became of it instead of an answer."""
+    """The error that answered `Ask.key`, or that replaced an answer."""
 
     key: str
     error: ErrorBody
@@ -27,7 +27,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The record is somebody else's now; or `over`: it was called off, or is not there any more."""
+    """Another owner has the record; or `over`: it was cancelled or removed."""
 
     over: bool = False
 
@@ -42,7 +42,7 @@ Event = Answered | Refused | Lost | Tick
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask an engine or a gateway something; what becomes of it comes back as `Answered` or `Refused`."""
+    """Send a request to an engine or a gateway; `Answered` or `Refused` follows."""
 
     key: str
     to: Literal["engine", "gateway"]
@@ -52,14 +52,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write the record. Only the newest matters."""
+    """Write the record. Only the newest version matters."""
 
     record: MigrationRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Let the destination give up memory, now if it can be reached; by itself later."""
+    """Drop prepared resume state at the destination, which else expires by itself."""
 
     instance_id: str
     message: ForgetResume
@@ -67,14 +67,14 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The migration's trace belongs together with this request's."""
+    """Link the migration's trace to this request's."""
 
     traceparent: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nothing more will be done here. `lost`: somebody else goes on with it."""
+    """The work ends here. `lost`: another owner continues it."""
 
     record: MigrationRecord
     lost: bool = False

@@ -1,8 +1,8 @@
-"""Which migration to take up: one that nobody works on.
+"""Which migration to claim: one whose lease has expired.
 
-A lease is over when its record has not changed for `LEASE_S` by this process's own clock; clocks of two machines are never compared.
-One that could not be claimed is left alone for a while, twice as long each time, until it changes: the bucket forgets an old record without
-telling those that watch it.
+A lease has expired when its record has not changed for `LEASE_S` by this process's own clock; clocks of two machines are never compared.
+After a failed claim the record is skipped for a while, twice as long each time, until it changes: the bucket expires an old record without an
+event for its watchers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from shared.contracts.migration import LEASE_S, MigrationRecord
 
 REFUSED_S = 0.5
-"""After the first claim that failed."""
+"""Seconds after the first failed claim."""
 LONGEST_REFUSED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A record, and since when it is as it is (seconds of this process's clock)."""
+    """A record, and since when it is unchanged (seconds of this process's clock)."""
 
     record: MigrationRecord
     since: float
@@ -27,7 +27,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A claim that failed: the record is left alone for `wait` seconds, `until` then (of this process's clock)."""
+    """A failed claim: the record is skipped for `wait` seconds, up to `until` (seconds of this process's clock)."""
 
     until: float
     wait: float
@@ -35,7 +35,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class Leases:
-    """What is known of the bucket. `refused`: by the id of a record that is still as it was when it could not be claimed."""
+    """The known content of the bucket. `refused`: failed claims by the id of a record unchanged since."""
 
     watched: dict[str, Watched] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
@@ -53,14 +53,14 @@ class Leases:
         self.refused.pop(migration_id, None)
 
     def refuse(self, record: MigrationRecord, now: float, *, away: bool = False) -> None:
-        """It could not be claimed. `away`: the bucket could not be asked, which says nothing of the record."""
+        """Record a failed claim. `away`: the bucket was unreachable, which is no evidence about the record."""
         there = self.watched.get(record.migration_id)
         if there is not None and there.record == record:
             before = None if away else self.refused.get(record.migration_id)
             self.refused[record.migration_id] = refusal(before, now)
 
     def replace(self, records: Iterable[MigrationRecord], now: float) -> None:
-        """The whole bucket was read. What is as it was keeps its time."""
+        """Replace everything after a full read. Unchanged records keep their time."""
         found = {r.migration_id: r for r in records}
         for gone in self.watched.keys() - found.keys():
             self.forget(gone)
@@ -69,13 +69,13 @@ class Leases:
 
 
 def refusal(before: Refusal | None, now: float) -> Refusal:
-    """What follows a claim that failed, `before` being what followed the last one."""
+    """Return the wait after a failed claim; `before`: the wait after the last one."""
     wait = min(2 * before.wait, LONGEST_REFUSED_S) if before is not None else REFUSED_S
     return Refusal(now + wait, wait)
 
 
 def claimable(leases: Leases, now: float) -> MigrationRecord | None:
-    """The oldest that nobody works on, but for those that are left alone."""
+    """Return the oldest record without a live lease, of those not skipped."""
     left_alone = {name for name, refused in leases.refused.items() if refused.until > now}
     free = [
         w.record for name, w in leases.watched.items() if (not w.record.owner or now - w.since > LEASE_S) and name not in left_alone
@@ -84,6 +84,6 @@ def claimable(leases: Leases, now: float) -> MigrationRecord | None:
 
 
 def next_look(leases: Leases, now: float) -> float | None:
-    """When the first lease, or the first time to leave a record alone, will be over, if nothing changes."""
+    """Return when the first lease or skip expires if nothing changes."""
     ends = [w.since + LEASE_S for w in leases.watched.values() if w.record.owner]
     return min((t for t in (*ends, *(r.until for r in leases.refused.values())) if t > now), default=None)

@@ -1,15 +1,15 @@
 """One migration from the moment its lease is held: (work, event, now) -> (work, effects). Pure.
 
- 1. Source and destination are asked what they serve. Whoever took the migration over sees so what its predecessor has done: what is at
-    the destination has moved, what is at neither is over (or its gateway resumes it somewhere).
- 2. Of each request, a few at a time: its tokens are read at the source, the destination computes their keys and values, they are read again …
- 3. … until the gap is small (rounds.py); then its gateway is told to swap the route. What would not converge is left where it is.
- 4. What the gateway refuses may have been done all the same by an earlier owner's question: the destination is asked before it counts as failed.
- 5. Of a whole instance, what has come meanwhile is moved too, in a few passes.
- 6. At the end the record says what became of each, and the destination forgets what it prepared for those that did not come.
+ 1. Ask source and destination for their requests. A new owner sees the same state as its predecessor: requests at the destination have
+    moved; requests at neither engine have finished (or their gateway resumes them elsewhere).
+ 2. For each request, a few at a time: read its tokens at the source, let the destination compute their keys and values, read again …
+ 3. … until the gap is small (rounds.py); then ask the gateway to switch the route. A request that would not converge stays.
+ 4. A refusal of the gateway may follow an earlier owner's successful switch: ask the destination before counting a failure.
+ 5. For a whole instance, move requests that arrived meanwhile too, in a few passes.
+ 6. At the end record every outcome; the destination drops state of requests that stayed.
 
-Every question may be asked again: nothing here knows whether it is the first to ask. A question that finds nobody is repeated for a while,
-because a NATS server that restarts loses its subscribers for a moment.
+Every question is idempotent: no owner knows whether it asks first. A question that finds no subscriber is repeated for a while, because a
+restarting NATS server loses its subscriptions for a moment.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from shared.errors import Conflict, DeadlineExceeded, EngineFailed, MigrationFai
 
 AGAIN_S = 0.2
 PATIENCE_S = 2.5
-"""A process that nobody reaches for so long is gone."""
+"""Milliseconds of unreachability after which a process counts as gone."""
 MAX_TRIES = 2
-"""Of a question that is not answered in time."""
+"""Pause before repeating an unanswered question."""
 NOT_NOW = 4
-"""So often a gateway is asked again that cannot move a request at the moment: it may not know yet that the destination is ready."""
+"""Attempts to ask a gateway that cannot move a request yet: it may not know that the destination is ready."""
 MAX_PASSES = 5
 LIST_MS = 2_000
 
 
 def begin(record: MigrationRecord, owner: str, speed: Speed, options: Options, now: float) -> tuple[Work, tuple[Effect, ...]]:
-    """`record` has just been claimed by `owner`."""
+    """Begin work on `record`, which `owner` has just claimed."""
     mine = record.model_copy(update={"owner": owner, "state": "preparing" if record.state == "asked" else record.state})
     if record.ms_per_token is not None and record.ms_fixed is not None and not speed.weight:
         speed = Speed(record.ms_per_token, record.ms_fixed)
@@ -65,7 +65,7 @@ def begin(record: MigrationRecord, owner: str, speed: Speed, options: Options, n
 
 
 def decide(work: Work, event: Event, now: float) -> tuple[Work, tuple[Effect, ...]]:
-    """What follows from `event`. `work` is not changed."""
+    """Return the work after `event` and the effects. `work` is not changed."""
     if work.ended:
         return work, ()
     turn = Turn(work.copy(), now)
@@ -87,7 +87,7 @@ def decide(work: Work, event: Event, now: float) -> tuple[Work, tuple[Effect, ..
 
 
 def deadline(work: Work) -> float:
-    """When `Tick` is due."""
+    """Return when `Tick` is due."""
     return min([work.beat_at, *(a.again_at for a in work.asked.values() if a.again_at is not None)])
 
 
@@ -109,7 +109,7 @@ def _answered(t: Turn, key: str, reply: object) -> None:
 
 
 def _refused(t: Turn, key: str, error: ErrorBody) -> None:
-    """Once more if that may help, else it is final."""
+    """Repeat the question if that may help; else the error is final."""
     asked = t.work.asked.get(key)
     if asked is None:
         return
@@ -124,7 +124,7 @@ def _refused(t: Turn, key: str, error: ErrorBody) -> None:
 
 
 def _expected_gone(t: Turn, key: str) -> bool:
-    """A source that has been emptied ends when it likes."""
+    """True if the source may exit: it has been emptied."""
     return key == "list:source" and t.work.passes > 0
 
 
@@ -154,7 +154,7 @@ def _listed(t: Turn, where: str, requests: tuple[RunningRequest, ...]) -> None:
 def _not_listed(t: Turn, where: str, error: ErrorBody) -> None:
     if where == "destination":
         if error.code in (UnsupportedParameter.code, NotFound.code):
-            _listed(t, where, ())  # it cannot tell, which is no reason not to serve
+            _listed(t, where, ())  # it cannot list requests, but can serve them
         else:
             _destination_gone(t, error)
             _listed(t, where, ())
@@ -166,7 +166,7 @@ def _not_listed(t: Turn, where: str, error: ErrorBody) -> None:
 
 
 def _destination_gone(t: Turn, error: ErrorBody) -> None:
-    """Nothing more can move there; everything goes on where it is."""
+    """Stop moving: all remaining requests stay at the source."""
     for name in list(t.work.jobs):
         if t.work.jobs[name].stage in ("reading", "preparing"):
             t.resolve(name, "failed", reason=f"the destination is gone: {error.message}")
@@ -174,7 +174,7 @@ def _destination_gone(t: Turn, error: ErrorBody) -> None:
 
 
 def _take_stock(t: Turn, source: tuple[RunningRequest, ...], destination: tuple[RunningRequest, ...]) -> None:
-    """1: what is to be moved, and what became of what an earlier owner began to move."""
+    """1: decide which requests to move, and resolve those that an earlier owner moved."""
     wanted = t.work.record.request_id
     chosen = [r for r in source if wanted is None or same(r.request_id, wanted)]
     at_source = [r.request_id for r in source]
@@ -187,11 +187,11 @@ def _take_stock(t: Turn, source: tuple[RunningRequest, ...], destination: tuple[
         t.note(moved.request_id, "moved" if there else "elsewhere" if lost else "finished")
     if wanted is not None and not chosen and moved_of(t.work.record, wanted) is None:
         if any(same(wanted, r) for r in at_destination):
-            t.note(wanted, "elsewhere", reason="it is there already")
+            t.note(wanted, "elsewhere", reason="it is at the destination already")
         elif t.work.source_error is not None:
             t.note(wanted, "elsewhere", reason=SOURCE_GONE)
         else:
-            t.note(wanted, "finished", reason="it was over before it could be moved")
+            t.note(wanted, "finished", reason="it finished before it could be moved")
     fresh: list[RunningRequest] = []
     for running in chosen:
         old = moved_of(t.work.record, running.request_id)
@@ -211,7 +211,7 @@ def _again(t: Turn) -> None:
 
 
 def _advance(t: Turn) -> None:
-    """2 and 5: more requests begin, another pass is made, or it is over."""
+    """2 and 5: start more requests, make another pass, or finish."""
     w = t.work
     if w.ended or w.source is None or w.destination is None:
         return
@@ -266,5 +266,5 @@ def _beat(t: Turn) -> None:
 
 
 def handed_over(work: Work) -> MigrationRecord:
-    """The record of a migrator that stops: another one need not wait for the lease to end."""
+    """Return the record of a stopping migrator: another one need not wait for the lease to expire."""
     return work.record.model_copy(update={"owner": "", "beats": work.record.beats + 1})

@@ -1,4 +1,4 @@
-"""The course of one request: read, prepared, read again, handed over."""
+"""One request: read, prepare, read again, hand over."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ from shared.errors import (
 )
 
 LEAST_MS = 5_000
-"""A deadline for what is expected to be quick."""
+"""Deadline in milliseconds for steps that are expected to be quick."""
 UNKNOWN_MS = 20_000
-"""… for what was never measured."""
+"""Deadline in milliseconds for steps without a measurement."""
 PATIENT = 3.0
-"""So many times the expected duration is waited."""
+"""The deadline as a multiple of the expected duration."""
 SLICE_MS = 2_000
-"""A round that takes longer is cut, so that its speed is learned whatever its length."""
+"""Longest round in milliseconds; a longer one is cut, so that its speed is learned."""
 LIST_MS = 2_000
-FINISHED = "it was over before it could be handed over"
+FINISHED = "it finished before it could be handed over"
 
 
 def read(t: Turn, name: str, tokens: TokensRead) -> None:
-    """1. It cannot move after all. 2. The first reading: the whole sequence is to be computed. 3. A later one: the gap decides. 4. A round that was
-    cut goes on; it is one of those that count only if the source was faster."""
+    """Decide after a reading of tokens.
+
+    1. The request cannot move. 2. First reading: compute the whole sequence. 3. Later readings: the gap decides. 4. Continue a cut round,
+    which counts only if the source was faster.
+    """
     job = t.work.jobs.get(name)
     if job is None:
         return
@@ -62,7 +65,7 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
         return
     if job.left:
         job = t.job(name, rounds=job.rounds + 1)
-    # One round that was late is no sign of a destination that cannot keep up: two together are.
+    # One late round is no evidence that the destination cannot keep up; two together are.
     match next_step(gap, max(job.last_gap, job.earlier_gap), job.rounds, t.work.speed, job.rate, t.work.options.pause_ms):
         case "round":
             t.job(name, last_gap=gap, earlier_gap=job.last_gap)
@@ -75,7 +78,7 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
 
 
 def _rate(job: Job, tokens: TokensRead, total: int, now: float) -> float:
-    """Tokens per second of all its choices: what the engine measured, or else what came between two readings."""
+    """Tokens per second over all choices: the engine's measurement, or else the difference of two readings."""
     running = tokens.running
     open_choices = sum(1 for c in tokens.choices if c.finish_reason is None) or running.choices
     if running.tokens_per_second > 0:
@@ -110,11 +113,11 @@ def prepared(t: Turn, name: str, result: ResumePrepared) -> None:
 
 
 def not_read(t: Turn, name: str, error: ErrorBody) -> None:
-    """It is over, or has moved already, or its engine is gone: the destination knows which."""
+    """The source does not have it: it finished or moved, or its engine is gone. The destination knows which."""
     if name not in t.work.jobs:
         return
     if error.code == UnsupportedParameter.code:
-        t.resolve(name, "fixed", reason=error.message or "its engine does not tell its tokens")
+        t.resolve(name, "fixed", reason=error.message or "its engine does not report its tokens")
         return
     gone = error.code != NotFound.code
     if gone:
@@ -123,12 +126,13 @@ def not_read(t: Turn, name: str, error: ErrorBody) -> None:
 
 
 def not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
-    """1. The destination resumes by its own cache: that has to do. 2. It has other weights, or the request came there meanwhile. 3. It has no
-    room, or is gone: the request stays where it is."""
+    """1. The destination resumes from its own cache: hand over. 2. It has other weights, or the request arrived there meanwhile. 3. It has no
+    memory, or is gone: the request stays.
+    """
     job = t.work.jobs.get(name)
     if job is None:
         return
-    refusal = f"the destination did not take it: {error.message or error.code}"
+    refusal = f"the destination refused it: {error.message or error.code}"
     if error.code == UnsupportedParameter.code:  # 1
         t.job(name, asked_prepare=False)
         _move(t, name, job.total, prepared=False)
@@ -161,7 +165,7 @@ def was_moved(t: Turn, name: str, tokens: int, pause_ms: float | None) -> None:
 
 
 def not_moved(t: Turn, name: str, error: ErrorBody) -> None:
-    """1. A newer migration has it. 2. The room was lost. 3. Anything else may have been done all the same."""
+    """1. A newer migration has it. 2. Its memory was lost. 3. Any other refusal may follow a successful switch."""
     if name not in t.work.jobs:
         return
     if error.code == StaleToken.code:  # 1
@@ -179,7 +183,7 @@ def _check(t: Turn, name: str, refusal: str) -> None:
 
 
 def destination_known(t: Turn, name: str, requests: tuple[RunningRequest, ...]) -> None:
-    """What the destination serves, for a request that its source or its gateway said no to."""
+    """Resolve a request that its source or its gateway refused, by the destination's list."""
     job = t.work.jobs.get(name)
     if job is None:
         return

@@ -1,7 +1,7 @@
-"""How long recomputing takes, how many rounds it is worth, and when to hand over. Times in milliseconds.
+"""Cost of recomputation, number of rounds, and when to hand over. Times in milliseconds.
 
-A round recomputes `gap` tokens in a·gap + b, while the source goes on at its rate r and makes the next gap: r·(a·gap + b). So gaps shrink towards
-r·b / (1 - r·a) if r·a < 1, and do not if the destination is no faster than the source.
+A round recomputes `gap` tokens in a·gap + b, while the source generates the next gap at rate r: r·(a·gap + b). Gaps shrink towards
+r·b / (1 - r·a) if r·a < 1; they do not shrink if the destination is no faster than the source.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_ROUNDS = 8
-"""Of one request: after them it is handed over or given up."""
+"""Most rounds of one request before it is handed over or given up."""
 MIN_ROUNDS = 3
-"""Nothing is given up on the evidence of fewer."""
+"""Fewest rounds before a request is given up."""
 SHRINKS = 0.75
-"""A further round is worth it if it is expected to leave less than this part of the gap."""
+"""A further round is worth its cost if it is expected to leave less than this share of the gap."""
 FREAK = 4.0
-"""A measurement counts as at most so many times what was expected of it."""
+"""A measurement counts as at most this multiple of its expected value."""
 _KEEP = 0.85
 _SURE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """a and b as far as they are known: `a` for each token, `b` for each round. The sums are of what was measured, the older the lighter."""
+    """The known a (per token) and b (per round). The sums are of measurements, older ones weighted less."""
 
     a: float = 0.5
     b: float = 20.0
@@ -38,8 +38,11 @@ class Speed:
 
 
 def learned(speed: Speed, tokens: int, took_ms: float) -> Speed:
-    """`speed` after `tokens` were recomputed in `took_ms`. One freak measurement moves it by a bounded step, and one among the first, as an
-    engine's very first round may be, is refuted by a quick one: rounds are late for many reasons, and early for none."""
+    """Return `speed` after `tokens` were recomputed in `took_ms`.
+
+    One outlier moves it by a bounded step. A late one among the first, such as an engine's very first round, is corrected by a quick one:
+    rounds are late for many reasons, and early for none.
+    """
     if tokens <= 0:
         return speed
     if 0 < speed.weight < _SURE and took_ms * FREAK < speed.of(tokens):
@@ -67,12 +70,13 @@ Next = Literal["round", "hand_over", "give_up"]
 
 
 def next_step(gap: int, last_gap: int, rounds: int, speed: Speed, tokens_per_second: float, pause_ms: float) -> Next:
-    """What follows when the source is `gap` tokens ahead of what the destination has computed, after `rounds` rounds. `last_gap`: before the
-    last two of them, the larger (the whole sequence, before the first).
+    """Decide what follows when the destination lags the source by `gap` tokens after `rounds` rounds.
 
-    1. The gap costs less than a round's fixed cost, which further rounds do not make less, and little: hand over.
-    2. A further round is expected to leave much less, or the last one did; or there was none to judge by: another round.
-    3. The pause is short enough as it is: hand over.
+    `last_gap`: the larger gap before the last two rounds (the whole sequence before the first).
+
+    1. The gap costs less than a round's fixed cost, which further rounds do not reduce, and little: hand over.
+    2. A further round is expected to leave much less, or the last one did, or there was none to judge by: another round.
+    3. The pause is short enough: hand over.
     4. Rounds do not shrink: give up.
     """
     if speed.a * gap <= min(speed.b, pause_ms / 2):  # 1
@@ -85,5 +89,5 @@ def next_step(gap: int, last_gap: int, rounds: int, speed: Speed, tokens_per_sec
 
 
 def _only_fixed(gap: int, leaves: float, speed: Speed) -> bool:
-    """Rounds have shrunk as far as they can: what is left is what a round's fixed cost makes, not a destination that cannot keep up."""
+    """True if rounds have shrunk to their limit: the fixed cost of a round causes the rest, not a slow destination."""
     return gap <= max(2.0, 1.5 * leaves) and speed.a * gap <= speed.b

@@ -1,4 +1,4 @@
-"""One decision in the making."""
+"""One decision in progress: the work so far, and the effects."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Turn:
         self._effects.append(ask)
 
     def answered(self, key: str) -> bool:
-        """Whether this question was open; it is no longer."""
+        """Close this question; True if it was open."""
         return self.work.asked.pop(key, None) is not None
 
     def later(self, key: str, at: float) -> None:
@@ -80,7 +80,7 @@ class Turn:
         return max(0.0, (self.now - at) * 1e3)
 
     def note(self, name: str, outcome: Outcome, **more: Any) -> None:
-        """Write down what became of a request."""
+        """Record the outcome of a request."""
         old = moved_of(self.work.record, name)
         new = (old or MovedRequest(request_id=name)).model_copy(update={"outcome": outcome, **more})
         if old is None:
@@ -89,7 +89,7 @@ class Turn:
             self.record(requests=tuple(new if m is old else m for m in self.work.record.requests))
 
     def resolve(self, name: str, outcome: Outcome, *, resumed: bool = False, **more: Any) -> None:
-        """A request is done with. What the destination has prepared is forgotten, unless it has `resumed` from that."""
+        """Finish a request. The destination drops its prepared state, unless it `resumed` from it."""
         job = self.work.jobs.pop(name)
         for key in [k for k in self.work.asked if k.partition(":")[2] == name]:
             del self.work.asked[key]
@@ -98,7 +98,7 @@ class Turn:
             self._effects.append(Forget(self.work.record.instance_id, ForgetResume(prepared=self.prepared_name(name))))
 
     def prepared_name(self, name: str) -> str:
-        """The same for every owner, so that the next one goes on where this one stopped."""
+        """Return the name of prepared state. Every owner uses the same, so that the next one continues."""
         request = next((m.request_id for m in self.work.record.requests if same(m.request_id, name)), name)
         return f"{self.work.record.migration_id}.{request}"
 
@@ -110,14 +110,13 @@ class Turn:
     # The end
 
     def fail(self, error: ErrorBody) -> None:
-        """The migration as a whole cannot go on."""
+        """Fail the migration as a whole."""
         if self.work.record.error is None:
             self.record(error=error)
         self.set(queue=())
 
     def end(self, *, lost: bool = False, forget: bool = True) -> None:
-        """Nothing is done for this migration any more. With `lost` the record is not ours to write; without `forget` its new owner goes on
-        with what is prepared."""
+        """End the work on this migration. `lost`: the record is another owner's. Without `forget` the prepared state stays for the next owner."""
         if not lost or forget:
             for name in list(self.work.jobs):
                 self.resolve(name, "failed", reason="called off")

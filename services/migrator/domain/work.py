@@ -1,4 +1,4 @@
-"""How far one migration is: the record, and what only its owner knows."""
+"""Progress of one migration: the record, and what only its owner knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.contracts.migration import MigrationRecord, MovedRequest, RunningReq
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`at_once`: requests of an instance moved at the same time; `pause_ms`: a pause that nobody minds."""
+    """`at_once`: requests of an instance moved concurrently. `pause_ms`: a pause that clients do not notice."""
 
     at_once: int = 4
     pause_ms: float = 100.0
@@ -21,7 +21,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question under way. `again_at`: it failed in a way that may pass, and is asked again then."""
+    """An open question. `again_at`: when to repeat it after a transient failure."""
 
     ask: Ask
     since: float
@@ -31,8 +31,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request on its way. `prepared` and `total`: tokens of all its sequences that the destination has computed, and that there were
-    when the source was last asked, at `read_at`. `left`: what its last round did not come to."""
+    """One request being moved.
+
+    Attributes:
+        prepared: Tokens of all its sequences that the destination has computed.
+        total: Tokens of all its sequences at the last reading, at `read_at`.
+        left: Tokens that its last round did not reach.
+    """
 
     running: RunningRequest
     began: float
@@ -49,7 +54,7 @@ class Job:
     rate: float = 0.0
     asked_prepare: bool = False
     refusal: str = ""
-    """Why the gateway did not move it, while the destination is asked whether it is there all the same."""
+    """Why the gateway refused the move, while the destination is asked whether it has the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class Work:
     destination: tuple[RunningRequest, ...] | None = None
     passes: int = 0
     source_error: ErrorBody | None = None
-    """Why the source could not be asked at all."""
+    """Why the source could not be asked."""
     given_up: bool = False
     ended: bool = False
 
@@ -76,7 +81,7 @@ class Work:
 
 
 def base_of(request_id: str) -> str:
-    """A request's own name. A gateway gives each attempt one of its own, with a number behind a hyphen."""
+    """Return a request's base name. A gateway appends a hyphen and a number for each attempt."""
     base, _, number = request_id.rpartition("-")
     return base if base and number.isdigit() else request_id
 
@@ -88,7 +93,7 @@ def same(request_id: str, other: str) -> bool:
 
 
 def sequences_of(tokens: TokensRead) -> tuple[tuple[int, ...], ...]:
-    """What the destination has to know, of each choice."""
+    """Return the tokens of each choice that the destination has to compute."""
     generated = {c.index: c.token_ids for c in tokens.choices}
     return tuple((*prompt, *generated.get(i, ())) for i, prompt in enumerate(tokens.prompt_token_ids))
 

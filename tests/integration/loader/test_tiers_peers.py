@@ -56,7 +56,7 @@ async def known(serving: PeerServer, revision: str, token: str | None = None) ->
     peers = Peers("here")
     cached = (CachedModel(weights_id=revision, tier="ssd", nbytes=1),)
     status = LoaderStatus(node="there", boot_id="b", cached=cached, peer_url=serving.url, peer_token=token or serving.token)
-    await peers.hear(status)
+    await peers.on_status(status)
     return peers
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.loader.domain.decide import decide
-from services.loader.domain.effects import Effect, Forget, Grant, Vacate
-from services.loader.domain.events import Completed, Event, Indexed, Laid, Prepare
+from services.loader.domain.effects import Effect, Grant, RemoveRecord, Vacate
+from services.loader.domain.events import Completed, Event, Indexed, LaidOut, Prepare
 from services.loader.domain.state import State
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
@@ -45,13 +45,13 @@ class Played:
         return effects
 
 
-VACATE = (Forget("w1"), Vacate(1, (0,), 100, 0, "w1"))
+VACATE = (RemoveRecord("w1"), Vacate(1, (0,), 100, 0, "w1"))
 """What gives w1's memory back."""
 
 
 def granted(p: Played, weights_id: str = "w1", run: int = 1, nbytes: int = 100, room: int = 1 << 40) -> None:
     """The run has its chunks and its index."""
-    assert any(isinstance(e, Grant) for e in p.do(Laid(weights_id, run, nbytes, room)))
+    assert any(isinstance(e, Grant) for e in p.do(LaidOut(weights_id, run, nbytes, room)))
     p.do(Indexed(weights_id, run, "/m", nbytes))
 
 

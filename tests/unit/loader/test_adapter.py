@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from services.loader.domain.effects import Refused
-from services.loader.domain.events import Attach, NodeHeard, Release
-from services.loader.domain.lives import LOST_AFTER_S, MISSING_FOR_S
+from services.loader.domain.events import Attach, NodeReported, Release
+from services.loader.domain.lifecycle import LOST_AFTER_S, MISSING_FOR_S
 from shared.contracts.loader import adapter_holder, instance_of
 from shared.contracts.models import AdapterInfo, LinearShape, ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError
@@ -154,11 +154,11 @@ def test_an_adapter_stays_while_its_instance_is_known() -> None:
     p.do(Attach(10, adapter_holder("a", 7), card("w2"), "complete"))
     p.now += LOST_AFTER_S + 1
     for _ in range(3):
-        p.do(NodeHeard(frozenset({"a"})))
+        p.do(NodeReported(frozenset({"a"})))
         p.now += MISSING_FOR_S
     assert set(p.state.entries["w2"].holders) == {adapter_holder("a", 7)}
     for _ in range(3):
-        p.do(NodeHeard(frozenset()))
+        p.do(NodeReported(frozenset()))
         p.now += MISSING_FOR_S
     assert not any(e.holders for e in p.state.entries.values())
 

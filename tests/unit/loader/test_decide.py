@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from services.loader.domain.effects import Accepted, Attached, CancelRun, Freed, Grant, Hurry, Refused, Remember, StartRun, Vacate
+from services.loader.domain.effects import (
+    Accepted,
+    Attached,
+    CancelRun,
+    Freed,
+    Grant,
+    RaisePriority,
+    Refused,
+    StartRun,
+    Vacate,
+    WriteRecord,
+)
 from services.loader.domain.events import (
     Abandoned,
     Adopt,
@@ -11,16 +22,16 @@ from services.loader.domain.events import (
     Ended,
     Failed,
     Indexed,
-    Laid,
-    Left,
-    NodeHeard,
+    LaidOut,
+    NodeReported,
     Prepare,
     Progressed,
+    Reclaimed,
     Release,
     Stop,
     Vacated,
 )
-from services.loader.domain.lives import LOST_AFTER_S, MISSING_FOR_S
+from services.loader.domain.lifecycle import LOST_AFTER_S, MISSING_FOR_S
 from tests.unit.loader.played import ERROR, VACATE, Played, card, granted, loaded
 
 
@@ -35,11 +46,11 @@ def test_attaches_are_answered_when_their_wait_is_over() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "index"))
     p.do(Attach(2, "a", card(), "complete"))
-    assert p.do(Laid("w1", 1, 100, 1000)) == (Grant(1, (0,)),)
+    assert p.do(LaidOut("w1", 1, 100, 1000)) == (Grant(1, (0,)),)
     assert p.do(Indexed("w1", 1, "/m", 100)) == (Attached(1, "w1"),)
     assert p.do(Attach(3, "b", card(), "index")) == (Attached(3, "w1"),)
     assert p.do(Progressed("w1", 1, 50)) == ()
-    assert p.do(Completed("w1", 1)) == (Remember("w1"), Attached(2, "w1"))
+    assert p.do(Completed("w1", 1)) == (WriteRecord("w1"), Attached(2, "w1"))
 
 
 def test_a_failure_is_told_to_who_waits_and_to_holders_who_ask_later() -> None:
@@ -58,7 +69,7 @@ def test_a_run_that_has_ended_is_not_heard_any_more() -> None:
     complete = loaded("a")
     for p in (failed, complete):
         before = p.state
-        for late in (Completed("w1", 1), Progressed("w1", 1, 50), Ended("w1", 1), Left("w1", 1, 1)):
+        for late in (Completed("w1", 1), Progressed("w1", 1, 50), Ended("w1", 1), Reclaimed("w1", 1, 1)):
             assert p.do(late) == ()
         assert p.state == before
 
@@ -90,23 +101,23 @@ def test_a_load_that_ends_while_called_off_is_removed() -> None:
     p.do(Release(2, "a"))
     assert p.do(Completed("w1", 1)) == VACATE[1:]
     assert p.do(Vacated(1, 1000)) == ()
-    assert p.do(Left("w1", 1, 100)) == (Freed(2, 100),)
+    assert p.do(Reclaimed("w1", 1, 100)) == (Freed(2, 100),)
 
 
 def test_who_comes_while_weights_leave_gets_a_fresh_load() -> None:
     p = loaded("a")
     assert p.do(Release(5, "a")) == VACATE
     assert p.do(Attach(6, "b", card(), "index")) == ()
-    assert p.do(Left("w1", 1, 100)) == (Freed(5, 100), StartRun("w1", 2, card()))
+    assert p.do(Reclaimed("w1", 1, 100)) == (Freed(5, 100), StartRun("w1", 2, card()))
     assert p.do(Indexed("w1", 1, "/m", 100)) == ()
     # The old chunks are not given away before it is proved that nobody maps them.
-    assert p.do(Laid("w1", 2, 100, 1000)) == (Grant(2, (1,)),)
+    assert p.do(LaidOut("w1", 2, 100, 1000)) == (Grant(2, (1,)),)
     assert p.do(Indexed("w1", 2, "/m", 100)) == (Attached(6, "w1"),)
 
 
 def test_others_keep_the_segment() -> None:
     p = loaded("a", "b")
-    assert p.do(Release(5, "a")) == (Remember("w1"), Freed(5, 0))
+    assert p.do(Release(5, "a")) == (WriteRecord("w1"), Freed(5, 0))
     assert p.state.entries["w1"].holders.keys() == {"b"}
 
 
@@ -115,42 +126,42 @@ def test_an_abandoned_attach_is_not_answered_and_still_holds() -> None:
     p.do(Attach(1, "a", card(), "complete"))
     p.do(Abandoned(1))
     granted(p)
-    assert p.do(Completed("w1", 1)) == (Remember("w1"),)
+    assert p.do(Completed("w1", 1)) == (WriteRecord("w1"),)
     assert "a" in p.state.entries["w1"].holders
 
 
 def test_holders_the_nodeagent_lost_are_let_go() -> None:
     p = loaded("a", "b")
     p.now = 1.0
-    p.do(NodeHeard(frozenset({"b"})))
+    p.do(NodeReported(frozenset({"b"})))
     p.now = LOST_AFTER_S + 0.1
-    assert p.do(NodeHeard(frozenset({"b"}))) == (Remember("w1"),)
-    p.do(NodeHeard(frozenset()))
-    p.do(NodeHeard(frozenset({"b"})))  # it was there all the time
+    assert p.do(NodeReported(frozenset({"b"}))) == (WriteRecord("w1"),)
+    p.do(NodeReported(frozenset()))
+    p.do(NodeReported(frozenset({"b"})))  # it was there all the time
     p.now += MISSING_FOR_S + 1
-    assert p.do(NodeHeard(frozenset())) == ()
+    assert p.do(NodeReported(frozenset())) == ()
     p.now += MISSING_FOR_S
-    assert p.do(NodeHeard(frozenset())) == VACATE
+    assert p.do(NodeReported(frozenset())) == VACATE
 
 
 def test_holders_lost_together_leave_nothing_to_remember() -> None:
     p = loaded("a", "b")
     p.now = 100.0
-    assert p.do(NodeHeard(frozenset())) == ()
+    assert p.do(NodeReported(frozenset())) == ()
     p.now = 200.0
-    assert p.do(NodeHeard(frozenset())) == VACATE
+    assert p.do(NodeReported(frozenset())) == VACATE
 
 
 def test_a_fresh_holder_is_not_lost_yet() -> None:
     p = loaded("a")
     for p.now in (1.0, 5.0, LOST_AFTER_S):
-        assert p.do(NodeHeard(frozenset())) == ()
+        assert p.do(NodeReported(frozenset())) == ()
 
 
 def test_adopted_segments_are_there_at_once() -> None:
     p = Played()
     p.do(Adopt("w1", "m", (3,), "/m", 100, ("a",)))
-    assert p.do(Attach(1, "b", card(), "complete")) == (Remember("w1"), Attached(1, "w1"))
+    assert p.do(Attach(1, "b", card(), "complete")) == (WriteRecord("w1"), Attached(1, "w1"))
 
 
 def test_stopping_keeps_what_is_complete() -> None:
@@ -173,7 +184,7 @@ def test_a_background_load_hurries_for_a_request() -> None:
     assert isinstance(start, StartRun)
     assert start.background
     assert p.do(Attach(2, "a", card(), "complete")) == ()  # its own engine: still nobody waits
-    assert p.do(Prepare(3, "b", card(), 1)) == (Hurry(1), Accepted(3))
+    assert p.do(Prepare(3, "b", card(), 1)) == (RaisePriority(1), Accepted(3))
     assert p.do(Prepare(4, "c", card(), 1)) == (Accepted(4),)
 
 
@@ -183,7 +194,7 @@ def test_a_connection_is_not_for_the_nodeagent_to_know() -> None:
     granted(p)
     p.do(Completed("w1", 1))
     for p.now in (100.0, 200.0):
-        assert p.do(NodeHeard(frozenset())) == ()
+        assert p.do(NodeReported(frozenset())) == ()
     assert p.do(Release(2, "socket")) == VACATE
 
 
@@ -194,7 +205,7 @@ def test_adapters_go_with_the_instance_that_loaded_them() -> None:
     p.do(Completed("w2", 2))
     p.now = 100.0
     for p.now in (100.0, 200.0):
-        assert p.do(NodeHeard(frozenset({"a"}))) == ()
+        assert p.do(NodeReported(frozenset({"a"}))) == ()
     effects = p.do(Release(6, "a"))
     assert [e.run for e in effects if isinstance(e, Vacate)] == [2, 1]
     [refused] = p.do(Attach(7, "a+other", card("w3"), "index"))

@@ -12,33 +12,33 @@ from services.loader.domain.effects import (
     CancelRun,
     CloseArena,
     Deny,
-    Forget,
     Freed,
     Grant,
     OpenArena,
     Refused,
-    Remember,
+    RemoveRecord,
     StartRun,
     Vacate,
+    WriteRecord,
 )
 from services.loader.domain.events import (
     Abandoned,
     Adopted,
     ArenaClosed,
     Attach,
-    Brought,
     Completed,
+    CopiedToDevice,
     Ended,
     Event,
     Failed,
+    Idle,
     Indexed,
-    Laid,
-    Left,
-    NodeHeard,
+    LaidOut,
+    MemoryPressure,
+    NodeReported,
     Prepare,
-    Pressed,
     Progressed,
-    Quiet,
+    Reclaimed,
     Release,
     Stop,
     Vacated,
@@ -103,11 +103,11 @@ class Shell(RuleBasedStateMachine):
                 case CloseArena():
                     del self.arenas[effect.number]
                     self.closing.add(effect.number)
-                case Forget():
+                case RemoveRecord():
                     self.records.discard(effect.weights_id)
                 case Vacate():
                     self.vacate(effect)
-                case Remember():
+                case WriteRecord():
                     assert self.played.state.entries[effect.weights_id].stage in (Stage.COMPLETE, Stage.CACHED)
                     self.records.add(effect.weights_id)
                 case Accepted() | Attached() | Freed() | Refused():
@@ -165,7 +165,7 @@ class Shell(RuleBasedStateMachine):
     @rule(known=st.sets(st.integers(0, 5)), later=st.floats(0.1, 8))
     def node(self, known: set[int], later: float) -> None:
         self.played.now += later
-        self.do(NodeHeard(frozenset(f"i{n}" for n in known)))
+        self.do(NodeReported(frozenset(f"i{n}" for n in known)))
 
     @precondition(lambda self: len(self.answered) < len(self.replies))
     @rule(data=st.data())
@@ -186,7 +186,7 @@ class Shell(RuleBasedStateMachine):
             step = "lay" if run not in self.laid else "index" if run not in self.indexed else "complete"
         if step == "lay" and run not in self.laid:
             self.laid.add(run)
-            self.do(Laid(weights_id, run, size, self.room))
+            self.do(LaidOut(weights_id, run, size, self.room))
         elif step == "index" and run in self.owned and run not in self.indexed:
             self.indexed.add(run)
             self.do(Indexed(weights_id, run, "/m", size))
@@ -212,7 +212,7 @@ class Shell(RuleBasedStateMachine):
     @rule(data=st.data(), failed=st.booleans())
     def brought(self, data: st.DataObject, failed: bool) -> None:
         arena = self.arenas[data.draw(st.sampled_from(sorted(self.arenas)))]
-        self.do(Brought(arena.weights_id, arena.number, failed))
+        self.do(CopiedToDevice(arena.weights_id, arena.number, failed))
 
     @precondition(lambda self: self.closing)
     @rule(data=st.data())
@@ -228,7 +228,7 @@ class Shell(RuleBasedStateMachine):
         order = self.vacating[data.draw(st.sampled_from(sorted(self.vacating)))]
         if late and order.weights_id is not None and order.run not in self.told:
             self.told.add(order.run)
-            self.do(Left(order.weights_id, order.run, 0))
+            self.do(Reclaimed(order.weights_id, order.run, 0))
             return
         self.given_back(order, lacking)
 
@@ -246,21 +246,21 @@ class Shell(RuleBasedStateMachine):
         self.memory |= dict.fromkeys(order.chunks[: order.keep], CHUNK_BYTES)
         self.do(Vacated(order.run, self.room))
         if order.weights_id is not None and order.run not in self.told:
-            self.do(Left(order.weights_id, order.run, 0))
+            self.do(Reclaimed(order.weights_id, order.run, 0))
 
     @rule(run=st.integers(0, 3), w=WEIGHTS)
     def stale_report(self, run: int, w: str) -> None:
         if run not in self.running and run not in self.owned and run not in self.vacating:
             self.do(Completed(w, run))
-            self.do(Left(w, run, 1))
+            self.do(Reclaimed(w, run, 1))
 
     @rule(chunks=st.integers(1, 4))
     def pressed(self, chunks: int) -> None:
-        self.do(Pressed(chunks * CHUNK_BYTES))
+        self.do(MemoryPressure(chunks * CHUNK_BYTES))
 
     @rule()
     def quiet(self) -> None:
-        self.do(Quiet(self.room))
+        self.do(Idle(self.room))
 
     @rule(really=st.integers(0, 19))
     def stop(self, really: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.loader.adapters.peer_sharing import Shared
-from services.loader.adapters.reclaim import GivingBack
+from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.records import Records
 from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
@@ -49,8 +49,8 @@ class Bench:
     def another(self, boot: str, budget: int = 0) -> Loader:
         return Loader("n", boot, self.records, self.sources, self.workers, Chunks(self.pool.count, budget), self.clock)
 
-    def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
-        return Runs(self.pool, self.sources, emit, Threads(2, 2)), GivingBack(self.pool, emit)
+    def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
+        return Runs(self.pool, self.sources, emit, Threads(2, 2)), Reclaimer(self.pool, emit)
 
     async def card(self, directory: Path) -> ModelCard:
         spec = ModelSpec(name="m", source=str(directory))
@@ -77,7 +77,7 @@ class Bench:
             )
             for i, s in instances.items()
         )
-        await self.loader.hear_node(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=listed))
+        await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=listed))
 
     def status(self, loader: Loader | None = None) -> LoaderStatus:
         return (loader or self.loader).status(Shared((), 0, 0, None, None))
@@ -153,7 +153,7 @@ async def test_memory_is_made_ready_when_it_is_quiet_and_leaves_when_the_host_is
             while bench.status(loader).dram_bytes != 3 * CHUNK_BYTES or bench.pool.allocated() != 3 * CHUNK_BYTES:
                 await loader.changed.wait()
         monkeypatch.setattr("services.loader.handlers.short_of_memory", lambda: CHUNK_BYTES)
-        await loader.hear_node(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=()))
+        await loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=()))
         async with asyncio.timeout(20):
             while bench.pool.allocated() != 2 * CHUNK_BYTES:
                 loader.changed.clear()

@@ -40,7 +40,7 @@ def test_fair_loads_take_turns_and_ordered_ones_wait() -> None:
 
 def test_requests_go_before_background_loads_until_they_are_hurried() -> None:
     assert order(line("fair", 2, 2, background=frozenset({0}))) == [1, 1, 0, 0]
-    hurried = links.hurry(line("fair", 2, 2, background=frozenset({0})), 0)
+    hurried = links.raise_priority(line("fair", 2, 2, background=frozenset({0})), 0)
     assert order(hurried) == [0, 1, 0, 1]
 
 
@@ -127,7 +127,7 @@ def test_a_link_serves_loads_as_the_line_says_and_tells_of_it() -> None:
     gate.let(5)
     a.result()
     b.result()
-    link.hurry(background)
+    link.raise_priority(background)
     gate.let(2)
     background.result()
     names = [name for name, _ in gate.begun]

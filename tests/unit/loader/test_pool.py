@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.loader.adapters.reclaim import GivingBack
+from services.loader.adapters.reclaim import Reclaimer
 from services.loader.domain.effects import Vacate
-from services.loader.domain.events import Event, Left, Vacated
+from services.loader.domain.events import Event, Reclaimed, Vacated
 from shared.contracts.segment import Extent
 from shared.mapping import map_extents
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
@@ -143,7 +143,7 @@ class Shell:
 
     def __init__(self, pool: PoolMemory, wait: float) -> None:
         self.events: queue.Queue[Event] = queue.Queue()
-        self.giving_back = GivingBack(pool, self.events.put, wait)
+        self.reclaimer = Reclaimer(pool, self.events.put, wait)
 
     def next(self) -> Event:
         return self.events.get(timeout=20)
@@ -153,15 +153,15 @@ class Shell:
 def shell(pool: PoolMemory) -> Iterator[Shell]:
     shell = Shell(pool, 0.3)
     yield shell
-    shell.giving_back.close()
+    shell.reclaimer.close()
 
 
 def test_memory_nobody_maps_is_given_back(pool: PoolMemory, shell: Shell) -> None:
     for chunk in (1, 2):
         pool.prepare(chunk)
-    shell.giving_back.start(Vacate(7, (1, 2), 2 * CHUNK_BYTES, 1, "w"))
+    shell.reclaimer.start(Vacate(7, (1, 2), 2 * CHUNK_BYTES, 1, "w"))
     assert isinstance(shell.next(), Vacated)
-    assert shell.next() == Left("w", 7, CHUNK_BYTES, CHUNK_BYTES)
+    assert shell.next() == Reclaimed("w", 7, CHUNK_BYTES, CHUNK_BYTES)
     assert pool.allocated() == CHUNK_BYTES
     assert resident(pool) == CHUNK_BYTES  # ready for the next load
 
@@ -170,8 +170,8 @@ def test_memory_is_not_called_free_while_somebody_maps_it(pool: PoolMemory, shel
     pool.prepare(3)
     with mapper(pool.path, extents((3,), 4096)) as process:
         assert process.stdin is not None
-        shell.giving_back.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
-        assert shell.next() == Left("w", 1, 0)
+        shell.reclaimer.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
+        assert shell.next() == Reclaimed("w", 1, 0)
         assert pool.allocated() == CHUNK_BYTES
         process.stdin.write(b"\n")  # it unmaps, and lives on
         process.stdin.flush()
@@ -185,11 +185,11 @@ def test_a_mapping_that_ends_in_time_is_waited_for(pool: PoolMemory) -> None:
     with mapper(pool.path, extents((3,), 4096)) as process:
         killer = threading.Timer(0.1, process.kill)
         killer.start()
-        shell.giving_back.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
+        shell.reclaimer.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
         assert isinstance(shell.next(), Vacated)
-        assert shell.next() == Left("w", 1, CHUNK_BYTES)
+        assert shell.next() == Reclaimed("w", 1, CHUNK_BYTES)
         killer.join()
-    shell.giving_back.close()
+    shell.reclaimer.close()
 
 
 @pytest.fixture
@@ -217,10 +217,10 @@ def test_a_mapping_is_waited_for_by_a_loader_of_many_connections(
             return found
 
         monkeypatch.setattr(pool, "mapped_by_others", seen)
-        shell.giving_back.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
+        shell.reclaimer.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
         assert isinstance(shell.next(), Vacated)
-        assert shell.next() == Left("w", 1, CHUNK_BYTES)
-    shell.giving_back.close()
+        assert shell.next() == Reclaimed("w", 1, CHUNK_BYTES)
+    shell.reclaimer.close()
 
 
 def test_memory_that_is_touched_while_it_is_given_back_is_not_called_free(

@@ -26,7 +26,7 @@ def test_the_last_word_is_told_though_nothing_follows_it() -> None:
         Fetched("w", 1, 30),
     ]
     now += INTERVAL_S
-    progress.over(1)
+    progress.end(1)
     progress.loaded(1, 40)
     progress.close()
     assert events.empty()
@@ -42,7 +42,7 @@ class ClosedMeanwhile(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         was_set = super().wait(0)
         self.set()
-        self._progress._late.set()
+        self._progress._deferred.set()
         return was_set
 
 

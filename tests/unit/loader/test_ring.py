@@ -20,7 +20,7 @@ from weights import streaming
 from weights.pool import ring as module
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.ring import Ring
-from weights.streaming import AHEAD, TensorStream
+from weights.streaming import WINDOW_CHUNKS, TensorStream
 from weights.tiers.port import Cancelled
 
 WITHIN_S = 20.0
@@ -32,8 +32,8 @@ class Rings:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Ring] = []
 
-        def make(nbytes: int, ahead: int | None = None) -> Ring:
-            self.made.append(Ring(nbytes, ahead))
+        def make(nbytes: int, window_chunks: int | None = None) -> Ring:
+            self.made.append(Ring(nbytes, window_chunks))
             return self.made[-1]
 
         monkeypatch.setattr(streaming, "Ring", make)
@@ -42,7 +42,7 @@ class Rings:
     def fresh(self) -> int:
         """Chunks that the kernel gave memory for."""
         (ring,) = self.made
-        return ring.count - ring.moved
+        return ring.count - ring.moved_chunks
 
 
 def many(megabytes: int) -> dict[str, npt.NDArray[Any]]:
@@ -65,7 +65,7 @@ def test_what_is_released_is_used_again_and_holds_what_is_written() -> None:
     ring.release(0)
     ring.want(CHUNK_BYTES, 2 * CHUNK_BYTES)
     ring.enter(2 * CHUNK_BYTES)
-    assert ring.moved == 1
+    assert ring.moved_chunks == 1
     with ring.view(CHUNK_BYTES, 1) as kept, ring.view(2 * CHUNK_BYTES, 1) as moved, ring.view(0, 1) as gone:
         assert (kept[0], moved[0], gone[0]) == (2, 1, 0), "the pages themselves went from one to the other"
 
@@ -112,7 +112,7 @@ def test_a_kernel_that_does_not_move_pages(monkeypatch: pytest.MonkeyPatch, tmp_
     weights = write_checkpoint(tmp_path, tensors(megabytes=120), shards=1)
     for name, tensor in TensorStream(tmp_path):
         np.testing.assert_array_equal(tensor.numpy(), weights[name])
-    assert rings.made[0].moved == 0
+    assert rings.made[0].moved_chunks == 0
 
 
 def test_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_taken_one_by_one_a_model_needs_the_window(monkeypatch: pytest.MonkeyPat
         names.append(name)
     assert sorted(names) == sorted(weights)
     # Beyond the window: the chunk that is being taken, and one whose last tensor the loop's own variable held.
-    assert rings.fresh <= AHEAD + 2 < rings.made[0].count
+    assert rings.fresh <= WINDOW_CHUNKS + 2 < rings.made[0].count
 
 
 def test_what_is_kept_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ def test_what_is_kept_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         if number % 20 == 0:
             kept[name] = tensor.view(-1)[1:].view(torch.uint8)  # a view of a view keeps it as well
     gc.collect()
-    assert rings.made[0].moved
+    assert rings.made[0].moved_chunks
     for name, value in kept.items():
         np.testing.assert_array_equal(value.numpy(), weights[name].reshape(-1)[1:].view(np.uint8))
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_tensors_larger_than_the_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: int) -> None:
-    monkeypatch.setattr(streaming, "AHEAD", ahead)
+@pytest.mark.parametrize("window_chunks", [1, 2])
+def test_tensors_larger_than_the_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, window_chunks: int) -> None:
+    monkeypatch.setattr(streaming, "WINDOW_CHUNKS", window_chunks)
     generator = np.random.default_rng(5)
     weights = {f"t{i}": generator.integers(0, 255, size, np.uint8) for i, size in enumerate((3 << 20, 60 << 20, 40 << 20, 7))}
     write_checkpoint(tmp_path, weights, shards=1)

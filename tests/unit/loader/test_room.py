@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from services.loader.domain.effects import Attached, Deny, Forget, Freed, Grant, Refused, Remember, Vacate
-from services.loader.domain.events import Adopt, Adopted, Attach, Completed, Ended, Failed, Laid, Pressed, Quiet, Release, Vacated
-from services.loader.domain.room import READY_AT_ONCE
+from services.loader.domain.effects import Attached, Deny, Freed, Grant, Refused, RemoveRecord, Vacate, WriteRecord
+from services.loader.domain.events import (
+    Adopt,
+    Adopted,
+    Attach,
+    Completed,
+    Ended,
+    Failed,
+    Idle,
+    LaidOut,
+    MemoryPressure,
+    Release,
+    Vacated,
+)
+from services.loader.domain.room import PREPARE_AT_ONCE
 from services.loader.domain.state import Stage, State
 from tests.unit.loader.played import ERROR, Played, card, granted
 from weights.pool.chunks import CHUNK_BYTES, Chunks
@@ -23,10 +35,10 @@ def test_a_load_that_fails_midway_gives_its_chunks_back() -> None:
 def test_more_than_there_is_is_denied_and_nobody_leaves_for_it() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "index"))
-    assert p.do(Laid("w1", 1, 65 * CHUNK_BYTES, 1 << 40)) == (Deny(1),)
+    assert p.do(LaidOut("w1", 1, 65 * CHUNK_BYTES, 1 << 40)) == (Deny(1),)
     p.do(Failed("w1", 1, ERROR))
     p.do(Attach(2, "b", card(), "index"))
-    assert p.do(Laid("w1", 2, 2 * CHUNK_BYTES, CHUNK_BYTES)) == (Deny(2),)
+    assert p.do(LaidOut("w1", 2, 2 * CHUNK_BYTES, CHUNK_BYTES)) == (Deny(2),)
 
 
 def dram(*sizes: int, budget: int, pinned: tuple[int, ...] = ()) -> Played:
@@ -49,8 +61,8 @@ def cached(p: Played) -> set[str]:
 def test_what_is_let_go_stays_cached_and_is_there_at_once() -> None:
     p = dram(2, budget=4)
     assert cached(p) == {"w1"}
-    assert p.effects[-2:] == [Remember("w1"), Freed(101, 0, 2 * CHUNK_BYTES)]
-    assert p.do(Attach(5, "b", card("w1"), "complete")) == (Remember("w1"), Attached(5, "w1"))
+    assert p.effects[-2:] == [WriteRecord("w1"), Freed(101, 0, 2 * CHUNK_BYTES)]
+    assert p.do(Attach(5, "b", card("w1"), "complete")) == (WriteRecord("w1"), Attached(5, "w1"))
     assert p.state.chunks.charged == 0
 
 
@@ -75,7 +87,7 @@ def test_weights_that_leave_as_they_are_let_go_are_not_written_down() -> None:
     p.do(Release(3, "i2"))
     effects = p.do(Release(4, "i1"))
     assert cached(p) == {"w2"}
-    assert not [e for e in effects if isinstance(e, Remember)]
+    assert not [e for e in effects if isinstance(e, WriteRecord)]
 
 
 def test_pinned_weights_stay_and_what_has_no_room_beside_them_is_not_cached() -> None:
@@ -87,8 +99,8 @@ def test_a_load_that_needs_room_takes_it_from_the_cache_when_it_is_proved_free()
     p = dram(2, 2, budget=4)
     p.do(Attach(10, "x", card("w3"), "index"))
     run = p.state.runs
-    [forget, vacate] = p.do(Laid("w3", run, 3 * CHUNK_BYTES, CHUNK_BYTES))
-    assert forget == Forget("w1")
+    [forget, vacate] = p.do(LaidOut("w3", run, 3 * CHUNK_BYTES, CHUNK_BYTES))
+    assert forget == RemoveRecord("w1")
     assert isinstance(vacate, Vacate)
     assert (vacate.run, vacate.chunks, vacate.keep) == (1, (0, 1), 2)
     # Its chunks stay warm for the load, which gets them only now.
@@ -101,7 +113,7 @@ def test_a_load_waits_for_what_leaves_already() -> None:
     assert p.state.chunks.leaving_bytes == 2 * CHUNK_BYTES
     p.do(Attach(10, "x", card("w2"), "index"))
     run = p.state.runs
-    assert p.do(Laid("w2", run, 2 * CHUNK_BYTES, 0)) == ()
+    assert p.do(LaidOut("w2", run, 2 * CHUNK_BYTES, 0)) == ()
     assert p.do(Vacated(1, 2 * CHUNK_BYTES)) == (Grant(run, (0, 1)),)
 
 
@@ -111,7 +123,7 @@ def test_a_load_that_is_called_off_is_counted_with_until_it_has_ended() -> None:
     granted(p, "w1", 1, 2 * CHUNK_BYTES)
     p.do(Release(2, "a"))
     p.do(Attach(3, "b", card("w2"), "complete"))
-    assert p.do(Laid("w2", 2, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES)) == (), "it may still be writing"
+    assert p.do(LaidOut("w2", 2, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES)) == (), "it may still be writing"
     p.do(Ended("w1", 1))
     [grant] = [e for e in p.do(Vacated(1, 3 * CHUNK_BYTES)) if isinstance(e, Grant)]
     assert grant.run == 2
@@ -122,8 +134,8 @@ def test_two_loads_do_not_count_on_the_same_memory() -> None:
     for n in (1, 2):
         p.do(Attach(n, f"i{n}", card(f"w{n}"), "index"))
     room = 3 * CHUNK_BYTES
-    assert p.do(Laid("w1", 1, 2 * CHUNK_BYTES, room)) == (Grant(1, (0, 1)),)
-    assert p.do(Laid("w2", 2, 2 * CHUNK_BYTES, room)) == (Deny(2),)
+    assert p.do(LaidOut("w1", 1, 2 * CHUNK_BYTES, room)) == (Grant(1, (0, 1)),)
+    assert p.do(LaidOut("w2", 2, 2 * CHUNK_BYTES, room)) == (Deny(2),)
 
 
 def test_a_smaller_budget_after_a_restart_is_kept() -> None:
@@ -131,7 +143,7 @@ def test_a_smaller_budget_after_a_restart_is_kept() -> None:
     p.do(Adopt("w1", "m", (0, 1), "/m", 2 * CHUNK_BYTES, ()))
     p.do(Adopt("w2", "m", (2,), "/m", CHUNK_BYTES, ("a",)))
     forget, vacate, quarantine = sorted(p.do(Adopted(mapped=(9,))), key=lambda e: (isinstance(e, Vacate), getattr(e, "run", 0)))
-    assert forget == Forget("w1")
+    assert forget == RemoveRecord("w1")
     assert isinstance(vacate, Vacate)
     assert vacate.chunks == (0, 1)
     assert isinstance(quarantine, Vacate)
@@ -145,25 +157,25 @@ def test_memory_made_ready_at_the_start_is_what_the_first_load_gets() -> None:
     assert (vacate.chunks, vacate.nbytes, vacate.keep) == ((0, 1, 2), 0, 3)
     p.do(Vacated(vacate.run, 1 << 40))
     p.do(Attach(1, "a", card(), "index"))
-    assert p.do(Laid("w1", 2, 2 * CHUNK_BYTES, 0)) == (Grant(2, (0, 1)),)
+    assert p.do(LaidOut("w1", 2, 2 * CHUNK_BYTES, 0)) == (Grant(2, (0, 1)),)
 
 
 def test_memory_is_made_ready_in_steps_while_there_is_plenty_and_nothing_loads() -> None:
     p = Played(State(chunks=Chunks(100, 64 * CHUNK_BYTES)))
     assert p.do(Adopted(ready=12)) == (), "there is time"
-    assert p.do(Quiet(10 * CHUNK_BYTES)) == (), "a tenth of the host's memory is left alone"
-    [first] = p.do(Quiet(100 * CHUNK_BYTES))
+    assert p.do(Idle(10 * CHUNK_BYTES)) == (), "a tenth of the host's memory is left alone"
+    [first] = p.do(Idle(100 * CHUNK_BYTES))
     assert isinstance(first, Vacate)
-    assert (first.keep, first.nbytes) == (READY_AT_ONCE, 0)
+    assert (first.keep, first.nbytes) == (PREPARE_AT_ONCE, 0)
     [second] = p.do(Vacated(first.run, 90 * CHUNK_BYTES))
     assert isinstance(second, Vacate)
     assert second.keep == 4
-    assert p.do(Vacated(second.run, 80 * CHUNK_BYTES)) == p.do(Quiet(80 * CHUNK_BYTES)) == (), "it is enough"
-    p.do(Pressed(2 * CHUNK_BYTES))
+    assert p.do(Vacated(second.run, 80 * CHUNK_BYTES)) == p.do(Idle(80 * CHUNK_BYTES)) == (), "it is enough"
+    p.do(MemoryPressure(2 * CHUNK_BYTES))
     p.do(Attach(1, "a", card(), "index"))
-    assert p.do(Quiet(80 * CHUNK_BYTES)) == (), "a load is under way"
+    assert p.do(Idle(80 * CHUNK_BYTES)) == (), "a load is under way"
     p.do(Failed("w1", p.state.entries["w1"].run, ERROR))
-    [third] = p.do(Quiet(80 * CHUNK_BYTES))
+    [third] = p.do(Idle(80 * CHUNK_BYTES))
     assert isinstance(third, Vacate)
     assert p.do(Vacated(third.run, 80 * CHUNK_BYTES, kept=0)) == (), "there was none: not again at once"
     assert len(p.state.chunks.spare) == 10
@@ -171,7 +183,7 @@ def test_memory_is_made_ready_in_steps_while_there_is_plenty_and_nothing_loads()
 
 def test_a_host_short_of_memory_has_cached_weights_leave_once() -> None:
     p = dram(2, 2, 1, budget=8, pinned=(1,))
-    vacates = [e for e in p.do(Pressed(CHUNK_BYTES)) if isinstance(e, Vacate)]
+    vacates = [e for e in p.do(MemoryPressure(CHUNK_BYTES)) if isinstance(e, Vacate)]
     assert [v.run for v in vacates] == [2]
-    assert p.do(Pressed(2 * CHUNK_BYTES)) == ()  # they are leaving already
+    assert p.do(MemoryPressure(2 * CHUNK_BYTES)) == ()  # they are leaving already
     assert cached(p) == {"w1", "w3"}

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from services.loader.adapters import run as module
-from services.loader.adapters.cards import bare_card
+from services.loader.adapters.cards import minimal_card
 from services.loader.adapters.progress import Progress
-from services.loader.adapters.run import Means, Run, Threads
+from services.loader.adapters.run import Run, RunContext, Threads
 from services.loader.domain.effects import StartRun
-from services.loader.domain.events import Event, Laid
+from services.loader.domain.events import Event, LaidOut
 from tests.unit.loader.checkpoints import write_checkpoint
 from weights.cache.store import SsdCache
 from weights.pool.chunks import CHUNK_BYTES
@@ -26,17 +26,17 @@ from weights.transfer.links import Links
 def test_a_request_that_comes_while_the_load_is_laid_out_hurries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "m")
     sources = Sources(SsdCache(tmp_path / "cache", 0), (tmp_path / "small",))
-    card = bare_card(sources, str(tmp_path / "m"))
+    card = minimal_card(sources, str(tmp_path / "m"))
     pool, links = PoolMemory(None, CHUNK_BYTES), Links("fair")
 
     def emit(event: Event) -> None:
-        if isinstance(event, Laid):
+        if isinstance(event, LaidOut):
             run.grant((0,))
 
     class Hurried(Filling):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            run.hurry()  # from the loop's thread, at the worst moment
+            run.raise_priority()  # from the loop's thread, at the worst moment
 
     submitted: list[Transfer] = []
 
@@ -48,7 +48,9 @@ def test_a_request_that_comes_while_the_load_is_laid_out_hurries_it(tmp_path: Pa
     monkeypatch.setattr(module, "Filling", Hurried)
     monkeypatch.setattr(link, "submit", submit)
     progress = Progress(emit)
-    run = Run(StartRun("w", 1, card, background=True), Means(pool, sources, emit, Threads(1, 1), links, progress), background=True)
+    run = Run(
+        StartRun("w", 1, card, background=True), RunContext(pool, sources, emit, Threads(1, 1), links, progress), background=True
+    )
     try:
         run.load()
         assert [t.background for t in submitted] == [False]

@@ -141,7 +141,7 @@ def test_a_request_that_is_over_leaves_nothing_behind() -> None:
     world.settle()
     assert world.record(order).state == "given_up"
     assert world.record(order).requests[0].outcome == "finished"
-    assert "over before" in world.record(order).requests[0].reason
+    assert "finished before" in world.record(order).requests[0].reason
     assert world.engines["b"].prepared == {}
 
 
@@ -151,7 +151,7 @@ def test_a_request_that_was_over_before_it_began() -> None:
     request.at = None
     record = world.migrate(request)
     assert record.state == "given_up"
-    assert "over before" in record.requests[0].reason
+    assert "finished before" in record.requests[0].reason
 
 
 @pytest.mark.parametrize("step", [ReadTokens, PrepareResume, MoveRequest])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.loader.adapters.device_copies import Copies
-from services.loader.adapters.reclaim import GivingBack
+from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
 from services.loader.domain.events import Event
@@ -41,13 +41,13 @@ class GpuBench(Bench):
         self.pool = PoolMemory(self.records.pool_name, 8 * CHUNK_BYTES, on_populated=self.devices.pin, on_punch=self.devices.unpin)
         self.loader = self.another("boot", budget)
 
-    def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, GivingBack]:
+    def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
         copies = Copies(self.devices, self.pool, emit)
-        return Runs(self.pool, self.sources, emit, Threads(2, 2), copies=copies), GivingBack(self.pool, emit)
+        return Runs(self.pool, self.sources, emit, Threads(2, 2), copies=copies), Reclaimer(self.pool, emit)
 
     async def engines_may_map(self, *, yes: bool = True) -> None:
         said = (Capability(name=WEIGHTS_ON_GPU, available=yes),)
-        await self.loader.hear_node(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=said))
+        await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=said))
 
     async def on(self, device: str, instance: str, card: ModelCard) -> WeightsAttached:
         asked = AttachWeights(instance_id=instance, card=card, until="complete", device=device)

@@ -113,7 +113,7 @@ def test_what_makes_room() -> None:
     entries = [
         entry("old", 1),
         entry("pinned", 0, pinned=True),
-        entry("read", 2, held=True),
+        entry("read", 2, in_use=True),
         entry("half", 9, complete=False),
         entry("new", 5),
     ]
@@ -126,7 +126,7 @@ def test_what_makes_room() -> None:
 
 
 def test_what_is_still_to_come_counts_too() -> None:
-    entries = [entry("old", 1), entry("half", 9, held=True, complete=False, due=40)]
+    entries = [entry("old", 1), entry("half", 9, in_use=True, complete=False, due=40)]
     assert plan_eviction(entries, 40, 100, 1000) == ()
     assert plan_eviction(entries, 50, 100, 1000) == ("old",)
     assert plan_eviction(entries, 51, 100, 1000) is None
@@ -147,13 +147,13 @@ def test_room_is_made_without_what_is_pinned_or_held(entries: list[CacheEntry], 
     by_name = {e.revision: e for e in entries}
     left = sum(e.nbytes for e in entries)
     if plan is None:
-        kept = sum(e.nbytes for e in entries if e.pinned or e.held)
+        kept = sum(e.nbytes for e in entries if e.pinned or e.in_use)
         assert kept + needed > budget
         return
     for name in plan:
         assert left + needed > budget, "no more than needed goes"
         assert not by_name[name].pinned
-        assert not by_name[name].held
+        assert not by_name[name].in_use
         left -= by_name[name].nbytes
     assert left + needed <= budget
 
@@ -179,7 +179,9 @@ async def test_offers_of_peers() -> None:
         ("dram", (CachedModel(weights_id="r", tier="dram", nbytes=1),), (), "t"),
         ("other", (CachedModel(weights_id="x", tier="ssd", nbytes=1),), (), "t"),
     ):
-        await peers.hear(LoaderStatus(node=node, boot_id="b", cached=cached, links=links, peer_url="http://p", peer_token=token))
+        await peers.on_status(
+            LoaderStatus(node=node, boot_id="b", cached=cached, links=links, peer_url="http://p", peer_token=token)
+        )
     assert [o.node for o in peers.offers("r")] == ["idle", "busy"]
     peers.distrust("idle", "r")
     assert [o.node for o in peers.offers("r")] == ["busy"]

@@ -1,4 +1,4 @@
-"""The nodeagent's word on who still lives, and the loader's own earlier and later lives."""
+"""Instances that the nodeagent no longer lists, adoption after a restart, and shutdown."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.loader.domain import room
-from services.loader.domain.effects import CancelRun, Effect, Refused, Remember
+from services.loader.domain.effects import CancelRun, Effect, Refused, WriteRecord
 from services.loader.domain.entries import put
-from services.loader.domain.events import Adopt, Adopted, NodeHeard
-from services.loader.domain.release import is_whole, let_go
+from services.loader.domain.events import Adopt, Adopted, NodeReported
+from services.loader.domain.release import is_whole, release_hold
 from services.loader.domain.state import Entry, Holder, Stage, State
 from shared.contracts.loader import instance_of
 from shared.errors import ShuttingDown
@@ -17,28 +17,28 @@ from weights.pool import chunks
 
 LOST_AFTER_S = 10.0
 MISSING_FOR_S = 3.0
-"""A nodeagent that has just restarted may send a status or two before it has found its engines again."""
+"""A nodeagent that has just restarted may publish statuses before it has adopted its engines."""
 Decision = tuple[State, tuple[Effect, ...]]
 
 
-def node_heard(state: State, event: NodeHeard, now: float) -> Decision:
-    """Let go for holders that the nodeagent has not known for a while: their engines are gone and nobody will release them."""
+def node_reported(state: State, event: NodeReported, now: float) -> Decision:
+    """Release the holds of instances that the nodeagent has not listed for a while: their engines are gone and send no release."""
     effects: list[Effect] = []
     for weights_id in tuple(state.entries):
         entry = state.entries.get(weights_id)
-        if entry is None:  # it has left for others that came to be cached just now
+        if entry is None:  # evicted for others that became cached just now
             continue
         holders = {i: h if h.local else _seen(i, h, event, now) for i, h in entry.holders.items()}
         if holders != entry.holders:
             state = put(state, replace(entry, holders=holders))
         for instance_id in _lost(holders, now):
-            state, more = let_go(state, state.entries[weights_id], instance_id, now)
+            state, more = release_hold(state, state.entries[weights_id], instance_id, now)
             effects.extend(more)
-    # Where the last holders are lost together, those before the last leave nothing to remember.
-    return state, tuple(e for e in effects if not isinstance(e, Remember) or is_whole(state, e.weights_id))
+    # When the last holders are lost together, the record of those before the last is obsolete.
+    return state, tuple(e for e in effects if not isinstance(e, WriteRecord) or is_whole(state, e.weights_id))
 
 
-def _seen(instance_id: str, holder: Holder, event: NodeHeard, now: float) -> Holder:
+def _seen(instance_id: str, holder: Holder, event: NodeReported, now: float) -> Holder:
     if instance_of(instance_id) in event.instances:
         return holder if holder.missing is None else replace(holder, missing=None)
     return holder if holder.missing is not None else replace(holder, missing=now)

@@ -1,1 +1,1 @@
-"""The process behind an instance of any engine but the builtin one: it starts the engine and speaks the mesh for it (ADR 0014)."""
+"""The host process of a non-builtin engine: starts the engine and connects it to the mesh (ADR 0014)."""

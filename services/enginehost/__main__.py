@@ -1,9 +1,9 @@
-"""`python -m services.enginehost SPEC.json`: one hosted engine; the file holds an `EngineStart` as JSON.
+"""Entry points of an engine host.
 
-`python -m services.enginehost --spare ENGINE` is a host in waiting, with an interpreter of the engine that has its imports done: it hosts the
-`EngineStart` that comes as a line of JSON on standard input, and ends with its end.
-
-`python -m services.enginehost --reap INSTANCE` removes the containers that a host which was killed has left behind.
+- `python -m services.enginehost SPEC.json` hosts one engine; the file holds an `EngineStart` as JSON.
+- `python -m services.enginehost --spare ENGINE` is a spare host: it starts an interpreter of the engine and imports its modules. Then it hosts
+  the `EngineStart` that it reads from standard input as one line of JSON.
+- `python -m services.enginehost --reap INSTANCE` removes containers that a killed host left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.enginehost.app import run_host
 from services.enginehost.drivers.registry import DRIVERS
 from services.enginehost.runtimes.container import remove_containers
 from services.enginehost.runtimes.docker import Docker
-from services.enginehost.runtimes.endpoint import ALONE, can_isolate
+from services.enginehost.runtimes.endpoint import LOOPBACK_ENVIRONMENT, can_isolate
 from services.enginehost.runtimes.process import clean_environment
 from services.enginehost.runtimes.spare import Spare
 from services.enginehost.settings import HostSettings
@@ -65,16 +65,16 @@ def host(path: Path) -> int:
 
 
 def wait(engine: str) -> int:
-    """A host in waiting: an end of standard input before a line, or an engine that cannot wait, ends it."""
+    """Run a spare host until standard input closes or the engine's interpreter ends."""
     settings = HostSettings()
     driver = DRIVERS.get(TypeAdapter(Engine).validate_python(engine))
-    command = driver.in_waiting(settings) if driver is not None else None
+    command = driver.spare_command(settings) if driver is not None else None
     if command is None:
-        sys.stderr.write(f"enginehost: no interpreter of {engine} can wait\n")
+        sys.stderr.write(f"enginehost: engine {engine} does not support spare interpreters\n")
         return 2
     python, _, module = command.argv
     network = "own" if driver is not None and driver.isolates and can_isolate() else ""
-    more = ALONE if network else {}
+    more = LOOPBACK_ENVIRONMENT if network else {}
     spare = Spare(python, module, clean_environment("", {**more, **command.env}), settings.engine_niceness, network)
     line = _first_line(spare)
     if not line:
@@ -86,7 +86,7 @@ def wait(engine: str) -> int:
 
 
 def _first_line(spare: Spare) -> bytes:
-    """Empty if nothing more will come, or the interpreter has ended: a host without it is none in waiting."""
+    """Read one line from standard input; empty if it closes or the interpreter ends first."""
     watched = os.pidfd_open(spare.child.pid)
     found = b""
     try:
@@ -101,16 +101,16 @@ def _first_line(spare: Spare) -> bytes:
 
 
 def _redirect(log_path: str) -> None:
-    """What is said from now on belongs to the instance."""
+    """Redirect standard output and error to the instance's log."""
     with Path(log_path).open("ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
 
 
-def _run(start: EngineStart, born: float, spare: Spare | None) -> int:
+def _run(start: EngineStart, started_at_s: float, spare: Spare | None) -> int:
     os.environ.update(start.environment)
     os.environ["THAW_NODE"] = start.node
-    return run_service("enginehost", HostSettings, partial(run_host, start=start, born=born, spare=spare))
+    return run_service("enginehost", HostSettings, partial(run_host, start=start, started_at_s=started_at_s, spare=spare))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Wires one host: starts the engine, waits for a token from it, serves, sleeps and wakes, ends it.
+"""Wiring of one host: start the engine, serve, sleep, wake and stop.
 
-The start: a process or container → its health → whatever the driver has to prepare → a generated token → ready. If the port went to
-someone else meanwhile it is tried on another. The engine's own end at any time is reported as `failed`, with its last words.
+A start runs a process or container, waits for its health endpoint, runs the driver's preparation, and generates a token. If another
+process took the port meanwhile, the host tries another port. When the engine ends by itself, the host reports `failed` with the
+end of its log.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Host(InstanceProcess):
-    """One host process, from its first report to its last."""
+    """One host process."""
 
     _serving: Serving
     _migration: HostMigration
@@ -55,19 +56,19 @@ class Host(InstanceProcess):
         self._settings = settings
         self._engine = Engine(settings, start, timeline, self._reporter, spare)
         self._serving.was_killed = self._engine.was_killed
-        self._asleep: int | None = None
+        self._sleep_level: int | None = None
         self._control_lock = asyncio.Lock()
 
     def _background(self) -> Mapping[str, Coroutine[Any, Any, None]]:
-        return {"processes": self._engine.find_processes_forever()}
+        return {"processes": self._engine.refresh_pids_forever()}
 
     async def _start_engine(self) -> None:
         await self._engine.start()
         self._serving.open(self._engine.driver, self._engine.client)
 
     async def _wait_for_failure(self) -> ThawError:
-        """Until the engine ends, or is found not to answer any more."""
-        await self._let_weights_go()
+        """Wait until the engine ends or stops answering health probes."""
+        await self._release_weights()
         watching = asyncio.create_task(self._watch_health(), name="health")
         try:
             return await self._engine.failure()
@@ -78,18 +79,18 @@ class Host(InstanceProcess):
     async def _stop_engine(self) -> None:
         await self._engine.stop()
 
-    async def _let_weights_go(self) -> None:
-        """What the loader prepared has been copied: two copies need not stay in memory. The nodeagent releases it again at the end."""
+    async def _release_weights(self) -> None:
+        """Release the loader's weights: the engine has its own copy now. The nodeagent releases them again at teardown."""
         if self._start.card.spec.loads_itself:
             return
         request = ReleaseWeights(instance_id=self._start.instance_id)
         try:
             await self._mesh.request(subjects.loader_command(self._start.node), request, WeightsReleased)
         except ThawError as e:
-            log.warning("the loader did not let go of the weights", extra={"error": e.message})
+            log.warning("failed to release weights", extra={"error": e.message})
 
     async def _watch_health(self) -> None:
-        """Ask for a token where no request proves the engine; the second silence in a row ends it."""
+        """Probe an idle engine with a short generation. Two failures in a row declare it failed."""
         interval = self._settings.probe_interval
         missed = 0
         while interval:
@@ -97,28 +98,28 @@ class Host(InstanceProcess):
             if self._serving.idle_s < interval or not self._awake():
                 missed = 0
                 continue
-            error = await self._silence()
+            error = await self._probe_error()
             missed = missed + 1 if error is not None else 0
             if error is None:
                 await asyncio.sleep(interval)
             elif missed >= 2:
-                self._engine.give_up(error)
+                self._engine.declare_failed(error)
                 return
 
-    async def _silence(self) -> EngineFailed | None:
-        """Why an idle engine gives no token; None if it does, or need not."""
+    async def _probe_error(self) -> EngineFailed | None:
+        """Why an idle engine generates no token; None if it does, or is asleep."""
         async with self._control_lock:
             if not self._awake():
                 return None
             try:
                 await self._engine.probe()
             except EngineFailed as e:
-                log.warning("the idle engine gives no token", extra={"error": e.message})
+                log.warning("the idle engine failed a probe", extra={"error": e.message})
                 return e
         return None
 
     def _awake(self) -> bool:
-        return self._asleep is None and not self._serving.draining
+        return self._sleep_level is None and not self._serving.draining
 
     async def _handle_command(self, command: EngineControl) -> Message:
         match command:
@@ -134,52 +135,61 @@ class Host(InstanceProcess):
                     return EngineProbed(same=same, took_ms=took_ms)
             case PrepareResume():
                 return await self._prepare(command)
-        return Done()  # adapters: it has none
+        return Done()  # LoadAdapter, DropAdapter: the engine loads no LoRA adapters
 
     async def _prepare(self, order: PrepareResume) -> Message:
-        if self._serving.draining or self._asleep is not None or self._reporter.state != "ready":
+        if self._serving.draining or self._sleep_level is not None or self._reporter.state != "ready":
             raise InstanceDraining
         return await self._migration.prepare(order, self._engine.driver, self._engine.client)
 
     async def _sleep(self, level: int) -> Message:
         if self._reporter.state not in ("ready", "asleep"):
-            raise EngineFailed(f"the engine is {self._reporter.state}")
+            raise EngineFailed(f"The engine is {self._reporter.state} and cannot sleep now. Try again once it is ready.")
         began = time.monotonic()
-        if self._asleep is None:
+        if self._sleep_level is None:
             self._serving.close()
-            self._asleep = 0
+            self._sleep_level = 0
         try:
             await self._engine.sleep(level)
         except ThawError:
-            if self._asleep == 0 and level:
-                await self._serve_again()
+            if self._sleep_level == 0 and level:
+                await self._resume_serving()
             raise
-        self._asleep = level
+        self._sleep_level = level
         self._reporter.enter("asleep")
         return EngineAsleep(level=level, took_ms=(time.monotonic() - began) * 1e3)
 
     async def _wake(self) -> Message:
-        if self._asleep is None:
+        if self._sleep_level is None:
             same, took_ms = await self._engine.probe()
             return EngineProbed(same=same, took_ms=took_ms)
         began = time.monotonic()
-        await self._engine.wake(self._asleep)
+        await self._engine.wake(self._sleep_level)
         woke_ms = (time.monotonic() - began) * 1e3
         same, took_ms = await self._engine.probe()
         if not same:
-            raise EngineFailed("the engine woke up and answers otherwise than before it slept")
-        await self._serve_again()
+            raise EngineFailed("The engine's output after waking differs from its output before sleeping")
+        await self._resume_serving()
         return EngineProbed(same=same, took_ms=took_ms, woke_ms=woke_ms)
 
-    async def _serve_again(self) -> None:
-        self._asleep = None
+    async def _resume_serving(self) -> None:
+        self._sleep_level = None
         self._serving.open(self._engine.driver, self._engine.client)
         self._reporter.enter("ready")
 
 
-async def run_host(settings: HostSettings, stop: asyncio.Event, start: EngineStart, born: float, spare: Spare | None = None) -> int:
-    """Serve `start` until told to stop; the exit status. `born`: when this process began, or was told what to start, in seconds of the
-    monotonic clock."""
+async def run_host(
+    settings: HostSettings, stop: asyncio.Event, start: EngineStart, started_at_s: float, spare: Spare | None = None
+) -> int:
+    """Serve `start` until a stop signal, and return the exit status.
+
+    Args:
+        settings: Settings of the host.
+        stop: Set by a stop signal.
+        start: What to serve.
+        started_at_s: When this process, or a spare's order, started, in seconds of the monotonic clock.
+        spare: A spare interpreter of the engine.
+    """
     timeline = Timeline("enginehost")
-    timeline.add(Phase.LIBRARIES, born, time.monotonic())
+    timeline.add(Phase.LIBRARIES, started_at_s, time.monotonic())
     return await Host(settings, start, stop, timeline, spare).run()

@@ -22,8 +22,6 @@ class Capabilities(Frozen):
     """Levels of `SleepEngine` beyond 0: 1 keeps the weights in host memory, 2 drops them and reads them again."""
     snapshot: bool = True
     """Its processes may be frozen and paged out, or checkpointed, without its knowledge."""
-    tensor_reuse: bool = False
-    pipeline_stages: bool = False
     lora: bool = False
     honours: frozenset[str] = frozenset()
     """Fields of `shared.contracts.openai.NOT_HONOURED` that it honours."""
@@ -42,7 +40,6 @@ _ALL = frozenset({EVERYTHING})
 CAPABILITIES: dict[Engine, Capabilities] = {
     "builtin": Capabilities(
         token_resume=True,
-        tensor_reuse=True,
         lora=True,
         snapshot=True,
         passes_through=False,

@@ -177,13 +177,13 @@ async def test_one_that_listens_on_a_socket_has_no_network_and_no_other_user_rea
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("--exit", "7"), "exit status 7"), (("--signal", "9"), "signal 9"), (("--eat",), "for want of memory")],
+    [(("--exit", "7"), "exit status 7"), (("--signal", "9"), "signal 9"), (("--eat",), "out-of-memory killer")],
 )
 @pytest.mark.usefixtures("kernel_kills")
 async def test_its_end_is_explained(hosts: Hosts, boxes: Boxes, image: str, arguments: tuple[str, ...], words: str) -> None:
     start = hosts.host(card(image, *arguments))
     report = await hosts.settled(start.instance_id)
-    if words == "for want of memory" and report.state == "ready":
+    if words == "out-of-memory killer" and report.state == "ready":
         assert report.hosted is not None
         assert report.hosted.container is not None
         boxes("update", "--memory", "24m", "--memory-swap", "24m", report.hosted.container)
@@ -222,7 +222,7 @@ async def test_an_image_that_is_not_there(hosts: Hosts, image: str) -> None:
     start = hosts.host(card("thaw-test-none:1", pull="never"))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
-    assert "thaw-test-none:1 is not there" in report.error.message
+    assert "thaw-test-none:1 is not on this node" in report.error.message
     start = hosts.host(card("localhost:1/thaw-test-none:1"))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None

@@ -145,7 +145,7 @@ async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> 
 
 
 def test_one_that_never_generates_is_told_to_who_asked(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.InternalServerError, match="gave no token"):
+    with pytest.raises(openai.InternalServerError, match="generated no token"):
         client.chat.completions.create(model="mute", messages=HELLO)
 
 

@@ -1,1 +1,1 @@
-"""What is particular to one engine: its command line, its API, its ways to sleep. A driver knows nothing of the mesh."""
+"""Drivers: the command line, API and sleep modes of each engine. A driver does not depend on the mesh."""

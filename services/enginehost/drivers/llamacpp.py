@@ -1,4 +1,4 @@
-"""llama.cpp: its own llama-server, or llama-cpp-python's. The latter is what Thaw's tests run."""
+"""llama.cpp: its own llama-server, or the server of llama-cpp-python. Thaw's tests run the latter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OURS = frozenset({"kv_cache_bytes"})
 
 
 class LlamaCpp(Driver):
-    found_by = ("THAW_LLAMACPP_PYTHON", "THAW_LLAMACPP_SERVER")
+    location_variables = ("THAW_LLAMACPP_PYTHON", "THAW_LLAMACPP_SERVER")
     module = "llama_cpp"
 
     @property
@@ -33,7 +33,7 @@ class LlamaCpp(Driver):
 
     @property
     def tokens(self) -> TokenApi | None:
-        """llama-cpp-python's server takes no token ids as a prompt (its prompts are strings), and tells none."""
+        """Token API of llama-server. llama-cpp-python's server takes only text prompts and reports no token ids."""
         return LlamaServerTokens() if self._native else None
 
     @property
@@ -47,7 +47,7 @@ class LlamaCpp(Driver):
         return Command((settings.llamacpp_python, "-m", "llama_cpp.server", *self._python_arguments()))
 
     def arguments(self) -> tuple[str, ...]:
-        """Of llama-server. Its context is shared by its slots."""
+        """Arguments of llama-server. Its slots share the context."""
         launch, spec = self.launch, self.card.spec
         slots = spec.max_concurrency
         # A host that ends with .sock is a Unix socket to it.
@@ -72,7 +72,7 @@ class LlamaCpp(Driver):
             found += ["--embedding", "true"]
         if launch.threads and "n_threads" not in given:
             found += ["--n_threads", str(launch.threads)]
-        # A client's second request must wait its turn: by default it cuts the first one off.
+        # By default a second request interrupts the first one.
         found += ["--interrupt_requests", "false"]
         values = {k: str(v).lower() if isinstance(v, bool) else v for k, v in given.items()}
         return (*found, *flags(values, underscores=True))
@@ -84,11 +84,11 @@ class LlamaCpp(Driver):
         return {k: v for k, v in self.card.spec.engine_args.items() if k not in _OURS}
 
     def _file(self) -> str:
-        """The GGUF file; of several shards the first, which names the others."""
+        """The GGUF file; the first of several shards, which names the others."""
         source = Path(self.launch.model)
         if source.suffix == ".gguf":
             return str(source)
         found = sorted(source.glob("*.gguf"))
         if not found:
-            raise InvalidModel(f"{source} has no .gguf file; llama.cpp reads nothing else")
+            raise InvalidModel(f"{source} has no .gguf file, and llama.cpp reads no other format")
         return str(found[0])

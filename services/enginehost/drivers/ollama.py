@@ -1,7 +1,7 @@
-"""Ollama, after its documentation (docs/api.md, docs/openai.md, docs/faq.md of ollama/ollama). Not run by us.
+"""Ollama, according to its documentation (docs/api.md, docs/openai.md, docs/faq.md of ollama/ollama). Not run by Thaw's tests.
 
-It keeps models in a store of its own: `engine://NAME` is pulled if the store lacks it, and a GGUF file is put there under a name made of its
-digest. One server is started for each instance, so that its memory is the instance's.
+Ollama keeps models in its own store: `engine://NAME` is pulled if it is missing, and a GGUF file is stored under a name made of its digest.
+Each instance has a server of its own, so that the server's memory is the instance's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, Told
+from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, OnProgress
 from services.enginehost.http1 import Client, HttpError, HttpRequest, call, json_request
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InvalidModel
@@ -21,7 +21,7 @@ _FOREVER = -1
 
 
 class Ollama(Driver):
-    found_by = ("THAW_OLLAMA_PROGRAM",)
+    location_variables = ("THAW_OLLAMA_PROGRAM",)
 
     health_path = "/api/version"
     _name = ""
@@ -50,15 +50,15 @@ class Ollama(Driver):
         return found | {k: str(v) for k, v in spec.engine_args.items() if k.startswith("OLLAMA_")}
 
     def headers(self) -> dict[str, str]:
-        """It knows no keys."""
+        """No headers: Ollama has no API keys."""
         return {}
 
-    async def prepare(self, client: Client, told: Told) -> None:
-        """Have the model in Ollama's store, then in memory."""
+    async def prepare(self, client: Client, on_progress: OnProgress) -> None:
+        """Load the model into Ollama's store, then into memory."""
         if self.launch.model.endswith(".gguf"):
-            await self._create(client, Path(self.launch.model), told)
+            await self._create(client, Path(self.launch.model), on_progress)
         elif not await self._has(client):
-            await self._pull(client, told)
+            await self._pull(client, on_progress)
         await self._load(client)
 
     async def _has(self, client: Client) -> bool:
@@ -68,7 +68,7 @@ class Ollama(Driver):
             raise EngineFailed(f"asking Ollama for {self.served_name}: {e}") from e
         return status == 200
 
-    async def _pull(self, client: Client, told: Told) -> None:
+    async def _pull(self, client: Client, on_progress: OnProgress) -> None:
         try:
             response = await client.send(json_request("/api/pull", {"model": self.served_name}))
             try:
@@ -76,15 +76,15 @@ class Ollama(Driver):
                 while piece := await response.read():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in filter(None, lines):
-                        _pulled(json.loads(line), self.served_name, told)
+                        _pulled(json.loads(line), self.served_name, on_progress)
             finally:
                 response.close()
         except (HttpError, ValueError) as e:
             raise EngineFailed(f"Ollama's download of {self.served_name}: {e}") from e
 
-    async def _create(self, client: Client, path: Path, told: Told) -> None:
-        """The blob goes over the port in one request: a server on this machine reads it as fast as the disk does."""
-        told(Phase.FETCH, 0.0)
+    async def _create(self, client: Client, path: Path, on_progress: OnProgress) -> None:
+        """Upload the file in one request: a local server reads it as fast as the disk does."""
+        on_progress(Phase.FETCH, 0.0)
         digest = await asyncio.to_thread(_digest, path)
         self._name = f"thaw-{digest.removeprefix('sha256:')[:16]}"
         if await self._has(client):
@@ -94,10 +94,10 @@ class Ollama(Driver):
             await call(client, HttpRequest("POST", f"/api/blobs/{digest}", path.read_bytes()), "giving Ollama the model's file")
         created = json_request("/api/create", {"model": self._name, "files": {path.name: digest}, "stream": False})
         await call(client, created, "making an Ollama model of the file")
-        told(Phase.FETCH, 1.0)
+        on_progress(Phase.FETCH, 1.0)
 
     async def _load(self, client: Client) -> None:
-        """A model that embeds has no text to generate, and its endpoint no empty request: it is given a word."""
+        """Load the model into memory. An embedding model has no empty request, so it embeds one word."""
         asked = {"model": self.served_name, "keep_alive": _FOREVER}
         if self.card.info.task == "embed":
             request = json_request("/api/embed", {**asked, "input": PROBE_PROMPT})
@@ -122,12 +122,12 @@ class Ollama(Driver):
         await self._load(client)
 
 
-def _pulled(message: dict[str, object], name: str, told: Told) -> None:
+def _pulled(message: dict[str, object], name: str, on_progress: OnProgress) -> None:
     if "error" in message:
-        raise EngineFailed(f"Ollama cannot download {name}: {message['error']}")
+        raise EngineFailed(f"Ollama failed to download {name}: {message['error']}")
     total, completed = message.get("total"), message.get("completed")
     if isinstance(total, int) and isinstance(completed, int) and total:
-        told(Phase.FETCH, completed / total)
+        on_progress(Phase.FETCH, completed / total)
 
 
 def _digest(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""A directory that lends vLLM Thaw's plug-in without installing anything: links to our packages, and the entry point that vLLM looks for.
+"""A directory on vLLM's PYTHONPATH that provides Thaw's plug-in: links to its packages, and the entry point.
 
-Our own environment on its PYTHONPATH would do too, and would bring our torch along.
+Thaw's own site-packages would work too, but would also shadow vLLM's torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _ENTRY_POINTS = "[vllm.general_plugins]\nthaw = weights.vllm_plugin:register\n"
 
 
 def plugin_path(directory: Path) -> Path:
-    """Make the overlay in `directory` if it is not there; hosts may do so at the same time. Raises `OSError`."""
-    told = directory / "thaw_vllm_plugin-1.dist-info"
-    told.mkdir(parents=True, exist_ok=True)
+    """Create the overlay in `directory` if it does not exist. Hosts may do so concurrently. Raises `OSError`."""
+    metadata = directory / "thaw_vllm_plugin-1.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
     for name, text in (("METADATA", _METADATA), ("entry_points.txt", _ENTRY_POINTS)):
-        temporary = told / f".{name}.{os.getpid()}"
+        temporary = metadata / f".{name}.{os.getpid()}"
         temporary.write_text(text)
-        temporary.replace(told / name)
+        temporary.replace(metadata / name)
     for package in _PACKAGES:
         spec = find_spec(package)
         assert spec is not None

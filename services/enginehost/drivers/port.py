@@ -1,4 +1,4 @@
-"""The port that engines are driven through, and what OpenAI-compatible ones have in common."""
+"""The driver interface, and the behaviour that OpenAI-compatible engines share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shared.contracts.models import ENGINE_SOURCE, ModelCard
 from shared.contracts.phases import Phase
 from shared.errors import InvalidModel, UnsupportedParameter
 
-Told = Callable[[Phase, float], None]
-"""`(phase, share of it that is done)`, for preparations that can tell."""
+OnProgress = Callable[[Phase, float], None]
+"""Receives `(phase, completed share)` during preparation."""
 PROBE_TOKENS = 4
 PROBE_PROMPT = "Hello"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a driver makes a command line of. `key`: a secret that the engine is to ask of its callers, where it can."""
+    """The parameters of a command line. `key` is an API key that the engine shall require, if it can."""
 
     card: ModelCard
     device: str
@@ -34,15 +34,15 @@ class Launch:
     settings: HostSettings
     threads: int = 0
     devices: tuple[str, ...] = ()
-    """All of its devices, where there are several."""
+    """All devices, if there are several."""
     socket: str = ""
-    """Unix socket that it is reached by; empty where it is reached by a port."""
+    """Unix socket that the engine is reached by; empty if it is reached by a port."""
     is_private: bool = False
-    """Whether no other user of the machine reaches it."""
+    """True if no other user of the machine can reach the engine."""
 
     @property
     def gpus(self) -> list[str]:
-        """Numbers of the GPUs that it has."""
+        """Numbers of the engine's GPUs."""
         return [d.removeprefix("cuda:") for d in self.devices or (self.device,)] if self.on_cuda else []
 
     @property
@@ -51,7 +51,7 @@ class Launch:
 
     @property
     def model(self) -> str:
-        """What the engine is told to serve: a path, or the name by which it knows the model."""
+        """The model argument of the engine: a path, or a name that the engine knows."""
         source = self.card.info.source
         if source.startswith(ENGINE_SOURCE):
             return source.removeprefix(ENGINE_SOURCE)
@@ -59,7 +59,7 @@ class Launch:
 
     @property
     def remote(self) -> bool:
-        """Whether the engine has to fetch the model from the hub itself."""
+        """True if the engine has to download the model from the hub itself."""
         return self.card.info.source.startswith("hf://")
 
     @property
@@ -67,7 +67,7 @@ class Launch:
         return self.card.info.source.rpartition("@")[2] if self.remote and "@" in self.card.info.source else ""
 
     def fill(self, text: str) -> str:
-        """`text` with {model}, {name}, {host}, {port} and {socket} filled in; other braces stay."""
+        """`text` with {model}, {name}, {host}, {port} and {socket} replaced; other braces stay."""
         known = {"model": self.model, "name": self.card.name, "host": self.host, "port": str(self.port), "socket": self.socket}
         for name, value in known.items():
             text = text.replace("{" + name + "}", value)
@@ -76,51 +76,53 @@ class Launch:
 
 @dataclass(frozen=True)
 class Command:
-    """Program and arguments, and what is added to its environment."""
+    """Program and arguments, and additions to the environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 class Driver:
-    """An engine that opens an OpenAI-compatible port. Each method states what is the same for most of them."""
+    """An engine with an OpenAI-compatible port. The methods hold what is common to most engines."""
 
     health_path = "/health"
     stream_usage = True
-    """Whether `stream_options.include_usage` is understood."""
-    found_by: tuple[str, ...] = ()
-    """The node's variables that say where its program is, or the interpreter that has its `module`."""
+    """Whether the engine supports `stream_options.include_usage`."""
+    location_variables: tuple[str, ...] = ()
+    """The node's variables with the path of the program, or of the interpreter that has its `module`."""
     module = ""
     program = ""
-    """The module that an interpreter of it runs: one in waiting has that imported."""
+    """The module that the interpreter runs; a spare interpreter has imported it."""
 
     isolates = True
-    """Whether it runs in a network of its own, unless the model says otherwise: it speaks to nobody but its host."""
+    """Whether the engine runs in its own network namespace by default: it talks only to its host."""
 
     @property
     def takes_socket(self) -> bool:
-        """Whether the engine listens on a Unix socket where it is started by `command`; else on a port."""
+        """Whether the engine listens on a Unix socket if `command` starts it, instead of a port."""
         return False
 
     @classmethod
-    def in_waiting(cls, settings: HostSettings) -> Command | None:
-        """Interpreter and module of an engine that may wait with its imports done, and what of the environment they read; None: it may not."""
+    def spare_command(cls, settings: HostSettings) -> Command | None:
+        """Interpreter and module of a spare, with the environment that its imports read; None: not supported."""
         return None
 
     @property
     def tokens(self) -> TokenApi | None:
-        """How it takes prompts as token ids and tells those that it generates: then another engine can go on with its answers, and it with
-        theirs. None: it does not."""
+        """How the engine accepts prompts as token ids and reports generated ids, so that responses can be resumed.
+
+        None: it does not.
+        """
         return None
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether what it has computed of a sequence is found again by a request that begins with it."""
+        """Whether a request reuses the computed prefix of an earlier one."""
         return False
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """Fields of a request that all others go before; none where the engine takes them as they come."""
+        """Request fields for the lowest priority; empty if the engine has no priorities."""
         return {}
 
     def __init__(self, launch: Launch) -> None:
@@ -136,30 +138,35 @@ class Driver:
         return self.card.name
 
     def command(self) -> Command:
-        """How the engine is started as a process, where the model has no `command` of its own."""
+        """The command of an engine process, if the model specifies none."""
         raise InvalidModel(f"{self.card.name}: engine {self.card.spec.engine} needs a command")
 
-    def not_here(self, words: str) -> str:
-        """What to do if an engine's last words say that it is not installed where it was looked for; else nothing."""
+    def install_hint(self, log_tail: str) -> str:
+        """Advice if the end of the log shows that the engine is not installed; else empty."""
         spec = self.card.spec
-        lacks = self.module and re.search(rf"No module named '?{self.module}\b", words)
-        if spec.command or spec.container is not None or not self.found_by or not (lacks or "cannot be started: " in words):
+        lacks = self.module and re.search(rf"No module named '?{self.module}\b", log_tail)
+        if (
+            spec.command
+            or spec.container is not None
+            or not self.location_variables
+            or not (lacks or "cannot be started: " in log_tail)
+        ):
             return ""
         return (
-            f"\n{spec.engine} is not there: say where this node has it with {' or '.join(self.found_by)}, in the environment of "
+            f"\n{spec.engine} is not installed on this node: set {' or '.join(self.location_variables)} to its location, in the environment of "
             "`thaw up` or in thaw.yaml under mesh.environment"
         )
 
     def arguments(self) -> tuple[str, ...]:
-        """What an image's entrypoint gets, for engines whose official image takes the server's arguments."""
+        """Container arguments, for engines whose official image takes the server's arguments."""
         raise InvalidModel(f"{self.card.name}: say container.args; engine {self.card.spec.engine} has no arguments of its own")
 
     def environment(self) -> dict[str, str]:
-        """Variables of the engine, whatever its command."""
+        """Environment variables of the engine, whatever its command."""
         return {}
 
     def headers(self) -> dict[str, str]:
-        """Of every request to the engine."""
+        """Headers of every request to the engine."""
         return {"authorization": f"Bearer {self.launch.key}"} if self.launch.key else {}
 
     @property
@@ -168,7 +175,7 @@ class Driver:
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:
-        """Levels of `SleepEngine` beyond 0 that the engine has on this device."""
+        """Levels of `SleepEngine` beyond 0 that the engine supports on this device."""
         return ()
 
     async def healthy(self, client: Client) -> bool:
@@ -178,15 +185,15 @@ class Driver:
             return False
         return 200 <= status < 300
 
-    async def prepare(self, client: Client, told: Told) -> None:
-        """What is to be done between health and the first token, such as a download into the engine's own store."""
+    async def prepare(self, client: Client, on_progress: OnProgress) -> None:
+        """Work between health and the first token, such as a download into the engine's own store."""
 
     def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A client's request as the engine is to get it."""
+        """A client's request body as sent to the engine."""
         return {**body, "model": self.served_name}
 
     def probes(self) -> list[HttpRequest]:
-        """Requests whose answer proves the engine, in the order to try: a 404 or 405 leads to the next."""
+        """Requests that prove that the engine works, in the order to try: after a 404 or 405 the next one is tried."""
         if self.card.info.task == "embed":
             return [json_request("/v1/embeddings", {"model": self.served_name, "input": PROBE_PROMPT})]
         asked = {"model": self.served_name, "max_tokens": PROBE_TOKENS, "temperature": 0, "stream": False}
@@ -202,7 +209,10 @@ class Driver:
 
 
 def flags(arguments: Mapping[str, Any], *, underscores: bool = False, no_prefix: bool = True) -> list[str]:
-    """`engine_args` as command-line options: true is --name, false --no-name (or nothing), a list its values, a mapping JSON."""
+    """`engine_args` as command-line options.
+
+    true becomes --name, false --no-name (or nothing), a list its values, a mapping JSON.
+    """
     found: list[str] = []
     for key, value in arguments.items():
         name = "--" + (key if underscores else key.replace("_", "-"))

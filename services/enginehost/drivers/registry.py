@@ -1,4 +1,4 @@
-"""Which driver drives which engine."""
+"""The driver of each engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's server, after its documentation (docs.sglang.io: server arguments, native APIs). Not run by us."""
+"""SGLang's server, according to its documentation (docs.sglang.io: server arguments, native APIs). Not run by Thaw's tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WEIGHTS = "weights"
 
 
 class Sglang(Driver):
-    found_by = ("THAW_SGLANG_PYTHON",)
+    location_variables = ("THAW_SGLANG_PYTHON",)
     module = "sglang"
 
     def command(self) -> Command:
@@ -43,7 +43,7 @@ class Sglang(Driver):
         return (*found, *flags(given, no_prefix=False))
 
     def headers(self) -> dict[str, str]:
-        """Its key can only be given on the command line, where every user of the machine could read it: there is none."""
+        """No headers: the key would be on the command line, which every user of the machine can read."""
         return {}
 
     def environment(self) -> dict[str, str]:
@@ -51,14 +51,14 @@ class Sglang(Driver):
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:
-        """Without a copy of the weights in host memory there is no level 1: what it gives up of them is lost."""
+        """Level 1 needs a copy of the weights in host memory; without it the weights are lost."""
         args = self.card.spec.engine_args
         if not self.launch.on_cuda or not args.get("enable_memory_saver", True):
             return ()
         return (1, 2) if args.get("enable_weights_cpu_backup", True) else (2,)
 
     async def sleep(self, client: Client, level: int) -> None:
-        """Both levels give up the KV cache and the weights; after level 1 its own copy of them comes back, after level 2 they are read again."""
+        """Release KV cache and weights. After level 1 SGLang restores its own copy, after level 2 it reads them again."""
         tags = {"tags": [_KV, _WEIGHTS]}
         await call(client, json_request("/release_memory_occupation", tags), f"putting SGLang to sleep at level {level}")
 

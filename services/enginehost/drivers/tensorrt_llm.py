@@ -1,4 +1,4 @@
-"""TensorRT-LLM's trtllm-serve, after its documentation (commands/trtllm-serve, 1.x). Not run by us."""
+"""TensorRT-LLM's trtllm-serve, according to its documentation (commands/trtllm-serve, 1.x). Not run by Thaw's tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _OURS = frozenset({"kv_cache_bytes"})
 
 
 class TensorrtLlm(Driver):
-    found_by = ("THAW_TRTLLM_SERVE",)
+    location_variables = ("THAW_TRTLLM_SERVE",)
 
     def command(self) -> Command:
         return Command((self.launch.settings.trtllm_serve, *self.arguments()))
@@ -23,7 +23,7 @@ class TensorrtLlm(Driver):
         return (*found, *flags(given, underscores=True, no_prefix=False))
 
     def headers(self) -> dict[str, str]:
-        """It knows no keys."""
+        """No headers: trtllm-serve has no API keys."""
         return {}
 
     def environment(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How an engine's server tells the ids of its tokens and takes them: what another engine needs to go on with an answer, and this one with its."""
+"""How an engine's server reports the token ids of a response, and accepts them, so that engines can resume each other's responses."""
 
 from __future__ import annotations
 
@@ -23,39 +23,47 @@ _TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Told:
-    """Of one event: its tokens. `prompt`: that of the request, where it is told. `made`: tokens generated so far, where that is told; None: all
-    that there are have been told."""
+class EventTokens:
+    """The tokens of one event.
+
+    Args:
+        ids: Token ids of the event.
+        prompt: Token ids of the prompt, if the event has them.
+        generated: Number of tokens generated so far, if the event has it; None: all tokens have been reported.
+    """
 
     ids: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
-    made: int | None = None
+    generated: int | None = None
 
 
 class TokenApi(ABC):
-    """`asked`: fields of a request that have its tokens told. `fixing`: fields that make an answer one that only its engine can end, beside
-    those that do everywhere; why."""
+    """Token ids in one server's API.
 
-    asked: ClassVar[Mapping[str, Any]]
-    fixing: ClassVar[Mapping[str, str]] = {}
-    tells_prompt = True
-    """Whether a stream tells the ids of its prompt; else they are asked for."""
+    - `request_fields`: request fields that make the server report token ids.
+    - `blocking_fields`: request fields that make a response impossible to resume elsewhere, with the reason.
+    """
 
-    def unfollowed(self, endpoint: str) -> str:
-        """Why the tokens of such answers are not told; empty: they are."""
+    request_fields: ClassVar[Mapping[str, Any]]
+    blocking_fields: ClassVar[Mapping[str, str]] = {}
+    includes_prompt_ids = True
+    """Whether a stream has the ids of its prompt; otherwise the host asks for them."""
+
+    def untracked_reason(self, endpoint: str) -> str:
+        """Why the endpoint's responses have no token ids; empty if they have."""
         return ""
 
     @abstractmethod
-    def told(self, message: dict[str, Any], choice: dict[str, Any], *, hide: bool) -> Told:
-        """What an event tells. With `hide` it is taken out of it, as its client did not ask for it."""
+    def extract(self, message: dict[str, Any], choice: dict[str, Any], *, hide: bool) -> EventTokens:
+        """The tokens of an event. With `hide` they are removed from the event, because the client did not request them."""
 
     @abstractmethod
-    def retell(self, message: dict[str, Any], choice: dict[str, Any], ids: Sequence[int]) -> None:
-        """Have an event of a resumed answer tell these tokens, and no prompt: its client has the others."""
+    def replace_ids(self, message: dict[str, Any], choice: dict[str, Any], ids: Sequence[int]) -> None:
+        """Replace the event's token ids by `ids` and remove the prompt: the client has the others."""
 
     @abstractmethod
     async def prompt(self, body: Mapping[str, Any], model: str, client: Client, *, chat: bool) -> list[int]:
-        """The prompt's token ids, as the engine makes them."""
+        """Token ids of the prompt, as the engine tokenises it."""
 
     @abstractmethod
     async def text(self, tokens: Sequence[int], model: str, client: Client) -> str: ...
@@ -64,17 +72,17 @@ class TokenApi(ABC):
 class VllmTokens(TokenApi):
     """`return_token_ids`, /tokenize and /detokenize."""
 
-    asked: ClassVar = {"return_token_ids": True}
+    request_fields: ClassVar = {"return_token_ids": True}
 
-    def told(self, message: dict[str, Any], choice: dict[str, Any], *, hide: bool) -> Told:
+    def extract(self, message: dict[str, Any], choice: dict[str, Any], *, hide: bool) -> EventTokens:
         prompt = message.get("prompt_token_ids") or choice.get("prompt_token_ids") or ()
-        found = Told(tuple(choice.get("token_ids") or ()), tuple(prompt))
+        found = EventTokens(tuple(choice.get("token_ids") or ()), tuple(prompt))
         if hide:
             for place, name in ((message, "prompt_token_ids"), (choice, "prompt_token_ids"), (choice, "token_ids")):
                 place.pop(name, None)
         return found
 
-    def retell(self, message: dict[str, Any], choice: dict[str, Any], ids: Sequence[int]) -> None:
+    def replace_ids(self, message: dict[str, Any], choice: dict[str, Any], ids: Sequence[int]) -> None:
         message.pop("prompt_token_ids", None)
         choice.pop("prompt_token_ids", None)
         choice["token_ids"] = list(ids)
@@ -87,60 +95,63 @@ class VllmTokens(TokenApi):
             asked |= {k: body[k] for k in _TEMPLATE if body.get(k) is not None}
         else:
             asked |= {"prompt": body["prompt"], "add_special_tokens": body.get("add_special_tokens", True)}
-        return await _counted(asked, client)
+        return await _tokenize(asked, client)
 
     async def text(self, tokens: Sequence[int], model: str, client: Client) -> str:
-        return await _read({"model": model, "tokens": list(tokens)}, "prompt", client)
+        return await _detokenize({"model": model, "tokens": list(tokens)}, "prompt", client)
 
 
 class LlamaServerTokens(TokenApi):
-    """llama-server's /v1/completions with `verbose`: each event has its last token, and how many there are. Of a character that several tokens
-    make only the last is told: such an answer is gone on with from before it. Its /v1/chat/completions tells none."""
+    """llama-server's /v1/completions with `verbose`.
 
-    asked: ClassVar = {"return_tokens": True, "verbose": True}
-    fixing: ClassVar = {
-        "grammar": "its grammar would begin anew",
-        "json_schema": "its grammar would begin anew",
-        "mirostat": "mirostat remembers what was generated here only",
-        "repeat_penalty": "penalties count what was generated here only",
-        "dry_multiplier": "penalties count what was generated here only",
-        "n_probs": "log-probabilities of two engines have two forms",
+    Each event has its last token and the number of tokens. Of a character made of several tokens only the last is reported, so such a
+    response is resumed from before it. /v1/chat/completions reports no tokens.
+    """
+
+    request_fields: ClassVar = {"return_tokens": True, "verbose": True}
+    blocking_fields: ClassVar = {
+        "grammar": "the grammar would restart",
+        "json_schema": "the grammar would restart",
+        "mirostat": "mirostat depends on tokens generated by the same engine",
+        "repeat_penalty": "penalties count only tokens generated by the same engine",
+        "dry_multiplier": "penalties count only tokens generated by the same engine",
+        "n_probs": "log-probabilities differ in format between engines",
     }
-    tells_prompt = False
+    includes_prompt_ids = False
 
-    def unfollowed(self, endpoint: str) -> str:
-        return "llama-server tells the token ids of text completions, not of chats" if endpoint == "chat" else ""
+    def untracked_reason(self, endpoint: str) -> str:
+        return "llama-server reports token ids of text completions, not of chats" if endpoint == "chat" else ""
 
-    def told(self, message: dict[str, Any], choice: dict[str, Any], *, hide: bool) -> Told:
+    def extract(self, message: dict[str, Any], choice: dict[str, Any], *, hide: bool) -> EventTokens:
         found = message.get("__verbose") or {}
         if hide:
             message.pop("__verbose", None)
-        return Told(tuple(found.get("tokens") or ()), made=found.get("tokens_predicted", -1))
+        return EventTokens(tuple(found.get("tokens") or ()), generated=found.get("tokens_predicted", -1))
 
-    def retell(self, message: dict[str, Any], choice: dict[str, Any], ids: Sequence[int]) -> None:
+    def replace_ids(self, message: dict[str, Any], choice: dict[str, Any], ids: Sequence[int]) -> None:
         if "__verbose" in message:
             message["__verbose"]["tokens"] = list(ids)
 
     async def prompt(self, body: Mapping[str, Any], model: str, client: Client, *, chat: bool) -> list[int]:
         if isinstance(body["prompt"], list):
             return list(body["prompt"])
-        return await _counted({"content": body["prompt"], "add_special": True, "parse_special": True}, client)
+        return await _tokenize({"content": body["prompt"], "add_special": True, "parse_special": True}, client)
 
     async def text(self, tokens: Sequence[int], model: str, client: Client) -> str:
-        return await _read({"tokens": list(tokens)}, "content", client)
+        return await _detokenize({"tokens": list(tokens)}, "content", client)
 
 
-async def _counted(asked: dict[str, Any], client: Client) -> list[int]:
-    answer = from_json(await call(client, json_request("/tokenize", asked), "counting the prompt's tokens"))
+async def _tokenize(asked: dict[str, Any], client: Client) -> list[int]:
+    answer = from_json(await call(client, json_request("/tokenize", asked), "tokenising the prompt"))
     tokens = answer.get("tokens")
     if not isinstance(tokens, list):
-        raise EngineFailed("counting the prompt's tokens: the engine did not tell them")
+        raise EngineFailed("tokenising the prompt: the engine returned no tokens")
     return tokens
 
 
-async def _read(asked: dict[str, Any], name: str, client: Client) -> str:
-    answer = from_json(await call(client, json_request("/detokenize", asked), "reading the answer's tokens"))
+async def _detokenize(asked: dict[str, Any], name: str, client: Client) -> str:
+    answer = from_json(await call(client, json_request("/detokenize", asked), "detokenising the response"))
     text = answer.get(name)
     if not isinstance(text, str):
-        raise EngineFailed("reading the answer's tokens: the engine did not tell their text")
+        raise EngineFailed("detokenising the response: the engine returned no text")
     return text

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server. Options and endpoints as in its documentation; run by Thaw's tests with 0.32 on cpu."""
+"""vLLM's OpenAI server, options and endpoints as documented; Thaw's tests run version 0.32 on cpu."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 class Vllm(Driver):
-    found_by = ("THAW_VLLM_PYTHON",)
+    location_variables = ("THAW_VLLM_PYTHON",)
     module = "vllm"
     program = "vllm.entrypoints.openai.api_server"
 
@@ -38,17 +38,18 @@ class Vllm(Driver):
 
     @property
     def _policy(self) -> str | None:
-        """In which order it takes requests; None: whoever wrote its command line knows."""
+        """The scheduling policy; None: unknown, because the operator wrote the command line."""
         spec = self.card.spec
         if spec.command or (spec.container is not None and spec.container.args is not None):
             return None
         return str(spec.engine_args.get("scheduling_policy", "priority"))
 
     def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises `UnsupportedParameter` for a rank among others' requests, which clients have only where the operator gives it to them."""
+        """Raise `UnsupportedParameter` for a priority, unless the operator enabled priorities for clients."""
         if body.get("priority") and self.last and "scheduling_policy" not in self.card.spec.engine_args:
             raise UnsupportedParameter(
-                "requests have no priority here (engine_args: scheduling_policy: priority)", param="priority"
+                "This model's requests have no priority. Set engine_args: scheduling_policy: priority to allow it.",
+                param="priority",
             )
         return super().body(body)
 
@@ -57,7 +58,7 @@ class Vllm(Driver):
         return Command((self.launch.settings.vllm_python, "-m", self.program, *self.arguments()))
 
     @classmethod
-    def in_waiting(cls, settings: HostSettings) -> Command | None:
+    def spare_command(cls, settings: HostSettings) -> Command | None:
         return Command((settings.vllm_python, "-m", cls.program), {**_QUIET, "HF_HUB_OFFLINE": "1"})
 
     def arguments(self) -> tuple[str, ...]:
@@ -72,10 +73,10 @@ class Vllm(Driver):
             found.append("--trust-remote-code")
         given = {k: v for k, v in spec.engine_args.items() if k not in _OURS}
         if launch.kv_bytes and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
-            # Its option is for each GPU; ours is for all of them.
+            # vLLM's option is per GPU; Thaw's is for all GPUs.
             found += ["--kv-cache-memory-bytes", str(launch.kv_bytes // max(1, len(launch.gpus)))]
             if launch.on_cuda:
-                # It has no say in the size then, but a start is refused while less than this share of the GPU is free: others may have it.
+                # The option no longer sets the size, but vLLM refuses to start while a smaller share of the GPU is free.
                 found += ["--gpu-memory-utilization", _ANY_SHARE]
         if not launch.on_cuda and "enforce_eager" not in given:
             # Compiling takes a minute on cpu and gains little there.
@@ -83,7 +84,7 @@ class Vllm(Driver):
         if self.sleep_levels and "enable_sleep_mode" not in given:
             found.append("--enable-sleep-mode")
         if "scheduling_policy" not in given:
-            found += ["--scheduling-policy", "priority"]  # what is computed ahead for a migration comes last
+            found += ["--scheduling-policy", "priority"]  # prefill for migrations has the lowest priority
         if self._from_loader:
             extra = {"socket": str(loader_socket(launch.settings.node_state)), "source": self.card.info.source}
             given["model_loader_extra_config"] = {**extra, **dict(given.get("model_loader_extra_config") or {})}
@@ -91,7 +92,7 @@ class Vllm(Driver):
 
     @property
     def _from_loader(self) -> bool:
-        """Whether vLLM gets its weights from this node's loader, by our plug-in."""
+        """Whether vLLM gets its weights from this node's loader, through Thaw's plug-in."""
         return self.card.spec.engine_args.get("load_format") == "thaw"
 
     def environment(self) -> dict[str, str]:
@@ -101,7 +102,7 @@ class Vllm(Driver):
         if not self.launch.remote:
             found["HF_HUB_OFFLINE"] = "1"
         if not self.launch.on_cuda and 0 < self.launch.threads < (os.cpu_count() or 1):
-            # By itself it binds a thread to each core but one; those of a node would all bind to the same ones.
+            # By default vLLM binds a thread to each core but one, so all engines of a node would use the same cores.
             found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.launch.threads)}
         if self._from_loader:
             found["PYTHONPATH"] = self._plugin()
@@ -115,12 +116,12 @@ class Vllm(Driver):
         try:
             overlay = str(plugin_path(self.launch.settings.node_state / "agent" / "vllm-plugin"))
         except OSError as e:
-            raise EngineFailed(f"vLLM's plug-in cannot be put at its place: {e}") from e
+            raise EngineFailed(f"The directory of vLLM's plug-in cannot be written: {e}") from e
         return os.pathsep.join(filter(None, (overlay, os.environ.get("PYTHONPATH"))))
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:
-        """Its endpoints for that take no key, and run whatever they are sent: they are there only where nobody else reaches them."""
+        """Sleep levels, only if the engine is private: vLLM's sleep endpoints require no key."""
         enabled = self.card.spec.engine_args.get("enable_sleep_mode", True)
         return (1, 2) if self.launch.on_cuda and self.launch.is_private and enabled else ()
 
@@ -128,8 +129,7 @@ class Vllm(Driver):
         await call(client, HttpRequest("POST", f"{_SLEEP_PATH}?level={level}"), f"putting vLLM to sleep at level {level}")
 
     async def wake(self, client: Client, level: int) -> None:
-        """After level 2 the weights are gone and must be read again before the KV cache comes back: without it vLLM answers, and talks
-        nonsense."""
+        """Wake vLLM. After level 2 the weights are read again before the KV cache returns; otherwise vLLM generates garbage."""
         if level == 2:
             await call(client, HttpRequest("POST", "/wake_up?tags=weights"), "waking vLLM")
             await call(client, json_request("/collective_rpc", {"method": "reload_weights"}), "having vLLM read its weights again")

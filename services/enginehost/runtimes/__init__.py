@@ -1,1 +1,1 @@
-"""How an engine runs: as processes of this machine, or as a container."""
+"""Runtimes: an engine as processes of this machine, or as a container."""

@@ -1,4 +1,4 @@
-"""An engine as a container of the node's Docker or Podman: the same life as a process's, and known by its labels to whoever cleans up."""
+"""An engine as a container of the node's Docker or Podman, identified by its labels."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import psutil
 from services.enginehost.drivers.port import Launch
 from services.enginehost.http1 import Address, HttpError
 from services.enginehost.runtimes.docker import Docker, NoSuchImage
-from services.enginehost.runtimes.endpoint import CONTAINER_DIRECTORY, LOOPBACK, ON_LOOPBACK, Reach
-from services.enginehost.runtimes.port import Activity, Ended
+from services.enginehost.runtimes.endpoint import CONTAINER_DIRECTORY, LOOPBACK, LOOPBACK_ENDPOINT, Endpoint
+from services.enginehost.runtimes.port import Activity, EngineExit
 from services.enginehost.runtimes.process import oom_kills
 from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart
@@ -31,32 +31,32 @@ LABEL_INSTANCE = "thaw.instance"
 LABEL_NODE = "thaw.node"
 _GPU_CAPABILITIES = [["gpu"]]
 NETWORK = "thaw-engines"
-"""A bridge of the engines' own, on which they do not reach each other, nor other containers them."""
+"""A bridge for engines, on which they cannot reach each other and other containers cannot reach them."""
 _MEMORY_SHARE = 0.9
-"""Of the machine's memory: an engine that takes more is killed before the kernel looks for a victim among the mesh's processes."""
+"""Share of the machine's memory: a larger engine is killed before the kernel picks a victim among the mesh's processes."""
 _LOG_WITHIN_S = 1.0
 _KILLED = 137
-"""A shell's way to tell SIGKILL."""
-Told = Callable[[Phase, float], None]
+"""Exit status of a process killed by SIGKILL, as a shell reports it."""
+OnProgress = Callable[[Phase, float], None]
 
 
 class EngineContainer:
-    """A container that has been started. `pid` is 0 if it has ended meanwhile."""
+    """A started container. `pid` is 0 if it has exited already."""
 
     def __init__(self, docker: Docker, container: str, pid: int, address: Address, log_path: Path) -> None:
         self._docker = docker
         self.container = container
         self._pid = pid
         self._log_path = log_path
-        self._said = 0
+        self._log_bytes = 0
         self._oom_before = oom_kills()
         self.address = address
-        self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[EngineExit] = asyncio.get_running_loop().create_future()
         self._following = asyncio.create_task(self._follow(), name="container log")
         self._waiting = asyncio.create_task(self._wait(), name="container end")
 
     def pids(self) -> tuple[int, ...]:
-        """As this machine numbers them; none where the engine runs elsewhere (a virtual machine's)."""
+        """Process ids on this machine; none if the engine runs elsewhere, such as in a virtual machine."""
         if self._ended.done() or not self._pid or not psutil.pid_exists(self._pid):
             return ()
         return tuple(sorted(descendants(self._pid)))
@@ -69,19 +69,19 @@ class EngineContainer:
                 times = process.cpu_times()
                 cpu += times.user + times.system
                 read += process.io_counters().read_chars
-        return Activity(cpu, read, self._said)
+        return Activity(cpu, read, self._log_bytes)
 
     def owns_port(self) -> bool | None:
-        """The engine published it: nobody else can have it."""
+        """True: the container engine published the port."""
         return True
 
-    def note_shared(self) -> None:
-        """A container has shared memory of its own, which goes with it."""
+    def record_shared_memory(self) -> None:
+        """No-op: a container's shared memory is removed with it."""
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> EngineExit:
         return await asyncio.shield(self._ended)
 
-    async def stop(self, signal_name: str, grace_s: float) -> Ended:
+    async def stop(self, signal_name: str, grace_s: float) -> EngineExit:
         with contextlib.suppress(EngineFailed):
             await self._docker.kill(self.container, signal_name)
         with contextlib.suppress(TimeoutError):
@@ -90,40 +90,40 @@ class EngineContainer:
         try:
             await self._docker.remove(self.container)
         except EngineFailed as e:
-            log.warning("a container could not be removed", extra={"container": self.container, "error": e.message})
+            log.warning("failed to remove a container", extra={"container": self.container, "error": e.message})
         for task in (self._waiting, self._following):
             task.cancel()
         await asyncio.gather(self._waiting, self._following, return_exceptions=True)
         if not self._ended.done():
-            self._ended.set_result(Ended(None))
+            self._ended.set_result(EngineExit(None))
         return self._ended.result()
 
     async def _wait(self) -> None:
-        """Docker's own word; if it goes away, the process's end is taken for the container's."""
+        """Wait for Docker's report; if Docker goes away, wait for the process."""
         oom: bool | None = None
         try:
             returncode: int | None = await self._docker.wait(self.container)
             oom = bool((await self._docker.inspect(self.container))["State"].get("OOMKilled"))
-            # Podman does not always say so: then the kernel's own count, as of a process.
+            # Podman does not always report it: compare the kernel's count of OOM kills.
             oom = oom or (
                 returncode == _KILLED and None not in (self._oom_before, after := oom_kills()) and after != self._oom_before
             )
         except ThawError as e:
-            log.warning("the container engine does not tell of a container", extra={"error": e.message})
+            log.warning("the container engine does not report a container's state", extra={"error": e.message})
             returncode = None
             if self._pid:
                 await process_end(self._pid)
         with contextlib.suppress(TimeoutError):
-            # Its last words come over a connection of their own.
+            # The end of the log arrives on a separate connection.
             await asyncio.wait_for(asyncio.shield(self._following), _LOG_WITHIN_S)
         if not self._ended.done():
-            # A shell's way to tell a signal: 128 and its number.
-            self._ended.set_result(Ended(128 - returncode if returncode and returncode > 128 else returncode, oom))
+            # As in a shell, a signal is reported as 128 plus its number.
+            self._ended.set_result(EngineExit(128 - returncode if returncode and returncode > 128 else returncode, oom))
 
     async def _follow(self) -> None:
         with contextlib.suppress(HttpError), self._log_path.open("ab", buffering=0) as file:
             async for words in self._docker.logs(self.container):
-                self._said += len(words)
+                self._log_bytes += len(words)
                 file.write(words)
 
 
@@ -134,42 +134,42 @@ async def start_container(
     env: Mapping[str, str],
     start: EngineStart,
     settings: HostSettings,
-    told: Told,
-    reach: Reach = ON_LOOPBACK,
+    on_progress: OnProgress,
+    endpoint: Endpoint = LOOPBACK_ENDPOINT,
 ) -> EngineContainer:
-    """Start one, and remove what an earlier host of the instance has left. An image that is not there is pulled, if that is allowed.
+    """Start an engine in a container.
 
     Args:
-        launch: What is started.
-        options: The model's options for its container.
-        arguments: What the image's entrypoint gets.
-        env: What is added to the image's environment.
+        launch: The engine's parameters.
+        options: The model's container options.
+        arguments: Arguments of the image's entrypoint.
+        env: Additions to the image's environment.
         start: The nodeagent's order.
-        settings: The host's.
-        told: Is told of a download.
-        reach: A socket in a directory of the host's; or a port, which is published on the loopback.
+        settings: The host's settings.
+        on_progress: Receives the progress of a download.
+        endpoint: A socket in a directory of the host, or a port that is published on the loopback.
 
     Raises:
-        EngineFailed: If it does not start.
+        EngineFailed: The container does not start.
     """
     docker = Docker(settings.container_socket)
     mark = mark_of(settings.scope, start.instance_id)
     await remove_containers(docker, mark)
-    if reach.socket is None or not reach.has_own_network:
+    if endpoint.socket is None or not endpoint.has_own_network:
         await docker.ensure_network(NETWORK)
-    body = _body(launch, options, arguments, {**env, MARK_VARIABLE: mark}, start, mark, reach)
+    body = _body(launch, options, arguments, {**env, MARK_VARIABLE: mark}, start, mark, endpoint)
     name = f"thaw-{start.node}-{start.instance_id}-{time.monotonic_ns():x}"
     try:
         container = await docker.create(name, body)
     except NoSuchImage as e:
         if options.pull == "never":
-            raise EngineFailed(f"image {options.image} is not there, and pull is never: {e}") from e
+            raise EngineFailed(f"image {options.image} is not on this node, and pull is never: {e}") from e
         layers: dict[str, float] = {}
         async for message in docker.pull(options.image):
             detail = message.get("progressDetail") or {}
             if detail.get("total"):
                 layers[str(message.get("id"))] = detail.get("current", 0) / detail["total"]
-                told(Phase.FETCH, sum(layers.values()) / len(layers))
+                on_progress(Phase.FETCH, sum(layers.values()) / len(layers))
         try:
             container = await docker.create(name, body)
         except NoSuchImage as again:
@@ -177,7 +177,7 @@ async def start_container(
     try:
         await docker.start(container)
         found = await docker.inspect(container)
-        address = Address(path=str(reach.socket)) if reach.socket is not None else _address(found, f"{options.port}/tcp")
+        address = Address(path=str(endpoint.socket)) if endpoint.socket is not None else _address(found, f"{options.port}/tcp")
         return EngineContainer(docker, container, int(found["State"]["Pid"]), address, Path(start.log_path))
     except (EngineFailed, KeyError, TypeError, ValueError) as e:
         await docker.remove(container)
@@ -185,7 +185,7 @@ async def start_container(
 
 
 def _address(found: Mapping[str, Any], port: str) -> Address:
-    """Where the container's port is to be reached. One that has ended has none any more; its end is told like any other's."""
+    """The published address of the container's port. An exited container has none; its exit is reported as for any other."""
     published = (found["NetworkSettings"]["Ports"] or {}).get(port)
     if not published and found["State"]["Running"]:
         raise EngineFailed(f"its port {port} is not published on this machine")
@@ -199,7 +199,7 @@ def _body(
     env: Mapping[str, str],
     start: EngineStart,
     mark: str,
-    reach: Reach,
+    endpoint: Endpoint,
 ) -> dict[str, Any]:
     port = f"{options.port}/tcp"
     mounts = [m if m.count(":") == 2 else f"{m}:ro" for m in options.mounts]
@@ -210,24 +210,24 @@ def _body(
         "Binds": mounts,
         "ShmSize": options.shm_bytes,
         "Init": True,
-        # What the container writes is copied to the instance's log; the container engine's own copy is bounded here.
+        # The output is copied to the instance's log; this bounds the container engine's own copy.
         "LogConfig": {"Type": "json-file", "Config": {"max-size": "16m", "max-file": "2"}},
         "CapDrop": ["ALL"],
         "CapAdd": list(options.capabilities),
         "SecurityOpt": ["no-new-privileges"],
         "PidsLimit": options.pids_limit,
         "Memory": options.memory_limit_bytes or int(_MEMORY_SHARE * psutil.virtual_memory().total),
-        "NetworkMode": "none" if reach.has_own_network else NETWORK,
+        "NetworkMode": "none" if endpoint.has_own_network else NETWORK,
     }
-    if reach.socket is None:
+    if endpoint.socket is None:
         host["PortBindings"] = {port: [{"HostIp": LOOPBACK, "HostPort": ""}]}
     else:
-        mounts.append(f"{reach.socket.parent}:{CONTAINER_DIRECTORY}")
+        mounts.append(f"{endpoint.socket.parent}:{CONTAINER_DIRECTORY}")
     if options.runtime is not None:
         host["Runtime"] = options.runtime
     if launch.on_cuda:
         host["DeviceRequests"] = [{"DeviceIDs": launch.gpus, "Capabilities": _GPU_CAPABILITIES}]
-        # Inside there are only those devices, counted from the first.
+        # Inside the container only those devices exist, numbered from 0.
         env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(str(n) for n in range(len(launch.gpus)))}
     body: dict[str, Any] = {
         "Image": options.image,
@@ -237,7 +237,7 @@ def _body(
         "StopSignal": start.card.spec.stop_signal,
         "HostConfig": host,
     }
-    if reach.socket is None:
+    if endpoint.socket is None:
         body["ExposedPorts"] = {port: {}}
     if options.entrypoint:
         body["Entrypoint"] = list(options.entrypoint)
@@ -247,7 +247,7 @@ def _body(
 
 
 async def remove_containers(docker: Docker, mark: str) -> list[str]:
-    """Remove what an earlier host of the instance has left; their ids."""
+    """Remove containers that an earlier host of the instance left behind, and return their ids."""
     found = await docker.labelled(f"{LABEL_MARK}={mark}")
     for container in found:
         await docker.remove(container)

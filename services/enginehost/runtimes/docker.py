@@ -1,4 +1,4 @@
-"""The part of the Docker Engine API (1.41; Podman serves it too) that an engine's life needs, over the engine's Unix socket.
+"""The part of the Docker Engine API (1.41, which Podman also serves) that running an engine needs.
 
 Reference: docs.docker.com/reference/api/engine, operations ContainerCreate, Start, Logs, Wait, Inspect, Kill, Delete, List, Top and ImageCreate.
 """
@@ -23,21 +23,24 @@ class NoSuchImage(Exception):
 
 
 class Docker:
-    """Every call raises `EngineFailed` with the API's own words."""
+    """Client of the container engine's Unix socket. Every call raises `EngineFailed` with the API's message."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
         self._client = Client(Address(path=str(socket)))
 
     async def create(self, name: str, options: Mapping[str, Any]) -> str:
-        """The id of a container made of `options` (the body of ContainerCreate)."""
+        """Create a container from `options` (the body of ContainerCreate) and return its id."""
         status, body = await self._ask(json_request(f"{_VERSION}/containers/create?name={quote(name)}", options))
         if status == 404:
             raise NoSuchImage(_message(body))
         return str(_checked(status, body, 201)["Id"])
 
     async def ensure_network(self, name: str) -> None:
-        """Make a bridge whose containers do not reach each other, if it is not there. Podman has no such option; it goes without."""
+        """Create a bridge whose containers cannot reach each other, if it does not exist.
+
+        Podman has no such option; there the bridge does not isolate.
+        """
         status, _ = await self._ask(HttpRequest("GET", f"{_VERSION}/networks/{quote(name)}"))
         if status == 200:
             return
@@ -45,12 +48,12 @@ class Docker:
         for more in ({"Options": options}, {}):
             made = {"Name": name, "Driver": "bridge", "CheckDuplicate": True, **more}
             status, body = await self._ask(json_request(f"{_VERSION}/networks/create", made))
-            if status in (200, 201, 409):  # another host was first
+            if status in (200, 201, 409):  # 409: another host created it first
                 return
         _checked(status, body, 201)
 
     async def pull(self, image: str) -> AsyncIterator[dict[str, Any]]:
-        """Fetch an image; what the API tells of it meanwhile."""
+        """Pull an image and yield the API's progress messages."""
         query = urlencode({"fromImage": image} if ":" in image.rpartition("/")[2] else {"fromImage": image, "tag": "latest"})
         try:
             response = await self._client.send(HttpRequest("POST", f"{_VERSION}/images/create?{query}"))
@@ -61,10 +64,10 @@ class Docker:
                 while piece := await response.read():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in filter(None, map(bytes.strip, lines)):
-                        told = json.loads(line)
-                        if "error" in told:
-                            raise EngineFailed(f"image {image} cannot be pulled: {told['error']}")
-                        yield told
+                        message = json.loads(line)
+                        if "error" in message:
+                            raise EngineFailed(f"image {image} cannot be pulled: {message['error']}")
+                        yield message
             finally:
                 response.close()
         except HttpError as e:
@@ -78,12 +81,12 @@ class Docker:
         return found
 
     async def wait(self, container: str) -> int:
-        """Until it has ended; its exit status."""
+        """Wait until the container exits, and return its exit status."""
         answer = await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/wait"))
         return int(_checked(*answer, 200)["StatusCode"])
 
     async def kill(self, container: str, signal_name: str) -> bool:
-        """False if it does not run."""
+        """Send a signal. False if the container is not running."""
         status, body = await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/kill?signal={signal_name}"))
         if status in (404, 409):
             return False
@@ -91,7 +94,7 @@ class Docker:
         return True
 
     async def remove(self, container: str) -> None:
-        """Killed if it runs; harmless if it is not there."""
+        """Kill and remove a container. Unknown ids are ignored."""
         status, body = await self._ask(HttpRequest("DELETE", f"{_VERSION}/containers/{container}?force=1&v=1"))
         if status not in (404, 409):
             _checked(status, body, 204)
@@ -103,7 +106,7 @@ class Docker:
         return [str(c["Id"]) for c in found]
 
     async def logs(self, container: str) -> AsyncIterator[bytes]:
-        """What it says from its start to its end, both streams in order."""
+        """The container's output from its start to its exit, both streams in order."""
         query = "follow=1&stdout=1&stderr=1"
         response = await self._client.send(HttpRequest("GET", f"{_VERSION}/containers/{container}/logs?{query}"))
         rest = b""

@@ -1,4 +1,4 @@
-"""The port between a host and its running engine, whichever way that runs."""
+"""The interface of a running engine, whatever its runtime."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from services.enginehost.http1 import Address
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How an engine ended. `returncode`: -N by signal N; None if nobody knows. `oom`: the kernel killed it for want of memory; None
-    if that cannot be told apart."""
+class EngineExit:
+    """How an engine exited.
+
+    Args:
+        returncode: -N for signal N; None if unknown.
+        oom: The kernel killed it for lack of memory; None if unknown.
+    """
 
     returncode: int | None
     oom: bool | None = None
 
     @property
-    def by_others(self) -> bool:
-        """Whether it was killed, and as far as anybody can tell not for want of memory."""
+    def was_killed_externally(self) -> bool:
+        """True if it was killed, and as far as is known not for lack of memory."""
         return self.returncode == -signal.SIGKILL and not self.oom
 
     def __str__(self) -> str:
         if self.oom:
-            return "was killed for want of memory (the kernel's out-of-memory killer)"
+            return "was killed by the kernel's out-of-memory killer"
         if self.returncode is None:
-            return "ended (its exit status is not known)"
+            return "ended with an unknown exit status"
         if self.returncode < 0:
             return f"was killed by signal {-self.returncode}"
         return f"ended with exit status {self.returncode}"
@@ -34,14 +38,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Activity:
-    """Signs of life: they only ever grow while an engine works."""
+    """Counters that grow while an engine works."""
 
     cpu_seconds: float = 0.0
     bytes_read: int = 0
     log_bytes: int = 0
 
     def advanced_from(self, earlier: Activity) -> bool:
-        """Whether something was done: a tenth of a second of computing, a megabyte read, a word said."""
+        """True after a tenth of a second of CPU time, a megabyte read, or a log line."""
         return (
             self.cpu_seconds - earlier.cpu_seconds >= 0.1
             or self.bytes_read - earlier.bytes_read >= 1 << 20
@@ -50,7 +54,7 @@ class Activity:
 
 
 class Running(Protocol):
-    """An engine that has been started."""
+    """A started engine."""
 
     @property
     def address(self) -> Address: ...
@@ -59,21 +63,21 @@ class Running(Protocol):
     def container(self) -> str | None: ...
 
     def pids(self) -> tuple[int, ...]:
-        """All its processes, grandchildren included. Blocking: where it has no control group every process of the machine is looked at."""
+        """All its processes and their descendants. Blocking: without a control group it scans all processes of the machine."""
         ...
 
     def activity(self) -> Activity: ...
 
     def owns_port(self) -> bool | None:
-        """Whether it is this engine that listens at `address`; None if that cannot be told."""
+        """Whether this engine listens at `address`; None if unknown."""
         ...
 
-    def note_shared(self) -> None:
-        """Have the shared memory that its processes have now removed after them, however they end. Blocking."""
+    def record_shared_memory(self) -> None:
+        """Register the shared memory of its processes for removal after they exit. Blocking."""
         ...
 
-    async def wait(self) -> Ended: ...
+    async def wait(self) -> EngineExit: ...
 
-    async def stop(self, signal_name: str, grace_s: float) -> Ended:
-        """Ask it to end, and see that all of it is gone `grace_s` later."""
+    async def stop(self, signal_name: str, grace_s: float) -> EngineExit:
+        """Send the stop signal, and SIGKILL everything that is left `grace_s` later."""
         ...

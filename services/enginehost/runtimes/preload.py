@@ -1,10 +1,10 @@
-"""`PYTHON preload.py MODULE`: an engine's interpreter in waiting. It has the module imported, and becomes the engine when it is told how.
+"""A spare interpreter of an engine: `PYTHON preload.py MODULE` imports the module and waits for its order.
 
-Told is one line of JSON on standard input: `arguments` of the module, its whole `environment`, `cgroups` (files named cgroup.procs, to be joined),
-`niceness`, `log` (a file that standard output and error go to). The end of the file instead: nobody needs it.
+The order is one line of JSON on standard input: `arguments` of the module, its whole `environment`, `cgroups` (cgroup.procs files to
+join), `niceness`, and `log` (the file for standard output and error). If standard input closes instead, the interpreter exits.
 
-Run by file name in the engine's own environment, where nothing of ours is installed. What a library has read of the environment when it was
-imported stays as it was: whoever starts this gives it those variables that matter then.
+The file runs by name in the engine's own environment, which has no Thaw packages. Libraries keep the environment that they read when they were
+imported: the starter has to set those variables beforehand.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ def main() -> int:
     return 0
 
 
-def become(module: str, told: dict) -> None:  # type: ignore[type-arg]  # run by whatever Python the engine has
-    for path in told["cgroups"]:
+def become(module: str, order: dict) -> None:  # type: ignore[type-arg]  # run by whatever Python the engine has
+    for path in order["cgroups"]:
         with open(path, "w") as file:  # noqa: PTH123  # as spawn.py
             file.write("0")
-    with contextlib.suppress(OSError):  # to compute sooner than now takes a right that not everybody has
-        os.setpriority(os.PRIO_PROCESS, 0, told["niceness"])
-    _redirect(told["log"])
+    with contextlib.suppress(OSError):  # raising the priority requires a privilege
+        os.setpriority(os.PRIO_PROCESS, 0, order["niceness"])
+    _redirect(order["log"])
     before = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     os.environ.clear()
-    os.environ.update(told["environment"])
-    # The interpreter reads it at its start only.
-    sys.path[1:1] = [p for p in told["environment"].get("PYTHONPATH", "").split(os.pathsep) if p and p not in before]
+    os.environ.update(order["environment"])
+    # The interpreter reads PYTHONPATH only at startup.
+    sys.path[1:1] = [p for p in order["environment"].get("PYTHONPATH", "").split(os.pathsep) if p and p not in before]
     importlib.invalidate_caches()
-    sys.argv = [module, *told["arguments"]]
-    sys.modules.pop(module, None)  # it is run as the program, not used as it was imported
+    sys.argv = [module, *order["arguments"]]
+    sys.modules.pop(module, None)  # run it as the main program, not as the imported module
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

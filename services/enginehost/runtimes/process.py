@@ -1,4 +1,4 @@
-"""An engine as a child process: its own session and control group, tied to its host's life, its words in the instance's log."""
+"""An engine as a child process with its own session and control group, bound to the life of its host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import psutil
 from services.enginehost.drivers.port import Command
 from services.enginehost.http1 import Address
 from services.enginehost.runtimes import reaper, spawn
-from services.enginehost.runtimes.endpoint import ON_LOOPBACK, Reach
-from services.enginehost.runtimes.port import Activity, Ended
+from services.enginehost.runtimes.endpoint import LOOPBACK_ENDPOINT, Endpoint
+from services.enginehost.runtimes.port import Activity, EngineExit
 from services.enginehost.runtimes.spare import Spare
 from shared.environment import without_credentials
 from shared.errors import EngineFailed
@@ -32,35 +32,50 @@ _LEFTOVERS_WITHIN_S = 2.0
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on just now. Whoever takes it before the engine does is noticed later (`owns_port`)."""
+    """A port that is free now. If another process takes it before the engine does, `owns_port` detects that later."""
     with socket.socket() as s:
         s.bind((host, 0))
         return int(s.getsockname()[1])
 
 
 def clean_environment(mark: str, added: Mapping[str, str]) -> dict[str, str]:
-    """What an engine inherits: everything but credentials and Thaw's own settings. `added` goes over it."""
+    """The environment of an engine: this process's without credentials and Thaw's settings, plus `added`."""
     kept = {k: v for k, v in without_credentials(os.environ).items() if not k.startswith(("THAW_", "OTEL_"))}
     return {**kept, MARK_VARIABLE: mark, **added}
 
 
 class EngineProcess:
-    """`start` it once. Its standard output and error are the host's own, which are the instance's log."""
+    """A started engine process. Its standard output and error are the host's, which are the instance's log."""
 
     container = None
 
     def __init__(
-        self, child: subprocess.Popen[bytes], mark: str, address: Address, log_path: Path, groups: tuple[Path, ...], held: int
+        self,
+        child: subprocess.Popen[bytes],
+        mark: str,
+        address: Address,
+        log_path: Path,
+        groups: tuple[Path, ...],
+        reaper_pipe: int,
     ) -> None:
-        """`groups`: files with the pids in its control groups. `held`: the end of the reaper's pipe; with it goes the engine."""
+        """Wrap a started process.
+
+        Args:
+            child: The process.
+            mark: Marks all processes of the instance, in their environment.
+            address: Where it listens.
+            log_path: The instance's log.
+            groups: cgroup.procs files of its control groups.
+            reaper_pipe: Write end of the reaper's pipe; when it closes, the reaper ends the engine.
+        """
         self._child = child
-        self._held = held
+        self._reaper_pipe = reaper_pipe
         self._mark = mark
         self._groups = groups
         self._log_path = log_path
         self._oom_before = oom_kills()
         self.address = address
-        self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[EngineExit] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(child.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
@@ -74,25 +89,40 @@ class EngineProcess:
         cgroup_procs: str | None,
         niceness: int = 0,
         spare: Spare | None = None,
-        reach: Reach = ON_LOOPBACK,
+        endpoint: Endpoint = LOOPBACK_ENDPOINT,
     ) -> EngineProcess:
-        """`spare`: becomes the engine if it can. `address`: where it listens if `reach` has no socket. Raises `EngineFailed`. The program itself
-        is looked for by the child: a missing one ends with status 127 and a line in the log."""
+        """Start an engine.
+
+        A missing program is found by the child, which exits with status 127 and a line in the log.
+
+        Args:
+            command: The engine's command.
+            mark: Marks all processes of the instance.
+            address: Where it listens if `endpoint` has no socket.
+            log_path: The instance's log.
+            cgroup_procs: cgroup.procs files to join, separated by colons.
+            niceness: Added to the niceness of this process.
+            spare: A spare interpreter that becomes the engine if it can.
+            endpoint: How the host reaches the engine.
+
+        Raises:
+            EngineFailed: The process cannot be started.
+        """
         token = secrets.token_hex(8)
         env = {**clean_environment(mark, command.env), reaper.VARIABLE: token}
         try:
-            held = _tie(token, cgroup_procs or "")
+            reaper_pipe = _start_reaper(token, cgroup_procs or "")
             child = spare.become(command, env, cgroup_procs, niceness, log_path) if spare is not None else None
-            child = child or _spawned(command, env, cgroup_procs, niceness, _network(reach, address.port))
-            told = f"{child.pid} {reaper.started(child.pid)}\n"
-            if reach.directory is not None:
-                told += f"{reaper.DIRECTORY} {reach.directory}\n"
-            os.write(held, told.encode())
+            child = child or _spawned(command, env, cgroup_procs, niceness, _network(endpoint, address.port))
+            message = f"{child.pid} {reaper.started(child.pid)}\n"
+            if endpoint.directory is not None:
+                message += f"{reaper.DIRECTORY} {endpoint.directory}\n"
+            os.write(reaper_pipe, message.encode())
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
         groups = tuple(map(Path, filter(None, (cgroup_procs or "").split(":"))))
-        where = Address(path=str(reach.socket)) if reach.socket is not None else address
-        return cls(child, mark, where, log_path, groups, held)
+        where = Address(path=str(endpoint.socket)) if endpoint.socket is not None else address
+        return cls(child, mark, where, log_path, groups, reaper_pipe)
 
     def pids(self) -> tuple[int, ...]:
         if self._ended.done():
@@ -100,7 +130,7 @@ class EngineProcess:
         return tuple(sorted({*descendants(self._child.pid), *(self._members() or marked(self._mark))}))
 
     def _members(self) -> set[int]:
-        """Who is in its control groups; nobody where it has none."""
+        """Processes in its control groups; empty without control groups."""
         found: set[int] = set()
         for group in self._groups:
             with contextlib.suppress(OSError):
@@ -119,7 +149,7 @@ class EngineProcess:
 
     def owns_port(self) -> bool | None:
         if self.address.path:
-            return True  # nobody else may enter its directory, nor its network
+            return True  # only this user may enter its directory and its network
         try:
             for pid in descendants(self._child.pid):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -130,18 +160,18 @@ class EngineProcess:
             return None
         return False
 
-    def note_shared(self) -> None:
+    def record_shared_memory(self) -> None:
         pids = self.pids() or marked(self._mark) | _same_session(self._child.pid)
         found = {path: inode for pid in pids for path, inode in reaper.shared(pid).items()}
-        with contextlib.suppress(OSError):  # the reaper is gone: nobody removes it
-            os.write(self._held, "".join(f"{inode} {path}\n" for path, inode in found.items()).encode())
+        with contextlib.suppress(OSError):  # the reaper is gone: the segments stay
+            os.write(self._reaper_pipe, "".join(f"{inode} {path}\n" for path, inode in found.items()).encode())
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> EngineExit:
         return await asyncio.shield(self._ended)
 
-    async def stop(self, signal_name: str, grace_s: float) -> Ended:
+    async def stop(self, signal_name: str, grace_s: float) -> EngineExit:
         pids = self.pids()
-        await asyncio.to_thread(self.note_shared)
+        await asyncio.to_thread(self.record_shared_memory)
         if not self._ended.done():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.Signals[signal_name])
@@ -151,12 +181,12 @@ class EngineProcess:
             except TimeoutError:
                 self._child.kill()
                 await self.wait()
-        # Those that outlive it: workers that ignored the signal, or have left the session.
+        # Workers that ignored the signal, or left the session, outlive it.
         known = set(pids)
         await asyncio.to_thread(end_all, lambda: marked(self._mark) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S)
-        if self._held >= 0:
-            os.close(self._held)
-            self._held = -1
+        if self._reaper_pipe >= 0:
+            os.close(self._reaper_pipe)
+            self._reaper_pipe = -1
         return await self.wait()
 
     def _reap(self) -> None:
@@ -166,14 +196,14 @@ class EngineProcess:
         self._pidfd = -1
         after = oom_kills()
         struck = returncode == -signal.SIGKILL and None not in (after, self._oom_before) and after != self._oom_before
-        self._ended.set_result(Ended(returncode, struck if returncode == -signal.SIGKILL else False))
+        self._ended.set_result(EngineExit(returncode, struck if returncode == -signal.SIGKILL else False))
 
 
-def _network(reach: Reach, port: int) -> str:
-    """As spawn.py takes it."""
-    if not reach.has_own_network:
+def _network(endpoint: Endpoint, port: int) -> str:
+    """The NETWORK argument of spawn.py."""
+    if not endpoint.has_own_network:
         return ""
-    return "own" if reach.is_engines else f"{port}:{reach.socket}"
+    return "own" if endpoint.engine_listens else f"{port}:{endpoint.socket}"
 
 
 def _spawned(
@@ -183,18 +213,18 @@ def _spawned(
     return subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
 
 
-def _tie(token: str, cgroup_procs: str) -> int:
-    """A process that ends the engine's, all of them, when this one has ended without doing so; the descriptor that holds it off."""
-    reading, held = os.pipe()
+def _start_reaper(token: str, cgroup_procs: str) -> int:
+    """Start a process that ends the engine if this host dies, and return the pipe that holds it off."""
+    reading, reaper_pipe = os.pipe()
     try:
         argv = [sys.executable, "-I", str(_REAPER), f"{reaper.VARIABLE}={token}", cgroup_procs]
         subprocess.run(argv, stdin=reading, start_new_session=True, check=True, timeout=_REAPER_WITHIN_S)
     except BaseException:
-        os.close(held)
+        os.close(reaper_pipe)
         raise
     finally:
         os.close(reading)
-    return held
+    return reaper_pipe
 
 
 def _same_session(leader: int) -> set[int]:
@@ -214,7 +244,7 @@ def _size(path: Path) -> int:
 
 
 def oom_kills() -> int | None:
-    """How often the kernel's out-of-memory killer has struck on this machine since boot."""
+    """Number of kills by the kernel's out-of-memory killer on this machine since boot."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,14 +1,17 @@
-"""`python -I reaper.py NAME=TOKEN CGROUP_FILES`, with a pipe for standard input: ends what is left of an engine once its host is gone.
+"""Ends what is left of an engine after its host has died: `python -I reaper.py NAME=TOKEN CGROUP_FILES`.
 
-The kernel ends an engine's first process with its host (spawn.py); what that has forked lives on. The host holds the other end of the pipe, so
-its end, however it comes, is read here as the end of the file. Killed then is whatever carries the host's own token in its environment, as the
-variable NAME (a host that a nodeagent starts for the same instance meanwhile has another), and whatever is in the engine's session, of which the
-host has told through the pipe, "PID START": a process that gives itself another title, as vLLM's do, can lose its environment by that.
-Python's shared memory that those had mapped is removed after them, and what the host has told of it ("INODE PATH", further lines): nobody else
-does it for processes that were killed, and Python's own tracker not always before it is ended. So is the directory of the engine's socket
-("directory PATH"). This process leaves its parent at once: it belongs to no engine, is frozen with none, and in good order finds nothing to end.
+Standard input is a pipe whose other end the host holds, so the host's death, whatever its cause, is read here as end of file. The kernel kills the
+engine's first process together with the host (spawn.py); its children survive. The reaper kills:
 
-Run by file name in a bare interpreter, as spawn.py.
+- every process with the host's token in its environment, as the variable NAME (a newer host of the same instance has another token);
+- every process in the engine's session, which the host sends through the pipe as "PID START" (a process that changes its title, as
+  vLLM's do, may lose its environment).
+
+Afterwards it removes the shared memory that these processes had mapped, the segments that the host sent ("INODE PATH"), and the directory of
+the engine's socket ("directory PATH"). No other process does so for killed processes, and Python's own resource tracker may be killed first.
+
+The reaper daemonises, belongs to no engine's control group, and in a normal shutdown finds nothing to do. It runs by file name in a bare
+interpreter, like spawn.py.
 """
 
 import os
@@ -18,20 +21,20 @@ import time
 
 VARIABLE = "THAW_INSTANCE_HOST"
 DIRECTORY = "directory"
-"""Begins the line that tells of a directory."""
+"""First word of a line that names a directory."""
 _WITHIN_S = 10.0
 _POLL_S = 0.05
 _LOOK_AGAIN_S = 0.5
 _SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
-"""What Python's multiprocessing calls its shared memory and its semaphores, and vLLM that of its workers on cpu."""
+"""Name prefixes of the shared memory and semaphores of Python's multiprocessing, and of vLLM's cpu workers."""
 _SEMAPHORES = "/dev/shm/sem."
 
 
 def carrying(entry: str) -> list[int]:
-    """Processes with this entry (NAME=TOKEN) in their environment, zombies left out (they have none)."""
+    """Processes with this entry (NAME=TOKEN) in their environment. Zombies have none."""
     wanted = entry.encode()
     found = []
-    for name in os.listdir("/proc"):  # noqa: PTH208  # no imports that are not needed
+    for name in os.listdir("/proc"):  # noqa: PTH208  # only necessary imports
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123
@@ -43,7 +46,7 @@ def carrying(entry: str) -> list[int]:
 
 
 def started(pid: int) -> int:
-    """In clock ticks since boot; 0 if there is no such process."""
+    """Start time in clock ticks since boot; 0 if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
             return int(file.read().rpartition(b")")[2].split()[19])
@@ -52,7 +55,10 @@ def started(pid: int) -> int:
 
 
 def in_session(leader: int, start: int) -> list[int]:
-    """Its processes, zombies left out. A leader's number is not given away while its session has members; where it was, the session is over."""
+    """Processes of a session without zombies.
+
+    The kernel does not reuse a leader's pid while its session has members; if it was reused, the session is over.
+    """
     if started(leader) not in (0, start):
         return []
     found = []
@@ -69,8 +75,10 @@ def in_session(leader: int, start: int) -> list[int]:
 
 
 def shared(pid: int) -> dict[str, int]:
-    """Python's shared memory that a process has mapped: inode by path. Who made a semaphore has mapped it by another name, gone since
-    (`sem_open` links it to its own when it is whole)."""
+    """Python's shared memory that a process has mapped, as inode by path.
+
+    The creator of a semaphore maps it under a temporary name, which `sem_open` unlinks afterwards.
+    """
     found = {}
     made = set()
     try:
@@ -91,7 +99,7 @@ def shared(pid: int) -> dict[str, int]:
 
 
 def remove(left: dict[str, int]) -> None:
-    """Unlink those of these files that are the same still, once no process has them mapped; what somebody goes on using stays."""
+    """Unlink these files once no process has them mapped, unless the path has another inode by now."""
     deadline = time.monotonic() + _WITHIN_S
     while left := {path: inode for path, inode in left.items() if _inode(path) == inode}:
         used: set[str] = set()
@@ -116,7 +124,7 @@ def _inode(path: str) -> int | None:
 
 
 def remove_directory(path: str) -> None:
-    """With the sockets in it; harmless if it is gone."""
+    """Remove a directory and its sockets. A missing directory is ignored."""
     try:
         for name in os.listdir(path):  # noqa: PTH208
             os.unlink(os.path.join(path, name))  # noqa: PTH108, PTH118
@@ -126,7 +134,7 @@ def remove_directory(path: str) -> None:
 
 
 def thaw(files: str) -> None:
-    """cgroup v1 keeps a signal from what is frozen."""
+    """Thaw the control groups: cgroup v1 delays signals to frozen processes."""
     for path in filter(None, files.split(":")):
         state = os.path.join(os.path.dirname(path), "freezer.state")  # noqa: PTH118, PTH120
         if os.path.exists(state):  # noqa: PTH110
@@ -135,7 +143,7 @@ def thaw(files: str) -> None:
 
 
 def end(entry: str, files: str, session: tuple[int, int] | None, left: dict[str, int]) -> None:
-    """`left`: shared memory of theirs that is known already."""
+    """Kill the engine's processes. `left`: shared memory of theirs that is known already."""
     deadline = time.monotonic() + _WITHIN_S
     while (found := carrying(entry) + (in_session(*session) if session else [])) and time.monotonic() < deadline:
         for pid in found:
@@ -148,7 +156,7 @@ def end(entry: str, files: str, session: tuple[int, int] | None, left: dict[str,
         try:
             thaw(files)
         except OSError as e:
-            sys.stderr.write(f"an engine's control group cannot be thawed: {e.strerror}\n")
+            sys.stderr.write(f"failed to thaw an engine's control group: {e.strerror}\n")
         time.sleep(_POLL_S)
     remove(left)
 
@@ -157,10 +165,10 @@ def main() -> int:
     entry, files = sys.argv[1:]
     if os.fork():
         return 0
-    told = b""
+    message = b""
     while read := os.read(0, 4096):
-        told += read
-    first, *more = told.decode().splitlines() or [""]
+        message += read
+    first, *more = message.decode().splitlines() or [""]
     leader, _, start = first.partition(" ")
     lines = [line.partition(" ") for line in more]
     known = {path: int(inode) for inode, _, path in lines if inode != DIRECTORY}

@@ -1,8 +1,8 @@
-"""`python -I relay.py DESCRIPTOR PORT`: hands connections of a listening Unix socket on to a port of the loopback.
+"""Forwards connections of a Unix socket to a port of the loopback: `python -I relay.py DESCRIPTOR PORT`.
 
-Run by file name in a bare interpreter, as spawn.py, in the network namespace of an engine that listens on ports only: a Unix socket is found by its
-path from every network, so the engine's host reaches it. An end on either side ends the connection on both: that is how an engine learns that its
-client has left.
+It runs by file name in a bare interpreter, like spawn.py, in the network namespace of an engine that listens only on ports. A Unix socket's
+path is visible from every network namespace, so the host can connect. When either side closes, the relay closes both: so the engine
+learns that its client has left.
 """
 
 import socket
@@ -12,7 +12,7 @@ import threading
 _PIECE = 1 << 16
 
 
-def hand_on(source: socket.socket, target: socket.socket) -> None:
+def forward(source: socket.socket, target: socket.socket) -> None:
     try:
         while data := source.recv(_PIECE):
             target.sendall(data)
@@ -30,12 +30,12 @@ def serve(client: socket.socket, port: int) -> None:
         try:
             engine = socket.create_connection(("127.0.0.1", port))
         except OSError:
-            return  # it does not listen yet, or any more
+            return  # the engine does not listen
         with engine:
             engine.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            back = threading.Thread(target=hand_on, args=(engine, client))
+            back = threading.Thread(target=forward, args=(engine, client))
             back.start()
-            hand_on(client, engine)
+            forward(client, engine)
             back.join()
 
 

@@ -1,4 +1,4 @@
-"""An engine's interpreter that has its imports done before anybody asks for a model: half of a Python engine's start is importing."""
+"""A spare interpreter that has imported an engine's modules before a start: imports take half of a Python engine's start."""
 
 from __future__ import annotations
 
@@ -21,10 +21,21 @@ _PRELOAD = Path(preload.__file__)
 
 
 class Spare:
-    """`python -m module` in waiting, a child of this process and gone with it. It serves once."""
+    """A waiting `python -m module`: a child of this process, used once."""
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str], niceness: int, network: str = "") -> None:
-        """`network`: as spawn.py takes it. Raises `EngineFailed`. It imports from now on; what it is told meanwhile it reads then."""
+        """Start the interpreter, which imports its modules at once.
+
+        Args:
+            python: The interpreter.
+            module: The module to import.
+            environment: Its environment until it becomes an engine.
+            niceness: Added to the niceness of this process.
+            network: The NETWORK argument of spawn.py.
+
+        Raises:
+            EngineFailed: The interpreter cannot be started.
+        """
         self._command = (python, "-m", module)
         self.has_own_network = bool(network)
         argv = [
@@ -48,8 +59,12 @@ class Spare:
     def become(
         self, command: Command, environment: Mapping[str, str], cgroup_procs: str | None, niceness: int, log_path: Path
     ) -> subprocess.Popen[bytes] | None:
-        """The process, which is the engine that `command` starts from now on; None if that is another program, or it has ended: it is gone then."""
-        told = {
+        """Turn the spare into the engine that `command` starts.
+
+        Returns:
+            The process, or None if the command is another program or the spare has exited; the spare is then closed.
+        """
+        order = {
             "arguments": command.argv[len(self._command) :],
             "environment": dict(environment),
             "cgroups": [path for path in (cgroup_procs or "").split(":") if path],
@@ -61,9 +76,9 @@ class Spare:
             if command.argv[: len(self._command)] != self._command or self.child.poll() is not None:
                 raise BrokenPipeError
             with self.child.stdin as pipe:
-                pipe.write(json.dumps(told).encode() + b"\n")
+                pipe.write(json.dumps(order).encode() + b"\n")
         except OSError:
-            log.warning("an interpreter in waiting is of no use", extra={"program": command.argv[0]})
+            log.warning("a spare interpreter cannot be used", extra={"program": command.argv[0]})
             self.close()
             return None
         return self.child

@@ -1,11 +1,11 @@
-"""`python -I spawn.py PARENT CGROUP_FILES NICENESS NETWORK -- PROGRAM ARGUMENT…`: becomes PROGRAM, tied to its host.
+"""Becomes an engine's program, bound to its host: `python -I spawn.py PARENT CGROUP_FILES NICENESS NETWORK -- PROGRAM ARGUMENT…`.
 
-Run by file name in a bare interpreter, so that neither the host's modules nor code between fork and exec is needed: it puts itself into the control
-groups whose `cgroup.procs` files it is given (joined by colons), lets others go before it, gives itself a network of its own if NETWORK says so, asks
-the kernel to be killed when its parent dies, and executes the program.
+It joins the control groups whose `cgroup.procs` files are given (separated by colons), sets the niceness, enters a network namespace
+if NETWORK requests one, asks the kernel to kill it when its parent dies, and executes the program. It runs by file name in a bare
+interpreter, so that it needs neither the host's modules nor code between fork and exec.
 
-NETWORK is empty for the machine's, `own` for a namespace with nothing but a loopback, or `PORT:SOCKET` for one with a relay from the Unix socket
-SOCKET to that port of the loopback. `python -I spawn.py --try-network` ends with 0 where that is possible.
+NETWORK is empty for the machine's network, `own` for a namespace with only a loopback, or `PORT:SOCKET` for one with a relay from the Unix
+socket SOCKET to that port of the loopback. `python -I spawn.py --try-network` exits with 0 where that is possible.
 """
 
 import ctypes
@@ -32,18 +32,18 @@ def main() -> int:
     parent, files, niceness, network, separator, *program = sys.argv[1:]
     assert separator == "--"
     for path in filter(None, files.split(":")):
-        with open(path, "w") as file:  # noqa: PTH123  # no imports that are not needed
+        with open(path, "w") as file:  # noqa: PTH123  # only necessary imports
             file.write("0")
-    _yield_to_others(int(niceness))
+    _lower_priority(int(niceness))
     if network:
         _own_network()
         port, _, path = network.partition(":")
         if path:
             _relay(path, port)
-    # After the network: a change of credentials takes it back.
+    # After the network: a change of credentials clears this setting.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
-        return NOT_STARTED  # the host died meanwhile: its end was not seen
+        return NOT_STARTED  # the host died before the setting took effect
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _own_network() -> None:
-    """Root needs no user namespace for it. Raises `OSError`."""
+    """Enter a new network namespace. Root needs no user namespace for it. Raises `OSError`."""
     uid, gid = os.geteuid(), os.getegid()
     try:
         _unshare(CLONE_NEWNET)
@@ -74,7 +74,10 @@ def _unshare(flags: int) -> None:
 
 
 def _relay(path: str, port: str) -> None:
-    """A process of the engine's session and control group, and nobody's child: engines may wait for any child of theirs."""
+    """Start the relay as a process of the engine's session and control group, but not as its child.
+
+    Engines may wait for any child of theirs.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(128)
@@ -89,14 +92,14 @@ def _relay(path: str, port: str) -> None:
     listener.close()
 
 
-def _yield_to_others(niceness: int) -> None:
+def _lower_priority(niceness: int) -> None:
     os.nice(niceness)
     try:
-        # Where the kernel groups processes by session, niceness counts within the session only, and that of the group against the others.
+        # With autogrouping, niceness counts only within the session; the group's niceness counts against other sessions.
         with open("/proc/self/autogroup", "w") as file:  # noqa: PTH123
             file.write(str(niceness))
     except OSError:
-        pass  # it does not group them, or not this one
+        pass  # no autogrouping
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The host's side of moving requests: what its engine serves, what that has said, its own cache warmed for what is to come, and stopping."""
+"""Migration commands of a host: list and read requests, warm the engine's prefix cache, and yield."""
 
 from __future__ import annotations
 
@@ -12,55 +12,72 @@ from shared.errors import Conflict, NotFound, UnsupportedParameter
 
 _REMEMBERED = 64
 _PIECE_TOKENS = 512
-"""That one step of the engine computes ahead: the streams beside it wait for no more than that."""
-LOST = "its engine did not tell all of its tokens: one character was made of several"
+"""Tokens per step when the prefix cache is warmed: other streams wait for no more than that."""
+LOST = "its engine did not report all token ids: several tokens made one character"
 
 
 class HostMigration:
+    """Serves the migrator's commands for a hosted engine."""
+
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._prepared: dict[str, tuple[int, ...]] = {}
-        """Tokens of each sequence, by the name that they were prepared under."""
+        """Tokens of each prepared sequence, by name."""
 
     def list(self) -> RequestsListed:
-        return RequestsListed(requests=tuple(self._told(r) for r in self._serving.running()))
+        return RequestsListed(requests=tuple(self._mark_partly_tracked(r) for r in self._serving.running()))
 
-    def _told(self, running: RunningRequest) -> RunningRequest:
-        """What is followed to some token only would begin again from there: it is not worth moving, though better than nothing where its
-        engine dies."""
+    def _mark_partly_tracked(self, running: RunningRequest) -> RunningRequest:
+        """Mark a request whose tokens are only partly tracked as not resumable.
+
+        It would restart from the last tracked token: not worth a migration, but better than nothing if its engine dies.
+        """
         tracker = self._serving.stream(running.request_id).tracker
         return running.model_copy(update={"fixed": LOST}) if tracker is not None and tracker.lost else running
 
     def read(self, request_id: str) -> TokensRead:
-        """Raises `NotFound`, also for a request whose tokens are not followed."""
+        """Tokens of a request. Raises `NotFound` if it is unknown or its tokens are not tracked."""
         stream = self._serving.stream(request_id)
         tracker = stream.tracker
         if tracker is None or tracker.lost or stream.fixed:
             raise NotFound(f"the tokens of request {request_id} are not known: {stream.fixed or LOST}")
-        made = RunningChoice(token_ids=tracker.answer, finish_reason=tracker.finish_reason)
-        return TokensRead(running=stream.running(), prompt_token_ids=(tracker.prompt[: tracker.prompt_tokens],), choices=(made,))
+        generated = RunningChoice(token_ids=tracker.answer, finish_reason=tracker.finish_reason)
+        return TokensRead(
+            running=stream.running(), prompt_token_ids=(tracker.prompt[: tracker.prompt_tokens],), choices=(generated,)
+        )
 
     def yield_(self, request_id: str) -> None:
-        """Raises `NotFound`, or `Conflict` for what cannot be gone on with."""
+        """Stop a request, which another engine will resume.
+
+        Raises:
+            NotFound: The request is not running here.
+            Conflict: The request cannot be resumed elsewhere.
+        """
         self._serving.yield_(request_id)
 
     async def prepare(self, order: PrepareResume, driver: Driver, client: Client) -> ResumePrepared:
-        """Have the engine's prefix cache know the sequences: one more token is generated after each, and thrown away. They are computed in
-        pieces, after whatever else the engine serves. What is not used again leaves that cache by itself.
+        """Warm the engine's prefix cache with the sequences.
 
-        Raises `Conflict` for other weights, `UnsupportedParameter` where there is no such cache.
+        For each sequence the engine generates one token, which is discarded. Sequences are computed in pieces, behind the engine's other requests.
+        The engine evicts unused entries by itself.
+
+        Raises:
+            Conflict: The weights have another revision.
+            UnsupportedParameter: The engine has no prefix cache.
         """
         if order.revision != driver.card.info.revision:
             raise Conflict(f"{driver.card.name} has weights of revision {driver.card.info.revision} here, not {order.revision}")
         if driver.tokens is None or not driver.caches_prefixes or order.adapter is not None:
-            raise UnsupportedParameter("this engine has no prefix cache to prepare", param="sequences")
+            raise UnsupportedParameter("This engine has no prefix cache to warm", param="sequences")
         began = time.monotonic()
         before = self._prepared.pop(order.prepared, ())
         for i, sequence in enumerate(order.sequences):
             known = before[i] if i < len(before) else 0
             for end in (*range(known + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
                 asked = {"model": driver.served_name, "prompt": list(sequence[:end]), "max_tokens": 1, "temperature": 0}
-                await call(client, json_request("/v1/completions", {**asked, **driver.last}), "preparing to go on with an answer")
+                await call(
+                    client, json_request("/v1/completions", {**asked, **driver.last}), "warming the prefix cache for a resume"
+                )
         total = sum(map(len, order.sequences))
         self._prepared[order.prepared] = tuple(map(len, order.sequences))
         while len(self._prepared) > _REMEMBERED:

@@ -1,7 +1,7 @@
-"""Having an engine go on with an answer that another one of the same weights has begun: its completions endpoint, from token ids.
+"""Resumes a response that another engine of the same weights began, through the completions endpoint with token ids.
 
-The text of an answer lags behind its tokens (half a character, the beginning of a stop string). The engine gets those tokens whose text the
-client has, whole, and makes the others again: so that a stop string that spans the switch is found, and no character is torn.
+The text of a response lags behind its tokens (half a character, the beginning of a stop string). The engine receives the tokens whose text the
+client has completely, and generates the others again. So it finds a stop string that spans the switch, and splits no character.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from services.enginehost.drivers.port import Driver
 from services.enginehost.drivers.token_api import TokenApi
 from services.enginehost.http1 import Client, HttpRequest, json_request
-from services.enginehost.server.token_tracker import Begun, fixed_at
+from services.enginehost.server.token_tracker import ResumeState, not_resumable_reason
 from shared.contracts.inference import RESUME, InferRequest, ResumedChoice
 from shared.errors import Conflict
 
@@ -28,14 +28,21 @@ _CHAT_ONLY = (
     "parallel_tool_calls",
 )
 _DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's, where a completion does not say how many."""
+"""OpenAI's default number of tokens of a completion."""
 _TORN = "\ufffd"
 
 
-async def resumed(request: InferRequest, driver: Driver, client: Client) -> tuple[TokenApi, HttpRequest, Begun, tuple[int, ...]]:
-    """How it tells its tokens, what the engine is asked for `request.resume`, what is there already, and all the tokens that it is given.
+async def resumed(
+    request: InferRequest, driver: Driver, client: Client
+) -> tuple[TokenApi, HttpRequest, ResumeState, tuple[int, ...]]:
+    """Build the request that resumes a response.
 
-    Raises `Conflict` (with `RESUME`) if this engine cannot go on with it, `EngineFailed` if it does not answer.
+    Returns:
+        How the engine reports tokens, the request, the existing part of the response, and all token ids given to the engine.
+
+    Raises:
+        Conflict: This engine cannot resume the response (`param` is `RESUME`).
+        EngineFailed: The engine does not answer.
     """
     resume = request.resume
     assert resume is not None
@@ -43,11 +50,11 @@ async def resumed(request: InferRequest, driver: Driver, client: Client) -> tupl
     if resume.revision != card.info.revision:
         raise Conflict(f"{card.name} has weights of revision {card.info.revision} here, not {resume.revision}", param=RESUME)
     api, chat = driver.tokens, request.endpoint == "chat"
-    fixed = fixed_at(driver, request.endpoint, request.body)
+    fixed = not_resumable_reason(driver, request.endpoint, request.body)
     if not fixed and (len(resume.choices) != 1 or resume.choices[0].finish_reason is not None):
-        fixed = "one unfinished choice can be gone on with"
+        fixed = "only one unfinished choice can be resumed"
     if fixed or api is None:
-        raise Conflict(f"{card.name} cannot go on with this answer: {fixed}", param=RESUME)
+        raise Conflict(f"{card.name} cannot resume this response: {fixed}", param=RESUME)
     prompt = await api.prompt(request.body, driver.served_name, client, chat=chat)
     if len(prompt) != resume.prompt_tokens:
         raise Conflict(f"the prompt has {len(prompt)} tokens here, and {resume.prompt_tokens} where it began", param=RESUME)
@@ -55,19 +62,22 @@ async def resumed(request: InferRequest, driver: Driver, client: Client) -> tupl
     most = _most(request, card.context_length - len(prompt))
     kept, chars = await _kept(prompt, choice, most, _text_of(request, api, driver, client))
     if kept == len(choice.token_ids) and choice.text_chars > chars and request.body.get("temperature") != 0:
-        raise Conflict(f"{card.name} cannot go on with this answer: not all of its tokens are known", param=RESUME)
+        raise Conflict(f"{card.name} cannot resume this response: not all of its tokens are known", param=RESUME)
     given = (*prompt, *choice.token_ids[:kept])
     body = {k: v for k, v in driver.body(request.body).items() if k not in _CHAT_ONLY}
-    body |= {"prompt": list(given), "max_tokens": most - kept, "stream": True, **api.asked}
+    body |= {"prompt": list(given), "max_tokens": most - kept, "stream": True, **api.request_fields}
     if isinstance(least := body.get("min_tokens"), int):
         body["min_tokens"] = max(0, least - kept)
     body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-    begun = Begun(resume.head, len(prompt), len(choice.token_ids), kept, choice.text_chars - chars, chat)
-    return api, json_request("/v1/completions", body), begun, given
+    resume_state = ResumeState(resume.head, len(prompt), len(choice.token_ids), kept, choice.text_chars - chars, chat)
+    return api, json_request("/v1/completions", body), resume_state, given
 
 
 def _text_of(request: InferRequest, api: TokenApi, driver: Driver, client: Client) -> TextOf:
-    """What the client is told of tokens: without those that the engine leaves out, as /detokenize does not."""
+    """A function from token ids to the text that clients receive.
+
+    It drops the special tokens that the engine leaves out, which /detokenize does not.
+    """
     hidden = frozenset(driver.card.info.special_token_ids if request.body.get("skip_special_tokens", True) else ())
 
     async def text_of(tokens: Sequence[int]) -> str:
@@ -77,20 +87,22 @@ def _text_of(request: InferRequest, api: TokenApi, driver: Driver, client: Clien
 
 
 def _most(request: InferRequest, room: int) -> int:
-    """Tokens that the answer may have in all."""
+    """The largest number of tokens that the response may have."""
     body = request.body
     asked = body.get("max_tokens")
     if request.endpoint == "chat":
-        said = body.get("max_completion_tokens")
-        asked = asked if said is None else said
+        preferred = body.get("max_completion_tokens")
+        asked = asked if preferred is None else preferred
     elif asked is None:
         asked = _DEFAULT_COMPLETION_TOKENS
     return room if asked is None else min(room, int(asked))
 
 
 async def _kept(prompt: Sequence[int], choice: ResumedChoice, most: int, text_of: TextOf) -> tuple[int, int]:
-    """How many of the choice's tokens have all their text with the client, and how many characters those are. At least one token is left
-    to be made, so that the engine has something to end with."""
+    """The number of tokens whose text the client has completely, and its characters.
+
+    At least one token is left for the engine to generate, so that it can end the response.
+    """
     before = len(await text_of(prompt[-_CONTEXT:]))
     for kept in range(min(len(choice.token_ids), most - 1), 0, -1):
         text = await text_of([*prompt[-_CONTEXT:], *choice.token_ids[:kept]])
@@ -100,4 +112,4 @@ async def _kept(prompt: Sequence[int], choice: ResumedChoice, most: int, text_of
 
 
 _CONTEXT = 8
-"""Tokens before the answer that are made text of with it: how a token is written may depend on the one before."""
+"""Prompt tokens that are decoded with the response, because the text of a token may depend on the token before."""

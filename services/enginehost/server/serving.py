@@ -1,4 +1,4 @@
-"""The token path of a hosted engine: requests from NATS to its port, its answers back as they come, numbered without gaps."""
+"""The request path of a hosted engine: requests from NATS to its port, and numbered responses back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from services.enginehost.drivers.port import Driver
 from services.enginehost.http1 import Client, HttpError, Response
-from services.enginehost.server.token_tracker import Tracker
-from services.enginehost.server.upstream_request import Asked, asked_for
-from services.enginehost.server.usage_meter import Meter
+from services.enginehost.server.token_tracker import TokenTracker
+from services.enginehost.server.upstream_request import UpstreamRequest, build_upstream_request
+from services.enginehost.server.usage_meter import UsageMeter
 from shared.contracts import subjects
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import (
@@ -40,7 +40,7 @@ _KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 @dataclass
 class _Stream:
-    """One request that has been taken on."""
+    """An accepted request."""
 
     request_id: str
     reply: str
@@ -49,8 +49,8 @@ class _Stream:
     timeline: Timeline = field(default_factory=lambda: Timeline("enginehost"))
     seq: int = 0
     task: asyncio.Task[None] | None = None
-    tracker: Tracker | None = None
-    fixed: str = "nothing has been heard of it yet"
+    tracker: TokenTracker | None = None
+    fixed: str = "the engine has not answered yet"
     first_at: float | None = None
 
     def running(self) -> RunningRequest:
@@ -74,21 +74,21 @@ async def _unknown() -> bool:
 
 
 class Serving(RequestServer[_Stream]):
-    """Until `open` is called, and after `close`, requests are refused as not ready."""
+    """Requests of one hosted engine. They are rejected as not ready before `open` and after `close`."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self._driver: Driver | None = None
         self._client: Client | None = None
         self.was_killed: Callable[[], Awaitable[bool]] = _unknown
-        """Whether the engine has just been killed from outside."""
+        """Returns whether the engine has just been killed from outside."""
 
     def open(self, driver: Driver, client: Client) -> None:
         self._driver, self._client = driver, client
         self._idle_since = time.monotonic()
 
     def close(self) -> None:
-        """Refuse requests until `open`. Raises `InstanceBusy` if any is being served."""
+        """Reject requests until `open`. Raises `InstanceBusy` while any is running."""
         self.raise_if_busy()
         self._driver = self._client = None
 
@@ -104,14 +104,14 @@ class Serving(RequestServer[_Stream]):
 
     async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
         if self.draining or self._driver is None or self._client is None:
-            raise InstanceDraining("" if self.draining else "the instance is not ready")
+            raise InstanceDraining("" if self.draining else "The instance is not ready")
         stream = _Stream(request.request_id, reply, parent, time.monotonic())
         self._register(stream)
         name = f"request {request.request_id}"
         stream.task = asyncio.create_task(self._serve(stream, request, self._driver, self._client), name=name)
 
     def _release(self, stream: _Stream) -> None:
-        """The engine sees its connection closed."""
+        """Cancel the request's task: the engine sees the closed connection."""
         if stream.task is not None and stream.task is not asyncio.current_task():
             stream.task.cancel()
 
@@ -120,34 +120,34 @@ class Serving(RequestServer[_Stream]):
             async with asyncio.timeout(request.deadline_ms / 1000):
                 await self._forward(stream, request, driver, client)
         except TimeoutError:
-            self._fail(stream, DeadlineExceeded("the answer was not complete within the request's deadline"))
+            self._fail(stream, DeadlineExceeded("The response was not complete within the request's deadline"))
         except HttpError as e:
             kind = EngineKilled if await self.was_killed() else EngineFailed
-            self._fail(stream, kind(f"the engine did not answer to the end: {e}"), engine_lost=True)
+            self._fail(stream, kind(f"The engine did not complete its response: {e}"), engine_lost=True)
         except ThawError as e:
             self._fail(stream, e)
-        except Exception as e:  # a process boundary: the request must have an answer
+        except Exception as e:  # a process boundary: the request must get a response
             log.exception("a request failed", extra={"request_id": stream.request_id})
             self._fail(stream, EngineFailed(f"{type(e).__name__}: {str(e)[:300]}"))
 
     async def _forward(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
-        asked = await asked_for(request, driver, client)
-        response = await client.send(asked.outgoing)
+        upstream = await build_upstream_request(request, driver, client)
+        response = await client.send(upstream.outgoing)
         try:
             content_type = response.headers.get("content-type", "application/octet-stream")
-            if asked.tracker is not None and response.status == 200 and content_type.startswith("text/event-stream"):
-                usage = await self._follow(stream, response, asked, asked.tracker)
+            if upstream.tracker is not None and response.status == 200 and content_type.startswith("text/event-stream"):
+                usage = await self._follow(stream, response, upstream, upstream.tracker)
             else:
-                fixed = asked.fixed or "it was not answered with a stream"
+                fixed = upstream.fixed or "the response is not a stream"
                 self._send(stream, self._head(stream, response, fixed=fixed))
-                meter = Meter(content_type, hide_usage=asked.hide_usage)
+                meter = UsageMeter(content_type, hide_usage=upstream.hide_usage)
                 await self._relay(stream, response, meter)
                 usage = meter.usage
         finally:
             response.close()
         self._send(stream, InferEnd(seq=stream.seq, usage=usage))
-        begun = asked.tracker.begun if asked.tracker is not None else None
-        self._generated += usage.completion_tokens - (begun.kept if begun is not None else 0)
+        resume_state = upstream.tracker.resume_state if upstream.tracker is not None else None
+        self._generated += usage.completion_tokens - (resume_state.kept if resume_state is not None else 0)
         self._completed += 1
         record_phases(stream.timeline.spans(), context_of(stream.parent))
         self._remove(stream)
@@ -158,7 +158,7 @@ class Serving(RequestServer[_Stream]):
         kind = response.headers.get("content-type", "application/octet-stream")
         return InferResponse(seq=stream.seq, status=response.status, content_type=kind, headers=kept, fixed=fixed)
 
-    async def _relay(self, stream: _Stream, response: Response, meter: Meter) -> None:
+    async def _relay(self, stream: _Stream, response: Response, meter: UsageMeter) -> None:
         first = True
         while piece := await response.read():
             if first:
@@ -169,8 +169,11 @@ class Serving(RequestServer[_Stream]):
         if data := meter.finish():
             self._send_data(stream, data, first)
 
-    async def _follow(self, stream: _Stream, response: Response, asked: Asked, tracker: Tracker) -> Usage:
-        """As `_relay`, with the tokens beside the bytes. The head waits for the first of them: it tells what the prompt was."""
+    async def _follow(self, stream: _Stream, response: Response, upstream: UpstreamRequest, tracker: TokenTracker) -> Usage:
+        """Relay a response together with its token ids.
+
+        The response head waits for the first token, whose event carries the prompt's token ids.
+        """
         first = True
         while piece := await response.read():
             data, deltas = tracker.feed(piece)
@@ -180,7 +183,7 @@ class Serving(RequestServer[_Stream]):
                 now = stream.first_at = time.monotonic()
                 stream.timeline.add(Phase.PREFILL, stream.received, now)
                 stream.tracker = tracker
-                self._send(stream, self._tracked_head(stream, response, asked, tracker))
+                self._send(stream, self._tracked_head(stream, response, upstream, tracker))
             self._send_data(stream, data, first, deltas)
             first = False
         if first:
@@ -189,13 +192,18 @@ class Serving(RequestServer[_Stream]):
             self._send_data(stream, data, first)
         return tracker.usage
 
-    def _tracked_head(self, stream: _Stream, response: Response, asked: Asked, tracker: Tracker) -> InferResponse:
-        head = self._head(stream, response, fixed="" if tracker.prompt else "the engine tells no token ids")
-        more = {"seed": asked.seed, "prompt_tokens": tracker.prompt_tokens, "resume_head": tracker.head}
+    def _tracked_head(self, stream: _Stream, response: Response, upstream: UpstreamRequest, tracker: TokenTracker) -> InferResponse:
+        head = self._head(stream, response, fixed="" if tracker.prompt else "the engine reports no token ids")
+        more = {"seed": upstream.seed, "prompt_tokens": tracker.prompt_tokens, "resume_head": tracker.head}
         return head.model_copy(update=more)
 
     def yield_(self, request_id: str) -> None:
-        """End the request's stream after what has been told of it. Raises `NotFound`, or `Conflict` for what cannot be gone on with."""
+        """End the request's stream after the tokens sent so far.
+
+        Raises:
+            NotFound: The request is not running here.
+            Conflict: The request cannot be resumed elsewhere.
+        """
         stream = self.stream(request_id)
         if stream.fixed:
             raise Conflict(stream.fixed)
@@ -203,17 +211,20 @@ class Serving(RequestServer[_Stream]):
         self._remove(stream)
 
     def stream(self, request_id: str) -> _Stream:
-        """Raises `NotFound`."""
+        """The running request of this id. Raises `NotFound`."""
         stream = self.streams.get(request_id)
         if stream is None:
-            raise NotFound(f"request {request_id} is not here (any more)")
+            raise NotFound(f"request {request_id} is not running on this instance")
         return stream
 
     def running(self) -> tuple[RunningRequest, ...]:
         return tuple(s.running() for s in self.streams.values())
 
     def _send_data(self, stream: _Stream, data: bytes, first: bool, deltas: Sequence[ChoiceDelta] = ()) -> None:
-        """`deltas` go with the last of the bytes: whoever goes on from them must have all of those."""
+        """Send bytes in messages of limited size.
+
+        `deltas` travel with the last message, because an engine that resumes from them needs all their bytes.
+        """
         starts = range(0, len(data), DATA_BYTES) or (0,)
         for start in starts:
             encoded = base64.b64encode(data[start : start + DATA_BYTES])
@@ -222,5 +233,5 @@ class Serving(RequestServer[_Stream]):
                 phases = stream.timeline.spans() if first else ()
                 self._send(stream, InferData(seq=stream.seq, data=encoded.decode(), phases=phases, progress=progress))
                 first = False
-            else:  # one of thousands: made without a model
+            else:  # one of thousands: generated without a model
                 self._enqueue(stream, b'{"v":"1.0","kind":"data","seq":%d,"data":"%b"}' % (stream.seq, encoded))

@@ -1,4 +1,4 @@
-"""What a hosted engine is asked for a client's request."""
+"""Translates a client's request into a request to the hosted engine."""
 
 from __future__ import annotations
 
@@ -11,35 +11,44 @@ from services.enginehost.drivers.port import Driver
 from services.enginehost.drivers.token_api import TokenApi
 from services.enginehost.http1 import Client, HttpRequest, json_request
 from services.enginehost.server.resume import resumed
-from services.enginehost.server.token_tracker import Tracker, fixed_at
+from services.enginehost.server.token_tracker import TokenTracker, not_resumable_reason
 from shared.contracts.inference import InferRequest
 
 _PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions", "embedding": "/v1/embeddings"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """`hide_usage`: what the engine tells of it in its stream is for us only. `tracker`: its tokens are followed; None: they cannot be, or need
-    not be, and `fixed` says why."""
+class UpstreamRequest:
+    """A request to the engine.
+
+    Args:
+        outgoing: The HTTP request.
+        hide_usage: The usage in the engine's stream is not for the client.
+        fixed: Why another engine cannot resume the response; empty if it can.
+        tracker: Tracks the tokens of the response; None if they are not tracked.
+        seed: Seed of the request, if it has one.
+    """
 
     outgoing: HttpRequest
     hide_usage: bool = False
     fixed: str = ""
-    tracker: Tracker | None = None
+    tracker: TokenTracker | None = None
     seed: int | None = None
 
 
-async def asked_for(request: InferRequest, driver: Driver, client: Client) -> Asked:
-    """Raises `Conflict` for an answer that this engine cannot go on with."""
+async def build_upstream_request(request: InferRequest, driver: Driver, client: Client) -> UpstreamRequest:
+    """Translate a request. Raises `Conflict` for a response that this engine cannot resume."""
     body, chat = request.body, request.endpoint == "chat"
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     if request.resume is not None:
-        known, outgoing, begun, prompt = await resumed(request, driver, client)
-        tracker = Tracker(known, chat, hide_usage=not wants_usage, hide_ids=_hidden(known, body), begun=begun, prompt=prompt)
-        return Asked(outgoing, tracker=tracker, seed=body.get("seed"))
+        known, outgoing, resume_state, prompt = await resumed(request, driver, client)
+        tracker = TokenTracker(
+            known, chat, hide_usage=not wants_usage, hide_ids=_hidden(known, body), resume_state=resume_state, prompt=prompt
+        )
+        return UpstreamRequest(outgoing, tracker=tracker, seed=body.get("seed"))
     if request.endpoint == "other":
-        return Asked(_other(request, driver), fixed="only its engine understands this route")
-    fixed = fixed_at(driver, request.endpoint, body)
+        return UpstreamRequest(_other(request, driver), fixed="only its engine understands this route")
+    fixed = not_resumable_reason(driver, request.endpoint, body)
     outgoing_body = driver.body(body)
     hide = False
     if body.get("stream") and driver.stream_usage:
@@ -47,16 +56,16 @@ async def asked_for(request: InferRequest, driver: Driver, client: Client) -> As
         outgoing_body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
     api = driver.tokens
     if fixed or api is None:
-        return Asked(json_request(_PATHS[request.endpoint], outgoing_body), hide, fixed)
-    prompt = () if api.tells_prompt else tuple(await api.prompt(body, driver.served_name, client, chat=chat))
-    tracker = Tracker(api, chat, hide_usage=hide, hide_ids=_hidden(api, body), prompt=prompt)
-    outgoing = json_request(_PATHS[request.endpoint], {**outgoing_body, **api.asked})
-    return Asked(outgoing, hide, tracker=tracker, seed=body.get("seed"))
+        return UpstreamRequest(json_request(_PATHS[request.endpoint], outgoing_body), hide, fixed)
+    prompt = () if api.includes_prompt_ids else tuple(await api.prompt(body, driver.served_name, client, chat=chat))
+    tracker = TokenTracker(api, chat, hide_usage=hide, hide_ids=_hidden(api, body), prompt=prompt)
+    outgoing = json_request(_PATHS[request.endpoint], {**outgoing_body, **api.request_fields})
+    return UpstreamRequest(outgoing, hide, tracker=tracker, seed=body.get("seed"))
 
 
 def _hidden(api: TokenApi, body: Mapping[str, Any]) -> bool:
-    """Whether the client did not ask for what its engine is asked to tell."""
-    return not any(body.get(name) for name in api.asked)
+    """True if the client did not request the token ids that the host requests."""
+    return not any(body.get(name) for name in api.request_fields)
 
 
 def _other(request: InferRequest, driver: Driver) -> HttpRequest:

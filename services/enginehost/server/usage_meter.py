@@ -1,4 +1,4 @@
-"""An engine's answer on its way to the client: bytes as they are, and what the mesh wants to know of them."""
+"""Reads token usage from an engine's response while it is forwarded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _KEPT_BYTES = 64 * 1024
 _WHOLE_LIMIT = 8 << 20
 
 
-class Meter:
-    """Watches the bytes of one answer for its usage. `hide_usage`: the client did not ask for the event that tells it, so it goes without."""
+class UsageMeter:
+    """Watches the bytes of one response for its usage.
+
+    `hide_usage`: the client did not request the usage event, so it is removed from the stream.
+    """
 
     def __init__(self, content_type: str, *, hide_usage: bool) -> None:
         self._stream = content_type.startswith("text/event-stream")
@@ -27,7 +30,7 @@ class Meter:
         self.events = 0
 
     def feed(self, data: bytes) -> bytes:
-        """What of `data`, and of what was held back before, goes to the client now."""
+        """Bytes to forward now, of `data` and of earlier held-back bytes."""
         if self._hide:
             return self._without_usage(data)
         if self._stream:
@@ -39,7 +42,7 @@ class Meter:
         return data
 
     def finish(self) -> bytes:
-        """What was held back; then `usage` is final."""
+        """The held-back bytes. Afterwards `usage` is final."""
         if self._stream:
             for event in _EVENT_END.split(bytes(self._tail)):
                 self._note(event)
@@ -53,16 +56,16 @@ class Meter:
         return self._usage or Usage(prompt_tokens=0, completion_tokens=self.events)
 
     def _without_usage(self, data: bytes) -> bytes:
-        """Events are held back until they are whole, so that one can be left out; one that is longer than is kept goes on as it comes."""
+        """Hold back incomplete events so that the usage event can be removed. Events above the limit pass as they are."""
         text = self._rest + data if self._rest else data
         end = 0
         kept: list[bytes] = []
         for match in _EVENT_END.finditer(text):
-            event, end_now = text[end : match.end()], match.end()
+            event, match_end = text[end : match.end()], match.end()
             self.events += event.startswith(b"data: {")
             if not (b'"usage"' in event and self._note(event)):
                 kept.append(event)
-            end = end_now
+            end = match_end
         self._rest = text[end:]
         if len(self._rest) > _KEPT_BYTES:
             kept.append(self._rest)
@@ -70,7 +73,7 @@ class Meter:
         return b"".join(kept)
 
     def _note(self, event: bytes) -> bool:
-        """Take the usage that `event` tells; whether it tells nothing else."""
+        """Record the usage of `event`. True if the event carries nothing else."""
         if b'"usage"' not in event or not event.startswith(b"data: {"):
             return False
         message = _parsed(event[6:])
@@ -89,7 +92,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def usage_of(message: Any) -> Usage | None:
-    """The usage in an OpenAI answer or event; Responses' and Messages' names for it as well."""
+    """The usage in an OpenAI response or event. Also reads the field names of the Responses and Messages APIs."""
     found = message.get("usage") if isinstance(message, dict) else None
     if not isinstance(found, dict):
         return None

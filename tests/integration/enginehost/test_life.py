@@ -36,7 +36,7 @@ async def test_an_engine_that_is_healthy_and_generates_nothing_never_becomes_rea
     report = await hosts.settled(start.instance_id)
     assert report.state == "failed"
     assert report.error is not None
-    assert "gave no token" in report.error.message
+    assert "generated no token" in report.error.message
     await hosts.left_nothing(start.instance_id)
 
 
@@ -140,7 +140,7 @@ async def test_an_idle_engine_that_stops_generating_is_given_up(hosts: Hosts) ->
     assert (await hosts.whole(start.instance_id, "chat", messages=[], fake={"mute": True})).status == 500
     failed = await hosts.reported(start.instance_id, lambda r: r.state == "failed")
     assert failed.error is not None
-    assert "gave no token" in failed.error.message
+    assert "generated no token" in failed.error.message
     await hosts.left_nothing(start.instance_id)
 
 

@@ -85,7 +85,7 @@ async def test_after_three_it_gives_up_and_says_so(hosts: Hosts, tmp_path: Path,
     report = await hosts.settled(start.instance_id)
     assert report.state == "failed"
     assert report.error is not None
-    assert report.error.message == "the engine found its port taken 3 times in a row"
+    assert report.error.message == "The engine's port was taken 3 times in a row. Start the instance again."
     await hosts.left_nothing(start.instance_id)
 
 

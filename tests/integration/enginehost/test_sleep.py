@@ -99,5 +99,5 @@ async def test_a_200_that_freed_nothing_is_a_failure_and_says_so(hosts: Hosts, t
 async def test_weights_that_are_not_read_again_show_in_the_probe(hosts: Hosts, tmp_path: Path) -> None:
     found = await engine(hosts, tmp_path, 2, "--no-reload")
     await found.way.suspend(found.target)
-    with pytest.raises(EngineFailed, match="answers otherwise than before it slept"):
+    with pytest.raises(EngineFailed, match="differs from its output before sleeping"):
         await found.wake()

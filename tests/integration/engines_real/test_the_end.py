@@ -32,7 +32,7 @@ async def test_healthy_and_unable_to_generate(mesh: Mesh, nats_server: NatsServe
         report = await hosts.settled(start.instance_id)
         assert report.state == "failed"
         assert report.error is not None
-        assert "gave no token" in report.error.message
+        assert "generated no token" in report.error.message
         await hosts.left_nothing(start.instance_id)
     finally:
         hosts.close()

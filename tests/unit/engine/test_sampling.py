@@ -100,12 +100,12 @@ def test_penalties_use_the_history() -> None:
 
 
 def test_log_probabilities_are_the_models_own() -> None:
-    on_done = sample(LOGITS, SamplingParams(temperature=0, logit_bias=((3, 100.0),), top_logprobs=2), NOTHING, FIRST)
+    sampled = sample(LOGITS, SamplingParams(temperature=0, logit_bias=((3, 100.0),), top_logprobs=2), NOTHING, FIRST)
     expected = torch.log_softmax(LOGITS, 0)
-    assert on_done.token == 3
-    assert on_done.logprob == pytest.approx(float(expected[3]))
-    assert [t for t, _ in on_done.top] == [1, 4]
-    assert on_done.top[0][1] == pytest.approx(float(expected[1]))
+    assert sampled.token == 3
+    assert sampled.logprob == pytest.approx(float(expected[3]))
+    assert [t for t, _ in sampled.top] == [1, 4]
+    assert sampled.top[0][1] == pytest.approx(float(expected[1]))
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.enginehost.drivers.port import flags
-from services.enginehost.drivers.probe_response import said
+from services.enginehost.drivers.probe_response import response_fingerprint
 from shared.errors import EngineFailed
 
 
@@ -23,13 +23,13 @@ from shared.errors import EngineFailed
     ],
 )
 def test_tokens_and_vectors(answer: Any, text: str) -> None:
-    assert said(json.dumps(answer).encode()) == text
+    assert response_fingerprint(json.dumps(answer).encode()) == text
 
 
 @pytest.mark.parametrize("body", [b"", b"ok", b"{}", b'{"choices": []}', b'{"choices": [{"text": ""}]}', b'{"data": []}'])
 def test_an_answer_without_a_token_proves_nothing(body: bytes) -> None:
     with pytest.raises(EngineFailed, match="without a token"):
-        said(body)
+        response_fingerprint(body)
 
 
 def test_engine_args_become_options() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.enginehost.drivers.token_api import LlamaServerTokens, VllmTokens
-from services.enginehost.server.token_tracker import Begun, Tracker, fixed_of
+from services.enginehost.server.token_tracker import ResumeState, TokenTracker, not_resumable_request_reason
 
 
 def event(**more: Any) -> bytes:
@@ -22,7 +22,7 @@ HEAD = {"id": "a", "created": 1, "model": "m", "object": "text_completion"}
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ({"stream": False}, "whole"),
+        ({"stream": False}, "not streamed"),
         ({"tools": [{}]}, "tools"),
         ({"n": 2}, "n:"),
         ({"logprobs": 1}, "logprobs"),
@@ -34,18 +34,18 @@ HEAD = {"id": "a", "created": 1, "model": "m", "object": "text_completion"}
     ],
 )
 def test_fixed(body: dict[str, Any], why: str) -> None:
-    assert why in fixed_of("completion", {"stream": True, "prompt": "x", **body}, {}, VLLM)
+    assert why in not_resumable_request_reason("completion", {"stream": True, "prompt": "x", **body}, {}, VLLM)
 
 
 def test_followed() -> None:
     plain = {"stream": True, "prompt": [1, 2], "n": 1, "presence_penalty": 0, "response_format": {"type": "text"}, "tools": []}
-    assert fixed_of("completion", plain, {}, VLLM) == ""
+    assert not_resumable_request_reason("completion", plain, {}, VLLM) == ""
     chat: dict[str, Any] = {"stream": True, "messages": [{"role": "user", "content": "x"}]}
-    assert fixed_of("chat", chat, {}, VLLM) == ""
-    assert "reasoning" in fixed_of("chat", chat, {"reasoning_parser": "qwen3"}, VLLM)
+    assert not_resumable_request_reason("chat", chat, {}, VLLM) == ""
+    assert "reasoning" in not_resumable_request_reason("chat", chat, {"reasoning_parser": "qwen3"}, VLLM)
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    assert "plain text" in fixed_of("chat", {**chat, "messages": image}, {}, VLLM)
-    assert fixed_of("embedding", chat, {}, VLLM)
+    assert "plain text" in not_resumable_request_reason("chat", {**chat, "messages": image}, {}, VLLM)
+    assert not_resumable_request_reason("embedding", chat, {}, VLLM)
 
 
 def test_events_may_come_in_any_pieces() -> None:
@@ -55,10 +55,10 @@ def test_events_may_come_in_any_pieces() -> None:
         + event(**HEAD, choices=[], usage={"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5})
         + b"data: [DONE]\n\n"
     )
-    whole = Tracker(VLLM, chat=False, hide_usage=True, hide_ids=True)
+    whole = TokenTracker(VLLM, chat=False, hide_usage=True, hide_ids=True)
     at_once, all_deltas = whole.feed(stream)
     for size in (1, 3, 50):
-        tracker = Tracker(VLLM, chat=False, hide_usage=True, hide_ids=True)
+        tracker = TokenTracker(VLLM, chat=False, hide_usage=True, hide_ids=True)
         pieces = [tracker.feed(stream[i : i + size]) for i in range(0, len(stream), size)]
         assert b"".join(data for data, _ in pieces) == at_once
         assert [d for _, deltas in pieces for d in deltas] == all_deltas
@@ -74,28 +74,28 @@ def test_what_a_client_asked_for_stays() -> None:
     told = event(**HEAD, choices=[{"index": 0, "text": "a", "token_ids": [5]}]) + event(
         **HEAD, choices=[], usage={"prompt_tokens": 1}
     )
-    data, _ = Tracker(VLLM, chat=False, hide_usage=False, hide_ids=False).feed(told)
+    data, _ = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=False).feed(told)
     assert b'"token_ids":[5]' in data
     assert b"usage" in data
 
 
 def test_what_is_no_event_of_an_answer_goes_on_as_it_is() -> None:
     for other in (b": comment\n\n", b'data: {"error": {"message": "x"}}\n\n', b"data: {broken\n\n", b"event: x\ndata: {}\n\n"):
-        assert Tracker(VLLM, chat=True, hide_usage=True, hide_ids=True).feed(other) == (other, [])
+        assert TokenTracker(VLLM, chat=True, hide_usage=True, hide_ids=True).feed(other) == (other, [])
 
 
 def test_a_role_alone_is_the_beginning_of_an_answer() -> None:
     """An engine may die before its first token: what the client has, the role, is not to come again."""
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    tracker = Tracker(VLLM, chat=True, hide_usage=True, hide_ids=True)
+    tracker = TokenTracker(VLLM, chat=True, hide_usage=True, hide_ids=True)
     _, deltas = tracker.feed(event(**HEAD, choices=[role], prompt_token_ids=[1, 2]))
     assert [(d.index, d.text, d.token_ids) for d in deltas] == [(0, "", ())]
     assert tracker.feed(event(**HEAD, choices=[{"index": 0, "delta": {"content": ""}}]))[1] == []
 
 
 def test_gone_on_with_it_has_the_form_and_the_counts_of_what_was_begun() -> None:
-    begun = Begun({"id": "first", "created": 7}, prompt_tokens=4, tokens=3, kept=2, skip_chars=2, chat=True)
-    tracker = Tracker(VLLM, chat=True, hide_usage=False, hide_ids=True, begun=begun)
+    begun = ResumeState({"id": "first", "created": 7}, prompt_tokens=4, tokens=3, kept=2, skip_chars=2, chat=True)
+    tracker = TokenTracker(VLLM, chat=True, hide_usage=False, hide_ids=True, resume_state=begun)
     stream = (
         event(**HEAD, choices=[{"index": 0, "text": "\u00e9", "token_ids": [9], "prompt_token_ids": [1, 2, 3, 4, 5, 6]}])
         + event(**HEAD, choices=[{"index": 0, "text": "xyz", "token_ids": [10], "finish_reason": "length"}])
@@ -117,17 +117,17 @@ def said(text: str, tokens: list[int], made: int, **more: Any) -> bytes:
 
 
 def test_what_llama_server_tells_of_its_tokens() -> None:
-    tracker = Tracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
+    tracker = TokenTracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
     out, deltas = tracker.feed(said("a", [5], 1) + said("b", [6], 2) + said("", [], 2, finish_reason="length"))
     assert b"__verbose" not in out
     assert [d.token_ids for d in deltas] == [(5,), (6,), ()]
     assert (tracker.tokens, tracker.lost, tracker.finish_reason, tracker.prompt_tokens) == ([5, 6], False, "length", 2)
-    shown = Tracker(LLAMA, chat=False, hide_usage=False, hide_ids=False, prompt=(1,))
+    shown = TokenTracker(LLAMA, chat=False, hide_usage=False, hide_ids=False, prompt=(1,))
     assert b"__verbose" in shown.feed(said("a", [5], 1))[0]
 
 
 def test_tokens_after_one_that_was_not_told_are_not_followed() -> None:
-    tracker = Tracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
+    tracker = TokenTracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
     _, deltas = tracker.feed(said("a", [5], 1) + said("\u00fc", [7], 3) + said("b", [8], 4))
     assert tracker.lost
     assert [(d.text, d.token_ids) for d in deltas] == [("a", (5,)), ("\u00fc", ()), ("b", ())]
@@ -135,22 +135,22 @@ def test_tokens_after_one_that_was_not_told_are_not_followed() -> None:
 
 
 def test_a_llama_server_that_tells_nothing() -> None:
-    tracker = Tracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
+    tracker = TokenTracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
     tracker.feed(event(**HEAD, choices=[{"index": 0, "text": "a"}]))
     assert tracker.prompt == ()
 
 
 def test_llama_servers_chats_and_grammars_are_its_own() -> None:
     plain = {"stream": True, "prompt": "x"}
-    assert fixed_of("completion", plain, {}, LLAMA) == ""
-    assert "chats" in fixed_of("chat", {"stream": True, "messages": []}, {}, LLAMA)
-    assert "grammar" in fixed_of("completion", {**plain, "grammar": "root ::= x"}, {}, LLAMA)
+    assert not_resumable_request_reason("completion", plain, {}, LLAMA) == ""
+    assert "chats" in not_resumable_request_reason("chat", {"stream": True, "messages": []}, {}, LLAMA)
+    assert "grammar" in not_resumable_request_reason("completion", {**plain, "grammar": "root ::= x"}, {}, LLAMA)
 
 
 def test_a_client_that_asked_for_token_ids_gets_each_once() -> None:
     """Two tokens are made again: their text was held back where the answer began."""
-    begun = Begun({"id": "first"}, prompt_tokens=2, tokens=4, kept=2, skip_chars=1, chat=False)
-    tracker = Tracker(VLLM, chat=False, hide_usage=False, hide_ids=False, begun=begun)
+    begun = ResumeState({"id": "first"}, prompt_tokens=2, tokens=4, kept=2, skip_chars=1, chat=False)
+    tracker = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=False, resume_state=begun)
     out, deltas = tracker.feed(
         event(**HEAD, choices=[{"index": 0, "text": "c", "token_ids": [7], "prompt_token_ids": [1, 2, 5, 6]}])
         + event(**HEAD, choices=[{"index": 0, "text": "de", "token_ids": [8, 9]}])
@@ -163,8 +163,8 @@ def test_a_client_that_asked_for_token_ids_gets_each_once() -> None:
 
 
 def test_what_was_cached_of_the_answer_is_not_counted_as_the_prompts() -> None:
-    begun = Begun({"id": "first"}, prompt_tokens=2, tokens=2, kept=2, skip_chars=0, chat=False)
-    tracker = Tracker(VLLM, chat=False, hide_usage=False, hide_ids=True, begun=begun)
+    begun = ResumeState({"id": "first"}, prompt_tokens=2, tokens=2, kept=2, skip_chars=0, chat=False)
+    tracker = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=True, resume_state=begun)
     counted = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
     out, _ = tracker.feed(event(**HEAD, choices=[], usage=counted))
     usage = json.loads(out[6:])["usage"]

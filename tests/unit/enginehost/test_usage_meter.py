@@ -8,7 +8,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.enginehost.server.usage_meter import Meter, usage_of
+from services.enginehost.server.usage_meter import UsageMeter, usage_of
 
 EVENTS = [{"choices": [{"index": 0, "delta": {"content": t}}]} for t in ("a", "ü", 'usage: "x"')]
 LAST = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}}
@@ -18,7 +18,7 @@ def stream(*events: object, end: str = "\n\n") -> bytes:
     return "".join(f"data: {json.dumps(e, ensure_ascii=False)}{end}" for e in events).encode() + f"data: [DONE]{end}".encode()
 
 
-def fed(meter: Meter, data: bytes, cuts: list[int]) -> bytes:
+def fed(meter: UsageMeter, data: bytes, cuts: list[int]) -> bytes:
     edges = [0, *sorted(cuts), len(data)]
     return b"".join(meter.feed(data[a:b]) for a, b in itertools.pairwise(edges)) + meter.finish()
 
@@ -26,7 +26,7 @@ def fed(meter: Meter, data: bytes, cuts: list[int]) -> bytes:
 @given(st.lists(st.integers(0, 300), max_size=8), st.sampled_from(["\n\n", "\r\n\r\n"]))
 def test_however_a_stream_is_cut_only_the_usage_is_taken_out(cuts: list[int], end: str) -> None:
     data = stream(*EVENTS, LAST, end=end)
-    meter = Meter("text/event-stream; charset=utf-8", hide_usage=True)
+    meter = UsageMeter("text/event-stream; charset=utf-8", hide_usage=True)
     assert fed(meter, data, [min(c, len(data)) for c in cuts]) == stream(*EVENTS, end=end)
     assert (meter.usage.prompt_tokens, meter.usage.completion_tokens, meter.usage.cached_tokens) == (7, 3, 2)
 
@@ -34,7 +34,7 @@ def test_however_a_stream_is_cut_only_the_usage_is_taken_out(cuts: list[int], en
 @given(st.lists(st.integers(0, 300), max_size=8))
 def test_what_the_client_asked_for_is_left_alone(cuts: list[int]) -> None:
     data = stream(*EVENTS, LAST)
-    meter = Meter("text/event-stream", hide_usage=False)
+    meter = UsageMeter("text/event-stream", hide_usage=False)
     assert fed(meter, data, [min(c, len(data)) for c in cuts]) == data
     assert meter.usage.completion_tokens == 3
 
@@ -42,11 +42,11 @@ def test_what_the_client_asked_for_is_left_alone(cuts: list[int]) -> None:
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=5), st.booleans())
 def test_whatever_comes_is_passed_on(data: bytes, cuts: list[int], hide: bool) -> None:
     for kind in ("text/event-stream", "application/json", "audio/wav"):
-        assert fed(Meter(kind, hide_usage=hide), data, [min(c, len(data)) for c in cuts]) == data
+        assert fed(UsageMeter(kind, hide_usage=hide), data, [min(c, len(data)) for c in cuts]) == data
 
 
 def test_an_event_of_a_megabyte_does_not_wait_for_its_end() -> None:
-    meter = Meter("text/event-stream", hide_usage=True)
+    meter = UsageMeter("text/event-stream", hide_usage=True)
     assert meter.feed(b"data: {" + b"x" * (1 << 20)).startswith(b"data: {")
 
 
@@ -59,7 +59,7 @@ def test_usage_by_the_names_of_other_apis() -> None:
 
 
 def test_whole_json() -> None:
-    meter = Meter("application/json", hide_usage=False)
+    meter = UsageMeter("application/json", hide_usage=False)
     body = json.dumps({"usage": LAST["usage"]}).encode()
     assert fed(meter, body, [3]) == body
     assert meter.usage.prompt_tokens == 7

@@ -29,7 +29,7 @@ from rich.table import Table
 from bench.disk import set_cache, write_checkpoint
 from bench.loader_case import checksum
 from bench.report import machine, median, write
-from thaw.config.units import parse_size
+from thaw.units import parse_size
 
 Tensors = dict[str, torch.Tensor]
 CONFIG = {

@@ -41,7 +41,7 @@ from bench.loader_case import MODULES
 from bench.loader_service import dram, remote
 from bench.report import machine, median, write
 from bench.samples import Samples
-from thaw.config.units import parse_size
+from thaw.units import parse_size
 
 PARTS = ("cases", "limit", "service")
 

@@ -36,7 +36,7 @@ from rich.table import Table
 from bench.disk import FIO_SETTINGS, run_fio, set_cache
 from bench.report import write
 from shared.errors import DeviceFailed, DeviceMissing
-from thaw.config.units import parse_size
+from thaw.units import parse_size
 from weights.devices.cuda import CudaDevice
 from weights.devices.cuda_runtime import load_cuda
 from weights.devices.curve import elbow

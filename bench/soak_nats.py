@@ -20,7 +20,7 @@ from rich.table import Table
 from shared.contracts import subjects
 from shared.messaging.streams import ensure_keyed_stream, ensure_trace_stream
 from tests.support.servers import NatsServer
-from thaw.config.units import format_size, parse_size
+from thaw.units import format_size, parse_size
 
 _REPLIES, _REPLY_BYTES, _TRACE_BYTES = 14, 220, 1400
 _SETTLE_S = 12.0

@@ -15,6 +15,10 @@ class CommandError(Exception):
         self.details = details or []
         super().__init__(f"{what} {remedy}".strip())
 
+    def lines(self) -> list[str]:
+        """Further lines for people; none by default."""
+        return []
+
     def body(self) -> dict[str, Any]:
         """The error as `--json` prints it."""
         body: dict[str, Any] = {"code": self.code, "message": self.what, "remedy": self.remedy}

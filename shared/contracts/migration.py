@@ -15,6 +15,8 @@ from pydantic import Field, TypeAdapter
 from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.inference import FinishReason
 from shared.contracts.models import ModelCard
+from shared.contracts.states import FINAL as FINAL
+from shared.contracts.states import MigrationState as MigrationState
 
 
 class RunningChoice(Frozen):
@@ -143,12 +145,6 @@ class RequestFound(Message):
     request_id: str = Field(description="Its own name: those of its attempts have a number behind it.")
     instance_id: str | None = Field(default=None, description="None: it waits for an instance.")
     model: str = ""
-
-
-MigrationState = Literal["asked", "preparing", "handing_over", "done", "given_up", "failed", "cancelled"]
-"""asked: nobody has begun. preparing: rounds at the destination, the source goes on. handing_over: gateways swap routes. given_up: it would
-not have converged, or nothing was left to move; unharmed. failed: a request could not be moved; it runs on where it can."""
-FINAL: tuple[MigrationState, ...] = ("done", "given_up", "failed", "cancelled")
 
 
 class MigrationRound(Frozen):

@@ -6,7 +6,6 @@ second, and heard by the scheduler and by every gateway: the route table is a ca
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -15,42 +14,11 @@ from shared.contracts.base import ErrorBody, Frozen, Message, Request
 from shared.contracts.engine import EngineLoad
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.states import InstanceState as InstanceState
 
 STATUS_INTERVAL_S = 1.0
 NODE_LOST_AFTER_S = 5.0
 """Without a status for this long a node's instances are taken for gone by the scheduler (gateways learn sooner: no responders)."""
-
-
-class InstanceState(StrEnum):
-    PREPARING = "preparing"
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    SUSPENDED = "suspended"
-    ASLEEP = "asleep"
-    RESUMING = "resuming"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-    @property
-    def holds_memory(self) -> bool:
-        """Whether the instance's reservation on its device is booked (a failed one until its process is proved gone)."""
-        return self not in _WITHOUT_MEMORY
-
-    @property
-    def parked(self) -> bool:
-        """Whether the engine's process is there, without its memory: what it has left is `InstanceMemory.reserved`."""
-        return self in _PARKED
-
-    @property
-    def starting(self) -> bool:
-        return self in _STARTING
-
-
-# Made once: a decision asks some dozen times.
-_PARKED = frozenset((InstanceState.SUSPENDED, InstanceState.ASLEEP))
-_STARTING = frozenset((InstanceState.PREPARING, InstanceState.LOADING, InstanceState.RESUMING))
-_WITHOUT_MEMORY = frozenset((*_PARKED, InstanceState.STOPPED, InstanceState.FAILED))
 
 
 RESERVATION = "reserve_bytes"

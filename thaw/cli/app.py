@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from itertools import pairwise
 from typing import Annotated, Any
@@ -109,17 +110,32 @@ def _asks_json(arguments: list[str]) -> bool:
     return "--json" in arguments
 
 
+def _run_ps(arguments: list[str]) -> None:
+    """Run `thaw ps` where nothing needs to be parsed: parsing one option costs typer more than the command itself."""
+    from thaw.cli.ps import ps
+
+    ps(as_json=bool(arguments))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run `thaw`; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = _asks_json(arguments)
     try:
+        if arguments in (["ps"], ["ps", "--json"]):
+            _run_ps(arguments[1:])
+            return 0
         # Without the library's own handling, bad usage can be told in JSON too.
         status: Any = app(arguments, standalone_mode=not as_json)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 1
+    except typer.Exit as e:
+        return e.exit_code
     except typer.Abort:
         return 130
+    except BrokenPipeError:  # whatever read the output has left; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as e:
         format_message, code = getattr(e, "format_message", None), getattr(e, "exit_code", None)
         if not as_json or format_message is None or not isinstance(code, int):

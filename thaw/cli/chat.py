@@ -13,8 +13,8 @@ from rich.markup import escape
 from thaw.cli.api import Api
 from thaw.cli.completions import Completion, Message, stream_chat
 from thaw.cli.output import Document, Json, screen, show_error, verb
-from thaw.config.units import format_duration
 from thaw.errors import CommandError
+from thaw.units import format_duration
 
 
 @verb

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from thaw.cli.api import Api, error_of
+from thaw.cli.api import Api
+from thaw.cli.gateway import error_of
 from thaw.errors import CommandError
 
 Message = dict[str, str]
@@ -55,7 +56,7 @@ def stream_chat(
             completion.request_id = response.headers.get("x-request-id", "")
             if response.is_error:
                 response.read()
-                raise error_of(response)
+                raise error_of(response.status_code, response.url.path, response.content)
             for event in _events(response.iter_lines(), waiting):
                 text = _absorb(event, completion)
                 if text:

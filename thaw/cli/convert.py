@@ -17,8 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.paths import local_path
-from thaw.config.units import format_duration, format_size
 from thaw.errors import CommandError
+from thaw.units import format_duration, format_size
 
 _LABELS = {"convert": "converting", "verify": "verifying"}
 

@@ -22,9 +22,9 @@ from thaw.cli.completions import Completion, stream_chat
 from thaw.cli.output import Document
 from thaw.cli.paths import program
 from thaw.cli.waterfall import request_waterfall
-from thaw.config.units import format_duration, format_size
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
+from thaw.units import format_duration, format_size
 
 SIZES = ("5m", "60m", "250m")
 DISK_BYTES = 1024**3

@@ -15,11 +15,11 @@ from thaw.cli import exposure
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.remote_checks import examine_remote
-from thaw.config.units import format_size
 from thaw.launcher import swap
 from thaw.launcher.checks import Finding, examine
 from thaw.launcher.home import Home
 from thaw.launcher.status import running_status
+from thaw.units import format_size
 
 _MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[bold red]✗[/]"}
 

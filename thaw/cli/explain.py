@@ -14,8 +14,8 @@ from shared.contracts.admin import AssumeBudget, AssumeNode, AssumeNoNode, Assum
 from shared.contracts.plans import Candidate, PlanRecord
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
-from thaw.config.units import format_duration, format_size, parse_size
 from thaw.errors import CommandError
+from thaw.units import format_duration, format_size, parse_size
 
 _FORMS = "add-node=NAME[:DEVICES[:BYTES]], budget=NODE/DEVICE:BYTES or drop-node=NAME"
 

@@ -12,9 +12,9 @@ from rich.markup import escape
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.paths import local_path
 from thaw.config.load import faults_of
-from thaw.config.units import parse_size
 from thaw.errors import CommandError
 from thaw.llama_swap import render, translate
+from thaw.units import parse_size
 
 app = typer.Typer(help="Write a thaw.yaml from the configuration of another server.", no_args_is_help=True)
 

@@ -42,7 +42,7 @@ def add(
         ) from e
     api = Api.find()
     before = KeyList.model_validate(api.request("GET", "/admin/v1/keys"))
-    made = ApiKey.model_validate(api.request("POST", "/admin/v1/keys", asked))
+    made = ApiKey.model_validate(api.request("POST", "/admin/v1/keys", asked.model_dump_json()))
     out = screen(as_json)
     out.print(f"[green]✓[/] {made.name} ({made.scope}); only its hash is kept, so write it down now:")
     out.print(f"  [bold]{key}[/]", soft_wrap=True)

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.paths import local_path
-from thaw.config.units import format_duration, format_size
 from thaw.errors import CommandError
+from thaw.units import format_duration, format_size
 
 
 class Tier(StrEnum):

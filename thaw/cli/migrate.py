@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from shared.contracts.admin import ClusterView
 from shared.contracts.migration import MigrationRecord
@@ -81,53 +79,6 @@ def _told(record: MigrationRecord, request_id: str | None) -> str:
     elif record.state == "given_up":
         line += "".join(f"\n  {escape(m.reason)}" for m in record.requests if m.reason)
     return line
-
-
-def show_migrations(out: Console, records: list[MigrationRecord]) -> None:
-    """Those under way, and what became of the others."""
-    going = [r for r in records if not r.over]
-    if not going:
-        _show_over(out, records)
-        return
-    table = Table(box=None, header_style="dim")
-    for column in ("MIGRATION", "MODEL", "WHAT", "FROM", "TO", "STATE", "MOVED", "ROUNDS"):
-        table.add_column(column, justify="right" if column in ("MOVED", "ROUNDS") else "left")
-    for r in going:
-        moved = sum(m.outcome == "moved" for m in r.requests)
-        table.add_row(
-            f"[dim]{r.migration_id}[/]",
-            escape(r.model),
-            r.request_id or r.source_instance,
-            r.source_node,
-            r.node,
-            f"[cyan]{r.state}[/]",
-            f"{moved} of {len(r.requests)}",
-            str(len(r.rounds)),
-        )
-    out.print()
-    out.print(table)
-    _show_over(out, records)
-
-
-def summary(records: list[MigrationRecord]) -> dict[str, Any]:
-    """Of the migrations that are over: how many by outcome, requests that moved with their tokens, and the longest pause."""
-    over = [r for r in records if r.over]
-    moved = [m for r in over for m in r.requests if m.outcome == "moved"]
-    return {
-        "outcomes": dict(Counter(r.state for r in over)),
-        "requests": len(moved),
-        "tokens": sum(m.tokens for m in moved),
-        "longest_pause_ms": max((m.pause_ms for m in moved if m.pause_ms is not None), default=None),
-    }
-
-
-def _show_over(out: Console, records: list[MigrationRecord]) -> None:
-    told = summary(records)
-    if not told["outcomes"]:
-        return
-    states = ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in sorted(told["outcomes"].items()))
-    pause = f", the longest pause {told['longest_pause_ms']:.0f} ms" if told["longest_pause_ms"] is not None else ""
-    out.print(f"\n[dim]The latest migrations: {states}; {told['requests']} requests moved with {told['tokens']} tokens{pause}.[/]")
 
 
 def concerning(records: list[MigrationRecord], request_id: str) -> list[MigrationRecord]:

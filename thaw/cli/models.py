@@ -13,16 +13,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.contracts.admin import ModelsAdded, ModelView
-from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.models import ModelSpec
 from shared.sizing import need_of
 from thaw.cli.api import Api
+from thaw.cli.listing import adapters_after_bases, shown_name
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.park import park_cell
 from thaw.cli.paths import local_path, model_directory
 from thaw.config import load_config
 from thaw.config.faults import dotted, message_of
-from thaw.config.units import format_size, parse_duration, parse_size
 from thaw.errors import CommandError
+from thaw.units import format_size, parse_duration, parse_size
 
 app = typer.Typer(help="Models: register, list, show, remove.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="MODEL")]
@@ -226,15 +227,6 @@ def list_models(as_json: Json = False) -> Document:
     else:
         out.print("No model is registered. Add one: [bold]thaw models add NAME SOURCE[/]")
     return {"models": [v.card.model_dump(mode="json") for v in cluster.models]}
-
-
-def adapters_after_bases(views: tuple[ModelView, ...]) -> list[ModelView]:
-    return sorted(views, key=lambda v: (v.card.spec.base or v.card.name, v.card.spec.base is not None, v.card.name))
-
-
-def shown_name(card: ModelCard) -> str:
-    """An adapter as requests may also call it."""
-    return card.name if card.spec.base is None else f"{card.spec.base}:{card.name}"
 
 
 @app.command()

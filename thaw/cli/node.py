@@ -13,7 +13,7 @@ from shared.contracts.migration import MigrationRecord
 from shared.contracts.node import InstanceStatus
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
-from thaw.config.units import format_size
+from thaw.units import format_size
 
 app = typer.Typer(help="Nodes: list them, keep new instances off one, empty one.", no_args_is_help=True)
 _LOOK_S = 0.25

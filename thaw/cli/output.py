@@ -17,7 +17,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from thaw.config import ConfigError
 from thaw.errors import CommandError
 
 P = ParamSpec("P")
@@ -39,9 +38,8 @@ def show_error(error: CommandError, as_json: bool) -> None:
         print(json.dumps(error.body()))
         return
     _errors.print(f"[bold red]✗ {escape(error.what)}[/]")
-    if isinstance(error, ConfigError):
-        for line in error.lines():
-            _errors.print(f"  {escape(line)}")
+    for line in error.lines():
+        _errors.print(f"  {escape(line)}")
     if error.remedy:
         _errors.print(f"  {escape(error.remedy)}")
 

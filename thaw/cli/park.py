@@ -6,34 +6,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
-from rich.markup import escape
 
 from shared.contracts.admin import ModelView, ParkView
 from thaw.cli.api import Api
+from thaw.cli.listing import PARK_COLOURS, park_line
 from thaw.errors import CommandError
 
 _POLL_S = 0.5
-_COLOURS = {"parked": "blue", "up": "green", "failed": "red", "impossible": "yellow", "waiting": "yellow"}
-WORDS = {
-    "queued": "its turn comes",
-    "waiting": "waits for room",
-    "starting": "is being started",
-    "suspending": "is being suspended",
-    "parked": "is parked",
-    "up": "is up",
-    "failed": "could not be parked",
-    "impossible": "is not started ahead",
-}
-
-
-def park_line(name: str, park: ParkView) -> str:
-    """One model's progress, for people."""
-    reason = f": {park.reason}" if park.reason else ""
-    return f"[{_COLOURS.get(park.state, 'dim')}]{escape(name)} {WORDS[park.state]}[/][dim]{escape(reason)}[/]"
 
 
 def park_cell(view: ModelView) -> str:
-    return f"[{_COLOURS.get(view.park.state, 'cyan')}]{view.park.state}[/]" if view.park is not None else ""
+    return f"[{PARK_COLOURS.get(view.park.state, 'cyan')}]{view.park.state}[/]" if view.park is not None else ""
 
 
 def changes(looks: Iterable[tuple[ModelView, ...]]) -> Iterator[tuple[str, ParkView]]:

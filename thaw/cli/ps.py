@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shared.contracts.admin import ClusterView, ModelView, NodeView
-from shared.contracts.engine import LoadedAdapter
-from shared.contracts.migration import MigrationRecord
-from shared.contracts.node import InstanceState, InstanceStatus
-from thaw.cli.api import Api
-from thaw.cli.migrate import show_migrations, summary
-from thaw.cli.models import adapters_after_bases, shown_name
+from shared.contracts.states import FINAL, InstanceState
+from thaw.cli.gateway import Gateway
+from thaw.cli.listing import adapters_after_bases, park_line, show_migrations, shown_name, summary
 from thaw.cli.output import Document, Json, screen, verb
-from thaw.cli.park import park_line
-from thaw.config.units import format_duration, format_size
-from thaw.launcher.home import Home
-from thaw.launcher.status import ServiceStatus, running_status
+from thaw.cli.plain import plain
+from thaw.launcher.home import Home, read_json
+from thaw.launcher.identity import Identity
+from thaw.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from shared.contracts.admin import ClusterView, ModelView, NodeView
+    from shared.contracts.engine import LoadedAdapter
+    from shared.contracts.migration import MigrationRecord
+    from shared.contracts.node import InstanceStatus
+    from thaw.launcher.status import ServiceStatus
 
 _COLOURS = {
     InstanceState.READY: "green",
@@ -40,37 +44,45 @@ def ps(as_json: Json = False) -> Document:
 
     Example: [bold]thaw ps[/]
     """
-    api = Api.find()
-    cluster, migrations = api.cluster(), api.migrations()
+    gateway = Gateway.find()
+    document: Document = gateway.request("GET", "/admin/v1/cluster")
+    found = gateway.request("GET", "/admin/v1/migrations", limit="50")["migrations"]
+    cluster: ClusterView = plain(document)
+    migrations: list[MigrationRecord] = plain(found)
     out = screen(as_json)
     show_models(out, cluster, migrations)
     show_devices(out, cluster)
     show_migrations(out, migrations)
-    services = _services(api)
-    show_hangs(out, services, time.time())
-    document = cluster.model_dump(mode="json")
-    document["services"] = {name: s.model_dump(mode="json") for name, s in services.items()}
+    services = _services(gateway)
+    show_hangs(out, plain(services), time.time())
+    document["services"] = services
     document["migrated"] = summary(migrations)
-    document["migrations"] = [m.model_dump(mode="json") for m in migrations if not m.over]
+    document["migrations"] = [m for m in found if m["state"] not in FINAL]
     document["instances"] = [facts_of(node, i) for node in cluster.nodes for i in node.instances]
+    instances = _instances(cluster)
     for view, shown in zip(cluster.models, document["models"], strict=True):
-        base = view.card.spec.base
-        if base is None:
-            shown["state"] = state_of(view, _instances(cluster)[view.card.name])
+        spec = view.card.spec
+        if spec.base is None:
+            shown["state"] = state_of(view, instances[spec.name])
         else:
-            shown["state"] = "loaded" if loads_of(view, _instances(cluster)[base]) else COLD
+            shown["state"] = "loaded" if loads_of(view, instances[spec.base]) else COLD
     return document
 
 
-def _services(api: Api) -> dict[str, ServiceStatus]:
+def _services(gateway: Gateway) -> dict[str, Any]:
     """Return the processes of a mesh on this machine; empty where another starts them (systemd, containers)."""
-    status = running_status(Home.from_environment()) if api.own else None
-    return status.services if status is not None else {}
+    status = read_json(Home.from_environment().supervisor_file) if gateway.own else None
+    try:
+        if status is None or not Identity(**status["supervisor"]).alive():
+            return {}
+        return dict(status["services"])
+    except (KeyError, TypeError, ValueError):  # of another version of Thaw
+        return {}
 
 
-def show_hangs(out: Console, services: Mapping[str, ServiceStatus], now: float) -> None:
+def show_hangs(out: Console, services: Iterable[tuple[str, ServiceStatus]], now: float) -> None:
     """Show which services hung and were restarted. `now`: Unix seconds."""
-    for name, service in services.items():
+    for name, service in services:
         if service.hangs:
             ago = f" {format_duration(max(0.0, now - service.last_hang_at))} ago" if service.last_hang_at else ""
             times = f", {service.hangs} times so far" if service.hangs > 1 else ""
@@ -85,7 +97,8 @@ def _instances(cluster: ClusterView) -> dict[str, list[tuple[NodeView, InstanceS
     found: dict[str, list[tuple[NodeView, InstanceStatus]]] = defaultdict(list)
     for node in cluster.nodes:
         for instance in node.instances:
-            if node.alive and (instance.state.holds_memory or instance.state.parked):
+            state = InstanceState(instance.state)
+            if node.alive and (state.holds_memory or state.parked):
                 found[instance.model].append((node, instance))
     return found
 
@@ -102,7 +115,7 @@ def state_of(view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]) 
             InstanceState.ASLEEP,
             InstanceState.SUSPENDED,
         ]
-        states = [i.state for _, i in instances]
+        states = [InstanceState(i.state) for _, i in instances]
         return next((s.value for s in order if s in states), states[0].value)
     if view.waiting:
         return "waiting"
@@ -111,15 +124,16 @@ def state_of(view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]) 
 
 def facts_of(node: NodeView, i: InstanceStatus) -> dict[str, object]:
     """One instance, with what its last suspension freed, and its last start, suspension and resumption: when, and how long each took."""
+    state = InstanceState(i.state)
     return {
         "instance_id": i.instance_id,
         "model": i.model,
         "engine": i.engine,
-        "state": i.state.value,
+        "state": state.value,
         "node": node.node,
         "devices": list(i.device_ids),
         "pids": list(i.pids),
-        "memory_bytes": i.memory.private + i.memory.weights if not i.state.parked else i.memory.private,
+        "memory_bytes": i.memory.private + i.memory.weights if not state.parked else i.memory.private,
         "reserved_bytes": i.memory.reserved,
         "way": i.suspension.way,
         "freed_by_last_suspend_bytes": i.suspension.freed_bytes,
@@ -127,21 +141,21 @@ def facts_of(node: NodeView, i: InstanceStatus) -> dict[str, object]:
         "can_suspend": i.suspension.possible,
         "cannot_suspend": i.suspension.reason,
         "fell_back": i.suspension.fell_back.message if i.suspension.fell_back else None,
-        "last_start": i.started.model_dump() if i.started else None,
-        "last_suspend": i.suspended.model_dump() if i.suspended else None,
-        "last_resume": i.resumed.model_dump() if i.resumed else None,
+        "last_start": dict(iter(i.started)) if i.started else None,
+        "last_suspend": dict(iter(i.suspended)) if i.suspended else None,
+        "last_resume": dict(iter(i.resumed)) if i.resumed else None,
     }
 
 
 def show_models(out: Console, cluster: ClusterView, migrations: Sequence[MigrationRecord] = ()) -> None:
-    moving = {m.source_instance: f"→ {m.node}" for m in migrations if not m.over}
-    moving |= {m.instance_id: f"← {m.source_node}" for m in migrations if not m.over}
+    moving = {m.source_instance: f"→ {m.node}" for m in migrations if m.state not in FINAL}
+    moving |= {m.instance_id: f"← {m.source_node}" for m in migrations if m.state not in FINAL}
     table = Table(box=None, header_style="dim")
     for column in ("MODEL", "STATE", "NODE", "DEVICE", "MEMORY", "ACTIVE", "WAITING", "IDLE", "INSTANCE"):
         table.add_column(column, justify="right" if column in ("MEMORY", "ACTIVE", "WAITING", "IDLE") else "left")
     instances = _instances(cluster)
     for view in adapters_after_bases(cluster.models):
-        name, own = escape(shown_name(view.card)), instances[view.card.name]
+        name, own = escape(shown_name(view.card)), instances[view.card.spec.name]
         if view.card.spec.base is not None:
             for row in _adapter_rows(view, instances[view.card.spec.base]):
                 table.add_row(f"[dim]{name}[/]", *row)
@@ -160,16 +174,16 @@ def show_models(out: Console, cluster: ClusterView, migrations: Sequence[Migrati
         out.print(table)
     for view in cluster.models:
         if view.park is not None and view.park.state not in ("parked", "up"):
-            out.print(park_line(view.card.name, view.park))
+            out.print(park_line(view.card.spec.name, view.park))
         if view.error:
-            out.print(f"[red]{escape(view.card.name)}: {escape(view.error)}[/]")
+            out.print(f"[red]{escape(view.card.spec.name)}: {escape(view.error)}[/]")
 
 
 def loads_of(
     view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]
 ) -> list[tuple[NodeView, InstanceStatus, LoadedAdapter]]:
     """Where an adapter is loaded, of its base's `instances`."""
-    return [(n, i, a) for n, i in instances for a in i.load.adapters if a.name == view.card.name]
+    return [(n, i, a) for n, i in instances for a in i.load.adapters if a.name == view.card.spec.name]
 
 
 def _adapter_rows(view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]) -> list[tuple[str, ...]]:
@@ -191,15 +205,16 @@ def _adapter_rows(view: ModelView, instances: list[tuple[NodeView, InstanceStatu
 
 def _instance_cells(node: NodeView, instance: InstanceStatus, waiting: str, moving: str) -> tuple[str, ...]:
     """`moving`: where what it serves is on its way to, or comes from."""
-    state = f"{instance.state.value} {moving}".rstrip()
-    if instance.state.starting:
-        state += f" {instance.phase.value if instance.phase else ''} {instance.progress:.0%}"
-    if instance.state.parked and instance.suspension.snapshot_bytes:
+    now = InstanceState(instance.state)
+    state = f"{now.value} {moving}".rstrip()
+    if now.starting:
+        state += f" {instance.phase or ''} {instance.progress:.0%}"
+    if now.parked and instance.suspension.snapshot_bytes:
         state += f" {format_size(instance.suspension.snapshot_bytes)}"
     load = instance.load
-    idle = format_duration(load.idle_ms / 1e3) if instance.state is InstanceState.READY and not load.active else ""
+    idle = format_duration(load.idle_ms / 1e3) if now is InstanceState.READY and not load.active else ""
     return (
-        f"[{_COLOURS.get(instance.state, 'cyan')}]{state}[/]",
+        f"[{_COLOURS.get(now, 'cyan')}]{state}[/]",
         node.node,
         ",".join(instance.device_ids),
         format_size(instance.memory.reserved),

@@ -10,7 +10,7 @@ from rich.markup import escape
 from shared.contracts.admin import ClusterView
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
-from thaw.config.units import format_duration, format_size
+from thaw.units import format_duration, format_size
 
 Model = Annotated[str, typer.Argument(help="Name or alias of a registered model.", metavar="MODEL")]
 

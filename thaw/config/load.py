@@ -15,8 +15,8 @@ from shared.policies import policy_names
 from thaw.config.faults import EXAMPLE, ConfigError, Fault, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
 from thaw.config.tree import Tree, read_tree
-from thaw.config.units import parse_duration, parse_size
 from thaw.errors import CommandError
+from thaw.units import parse_duration, parse_size
 
 NODE_PATTERN = r"[a-z0-9][a-z0-9-]{0,62}"
 """As `NodeSettings.node` has it."""

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from thaw.config.units import format_size
 from thaw.errors import CommandError
 from thaw.launcher import servers, swap, unprivileged
 from thaw.launcher.control import check_port
@@ -24,6 +23,7 @@ from thaw.launcher.leftovers import SHM, find_leftovers
 from thaw.launcher.planning import Wanted
 from thaw.launcher.preflight import SERVICES_BYTES, available_memory, free_disk, free_shared_memory
 from thaw.launcher.status import running_status
+from thaw.units import format_size
 
 GIB = 1024**3
 CHECKPOINT_DRIVER = 570

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 
-from thaw.config.units import format_size
 from thaw.errors import CommandError
 from thaw.launcher.leftovers import SHM
+from thaw.units import format_size
 
 SERVICES_BYTES = 640 * 1024 * 1024
 """Memory of NATS, PostgreSQL and the services of one node together, without any model (577 MiB of PSS measured after a

@@ -5,64 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
-_LINUX = sys.platform.startswith("linux")
+from thaw.launcher.identity import Identity as Identity
+from thaw.launcher.identity import identify as identify
+from thaw.launcher.identity import start_time as start_time
+
 MARK = "THAW_SUPERVISED"
 """Set in the environment of every process that a supervisor starts, and inherited by theirs. Together with THAW_HOME it tells a
 mesh's processes from a user's shell that merely has THAW_HOME exported."""
-
-
-class Identity(BaseModel):
-    """A process for certain: pids are reused, a pid with its start time (of the kernel's clock) is not."""
-
-    model_config = ConfigDict(frozen=True)
-    pid: int
-    started: float
-
-    def alive(self) -> bool:
-        return start_time(self.pid) == self.started and not _is_zombie(self.pid)
-
-    def send(self, signum: int, *, group: bool = False) -> None:
-        """Signal the process, or the group it leads; harmless if it is gone."""
-        if not self.alive():
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if group and os.getpgid(self.pid) == self.pid:
-                os.killpg(self.pid, signum)
-            else:
-                os.kill(self.pid, signum)
-
-
-def start_time(pid: int) -> float | None:
-    """When `pid` started: clock ticks since boot on Linux (immune to the wall clock being set), Unix seconds elsewhere. None: no such process."""
-    if _LINUX:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return None
-        return float(stat.rpartition(")")[2].split()[19])
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return None
-
-
-def identify(pid: int) -> Identity | None:
-    started = start_time(pid)
-    return None if started is None else Identity(pid=pid, started=started)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return True
 
 
 def marked(home: Path) -> list[Identity]:

@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from shared.contracts.models import ENGINE_SOURCE
-from thaw.config.units import parse_size
 from thaw.llama_swap.engines import NotTranslatable, Server, arguments_of, engine_of_image
+from thaw.units import parse_size
 
 _SHORT = {
     "-p": "publish",

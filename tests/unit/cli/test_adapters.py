@@ -11,7 +11,7 @@ from shared.contracts.engine import EngineLoad, LoadedAdapter
 from shared.contracts.models import AdapterInfo
 from shared.contracts.node import InstanceState
 from tests.unit.cli.test_ps import VIEW, instance
-from thaw.cli.models import adapters_after_bases, shown_name
+from thaw.cli.listing import adapters_after_bases, shown_name
 from thaw.cli.ps import show_models
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from shared.contracts.models import ModelSpec
 from thaw.config import ConfigError, Fault, ThawFile, load_config
-from thaw.config.units import format_duration, format_size, parse_duration, parse_size
 from thaw.errors import CommandError
+from thaw.units import format_duration, format_size, parse_duration, parse_size
 
 ROOT = Path(__file__).resolve().parents[3]
 

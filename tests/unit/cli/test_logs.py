@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import httpx
 import pytest
 
-from thaw.cli.api import error_of
+from thaw.cli.gateway import error_of
 from thaw.cli.logs import _new_lines, _readable, log_files
 from thaw.errors import CommandError
 from thaw.launcher import logfiles
@@ -80,7 +80,7 @@ def test_json_lines_are_for_people() -> None:
 def test_a_failed_engines_remedy_is_its_own_log() -> None:
     """The nodeagent's does not hold what an engine has said."""
     body = {"error": {"code": "engine_failed", "message": "the engine ended with exit status 7"}}
-    assert "thaw logs INSTANCE" in error_of(httpx.Response(500, json=body)).remedy
+    assert "thaw logs INSTANCE" in error_of(500, "/v1/models", json.dumps(body).encode()).remedy
 
 
 def test_terminal_sequences_of_libraries_are_not_shown() -> None:

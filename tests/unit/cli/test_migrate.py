@@ -8,7 +8,8 @@ from rich.console import Console
 
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
-from thaw.cli.migrate import concerning, show_migrations, show_moves, summary, told
+from thaw.cli.listing import show_migrations, summary
+from thaw.cli.migrate import concerning, show_moves, told
 
 DONE = MigrationRecord(
     migration_id="m-1",

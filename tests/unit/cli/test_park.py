@@ -8,7 +8,8 @@ from rich.console import Console
 
 from shared.contracts.admin import ClusterView, ModelView, ParkView
 from tests.unit.cli.test_ps import VIEW
-from thaw.cli.park import changes, park_cell, park_line
+from thaw.cli.listing import park_line
+from thaw.cli.park import changes, park_cell
 from thaw.cli.ps import show_models
 
 

@@ -1,0 +1,29 @@
+"""The gateway's JSON read like the messages that it is made of, without pydantic: `thaw ps` answers before pydantic is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+class Plain:
+    """A JSON object whose fields are attributes. A field that is missing is None, as from an older gateway."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return plain(self._fields.get(name))
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and values, as a message does."""
+        return ((name, plain(value)) for name, value in self._fields.items())
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with objects as `Plain`."""
+    if isinstance(value, dict):
+        return Plain(value)
+    return [plain(item) for item in value] if isinstance(value, list) else value

@@ -44,8 +44,8 @@ from services.engine.generation import attention
 from services.engine.generation.attention import PACKED
 from services.engine.generation.lora_layers import LoraAdapter, LowRankPair
 from services.engine.generation.runner import PackedRunner, Row
-from thaw.units import parse_size
 from thaw.demo.models import make_demo_model
+from thaw.units import parse_size
 
 RANK = 16
 PROMPT = 64

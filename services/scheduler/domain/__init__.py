@@ -1,4 +1,7 @@
-"""Pure decisions: `decide(state, event, now, policy)` says what changes and what is to be sent; nothing here does I/O or reads a clock."""
+"""Pure scheduling decisions, without I/O and without a clock.
+
+`decide(state, event, now, policy)` returns the changes of the state and the effects to carry out.
+"""
 
 from services.scheduler.domain.decide import Decision, decide
 from services.scheduler.domain.state.cluster import ClusterState

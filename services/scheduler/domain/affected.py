@@ -1,7 +1,10 @@
-"""What a decision has to look at: everything, or what its changes so far have touched.
+"""The models, instances and devices that one decision examines.
 
-A model is touched by a change of its own entities and of its instances; an instance also by a report or a change of its node. When a
-device has more room, or more that may leave, every model that waits for room is touched too.
+A full scope covers the whole state. A changed scope covers what the transaction has changed:
+
+- A model is affected by a change of its own entities and of its instances.
+- An instance is affected by a report and by a change of its node.
+- When a device gains free or reclaimable memory, every unschedulable model is affected.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _BY_MODEL: frozenset[type[Any]] = frozenset((Model, ModelDemand, Unschedulable, 
 
 
 class FullScope:
-    """The whole state; of the instances only those that are due, if all that has happened is that time has passed."""
+    """The whole state, or only the instances that are due when nothing but time has passed."""
 
     def __init__(self, tx: Transaction, *, only_due: bool = False) -> None:
         self._tx = tx
@@ -49,7 +52,7 @@ class FullScope:
 
 
 class ChangedScope:
-    """What the draft's changes so far have touched; asked again, it has heard of those made meanwhile."""
+    """The entities that the transaction has changed so far; each call includes newer changes."""
 
     def __init__(self, tx: Transaction) -> None:
         self._tx = tx
@@ -73,7 +76,7 @@ class ChangedScope:
         return self._models | set(self._tx.state.unschedulable) if self._roomier() else self._models
 
     def _roomier(self) -> bool:
-        """Whether something that did not fit anywhere may fit now."""
+        """True if a device gained memory, so that a model may fit that did not fit before."""
         before, after = self._tx.origin.bookings, self._tx.state.bookings
         for key in self._tx.changed_devices():
             new, old = after.get(key), before.get(key)

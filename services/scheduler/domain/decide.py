@@ -1,4 +1,4 @@
-"""One pure function from (state, event, now) to what changes and what is sent."""
+"""The pure function from (state, event, now) to changes and effects."""
 
 from __future__ import annotations
 
@@ -46,14 +46,23 @@ from shared.contracts.plans import PlanRecord
 from shared.errors import InstanceBusy, InsufficientMemory, StaleToken
 
 EPOCHS_SKIPPED = 63
-"""After a refusal as stale the next term begins this far up: a node remembers tokens of a database that was lost, and does not say which."""
+"""Epochs that the next term skips after a refusal for a stale token.
+
+A nodeagent remembers tokens of a database that was lost, and does not report which.
+"""
 
 
 @value(frozen=True, slots=True)
 class Decision:
-    """`changes` are persisted and applied, in order; `effects` are carried out after that; `plans` are those that start something.
+    """The result of a decision.
 
-    `above` is the state with the changes applied, an overlay: `state.absorb` takes it over for less than applying them again."""
+    Attributes:
+        changes: Persisted and applied, in order.
+        effects: Carried out after the changes are committed.
+        plans: Records of the starts that the decision makes.
+        overlay: The state with the changes applied. `state.absorb` merges it at less cost than
+            applying the changes again.
+    """
 
     changes: tuple[Change, ...]
     effects: tuple[Effect, ...]
@@ -62,7 +71,10 @@ class Decision:
 
 
 def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Decision:
-    """What follows from `event`. `state` is not changed: `apply` the changes to it."""
+    """Decide what follows from `event`.
+
+    `state` stays unchanged: the caller applies the changes.
+    """
     tx = Transaction(state, now, policy)
     match event:
         case Recovered():
@@ -127,7 +139,7 @@ def _start_refused(tx: Transaction, instance_id: str, error: ErrorBody) -> None:
 
 
 def _stop_refused(tx: Transaction, instance_id: str, error: ErrorBody) -> None:
-    """A busy instance stays. Any other refusal is left to the next status: the stop is repeated until it shows effect."""
+    """Keep a busy instance; for any other refusal the stop is repeated until it takes effect."""
     instance = tx.state.instances.get(instance_id)
     if error.code == StaleToken.code:
         tx.emit(StepDown(tx.state.epoch + EPOCHS_SKIPPED))

@@ -1,4 +1,7 @@
-"""What a decision has sent, as plain data. One port carries it out after the changes are committed."""
+"""The effects of a decision, as plain data.
+
+One port carries them out after the changes are committed.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ from shared.contracts.plans import PlanRecord
 
 @value(frozen=True, slots=True)
 class SendStart:
-    """`requested_at` and `planned_at`: from them the sender measures the schedule and reserve phases. `claimed`: victims had to leave
-    between plan and start."""
+    """Start an instance.
+
+    The sender computes the schedule and reserve phases from `requested_at` and `planned_at`.
+    `claimed`: victims had to leave between plan and start.
+    """
 
     node: str
     command: StartInstance
@@ -26,7 +32,7 @@ class SendStart:
 
 @value(frozen=True, slots=True)
 class SendResume:
-    """As `SendStart`, for an instance that is suspended."""
+    """Resume a suspended instance; fields as in `SendStart`."""
 
     node: str
     command: ResumeInstance
@@ -43,7 +49,7 @@ class SendPrepare:
 
 @value(frozen=True, slots=True)
 class SendRelease:
-    """Have the loader let go of weights that were prepared for an instance that never came to be."""
+    """Have the loader release weights that it prepared for an instance that was never started."""
 
     node: str
     command: ReleaseWeights
@@ -90,7 +96,7 @@ class DeleteCatalog:
 
 @value(frozen=True, slots=True)
 class ReplyTo:
-    """Answer a request: with a message, or with an error."""
+    """Answer a request with a message or an error."""
 
     waiter: str
     answer: Message | ErrorBody
@@ -98,7 +104,7 @@ class ReplyTo:
 
 @value(frozen=True, slots=True)
 class LoadStarted:
-    """A plan will be carried out: its load's root span begins, linked with those who wait."""
+    """A plan will be carried out: the load's root span begins, linked with the waiting requests."""
 
     plan_id: str
     instance_id: str
@@ -110,7 +116,10 @@ class LoadStarted:
 
 @value(frozen=True, slots=True)
 class LoadEnded:
-    """The plan's outcome is known: its span ends and its trace is published. `requested_at` is the origin of its measured spans."""
+    """The plan's outcome is known: its span ends and its trace is published.
+
+    `requested_at` is the origin of the measured spans.
+    """
 
     plan: PlanRecord
     node: str
@@ -120,14 +129,14 @@ class LoadEnded:
 
 @value(frozen=True, slots=True)
 class OrderMigration:
-    """Write the record where migrators find it."""
+    """Write the record to the bucket that migrators watch."""
 
     record: MigrationRecord
 
 
 @value(frozen=True, slots=True)
 class CancelMigration:
-    """Cancel an order that no migrator has taken up."""
+    """Cancel a migration order that no migrator has claimed."""
 
     migration_id: str
     error: ErrorBody
@@ -135,7 +144,7 @@ class CancelMigration:
 
 @value(frozen=True, slots=True)
 class StepDown:
-    """Someone acted under a newer epoch than this leader's: lead again only above `epoch`."""
+    """Another leader acted under a newer epoch: lead again only above `epoch`."""
 
     epoch: int
 

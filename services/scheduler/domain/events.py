@@ -1,4 +1,4 @@
-"""What the loop hears. Each says when (`at`, seconds on the loop's clock)."""
+"""The events that the loop processes; `at` is in seconds on the loop's clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.contracts.node import NodeStatus
 
 @value(frozen=True, slots=True)
 class Recovered:
-    """The state was read back from the database; a term begins."""
+    """The state has been read from the database and a term begins."""
 
     at: float
 
@@ -32,7 +32,7 @@ class DemandReceived:
 
 @value(frozen=True, slots=True)
 class DemandBatch:
-    """Demand for several models that was heard while something else was decided: it is decided together."""
+    """Demand for several models that arrived during another decision; it is decided together."""
 
     at: float
     demands: tuple[DemandReceived, ...]
@@ -52,7 +52,7 @@ class LoaderStatusReceived:
 
 @value(frozen=True, slots=True)
 class StartRefused:
-    """The nodeagent refused `StartInstance`, or could not be reached."""
+    """The nodeagent refused `StartInstance`, or was unreachable."""
 
     at: float
     instance_id: str
@@ -74,7 +74,10 @@ class CommandAccepted:
 
 @value(frozen=True, slots=True)
 class AddModelsRequested:
-    """`infos`: what a loader read of each spec whose source is new or changed, by name."""
+    """Register models.
+
+    `infos`: what a loader read of each spec whose source is new or changed, by name.
+    """
 
     at: float
     waiter: str
@@ -115,7 +118,10 @@ class ChangeNodeRequested:
 
 @value(frozen=True, slots=True)
 class MigrationRequested:
-    """`request_id` None: everything that the instance serves. `node` and `device` empty: wherever."""
+    """Migrate requests of an instance.
+
+    `request_id` None: all its requests. Empty `node` and `device`: any destination.
+    """
 
     at: float
     waiter: str
@@ -128,7 +134,7 @@ class MigrationRequested:
 
 @value(frozen=True, slots=True)
 class MigrationUpdated:
-    """The record of a migration, as it is in the bucket now."""
+    """The present record of a migration in the bucket."""
 
     at: float
     record: MigrationRecord
@@ -136,7 +142,7 @@ class MigrationUpdated:
 
 @value(frozen=True, slots=True)
 class WaiterCancelled:
-    """Whoever asked waits no longer."""
+    """The requester has stopped waiting for its answer."""
 
     at: float
     waiter: str

@@ -1,14 +1,16 @@
-"""After every event, all that follows from the state: what is over leaves, what has room starts, what waits is placed.
+"""Reconcile the cluster with what operators and requests want, after every event.
 
-1. Operators are answered whose wish has come true.
-2. Instances leave: of removed or changed models, on drained nodes, past their keep-alive, and starts that nobody wants any more.
-3. Claims whose bytes the nodeagent has reported free are sent, in the order they were made; some before that, to wait for them there.
-4. Models that want more instances than they have are placed: higher priority first, then the one that has waited longest.
-5. With nobody waiting, models that are to be parked ahead of their first request are started for that (ahead.py).
-6. With nobody waiting still, weights of models that are likely to be asked for are brought to nodes (prefetching.py).
+1. Answer the operators whose wake or sleep is done.
+2. Stop instances: of removed or changed models, on drained nodes, past their keep-alive, and
+   starts without demand.
+3. Send the claims whose memory the nodeagent has reported free, oldest first; some are sent
+   earlier and wait on the node.
+4. Place models that need more instances, in the profile's order.
+5. Without waiting requests, start the models that are to be parked (prewarm/parking.py).
+6. Without waiting requests, prefetch weights (prewarm/prefetch.py).
 
-Only what the event touched is looked at (scope.py), so that a decision costs what it is about and not what there is. What follows from
-the mere passing of time is looked at with each Tick.
+Each event examines only what it affects (affected.py), so that the cost of a decision does not
+grow with the cluster. A Tick examines what follows from the passing of time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ from shared.contracts.node import InstanceState
 
 
 def reconcile(tx: Transaction, *, everything: bool, only_due: bool = False) -> None:
-    """`everything`: look at the whole state, whatever was touched; `only_due`: of its instances, at those that are due."""
+    """Carry out the steps of this module.
+
+    Args:
+        tx: The decision's transaction.
+        everything: Examine the whole state, not only what has changed.
+        only_due: With `everything`: of the instances, only those that are due.
+    """
     scope = FullScope(tx, only_due=only_due) if everything else ChangedScope(tx)
     reply_to_waiters(tx)  # 1
     promote_parked_starts(tx, scope.models())
@@ -57,7 +65,7 @@ def reconcile(tx: Transaction, *, everything: bool, only_due: bool = False) -> N
 
 
 def _recovered(tx: Transaction) -> bool:
-    """Whether enough was heard since the term began to place anything."""
+    """True if enough nodes have reported since the term began to place anything."""
     if tx.now - tx.state.recovered_at >= tx.policy.recovery_window_s:
         return True
     return bool(tx.state.presence) and all(p.status is not None for p in tx.state.presence.values())
@@ -76,7 +84,7 @@ def reply_to_waiters(tx: Transaction) -> None:
 
 
 def start_claims(tx: Transaction, devices: list[tuple[str, str]]) -> None:
-    """Start what waited for bytes of these devices, as far as they are there."""
+    """Start the claims on these devices whose memory is free."""
     for node, device in devices:
         presence = tx.state.presence.get(node)
         if presence is None or not presence.alive or presence.status is None:
@@ -92,15 +100,18 @@ def start_claims(tx: Transaction, devices: list[tuple[str, str]]) -> None:
 
 
 def _waits_there(tx: Transaction, i: Instance, more: int, booked: list[Booking]) -> bool:
-    """Whether it may be sent before its bytes are free: its node will grant them when those that have nothing more to do are gone, and until
-    then nothing of it takes memory. (The loader would fetch weights at once.)"""
+    """True if a claim may be sent before its memory is free.
+
+    The node grants the memory once the drained instances there are gone, and until then nothing of
+    the claim uses memory. (The loader would fetch weights at once.)
+    """
     if tx.policy.grant_wait_s <= 0 or not (i.is_resume_claim or tx.state.models[i.model].card.spec.loads_itself):
         return False
     return all(b.held_bytes - b.drained_bytes + more <= b.budget_bytes for b in booked)
 
 
 def _give_up_hopeless_claims(tx: Transaction, node: str, device: str) -> None:
-    """Claims whose victims will not leave after all (one was serving) end, the newest first, so that they are placed anew."""
+    """Cancel claims whose victims do not stop after all, newest first: they are placed again."""
     for i in reversed(claims_on(tx.state, node, device)):
         if booking_of(tx.state, node, device).free_soon_bytes >= 0:
             return

@@ -1,8 +1,9 @@
-"""Frozen values, as mypy sees them; when run, nothing guards their fields.
+"""Frozen values for mypy that cost nothing at run time.
 
-`dataclasses.dataclass(frozen=True)` sets each field of a new object in a roundabout way that costs several times what setting costs, and a
-decision makes some hundred values. `value` is the same decorator without the guard, `replace` the same function in half the time: mypy, which
-takes them for those of `dataclasses`, refuses to assign to a field all the same.
+`dataclasses.dataclass(frozen=True)` sets each field through `object.__setattr__`, several times
+the cost of an assignment, and a decision creates some hundred values. `value` is the same
+decorator without that guard, `replace` the same function in half the time. mypy takes them for
+those of `dataclasses` and still refuses assignments to fields.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ else:
 
 
 def unchecked(kind: type[M], values: dict[str, Any]) -> M:
-    """A contract's value made of `values`, every field's, that have its types already: nothing is checked, converted or copied.
+    """Create a contract's value from complete, correctly typed `values` without validation.
 
-    As pydantic's `model_construct`, which takes longer than checking does. For records of which a decision makes many."""
+    Like pydantic's `model_construct`, which takes longer than validating. For records that a
+    decision
+    creates in numbers.
+    """
     made = object.__new__(kind)
     _set(made, "__dict__", values)
     _set(made, "__pydantic_fields_set__", _names_of(kind))

@@ -1,7 +1,7 @@
-"""What would be decided if the cluster were another one: the decision that would be made, made above the state, which stays as it is.
+"""Decide for a changed copy of the cluster, without changing the cluster.
 
-The model's own demand is taken as it is; if nobody asks for it, one request is supposed. Everybody who waits is placed by the same decision, in
-the usual order, so that one who stands before the model may take the room that was added. Pure.
+The model's own demand is used; without any, one request is assumed. All waiting models are placed
+by the same decision in the usual order, so that another model may take the added room. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ _SHOWN = 10
 
 @value(frozen=True, slots=True)
 class WhatIfResult:
-    """`assumed`: in words. `plan`: of the model; `others`: of those that would start with it."""
+    """The decision under the assumptions.
+
+    Attributes:
+        plan: The plan of the model.
+        assumed: The assumptions as text.
+        others: Plans of other models that would start with it.
+    """
 
     plan: PlanRecord
     assumed: tuple[str, ...]
@@ -40,7 +46,12 @@ class WhatIfResult:
 def evaluate_what_if(
     state: ClusterState, model: Model, assumptions: Iterable[Assumption], now: float, policy: Policy
 ) -> WhatIfResult:
-    """Raises `NotFound` or `Conflict` for a node or device that is not there, or is there already."""
+    """Decide for `model` under `assumptions`.
+
+    Raises:
+        NotFound: An assumption names an unknown node or device.
+        Conflict: An assumption adds a node that exists.
+    """
     above = state.overlay()
     assumed = []
     for assumption in assumptions:
@@ -62,7 +73,7 @@ def evaluate_what_if(
 
 
 def _one_more(state: ClusterState, model: Model, running: list[Instance], now: float, policy: Policy) -> PlanRecord:
-    """Of a model that runs nothing would be decided: where one more instance of it would go."""
+    """Return where one more instance of a running model would go."""
     placement = place(Transaction(state, now, policy), model, 0.0)
     there = ", ".join(f"{i.instance_id} on {i.node}" for i in running)
     return PlanRecord(
@@ -129,7 +140,7 @@ def _node(state: ClusterState, name: str) -> Node:
 
 
 def queue_position(state: ClusterState, model: Model, now: float) -> QueuePlace | None:
-    """Where the model stands among those that wait; None: it does not wait."""
+    """Return the model's position in the queue; None: it does not wait."""
     mine = state.unschedulable.get(model.key)
     if mine is None:
         return None

@@ -1,4 +1,4 @@
-"""The operators' wishes: models registered and removed, woken and sent to sleep; nodes cordoned and drained."""
+"""Operators' commands: add, remove, wake and sleep models; cordon and drain nodes."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ RESTART_FIELDS = (
     "env",
     "container",
 )
-"""A change of one of these only takes effect in a new engine; the others are read anew at each decision."""
+"""A change of one of these takes effect in a new engine only; the others at the next decision."""
 
 
 def execute(tx: Transaction, event: AdminRequested) -> None:
-    """Do what was asked, or answer why not."""
+    """Execute the command, or answer with its error."""
     try:
         match event:
             case AddModelsRequested():
@@ -83,7 +83,7 @@ def find_model(state: ClusterState, name: str) -> Model:
 
 
 def needs_inspection(state: ClusterState, specs: Iterable[ModelSpec]) -> list[ModelSpec]:
-    """Those whose files have to be read: new ones, and those with another source."""
+    """Return the specs whose files must be read: new ones and those with another source."""
     return [s for s in specs if s.name not in state.models or _reads_differently(state.models[s.name].card.spec, s)]
 
 
@@ -92,7 +92,7 @@ def _reads_differently(old: ModelSpec, new: ModelSpec) -> bool:
 
 
 def check_names(state: ClusterState, specs: tuple[ModelSpec, ...], prune: bool) -> None:
-    """Refuse names that clash, before anything is read or changed."""
+    """Raise if names clash, before anything is read or changed."""
     twice = [name for name, count in Counter(s.name for s in specs).items() if count > 1]
     if twice:
         raise InvalidRequest(f"named twice: {', '.join(sorted(twice))}; every model needs a name of its own", param="specs")
@@ -155,7 +155,7 @@ def _card(tx: Transaction, old: Model | None, spec: ModelSpec, infos: dict[str, 
 
 
 def _refuse_longer_context(card: ModelCard) -> None:
-    """Raises `InvalidRequest` for a `max_model_len` beyond the model's own context; an adapter has its base's."""
+    """Raise `InvalidRequest` for a `max_model_len` beyond the model's own context."""
     asked, own = card.spec.max_model_len, card.info.context_length
     if asked is not None and card.spec.base is None and asked > own:
         raise InvalidRequest(
@@ -204,7 +204,7 @@ def _wake(tx: Transaction, event: WakeRequested) -> None:
 
 
 def _call_off_wakes(tx: Transaction, model: Model, why: ThawError) -> None:
-    """Whoever waits for the model to be woken is told that it will not be: the last order holds."""
+    """Answer the operators who wait for a wake that will not happen: the last command wins."""
     for w in list(tx.state.waiters.values()):
         if w.kind == "wake" and w.model == model.key:
             tx.drop(Waiter, w.waiter)
@@ -221,7 +221,9 @@ def _sleep(tx: Transaction, event: SleepRequested) -> None:
     critical_phases = tuple(i.instance_id for i in there if not i.is_claim)
     tx.put(Waiter(event.waiter, "sleep", model.key, event.at, critical_phases))
     for i in there:
-        back = i.state is InstanceState.RESUMING and not i.is_claim  # what was suspended can be again, once it is back
+        back = (
+            i.state is InstanceState.RESUMING and not i.is_claim
+        )  # an instance that was suspended can be suspended again after it has resumed
         stop_instance(tx, i, "suspend" if back else prefer_suspend(tx, i, "drain"), "told to sleep")
 
 

@@ -1,10 +1,11 @@
-"""LoRA adapters in the catalogue: each has a base that it fits, and the base's instances serve it.
+"""LoRA adapters in the catalogue: each fits a base model, whose instances serve it.
 
-1. A spec with a base needs an adapter's files, one without needs a whole model's.
-2. The base is registered (or is being, at the same time), is no adapter itself, generates, and has an engine that runs adapters.
-3. Every kind of matrix that the adapter adds to is one of the base's, of that shape, in as many layers.
+1. A spec with a base needs an adapter's files; a spec without one needs a whole model's.
+2. The base is registered (or is being registered in the same command), is no adapter itself,
+   generates text, and has an engine that runs adapters.
+3. Every matrix that the adapter changes exists in the base, with that shape, in as many layers.
 
-What can only be seen in the built model (matrices that are no linear layers there) the engine refuses when it loads the adapter.
+The engine refuses at load time what only the built model shows (matrices that are not linear).
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ _SHOWN = 8
 
 
 def base_of(spec: ModelSpec, cards: Mapping[str, ModelCard]) -> ModelCard | None:
-    """The card of the adapter's base; None for a model. `cards`: all that will be registered, by name. Raises for rule 2."""
+    """Return the card of the adapter's base; None for a model.
+
+    Args:
+        spec: The adapter's spec.
+        cards: All models after the command, by name.
+
+    Raises:
+        ThawError: Rule 2 does not hold.
+    """
     if spec.base is None:
         return None
     base = cards.get(spec.base)
@@ -42,7 +51,12 @@ def base_of(spec: ModelSpec, cards: Mapping[str, ModelCard]) -> ModelCard | None
 
 
 def resolve_info(spec: ModelSpec, info: ModelInfo, base: ModelCard | None) -> ModelInfo:
-    """`info`, for an adapter with what its base lends it. Raises `InvalidModel` or `CheckpointInvalid` for rules 1 and 3."""
+    """Return `info`, for an adapter completed with what its base provides.
+
+    Raises:
+        InvalidModel: Rule 1 does not hold.
+        CheckpointInvalid: Rule 3 does not hold.
+    """
     if base is None:
         if info.adapter is not None:
             hint = f"; it was made for {info.adapter.made_for}" if info.adapter.made_for else ""
@@ -67,7 +81,7 @@ def _lent(info: ModelInfo, base: ModelInfo) -> ModelInfo:
 
 
 def same_content(info: ModelInfo, known: ModelInfo) -> bool:
-    """Whether files that were read again say what is `known` of them; what a base lends its adapter aside."""
+    """True if files that were read again match `known`, apart from what a base provides."""
     return info == known or (info.adapter is not None and _lent(info, known) == known)
 
 
@@ -94,12 +108,12 @@ def _check(spec: ModelSpec, wanted: LinearShape, base: ModelCard, made_for: str)
 
 
 def _same(base: str, adapter: str) -> bool:
-    """Checkpoints may leave out, or have more of, what leads to the layers (`transformer.`, `language_model.`)."""
+    """True if two matrix names match; checkpoints may omit or add a prefix before the layers."""
     return base == adapter or adapter.endswith(f".{base}") or base.endswith(f".{adapter}")
 
 
 def check_removal(name: str, adapters: Iterable[str], *, with_adapters: bool) -> None:
-    """A model is not removed from under its adapters unless that was asked for."""
+    """Raise if the model has adapters and the command does not include them."""
     left = sorted(adapters)
     if left and not with_adapters:
         raise Conflict(
@@ -108,7 +122,11 @@ def check_removal(name: str, adapters: Iterable[str], *, with_adapters: bool) ->
 
 
 def resolve_infos(cards: Mapping[str, ModelCard], fresh: Iterable[str]) -> list[ModelCard]:
-    """The `fresh` ones of `cards` and the adapters of those, each adapter with what its (new) base lends it. Raises if one does not fit."""
+    """Return the `fresh` cards and the cards of their adapters, completed from the new bases.
+
+    Raises:
+        ThawError: An adapter does not fit its base.
+    """
     names = set(fresh)
     found = []
     for card in cards.values():

@@ -1,1 +1,1 @@
-"""What it takes for a model to become ready, by every way there is: the papers' formulas, and the parameters learned online."""
+"""Cost of making a model ready: the papers' formulas, and parameters learned online."""

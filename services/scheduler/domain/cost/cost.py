@@ -1,4 +1,4 @@
-"""A predicted start, by phase. Phases that overlap count once."""
+"""The predicted cost of a start, by phase."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ Way = ReadyBy
 
 @value(frozen=True, slots=True)
 class Cost:
-    """Seconds. `total` is the critical path over `phases`, which may overlap; `spread` the parameters' learned mean absolute error."""
+    """Seconds.
+
+    Attributes:
+        total_s: The critical path over `phases`.
+        phases: Seconds by phase; phases may overlap.
+        spread_s: The learned mean absolute error of the parameters.
+    """
 
     total_s: float
     phases: Mapping[str, float] = field(default_factory=dict)

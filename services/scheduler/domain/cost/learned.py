@@ -1,10 +1,9 @@
-"""Parameters learned online from what was measured. Each is a value with its mean absolute error and how often it was seen.
+"""Parameters learned online: a value, its mean absolute error, and the number of samples.
 
-The rule is a stochastic approximation with a clipped innovation (Huber's): a measurement moves the value by its share of the difference, and a
-difference beyond three times the usual error (or half the value, where that is more) counts as just that much. So one freak measurement moves it by
-a bounded step, and a change that lasts is followed, since the error grows with it.
-
-The first measurement counts whole, but for the bound: a prior is as wrong as it is large.
+The rule is a stochastic approximation with a clipped innovation (Huber): a measurement moves the
+value by a share of the difference, and the difference is clipped at three times the usual error (or
+half the value, if larger). An outlier moves the value by a bounded step, and a lasting change is
+followed, since the error grows with it. The first measurement counts fully within that bound.
 """
 
 from __future__ import annotations
@@ -12,16 +11,19 @@ from __future__ import annotations
 from services.scheduler.domain.values import value
 
 GAIN = 0.3
-"""Share of the newest difference, once there have been a few."""
+"""Share of the newest difference, after the first few samples."""
 BOUND = 3.0
-"""Errors beyond which a difference is taken for a freak."""
+"""Differences beyond this many errors are clipped."""
 ROOM = 0.5
-"""… but never less than this share of the value."""
+"""The bound is at least this share of the value."""
 
 
 @value(frozen=True, slots=True)
 class Parameter:
-    """`error`: mean absolute error of what it predicted, in its own unit. `count` 0: a prior."""
+    """A learned value.
+
+    `error`: mean absolute error of its predictions, in the same unit. `count` 0: a prior.
+    """
 
     value: float
     error: float = 0.0
@@ -29,7 +31,14 @@ class Parameter:
 
 
 def observe(known: Parameter | None, measured: float, prior: float, least: float = 0.0) -> Parameter:
-    """`known` (None: nothing but the `prior`) after one more measurement. `least`: a difference too small to matter, in the same unit."""
+    """Return `known` after one more measurement.
+
+    Args:
+        known: The parameter; None: only the prior is known.
+        measured: The new sample.
+        prior: The value before any sample.
+        least: A difference too small to matter, in the same unit.
+    """
     before = known if known is not None else Parameter(prior, abs(prior))
     bound = bound_of(before, least)
     difference = max(-bound, min(bound, measured - before.value))
@@ -38,5 +47,5 @@ def observe(known: Parameter | None, measured: float, prior: float, least: float
 
 
 def bound_of(p: Parameter, least: float = 0.0) -> float:
-    """The most that one measurement can move it by."""
+    """Return the largest step that one measurement can cause."""
     return max(BOUND * p.error, ROOM * abs(p.value), least)

@@ -1,4 +1,4 @@
-"""Queues on the links that loads share: what loaders report, and the starts decided since."""
+"""Queues on shared links: from loaders' reports, and from the starts decided since."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from shared.contracts.loader import LinkStatus, LoaderStatus
 
 DEFAULT_BYTES_PER_SECOND = 1e9
 NEGLIGIBLE_S = 0.05
-"""A queue shorter than this tells no node from another."""
+"""A shorter queue does not distinguish nodes."""
 
 
 def link_of(tier: str, links: Iterable[LinkStatus]) -> LinkStatus | None:
-    """The link of a node that bytes of that tier come over; of several the one with the longest queue."""
+    """Return the node's link for a tier; of several the one with the longest queue."""
     of_tier = [link for link in links if link.link.partition(":")[0] == tier]
     return max(of_tier, key=lambda link: (link.finish_ms or 0.0, link.link), default=None)
 
 
 def slowest(tier: str, device_id: str, status: LoaderStatus | None) -> float | None:
-    """b: the least bandwidth on the way from a tier to a device of the node, as the loader has measured it; None: it has not.
+    """Return the least bandwidth from a tier to a device, as the loader measured it; None: unknown.
 
-    What comes from afar passes the device's bus too, and so does what lies in memory.
+    Bytes from remote sources and from memory pass the device's bus too.
     """
     if status is None:
         return None
@@ -33,15 +33,18 @@ def slowest(tier: str, device_id: str, status: LoaderStatus | None) -> float | N
 
 
 def afar(status: LoaderStatus) -> float | None:
-    """Bandwidth of a node's link to remote sources, as its loader has measured it; None: it has not."""
+    """Return the measured bandwidth of the link to remote sources; None: unknown."""
     link = link_of("remote", status.links) if status.links else None
     return link.bytes_per_second if link is not None else None
 
 
 def busy_until(heard_at: float, status: LoaderStatus | None, decided: Sequence[tuple[float, int]]) -> float:
-    """When all that is queued at a node will have come, on the clock of `heard_at`; 0: nothing is.
+    """Return when the queue of a node's links will be empty, on the clock of `heard_at`; 0: it is.
 
-    `decided`: loads that its loader may not have known of yet when it reported, each as (when decided, bytes).
+    Args:
+        heard_at: When the loader last reported.
+        status: Its report.
+        decided: Loads that the report may not include, each as (time of the decision, bytes).
     """
     until = 0.0
     speed = DEFAULT_BYTES_PER_SECOND

@@ -1,4 +1,4 @@
-"""What models want (one more instance, and why), and what becomes of the wish: a start, a claim, a wait or a refusal."""
+"""Replica targets: which model needs one more instance, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from services.scheduler.domain.values import value
 
 @value(frozen=True, slots=True)
 class ScaleUp:
-    """One more instance that a model wants, and why. It has been waited for `since`, and known of here since `heard`."""
+    """One more instance that a model needs.
+
+    `since`: arrival of the longest-waiting request. `first_message_at`: when the scheduler first
+    received that demand.
+    """
 
     model: Model
     trigger: str
@@ -20,12 +24,12 @@ class ScaleUp:
     is_extra: bool = False
 
     def waited_s(self, now: float) -> float:
-        """Seconds since the model began to wait."""
+        """Return the seconds since the model began to wait."""
         return now - min(self.since, self.first_message_at)
 
 
 def next_scale_up(tx: Transaction, model: Model) -> ScaleUp | None:
-    """The next instance that the model wants, if it wants one."""
+    """Return the next instance that the model needs; None: it has enough."""
     name = model.key
     running = tx.state.live_instances(model)
     live = len(running)
@@ -44,7 +48,7 @@ def next_scale_up(tx: Transaction, model: Model) -> ScaleUp | None:
 
 
 def _more(tx: Transaction, model: Model, running: list[Instance]) -> ScaleUp | None:
-    """One more replica, if for some time the profile has wanted more than there are."""
+    """Return one more replica if the profile's target has exceeded the replicas for long enough."""
     name = model.key
     if not running or len(running) >= model.card.spec.replicas.max:
         tx.drop(Overload, name)

@@ -1,4 +1,4 @@
-"""Demand, heard as a level: what every gateway says waits for a model, and the answer to it."""
+"""Gateways' demand reports, which repeat the present level, and the replies to them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _keep(tx: Transaction, name: str, gateways: tuple[GatewayDemand, ...]) -> No
 
 
 def expire_demand(tx: Transaction) -> None:
-    """A gateway that repeats its demand no longer is gone, and those who waited in it too."""
+    """Remove the demand of gateways that no longer repeat it."""
     for known in list(tx.state.demand.values()):
         fresh = tuple(g for g in known.gateways if tx.now - g.last_message_at <= tx.policy.demand_lost_after_s)
         if len(fresh) != len(known.gateways):
@@ -66,7 +66,7 @@ def expire_demand(tx: Transaction) -> None:
 
 
 def reply_to_demand(tx: Transaction, event: DemandReceived) -> None:
-    """Tell the gateway what to expect."""
+    """Reply to the gateway with the outlook of its demand."""
     model = tx.state.serving_model(event.demand.model)
     if model is None:
         name = event.demand.model

@@ -1,7 +1,9 @@
-"""Models against their objectives, for policies that queue by them (Torpor §5.2): how many requests were served, and how many of them in time.
+"""SLO compliance of each model, for policies that queue by it (Torpor §5.2).
 
-What the scheduler can know of that: requests that an engine has completed, and those that waited for a start longer than `slo.ttft`. Heard
-only: a new leader begins to count anew. Alpha of the queue adapts once in a period, for profiles that say so.
+The scheduler counts requests that engines completed, and requests that waited for a start longer
+than `slo.ttft`. The counts are volatile: a new leader starts at zero. Alpha of the queue adapts
+once
+in a period, for profiles with `slo_queue`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _NO_BOOK: Mapping[str, Usage] = {}
 
 
 def count_completed(tx: Transaction, old: InstanceReport | None, s: InstanceStatus) -> None:
-    """Requests that an instance has completed since its last report."""
+    """Count the requests that an instance has completed since its last report."""
     if not tx.policy.profile.slo_queue:
         return
     since = old.status.load.completed if old is not None else 0
@@ -30,7 +32,7 @@ def count_completed(tx: Transaction, old: InstanceReport | None, s: InstanceStat
 
 
 def count_late_requests(tx: Transaction, i: Instance, model: Model) -> None:
-    """Those that waited for this start, if it came too late for them."""
+    """Count the requests that waited for this start longer than their objective."""
     limit = model.card.spec.slo.ttft
     if not tx.policy.profile.slo_queue or limit is None or tx.now - i.requested_at <= limit:
         return
@@ -40,7 +42,7 @@ def count_late_requests(tx: Transaction, i: Instance, model: Model) -> None:
 
 
 def slo_usage(tx: Transaction) -> Mapping[str, Usage]:
-    """What the profile's order is told."""
+    """Return the usage of models with an objective, for the profile's order."""
     if not tx.policy.profile.slo_queue:
         return _NO_BOOK
     found = {}
@@ -58,7 +60,7 @@ def queue_alpha(tx: Transaction) -> float:
 
 
 def adapt_alpha(tx: Transaction) -> None:
-    """Once in a period: Torpor's Algorithm 2."""
+    """Adapt alpha once in a period (Torpor, Algorithm 2)."""
     if not tx.policy.profile.slo_queue or not tx.state.slo_counts:
         return
     known = tx.state.slo_queue.get("")

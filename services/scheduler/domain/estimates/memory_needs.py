@@ -1,4 +1,4 @@
-"""How many bytes the next start of a model books: what was measured of it, where that is known, rather than the configured share."""
+"""Memory that the next start of a model books: measured where known, else configured."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from shared.contracts.node import InstanceState, InstanceStatus
 from shared.sizing import need_of
 
 GREW = 1.05
-"""A later measurement this much larger replaces the first, until an engine has come back twice: from then on it would be a leak."""
+"""A later measurement larger by this factor replaces the first.
+
+After two resumptions it no longer does: growth would then be a leak.
+"""
 
 
 def start_bytes(state: ClusterState, card: ModelCard, kind: str | None = None) -> int:
-    """Bytes of devices of a kind (None: whichever needs the most). What was measured stands for the runtime's share, which is a guess before;
-    weights and KV cache are promised to the engine and never booked below their size. The built-in engine is told its bytes and keeps to them."""
+    """Return the bytes that a start books on devices of a kind (None: of the largest need).
+
+    A measurement replaces the estimate of the runtime's share. Weights and KV cache are guaranteed
+    to
+    the engine and never booked below their size. The built-in engine keeps to its configured bytes.
+    """
     configured = need_of(card)
     measured = state.measured.get(card.name)
     if measured is None or measured.generation != card.generation or card.spec.engine == "builtin":
@@ -25,8 +32,10 @@ def start_bytes(state: ClusterState, card: ModelCard, kind: str | None = None) -
 
 
 def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
-    """Of an instance that is suspended, whose node has measured what its engine used at most, or has served. Kept: a later start, of a later
-    scheduler too, books it at once."""
+    """Store the measured memory of a suspended instance, or of one that has served requests.
+
+    It is stored durably, so that later starts and later leaders book it.
+    """
     model = tx.state.models.get(s.model)
     nbytes = _measured(s)
     if (
@@ -54,18 +63,18 @@ def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
 
 
 def _measured(s: InstanceStatus) -> int:
-    """Before its first request an engine has not used all that it will."""
+    """Return the measured bytes; 0 before the first request, when the engine has not used all memory."""
     if s.state.parked:
         return s.suspension.need_bytes
     return s.memory.private + s.memory.weights if s.state is InstanceState.READY and s.load.completed and s.memory.private else 0
 
 
 _PARALLEL = ("tensor_parallel_size", "tp_size", "tp", "pipeline_parallel_size", "pp_size")
-"""Engine arguments by which vLLM, SGLang and TensorRT-LLM are told how many devices one instance has; their product counts."""
+"""Engine arguments of vLLM, SGLang and TensorRT-LLM whose product is the number of devices."""
 
 
 def device_count(card: ModelCard) -> int:
-    """How many devices an instance has, all of one node."""
+    """Return how many devices of one node an instance uses."""
     if card.spec.engine == "builtin" or not card.spec.engine_args:
         return 1
     found = 1

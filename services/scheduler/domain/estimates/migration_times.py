@@ -1,4 +1,4 @@
-"""What migrations teach: a and b of a·(t_in + t_out) + b, by model, and what moving an instance's requests is expected to take."""
+"""Migration times learned by model: a and b of a·(t_in + t_out) + b."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.migration import MigrationRecord
 
 SHORT_TOKENS = 32
-"""A round of fewer tells of b, one of more of a."""
+"""A round of fewer tokens is a sample of b, a round of more tokens one of a."""
 LEAST_S = 0.002
 
 
 def learn_migration_times(tx: Transaction, record: MigrationRecord) -> None:
-    """Rounds of few tokens are what every round takes; what longer ones take beyond that is their tokens'."""
+    """Learn from the rounds of a migration: b from short rounds, a from what longer ones add to b."""
     times = tx.state.migration_times.get(record.model) or MigrationTimes(record.model)
     per_token, fixed = times.per_token, times.fixed
     for r in record.rounds:
@@ -30,7 +30,10 @@ def learn_migration_times(tx: Transaction, record: MigrationRecord) -> None:
 
 
 def resume_requests_s(state: ClusterState, i: Instance) -> float:
-    """Of all that the instance serves, one after the other. Its KV cache in use tells how many tokens there are."""
+    """Return the seconds to resume all requests of an instance elsewhere, one after the other.
+
+    The number of tokens follows from the KV cache in use.
+    """
     times = state.migration_times.get(i.model) or MigrationTimes(i.model)
     model, seen = state.models.get(i.model), state.reports.get(i.instance_id)
     load = seen.status.load if seen is not None else None

@@ -1,7 +1,9 @@
-"""How long a start will take, by phase: from parameters learned of the same model on the same node, else of the model anywhere, else of its bytes.
+"""Predicted start times by phase.
 
-Bytes are predicted as q + n/b: q is what is queued on the node's links, b the bandwidth learned of this model, device and tier, or else what the
-loader has measured of the slowest link on the way. A start that was measured moves the parameters (`updated_estimates`).
+Parameters are those learned of the model on the node, else of the model on all nodes, else priors.
+Loads are predicted as q + n/b: q is queued on the node's links, b is the learned bandwidth of this
+model, device and tier, or the slowest link on the way as the loader measured it. A measured start
+updates the parameters (`updated_estimates`).
 """
 
 from __future__ import annotations
@@ -25,34 +27,46 @@ from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, covered
 from shared.contracts.plans import RESTORES, PlanRecord
 
 NODES_KEPT = 64
-"""So many nodes' measurements of a model are kept, the first learned going first: a place in ten thousand models times a thousand nodes."""
+"""Nodes with their own measurements of a model; the oldest is dropped beyond this.
+
+This bounds the table for ten thousand models on a thousand nodes.
+"""
 PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, "profile": 100.0}
 DEFAULT_RESUME_MS = 300.0
 LEAVING_MS = 500.0
-"""Prior for the time a victim takes to leave."""
+"""Prior for the time until a victim's memory is free."""
 LEAVING, RESUMING = "leaving", "resuming"
-"""Quantities beside the phases: milliseconds until victims are gone, and until a suspended instance is back."""
+"""Quantities besides the phases: ms until victims are gone, and until an instance has resumed."""
 LEAST_MS = 10.0
-"""Differences of milliseconds that do not matter."""
+"""Smaller differences do not matter."""
 _LEAST_LOAD_MS = 1.0
-"""A shorter load says nothing of a bandwidth."""
+"""A shorter load is no sample of a bandwidth."""
 _NONE: Mapping[str, Parameter] = {}
 _FIXED = frozenset({*BEFORE, *ENGINE, *AFTER})
 
 
 def bandwidth(tier: str, device_id: str = "") -> str:
-    """The quantity: bytes per second from that tier, to any device of the node, or to that one: each GPU has a bus of its own."""
+    """Return the name of the bandwidth from a tier to all devices of a node, or to one device."""
     return f"bandwidth:{tier}@{device_id}" if device_id else f"bandwidth:{tier}"
 
 
 def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
-    """Whether the node's loader holds the weights of this revision, whole, in memory."""
+    """True if the node's loader has all weights of this revision in memory."""
     return node in state.in_memory.get(card.info.revision, ())
 
 
 @value(frozen=True, slots=True)
 class Prediction:
-    """Milliseconds by phase and in all; `queued_ms`: of its load. `source`: the tier that its bytes come from; `there`: bytes that need not."""
+    """A predicted start, in milliseconds.
+
+    Attributes:
+        phases: Milliseconds by phase.
+        ms: In all.
+        cost: The same for policies.
+        source: The tier that its bytes come from.
+        resident_bytes: Bytes that are on the device already.
+        queued_ms: Part of the load that is queueing.
+    """
 
     phases: dict[str, float]
     ms: float
@@ -63,17 +77,23 @@ class Prediction:
 
 
 class Forecast:
-    """How long a start of one model would take on each node, for many nodes: those that nothing tells apart share one reckoning."""
+    """Predicted start times of one model on many nodes; nodes that do not differ share one result."""
 
     def __init__(self, state: ClusterState, card: ModelCard, now: float | None = None) -> None:
-        """`now`: what is queued on links counts from then; None: it does not count."""
+        """Create a forecast.
+
+        Args:
+            state: The cluster.
+            card: The model.
+            now: Queues on links count from then; None: queues do not count.
+        """
         self._state, self._card, self._now = state, card, now
         self._loads_itself = card.spec.loads_itself
         self.is_remote = "://" in card.info.source
-        """Nodes that have none of its bytes load it over their links to remote sources."""
+        """Nodes without its bytes load them over their links to remote sources."""
         self._anywhere = _values(state, card.name, ANYWHERE)
         self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
-        """Milliseconds of the phases that do not bring weights, on nodes of which nothing else is known."""
+        """Milliseconds of the phases that load no weights, on nodes without their own measurements."""
         self._before, self._engine, self._after = _parts(self._fixed) if self._anywhere else _PRIOR_PARTS
         own = self._anywhere.get("load") if self._loads_itself else None
         self._own_load = own.value if own is not None else None
@@ -82,23 +102,23 @@ class Forecast:
 
     @cached_property
     def known_nodes(self) -> set[str]:
-        """Nodes that hold its weights, or have started it before."""
+        """Return the nodes that have its weights, or have started it before."""
         state, revision = self._state, self._card.info.revision
         found = {*state.in_memory.get(revision, ()), *state.on_disk.get(revision, ())}
         found.update(state.measured_on.get(self._card.name, ()))
         return found
 
     def has_queue(self, node: str) -> bool:
-        """Whether a load would have to wait for the node's links."""
+        """True if a load would wait for the node's links."""
         return self._now is not None and self._state.links_busy_until.get(node, 0.0) > self._now
 
     def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
-        """Milliseconds by phase on a device's node, and in all. `leaving`: others must leave first."""
+        """Return milliseconds by phase on a device's node, and in all."""
         found = self.predict(b, leaving=leaving)
         return found.phases, found.ms
 
     def predict(self, b: Booking, *, leaving: bool) -> Prediction:
-        """The prediction for a device."""
+        """Return the prediction for a device; `leaving`: victims must leave first."""
         special = b.node in self.known_nodes or (
             self._now is not None and self._state.links_busy_until.get(b.node, 0.0) > self._now
         )
@@ -110,7 +130,7 @@ class Forecast:
         return found
 
     def default_ms(self, bytes_per_second: float | None) -> float:
-        """Milliseconds in all, with nobody leaving, on nodes of that bandwidth which are neither special nor busy, without its detail."""
+        """Return the milliseconds on an idle node of that bandwidth that is not a known node."""
         return self._before + max(self._load_ms(bytes_per_second), self._engine) + self._after
 
     def _load_ms(self, bytes_per_second: float | None) -> float:
@@ -119,7 +139,7 @@ class Forecast:
         return load_s(self._card.info.weights_bytes, bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
 
     def predict_resume(self, i: Instance, *, leaving: bool) -> Prediction:
-        """Until a suspended instance is back: as its node has measured it."""
+        """Return the prediction for resuming a suspended instance, as its node measured it."""
         seen = self._state.reports.get(i.instance_id)
         known = seen.status.suspension.resume_ms if seen is not None else None
         phases = {k: PRIOR_MS[k] for k in BEFORE} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
@@ -136,7 +156,7 @@ class Forecast:
         return known.value if known is not None else LEAVING_MS
 
     def _predicted(self, b: Booking | None, bytes_per_second: float | None, leaving: bool) -> Prediction:
-        """`b`: a device of a special node; None: any other of that bandwidth."""
+        """Predict for a device `b` of a known node; None: for any other of that bandwidth."""
         if b is None and not leaving and not self._anywhere:
             return _prior(self._load_ms(bytes_per_second), self._afar)
         phases = dict(self._fixed)
@@ -155,7 +175,11 @@ class Forecast:
     def _bring(
         self, phases: dict[str, float], b: Booking | None, own: Mapping[str, Parameter], bytes_per_second: float | None
     ) -> tuple[str, int, float]:
-        """Adds the phases of the weights' way; where they come from, how many bytes are there, and milliseconds queued."""
+        """Add the phases that load the weights.
+
+        Returns:
+            The source tier, the bytes that are on the device, and the milliseconds queued.
+        """
         info = self._card.info
         if b is None:
             phases["load"] = self._load_ms(bytes_per_second)
@@ -174,19 +198,19 @@ class Forecast:
         there = on_device(status, info.revision, b.device_id)
         missing = max(0, info.weights_bytes - there)
         if tier == "dram":
-            # In a host's own memory weights are mapped where they lie.
+            # weights are mapped from the host's own memory
             missing = 0 if speed is None or b.device_id.startswith("cpu") else missing
             phases["fetch"], phases["load"] = 0.0, load_s(missing, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
             return tier, info.weights_bytes - missing, 0.0
         queued = max(0.0, self._state.links_busy_until.get(b.node, 0.0) - self._now) if self._now is not None else 0.0
         phases["load"] = load_s(missing, speed or bytes_per_second or DEFAULT_BYTES_PER_SECOND, queued) * 1e3
         if tier == "remote":
-            phases["fetch"] = phases["load"]  # piece by piece: both last as long as the slower
+            phases["fetch"] = phases["load"]  # pipelined: both last as long as the slower
         return tier, there, queued * 1e3
 
     @property
     def _afar(self) -> str:
-        """Where its bytes come from on a node that has none of them; empty: its engine knows."""
+        """Return the source on a node without its bytes; empty: the engine loads by itself."""
         if self._loads_itself:
             return ""
         return "remote" if self.is_remote else "ssd"
@@ -197,7 +221,7 @@ class Forecast:
         return "ssd" if node in self._state.on_disk.get(self._card.info.revision, ()) else self._afar
 
     def _error(self, own: Mapping[str, Parameter], phase: str, source: str, device_id: str) -> float:
-        """Milliseconds by which a phase's prediction is usually out; 0: nothing is known of that."""
+        """Return the usual error of a phase's prediction in milliseconds; 0: unknown."""
         if phase in BRINGING and source:
             known = own.get(bandwidth(source, device_id)) or own.get(bandwidth(source))
             return (
@@ -217,7 +241,7 @@ _PRIOR_PARTS = _parts(PRIOR_MS)
 
 @lru_cache(maxsize=4096)
 def _prior(load_ms: float, source: str) -> Prediction:
-    """Of a model that nothing was ever measured of, where nothing tells the node from others: no error is known."""
+    """Return the prediction for a model without measurements on an ordinary node; its error is 0."""
     phases = {**PRIOR_MS, "load": load_ms, **({"fetch": load_ms} if source == "remote" else {})}
     before, engine, after = _PRIOR_PARTS
     ms = before + max(load_ms, engine) + after
@@ -230,12 +254,12 @@ def _values(state: ClusterState, model: str, node: str) -> Mapping[str, Paramete
 
 
 def _phases(parameters: Mapping[str, Parameter]) -> dict[str, float]:
-    """Milliseconds of the phases among them that bring no weights."""
+    """Return the milliseconds of those phases that load no weights."""
     return {k: p.value for k, p in parameters.items() if k in _FIXED}
 
 
 def on_device(status: LoaderStatus | None, revision: str, device_id: str) -> int:
-    """Bytes of a revision that a node's loader has on a device already."""
+    """Return the bytes of a revision that the loader has on a device."""
     segments = status.segments if status is not None else ()
     return max([s.on_devices.get(device_id, 0) for s in segments if s.weights_id == revision], default=0)
 
@@ -245,10 +269,10 @@ def _cost(phases: Mapping[str, float], ms: float, spread_ms: float) -> Cost:
 
 
 def restart_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
-    """Seconds to start a model on a device that is free and on links that are idle."""
+    """Return the seconds to start a model on a free device over idle links."""
     revision = card.info.revision
     known = (state.measured_on.get(card.name), state.in_memory.get(revision), state.on_disk.get(revision))
-    if not any(known):  # as `Forecast` would have it, without making one
+    if not any(known):  # the same as a `Forecast`, without creating one
         speed = (b.remote_bytes_per_second or b.bytes_per_second) if "://" in card.info.source else b.bytes_per_second
         load = load_s(card.info.weights_bytes, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
         before, engine, after = _PRIOR_PARTS
@@ -257,7 +281,7 @@ def restart_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
 
 
 def resumes_faster(state: ClusterState, i: Instance) -> bool:
-    """Whether a ready instance, suspended, would be back no later than a new one could be started where it is."""
+    """True if resuming the instance takes no longer than starting a new one in its place."""
     seen, model = state.reports.get(i.instance_id), state.models.get(i.model)
     resume_ms = seen.status.suspension.resume_ms if seen is not None else None
     if resume_ms is None or model is None:
@@ -267,9 +291,9 @@ def resumes_faster(state: ClusterState, i: Instance) -> bool:
 
 
 def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
-    """The estimates as a plan that came to its end moves them: of the model on its node, of the model anywhere, and of its node.
+    """Return the estimates after a finished plan: of the model on its node, anywhere, and of the node.
 
-    Waiting for a zygote that was starting itself says nothing of the next start.
+    The time that a start waited for a new zygote is not a sample of the next start.
     """
     chosen, model = plan.chosen, state.models.get(plan.model)
     if plan.outcome != "ready" or chosen is None or model is None:
@@ -297,7 +321,8 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
             if not chosen.device_ids[0].startswith("cpu"):
                 own[bandwidth(chosen.source, chosen.device_ids[0])] = speed
     anywhere = {k: v for k, v in own.items() if ":" not in k}
-    # The priors are the built-in engine's: they bound nothing of what another one, which may take a minute, was measured to take.
+    # The priors are those of the built-in engine. They do not bound other engines, whose starts may
+    # take a minute.
     priors = PRIOR_MS if model.card.spec.engine == "builtin" else {}
     return [
         *found,
@@ -307,8 +332,7 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
 
 
 def _reserved_ms(plan: PlanRecord) -> float | None:
-    """Milliseconds until victims were gone, of the decision to have them leave: what was waited before there was anything to decide is not
-    theirs. None: nobody was waited for."""
+    """Return the milliseconds from the decision until victims were gone; None: without victims."""
     took = plan.chosen.took_ms if plan.chosen is not None else None
     decided = plan.measured_ms - took if plan.measured_ms is not None and took is not None else float("-inf")
     spans = [(max(s.start_ms, decided), s.end_ms) for s in plan.measured if s.phase is Phase.RESERVE and s.end_ms > decided]
@@ -316,7 +340,7 @@ def _reserved_ms(plan: PlanRecord) -> float | None:
 
 
 def _by_phase(plan: PlanRecord) -> dict[str, float]:
-    """Milliseconds by phase, those left out that tell nothing."""
+    """Return the measured milliseconds by phase, without those that are no samples."""
     told = tuple(s for s in plan.measured if not _of_the_zygote(s) and s.phase not in (Phase.QUEUE, Phase.MESH))
     return plan.model_copy(update={"measured": told}).measured_phases
 
@@ -329,7 +353,7 @@ def _moved(state: ClusterState, model: str, node: str, measured: Mapping[str, fl
     known = dict(_values(state, model, node))
     for quantity, now in measured.items():
         before = known.get(quantity)
-        if before is None and model and node != ANYWHERE:  # what it takes elsewhere is a better guess than what anything takes
+        if before is None and model and node != ANYWHERE:  # the value on other nodes is a better prior than the default
             prior = _values(state, model, ANYWHERE).get(quantity)
             before = Parameter(prior.value, prior.error) if prior is not None else None
         known[quantity] = observe(before, now, priors.get(quantity, now), 0.0 if ":" in quantity else LEAST_MS)

@@ -1,13 +1,14 @@
-"""Where a model's instances may run by what its operator says (`PlacementRules`), checked for each device that is considered.
+"""Operators' placement rules (`PlacementRules`), checked for each candidate device.
 
-1. Labels: the node must have every one of them.
-2. Devices: the device must match one of the patterns, by its full name (node/device) or its own.
-3. Labels to keep off: the node must have none of them.
-4. Anti-affinity: no instance on the node may be of a model that the patterns name; nor of a model whose patterns name this one.
+1. Labels: the node must have all of them.
+2. Devices: the device must match one of the patterns, as node/device or by its own name.
+3. Anti-affinity to labels: the node must have none of them.
+4. Anti-affinity to models: no instance on the node may be of a model that the patterns name, nor of
+   a model whose patterns name this one.
 5. Spread: no other instance of the model may be on the node.
 
-Who is leaving is not counted with those that are there, nor who is suspended: it is checked when it comes back. Nobody has to leave for
-a rule, and a changed rule holds from the next start on. Pure.
+Stopping and suspended instances do not count; a suspended one is checked when it resumes. A rule
+evicts nothing, and a changed rule applies from the next start. Pure.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from services.scheduler.domain.state.entities import Model
 from shared.contracts.models import PlacementRules
 
 Excludes = Callable[[Booking], str]
-"""Says why a model may not run on a device; empty: it may."""
+"""Returns why a model may not run on a device; empty: it may."""
 
 
 def placement_rule(state: ClusterState, model: Model, *, apart: bool = False) -> Excludes | None:
-    """What checks devices for the model, in the state as it is now; None: nothing is to be checked. `apart`: as if it were to be spread."""
+    """Return the check of devices for the model; None: no rule applies.
+
+    `apart`: as if the model had the spread rule.
+    """
     rules = model.card.spec.placement
     if apart and not rules.spread:
         rules = rules.model_copy(update={"spread": True})
@@ -44,7 +48,7 @@ def placement_rule(state: ClusterState, model: Model, *, apart: bool = False) ->
 
 
 def confine_to(node: str, device: str, further: Excludes | None) -> Excludes:
-    """Nothing but a node, or a `device` of it; and what is excluded there besides."""
+    """Return a check that allows one node, or one `device` of it, and applies `further`."""
 
     def excludes(b: Booking) -> str:
         if b.node != node or (device and b.device_id != device):

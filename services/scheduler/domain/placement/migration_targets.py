@@ -1,4 +1,4 @@
-"""Where the requests of an instance that serves could go on, so that another model gets its room (migrate-then-load, ServerlessLLM §6.2)."""
+"""Where a serving instance's requests can migrate (migrate-then-load, ServerlessLLM §6.2)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.node import InstanceState
 
 MOST = 4
-"""Ways out that are told of one instance."""
+"""Targets considered for one instance."""
 
 
 def migration_targets(tx: Transaction, i: Instance, owner: Model, here: Booking) -> tuple[MigrationTarget, ...]:
-    """1. To a ready instance of the same weights: nothing has to be loaded. 2. To devices that have room for one as they are, where the
-    model's placement rules allow it.
+    """Return the destinations for the requests of an instance.
 
-    A model over several devices moves to as many of one node. Such a way names the node alone ("node/"), and the destination's placement
-    chooses the devices; `here`, which is to be emptied, is never among them.
+    1. A ready instance with the same weights: nothing is loaded.
+    2. Devices with enough free memory that the model's placement rules allow.
+
+    A model over several devices migrates to as many devices of one node. Such a target names the
+    node
+    only ("node/"), and the placement of the destination chooses the devices. `here`, the device to
+    be
+    cleared, is never a target.
     """
     if "migrate" not in tx.policy.capabilities or "migrate" not in tx.policy.profile.uses:
         return ()
@@ -55,7 +60,7 @@ def _to_devices(tx: Transaction, i: Instance, owner: Model, here: Booking, resum
 
 
 def _to_sets(tx: Transaction, i: Instance, owner: Model, here: Booking, resume_s: float) -> Iterator[MigrationTarget]:
-    """`free` of a way: what each device of the set has; victims are counted by what they hold of one device."""
+    """Yield targets for a model over several devices; `free_bytes` is that of each device."""
     count = device_count(owner.card)
     ready: set[str] = set()
     for other in tx.state.live_instances(owner):
@@ -69,7 +74,7 @@ def _to_sets(tx: Transaction, i: Instance, owner: Model, here: Booking, resume_s
     forecast = Forecast(tx.state, owner.card, tx.now)
     excludes = placement_rule(tx.state, owner)
     found: list[tuple[float, str, int]] = []
-    for node in tx.state.nodes.values():  # 2; every node is looked at: such models are few
+    for node in tx.state.nodes.values():  # 2; all nodes are examined, since such models are few
         keys_of_node = [device_key(node.name, device.device_id) for device in node.devices]
         there = [b for key in keys_of_node if key != here.key and (b := tx.state.bookings.get(key)) is not None]
         roomy = sorted((b for b in there if _has_room(b, need, excludes)), key=lambda b: (-b.free_bytes, b.key))[:count]

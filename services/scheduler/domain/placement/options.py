@@ -1,7 +1,7 @@
-"""The ways that there are for a model to become ready, as options for a policy: for each device (or set of devices of one node), from what its bytes
-come and who has to leave first. An option is made only if the mesh can carry it out.
+"""The options for making a model ready: for each device or device set, its source and victims.
 
-A device set is granted all or nothing: every device of it has room, or is cleared.
+Only options that the mesh can carry out are built. A device set is granted all or nothing: every
+device of it has room, or is cleared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ _LEAVING = Clearance("leaving")
 
 @value(frozen=True, slots=True)
 class PlacementRequest:
-    """What is to be placed. `need`: bytes of each of its `devices`; `avoid`: devices (node/device) where it has just failed."""
+    """A placement to decide.
+
+    Attributes:
+        need: Bytes on each of its `devices`.
+        avoid: Devices (node/device) where the model has just failed.
+    """
 
     asking: Asking
     profile: Profile
@@ -44,7 +49,10 @@ class PlacementRequest:
 
 
 class FeasiblePlacement(NamedTuple):
-    """An option, and what carrying it out and its record need. `short`: bytes that its victims have to free."""
+    """An option with what its execution and its record need.
+
+    `short_bytes`: bytes that its victims have to free.
+    """
 
     option: Option
     node: str
@@ -64,7 +72,7 @@ class FeasiblePlacement(NamedTuple):
 
 
 class DeviceFit(NamedTuple):
-    """How one device gets room: who leaves, and how many bytes have to come free."""
+    """How one device gets room: its victims, and the bytes that they have to free."""
 
     device: DeviceView
     clearance: Clearance
@@ -72,7 +80,7 @@ class DeviceFit(NamedTuple):
 
 
 def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ...]) -> Candidate | FeasiblePlacement:
-    """Loading the model onto a device, or onto several of one node together."""
+    """Return the option of loading the model onto a device, or onto several of one node."""
     if len(devices) == 1:
         return _of_one(tx, r, devices[0])
     fits: list[DeviceFit] = []
@@ -93,7 +101,9 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
 
 
 def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | FeasiblePlacement:
-    if r.need <= b.free_bytes and not (b.closed_reason or r.any_paused) and r.excludes is None:  # the usual case, in short
+    if (
+        r.need <= b.free_bytes and not (b.closed_reason or r.any_paused) and r.excludes is None
+    ):  # the usual case, without the general path
         prediction = r.forecast.predict(b, leaving=False)
         view = DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, has_failed=b.key in r.avoid)
         return FeasiblePlacement(_load(tx, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), r.need, prediction)
@@ -106,7 +116,7 @@ def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | Fea
 
 
 def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | DeviceFit:
-    """How one device gets room for its share of the model; or what is in the way."""
+    """Return how one device gets room for its share of the model, or why it does not."""
     if b.closed_reason:
         return excluded_candidate(b, r.need, b.closed_reason)
     if r.excludes is not None and (why := r.excludes(b)):
@@ -124,19 +134,22 @@ def _load(tx: Transaction, devices: tuple[DeviceView, ...], prediction: Predicti
 
 
 def _in_each_others_way(clearance: Clearance, devices: tuple[Booking, ...]) -> bool:
-    """Whether victims of several devices would move to one that is to be cleared itself, or to the same one."""
+    """True if victims would migrate to a device that is to be cleared, or two to the same device."""
     to = list(clearance.moves.values())
     return len(devices) > 1 and (len(set(to)) < len(to) or not {b.key for b in devices}.isdisjoint(to))
 
 
 def resume_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidate | FeasiblePlacement:
-    """The devices of a suspended instance, all of them, for what it lacks to come back: it comes back when the last of them has room."""
+    """Return the option of resuming a suspended instance on its own devices.
+
+    It resumes when the last of them has room.
+    """
     whole = per_device_bytes(i, resume_need_bytes(tx.state, i))
     need = max(0, whole - suspended_bytes(tx.state, i))
     fits: list[DeviceFit] = []
     for device_id in i.device_ids:
         b = booking_of(tx.state, i.node, device_id)
-        # A node that is cordoned takes nothing new; what is on it may come back.
+        # A cordoned node accepts no new instances; those on it may resume.
         if not b.is_reachable:
             return excluded_candidate(b, need, b.closed_reason)
         if r.excludes is not None and (why := r.excludes(b)):
@@ -155,7 +168,7 @@ def resume_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidat
 
 
 def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceFit | str:
-    """How one device gets room for `need` bytes; or why it does not."""
+    """Return how one device gets room for `need` bytes, or why it does not."""
     if r.any_paused and tx.is_cooling_down(b.key):
         return "its nodeagent has just refused a reservation"
     failed = b.key in r.avoid
@@ -171,7 +184,7 @@ def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceF
 
 
 def _cost(prediction: Prediction, clearance: Clearance) -> Cost:
-    """With the time that clearing takes where that is known."""
+    """Return the cost including the time of clearing where that is known."""
     if not clearance.delay_s:
         return prediction.cost
     cost = prediction.cost
@@ -180,7 +193,7 @@ def _cost(prediction: Prediction, clearance: Clearance) -> Cost:
 
 
 def combine(clearances: Iterable[Clearance]) -> Clearance:
-    """What has to be cleared on several devices, each victim once: as severe as the severest, and as long as the longest takes."""
+    """Combine the clearances of several devices: each victim once, the longest delay."""
     found = list(clearances)
     if len(found) == 1:
         return found[0]
@@ -204,8 +217,10 @@ def excluded_candidate(b: Booking, need: int, why: str, way: PlanWay = "wait") -
 
 
 def device_sets(tx: Transaction, r: PlacementRequest) -> Iterator[tuple[Booking, ...]]:
-    """For a model over several devices: of each node the devices that take it soonest, the best nodes first. Every node is looked at:
-    such models are few."""
+    """Yield device sets for a model over several devices, the soonest node first.
+
+    All nodes are examined, since such models are few.
+    """
     ranked = []
     for node in tx.state.nodes.values():
         keys = [device_key(node.name, device.device_id) for device in node.devices]
@@ -213,7 +228,7 @@ def device_sets(tx: Transaction, r: PlacementRequest) -> Iterator[tuple[Booking,
         usable = sorted(there, key=lambda b: (*_rank(tx, r, b), b.free_bytes, b.key))[: r.devices]
         if len(usable) < r.devices:
             continue
-        # Devices of one kind, in the order that the engine counts them in.
+        # Devices of one kind, in the order in which the engine counts them.
         chosen = tuple(sorted(usable, key=lambda b: (len(b.device_id), b.device_id)))
         worst = max(_rank(tx, r, b) for b in usable)
         ranked.append((worst, r.forecast.predict(chosen[0], leaving=False).ms, node.name, chosen))
@@ -222,7 +237,7 @@ def device_sets(tx: Transaction, r: PlacementRequest) -> Iterator[tuple[Booking,
 
 
 def _rank(tx: Transaction, r: PlacementRequest, b: Booking) -> tuple[int, bool]:
-    """How far a device is from having room; whether the model has just failed there."""
+    """Return how much has to leave before a device has room, and whether the model failed there."""
     steps = (
         b.free_bytes,
         b.free_soon_bytes,

@@ -1,17 +1,21 @@
-"""Where one more instance of a model goes. The rules, in this order; the code carries the same numbers:
+"""Decide where one more instance of a model goes. The code carries the numbers of these rules:
 
- 1. The model has failed and `replicas.min` alone asks: wait until its back-off is over.
- 2. No node is alive: wait, and when none has been for `no_node_timeout` tell those who wait (`Unavailable`).
- 3. No device of a live node could hold the model even if it were empty: impossible, told at once (`InsufficientMemory`).
- 4. Some device has room. A suspended instance of the model is one more way, on its own devices, with what it needs to come back.
- 5. Some device has room once those that are leaving already have left: it is claimed there.
- 6. Some device has room once idle instances have left (victims.py): the new one claims their bytes.
- 7. The model has waited longer than `preempt_after`: as 6, but instances that serve may be drained too.
- 8. Otherwise it waits; the reason names what is in the way.
+1. The model has failed and only `replicas.min` needs it: wait until its back-off is over.
+2. No node is alive: wait. After `no_node_timeout_s` without one, its requests fail (`Unavailable`).
+3. No device of a live node could hold the model even when empty: fail at once
+   (`InsufficientMemory`).
+4. A device has room. A suspended instance of the model is one more option, on its own devices, with
+   the memory that it lacks.
+5. A device has room once the stopping instances are gone: claim it.
+6. A device has room once idle instances are evicted (victims.py): claim their memory.
+7. The model has waited longer than `preempt_after_s`: as 6, but serving instances may be drained.
+8. Otherwise the model waits, and the reason names the obstacles.
 
-Whatever 4 to 7 make possible is an option; who leaves and which option is taken are the profile's choice (policies/port.py). Of many devices only
-a shortlist is considered (shortlist.py). A model that has waited for `starve_after` is placed by Thaw's own profile, whatever the profile says.
-An extra replica (`extra`) stops after 6, and never displaces a model that has demand. Pure: the state is only read.
+Everything that 4 to 7 allow is an option. The profile chooses the victims and the option
+(policies/port.py). Of many devices only a shortlist is considered (shortlist.py). A model that has
+waited for `starve_after_s` is placed by Thaw's own profile. An extra replica stops after 6 and
+never
+displaces a model with demand. Pure: the state is only read.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ _name = attrgetter("node", "device_ids")
 
 @value(frozen=True, slots=True)
 class Placement:
-    """`chosen` with its victims' ids; or none, with `error` when it is hopeless and `reason` when it waits."""
+    """A decision: `chosen` with its victims, or none with a `reason` to wait, or an `error`."""
 
     way: Way
     reason: str
@@ -52,11 +56,11 @@ class Placement:
     victims: tuple[str, ...] = ()
     error: ThawError | None = None
     resume: str | None = None
-    """The suspended instance that comes back."""
+    """The suspended instance that resumes."""
     short_bytes: int = 0
     """Bytes that the victims have to free."""
     migrations: tuple[tuple[str, str], ...] = ()
-    """Victims whose requests go on elsewhere, each with the device."""
+    """Victims whose requests migrate, each with the destination device."""
 
 
 def place(
@@ -69,8 +73,17 @@ def place(
     only: tuple[str, str] | None = None,
     apart: bool = False,
 ) -> Placement:
-    """Decide for `model`, which has waited `waited` seconds. `only`: the node and device (empty: any of it) that it is confined to; `apart`: not
-    on a node that runs an instance of it."""
+    """Decide for `model`.
+
+    Args:
+        tx: The decision's transaction.
+        model: The model.
+        waited: Seconds that it has waited.
+        extra: One more replica, which no request needs.
+        kept_up_only: Only `replicas.min` needs it.
+        only: The node and device (empty: any of the node) that it is confined to.
+        apart: Not on a node that runs an instance of it.
+    """
     trouble = tx.state.failures.get(model.key)
     if kept_up_only and trouble and trouble.not_before > tx.now:  # 1
         return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
@@ -109,7 +122,7 @@ def place(
 
 
 def _shortlists(tx: Transaction, r: PlacementRequest) -> Iterator[list[tuple[Booking, ...]]]:
-    """Devices, or sets of them, to be considered together, until some are an option."""
+    """Yield groups of devices, or of device sets, until one contains an option."""
     if r.devices == 1:
         for devices in shortlists(tx, r.need, r.avoid, r.forecast, r.excludes):
             yield [(b,) for b in devices]
@@ -120,7 +133,7 @@ def _shortlists(tx: Transaction, r: PlacementRequest) -> Iterator[list[tuple[Boo
 
 
 def never_fits_reason(tx: Transaction, name: str, whole: int, devices: int) -> str:
-    """Why a model could not run even if everything were empty; empty: it could."""
+    """Return why a model could not run even on empty devices; empty: it could."""
     need = -(-whole // devices)
     if devices == 1:
         largest = tx.bookings().largest_budget()
@@ -149,7 +162,7 @@ def ask_of(tx: Transaction, model: Model, need: int, waited: float, *, extra: bo
 
 
 def starving(tx: Transaction, waited: float) -> bool:
-    """Whether nobody goes before it any more."""
+    """True if the model has waited so long that it goes before all others."""
     return waited >= max(tx.policy.starve_after_s, tx.policy.preempt_after_s)
 
 
@@ -182,7 +195,7 @@ def alive(presence: Presence) -> bool:
 
 
 def _candidates(considered: list[Candidate | FeasiblePlacement]) -> tuple[Candidate, ...]:
-    """Those of the first list, for the record, by name."""
+    """Return the records of the first shortlist, by name."""
     found: list[Candidate] = []
     last: FeasiblePlacement | None = None
     for c in considered[:SHORTLIST_SIZE]:
@@ -245,7 +258,7 @@ def _recorded(p: FeasiblePlacement) -> Candidate:
 
 
 def _elsewhere(p: FeasiblePlacement, like: Candidate) -> Candidate:
-    """The record of what differs from another one in nothing but the device."""
+    """Return a record that differs from another one only in the device."""
     there = {"node": p.node, "device_ids": p.device_ids, "free_bytes": max(0, p.option.free_bytes)}
     return unchecked(Candidate, {**like.__dict__, **there})
 

@@ -1,4 +1,4 @@
-"""The order in which models that want an instance are placed."""
+"""The order in which models that need an instance are placed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Unschedulable
 
 SAME_TIME_S = 1.0
-"""Wishes that came within this are taken for simultaneous."""
+"""Demand within this interval counts as simultaneous."""
 
 
 AT_ONCE = 16
-"""So many are weighed against each other."""
+"""At most this many placements are ordered by regret."""
 
 
 def scale_up_queue(tx: Transaction, names: Iterable[str]) -> list[ScaleUp]:
-    """What the models of these names want, in the order in which it is granted: those that starve, the longest first, then as the profile says."""
+    """Return the needed instances of these models in the order in which they are placed.
+
+    Starving models go first, the longest-waiting before others; the rest follow the profile's
+    order.
+    """
     found: dict[str, ScaleUp] = {}
     for name in sorted(names):
         model = tx.state.models.get(name)
@@ -38,14 +42,18 @@ def _ordered(tx: Transaction, found: dict[str, ScaleUp]) -> list[ScaleUp]:
     others = [w for w in found.values() if w not in first]
     asks = [ask_of(tx, w.model, start_bytes(tx.state, w.model.card), tx.now - w.since, extra=w.is_extra) for w in others]
     ordered = [a.model for a in tx.policy.profile.order(asks, slo_usage(tx), queue_alpha(tx))]
-    # Whom a policy does not name is not forgotten.
+    # keep the models that a profile omits
     names = dict.fromkeys([*ordered, *(w.model.key for w in others)])
     return [*first, *_together(tx, [found[n] for n in names])]
 
 
 def _together(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
-    """Of those that came at about the same time, those go first that lose most if another takes their best place: who is served first of them
-    is chance, and what all of them wait together is not. Of more than `AT_ONCE` there is no room for most anyway."""
+    """Order simultaneous demand by regret: models that lose most if another takes their best place.
+
+    Which of them arrived first is chance, and their total wait is not. Beyond `AT_ONCE` models,
+    most
+    find no room anyway.
+    """
     if not 1 < len(ordered) <= AT_ONCE:
         return ordered
     result: list[ScaleUp] = []
@@ -59,7 +67,7 @@ def _together(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
 
 
 WEIGHED = 8
-"""In a larger group nobody's loss is weighed against the others': each weighing is a decision of its own."""
+"""Larger groups are not ordered by regret: each comparison costs a placement decision."""
 
 
 def _alike(a: ScaleUp, b: ScaleUp) -> bool:
@@ -74,7 +82,10 @@ def _by_regret(tx: Transaction, group: list[ScaleUp]) -> list[ScaleUp]:
 
 
 def _regret(tx: Transaction, wish: ScaleUp) -> float:
-    """Milliseconds between its best place and the second best; as many as can be if it has but one, fewer than any if it has none."""
+    """Return the milliseconds between the best place and the second best.
+
+    Infinity with one place only, negative without any.
+    """
     placement = place(tx, wish.model, wish.waited_s(tx.now), extra=wish.is_extra, kept_up_only=wish.trigger == "min_replicas")
     if placement.chosen is None:
         return -1.0

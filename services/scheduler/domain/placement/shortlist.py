@@ -1,16 +1,19 @@
-"""Which devices are worth a closer look: those on which the model might soonest be ready, best first.
+"""Shortlists of devices: those on which the model can be ready soonest, best first.
 
-Only the best are considered in full and kept in the plan; they are found in orders that are kept with the bookings (ranks.py). Looked at one by
-one are only devices that something tells apart: those this very decision has changed, those of nodes that have started the model before or
-hold its weights, and those where it has just failed. Nodes whose links are busy come after those that are not. The order is that of the
-branches of placement.py:
+Only the best devices are considered in full and recorded in the plan. They come from the orders
+that
+the bookings maintain (state/booking_index.py). Examined one by one are only devices that differ
+from
+the others: those that this decision has changed, those of nodes that have started the model or have
+its weights, and those where it has just failed. Nodes with busy links come after idle ones. The
+order is that of the rules of place.py:
 
- A. It fits now. Exact: the first of the list is the best there is. With it those few where it would be sooner although idle ones have to
-    leave: the nodes that hold its weights.
- B. It fits once those that leave already have left. Exact too.
- C. It may fit once idle instances have left; the device whose longest idle instance is idle the longest goes first.
- D. It may fit once instances that serve have left.
- E. It cannot fit now, or nothing may be placed there: shown to people if there is nothing better.
+A. The model fits now. Exact: the first device is the best one. With it come the few nodes that have
+   its weights and would be sooner although idle instances must leave.
+B. It fits once the stopping instances are gone. Exact too.
+C. It may fit once idle instances are evicted; the device with the longest-idle instance is first.
+D. It may fit once serving instances are gone.
+E. It does not fit, or nothing may be placed there: for the record if nothing else is found.
 """
 
 from __future__ import annotations
@@ -28,24 +31,26 @@ from services.scheduler.domain.state.booking_index import BandwidthClass, Bandwi
 from services.scheduler.domain.state.transaction import Transaction
 
 SHORTLIST_SIZE = 8
-"""So many devices are considered at a time; if there are no more, simply all of them."""
+"""Devices that are considered at a time; with no more devices, all of them."""
 FITTING = 4
-"""So many of those that it fits on: the first is the soonest there is, the others are what a policy may prefer for reasons of its own."""
+"""Devices with room: the first is the soonest, the others leave the policy a choice."""
 CLEARED = 4
-"""So many of those that others have to leave at first: who might leave is looked at one by one."""
+"""Devices to be cleared at first: their victims are examined one by one."""
 _device = itemgetter(3)
 Ranked = tuple[bool, float, float, Booking]
-"""It has just failed there; milliseconds until it is ready; bytes free, or since when one is idle; the device (by its key)."""
+"""Has just failed there; ms until ready; free bytes or idle time; the device."""
 _NONE: Iterator[Ranked] = iter(())
 OfClass = Callable[[float, BandwidthClass], Iterator[Ranked]]
-"""Devices of a class, best first, by the milliseconds until it is ready on any of them."""
+"""Devices of a class, best first, by the milliseconds until ready on any of them."""
 
 
 def shortlists(
     tx: Transaction, need: int, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None = None
 ) -> Iterator[list[Booking]]:
-    """Devices for `need` bytes, best first, as lists to be gone through until one has a place; those that `excludes` names a reason for are
-    only in the last (E)."""
+    """Yield lists of devices for `need` bytes, best first, until one has a place.
+
+    Devices that `excludes` rejects are only in the last list (E).
+    """
     if len(tx.state.bookings) <= SHORTLIST_SIZE:
         yield list(tx.state.bookings.values())
         return
@@ -102,7 +107,7 @@ class _Search:
         )
 
     def sooner_with_idle_gone(self, need: int, than: Booking) -> list[Booking]:
-        """Of the devices apart those that idle instances must leave, and that are predicted to be ready sooner all the same."""
+        """Return known nodes' devices that are ready sooner than `than` although idle instances leave."""
         if not self._forecast.known_nodes:
             return []
         limit = self._forecast.on(than, leaving=False)[1]
@@ -125,7 +130,7 @@ class _Search:
         return self._best(of_class, lambda b: b.idle_since if fits(b) else None)
 
     def _open(self, ms: float, ordered: Iterable[tuple[float, str]]) -> Iterator[Ranked]:
-        """Those that are not looked at one by one, and not paused; on nodes with busy links or on those without, whichever it is the turn of."""
+        """Yield the ordinary devices that are not cooling down, with or without busy links."""
         apart, paused, excludes, get = self._apart, self._paused, self._excludes, self._view.get
         for rank, key in ordered:
             if key in apart or (paused is not None and paused(key)):
@@ -137,13 +142,12 @@ class _Search:
                 yield False, ms, rank, found
 
     def _best(self, of_class: OfClass, rank: Callable[[Booking], float | None]) -> Iterator[Booking]:
-        """Best first: the classes' devices as `of_class` orders them, and among them those apart, for which `rank` is not None."""
+        """Yield the devices of all classes and the ones examined one by one, best first."""
         apart = sorted(self._those_apart(rank))
         return map(_device, merge(self._of_classes(of_class), apart) if apart else self._of_classes(of_class))
 
     def _of_classes(self, of_class: OfClass) -> Iterator[Ranked]:
-        """Class by class, the soonest first; a class is not looked at before those sooner are used up. Nodes whose links are busy come last:
-        how long they are is told apart when they are considered."""
+        """Yield the devices class by class, the soonest first; nodes with busy links come last."""
         for busy in (False, True) if self._any_busy else (False,):
             self._busy = busy
             for ms, classes in groupby(self._view.fastest_first(is_remote=self._forecast.is_remote), key=self._ms_of):

@@ -1,9 +1,9 @@
-"""Who may go so that another fits: a device's instances as a policy sees them, and what it says checked.
+"""A device's instances as a policy sees them, and the check of the victims it chooses.
 
-Never: a pinned instance, one that `replicas.min` keeps up, one that is starting or already leaving, one that has just refused.
-Unless `preempt`: none that serves, but for one whose requests can go on elsewhere. Never either: one younger than `min_active` while its own
-requests are on their way.
-Those that leave already, claims and the asking model's own are left out: their bytes are reckoned with the device's.
+Never a victim: an instance that is pinned, kept by `replicas.min`, starting, stopping, or that has
+just refused; and one younger than `min_active_s` whose own requests are on their way. Without
+`preempt`: one that serves, unless its requests can migrate. Stopping instances, claims and the
+model's own instances are left out: the device's booking accounts for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from shared.contracts.node import InstanceState
 
 @value(frozen=True, slots=True)
 class Asking:
-    """For whom room is sought. `preempt`: those that serve may be drained; `extra`: nobody who is wanted goes."""
+    """The model that needs room.
+
+    `preempt`: serving instances may be drained. `extra`: models with demand keep their instances.
+    """
 
     model: Model
     ask: Ask
@@ -34,7 +37,7 @@ class Asking:
 def clear_device(
     tx: Transaction, asking: Asking, b: Booking, short: int, clear: Clear, *, failed: bool
 ) -> tuple[DeviceView, Clearance | str]:
-    """The device, and who leaves it so that at least `short` bytes come free; or why not enough may, in words."""
+    """Return the device, and the victims that free `short` bytes, or why there are too few."""
     view = device_view(b, failed=failed, residents=residents(tx, asking, b))
     clearance = clear(asking.ask, view, short, tx.now)
     if clearance is not None and _holds(view, clearance, short, preempt=asking.preempt):
@@ -48,11 +51,11 @@ def device_view(b: Booking, *, failed: bool, residents: tuple[Resident, ...] = (
 
 
 NOISE_S = 0.05
-"""Two measurements of one start differ by as much: of two instances alike the one that has been idle longer goes."""
+"""Two measurements of one start differ by this much: of equal instances the longest idle goes."""
 
 
 def residents(tx: Transaction, asking: Asking, b: Booking) -> tuple[Resident, ...]:
-    """What holds memory of the device and could in principle leave."""
+    """Return the instances that hold memory of the device and could leave."""
     there = tx.state.on_device(b.node, b.device_id)
     return tuple(
         [_resident(tx, i, asking, b) for i in there if not i.is_claim and i.leaving == "no" and i.model != asking.model.key]
@@ -98,7 +101,7 @@ def _resident(tx: Transaction, i: Instance, asking: Asking, b: Booking) -> Resid
 
 
 def _copies(tx: Transaction, owner: Model | None) -> int:
-    """Instances of the model that can serve."""
+    """Return how many instances of the model can serve."""
     if owner is None or len(tx.state.by_model.get(owner.key, ())) < 2:
         return 1
     ready, generation = InstanceState.READY, owner.card.generation
@@ -107,7 +110,7 @@ def _copies(tx: Transaction, owner: Model | None) -> int:
 
 
 def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
-    """Seconds to have it back: by resuming it if it would be suspended, else by starting it anew."""
+    """Return the seconds to have the instance back: resumed if it can be suspended, else restarted."""
     anew = restart_s(tx.state, owner.card, b)
     if i.state.parked:
         return anew
@@ -149,7 +152,7 @@ def _never_served(tx: Transaction, i: Instance) -> bool:
 
 
 def _holds(view: DeviceView, clearance: Clearance, short: int, *, preempt: bool) -> bool:
-    """Whether those who are to leave may, in the way that they are to, and free enough: a policy is not trusted with more than a choice."""
+    """True if the policy's victims may leave in the way it chose, and free enough."""
     there = {r.key: r for r in view.residents}
     interrupted = [v for v in clearance.victims if v not in clearance.moves and v in there and there[v].state == "serving"]
     if interrupted and not preempt:

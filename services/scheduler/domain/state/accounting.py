@@ -1,6 +1,7 @@
-"""Who holds how many bytes of a device, and who has been promised some.
+"""Memory accounting: bytes held and promised on each device.
 
-`compute_booking` reckons it from the instances on the device; `apply` (changes.py) keeps the result for every device in `ClusterState.bookings`.
+`compute_booking` derives a booking from the instances on the device; `apply` (changes.py) keeps
+it in `ClusterState.bookings`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ _READY = InstanceState.READY
 
 
 def booking_of(state: ClusterState, node: str, device_id: str) -> Booking:
-    """The booking of a device; of one that its node does not have: what is held of nothing."""
+    """Return the booking of a device, or an empty-budget booking for an unknown device."""
     return state.bookings.get(device_key(node, device_id)) or compute_booking(state, node, device_id)
 
 
 def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
-    """Reckon the booking of a device.
+    """Compute the booking of a device.
 
-    Bytes count as held from the moment a start is sent until the nodeagent reports the instance gone; and what a nodeagent holds
-    beyond the instances known here (a process not proved gone yet) counts too.
+    Bytes are held from the moment a start is sent until the nodeagent reports the instance gone.
+    Bytes that a nodeagent reserves beyond the known instances (a process not proved gone) count
+    too.
     """
     held = claimed = leaving = going = known = idle = movable = 0
     idle_since = float("inf")
@@ -58,7 +60,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
                 if seen is not None and seen.idle_since is not None:
                     idle += holds
                     idle_since = min(idle_since, seen.idle_since)
-        elif i.trigger == "park" and i.state.starting:  # whoever is waited for goes before it
+        elif i.trigger == "park" and i.state.starting:  # a start for parking gives way to demand
             movable += holds
             idle += holds
             idle_since = min(idle_since, i.planned_at)
@@ -105,14 +107,14 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
 
 
 def is_drained(seen: InstanceReport | None) -> bool:
-    """Whether an instance that is to leave has nothing more to do."""
+    """True if an instance that is to stop has no requests left."""
     if seen is None or seen.status.state is not InstanceState.DRAINING:
         return False
     return not (seen.status.load.active or seen.status.load.waiting)
 
 
 def _drained(state: ClusterState, i: Instance) -> int:
-    """What comes free of one that is being suspended."""
+    """Return the bytes that an instance under suspension still frees."""
     seen = state.reports.get(i.instance_id)
     return max(0, per_device_bytes(i, i.reserve_bytes) - per_device_bytes(i, seen.status.suspension.left_bytes if seen else 0))
 
@@ -128,6 +130,6 @@ def rounded_speed(bytes_per_second: float | None) -> float | None:
 
 
 def claims_on(state: ClusterState, node: str, device_id: str) -> list[Instance]:
-    """Those waiting for bytes of the device, first come first."""
+    """Return the claims that wait for memory of the device, oldest first."""
     found = [i for i in state.on_device(node, device_id) if i.sent_at is None]
     return sorted(found, key=lambda i: (i.planned_at, i.token)) if len(found) > 1 else found

@@ -1,4 +1,4 @@
-"""What a device has, and what of it is taken."""
+"""The memory booking of one device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 
 class Booking(NamedTuple):
-    """Bytes of one device. `held - leaving + claimed` is never let over `budget`; `held` only by starts that wait on their node for bytes of
-    what is leaving."""
+    """Bytes of one device.
+
+    `held_bytes - leaving_bytes + claimed_bytes` never exceeds `budget_bytes`. `held_bytes` may, by
+    starts that wait on their node for memory of stopping instances.
+    """
 
     key: str
     """node/device"""
@@ -18,25 +21,25 @@ class Booking(NamedTuple):
     claimed_bytes: int
     leaving_bytes: int
     free_bytes: int
-    """Free now and promised to nobody."""
+    """Free now and not promised."""
     free_soon_bytes: int
-    """Free and promised to nobody once those that leave have left."""
+    """Free and not promised once the stopping instances are gone."""
     idle_bytes: int
-    """Held by ready, unpinned instances that have nothing to do and have not been asked to leave."""
+    """Held by ready, unpinned, idle instances that have not been asked to stop."""
     evictable_bytes: int
-    """Held by ready, unpinned instances that have not been asked to leave, idle or not."""
+    """Held by ready, unpinned instances that have not been asked to stop, idle or serving."""
     idle_since: float
-    """Since when the longest idle of them is idle; infinity if none is."""
+    """Time since which the longest-idle of them is idle; infinity without one."""
     closed_reason: str
-    """Why nothing may be placed here, whatever is free; empty if something may."""
+    """Why nothing may be placed here; empty if something may."""
     is_reachable: bool
     """The node is alive and not stopping."""
     bytes_per_second: float | None
-    """What the node's loader measured, to two digits: finer differences tell nothing, and would tell every device from every other."""
+    """The loader's measured bandwidth, rounded to two digits so that devices group into classes."""
     remote_bytes_per_second: float | None = None
-    """… of its link to remote sources; None: nothing."""
+    """Bandwidth of the node's link to remote sources; None: unknown."""
     drained_bytes: int = 0
-    """Of `leaving`, what nothing keeps there any more."""
+    """The part of `leaving_bytes` whose instances have drained."""
 
 
 def device_key(node: str, device_id: str) -> str:

@@ -1,8 +1,8 @@
-"""The bookings of all devices, with orders kept beside them: a decision about one model looks at a few devices, however many there are.
+"""Bookings in sorted order, so that a decision examines few of many devices.
 
-Devices that may be used are kept apart by their loader's bandwidth: within one of these classes nothing but room and idleness tells them
-apart, so that the best of a class stands first in its list. Kept by insertion into sorted lists: the logarithm of the devices in
-comparisons, and one move of memory.
+Usable devices are grouped by their loader's bandwidth: within a class only free memory and idle
+time differ, so that the best device of a class is first in a sorted list. An update costs a binary
+search and one memory move.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND
 from services.scheduler.domain.state.booking import Booking
 
 Bandwidths = tuple[float | None, float | None]
-"""Bytes per second of a loader: in general, and from afar."""
+"""Bytes per second of a loader: in general, and from remote sources."""
 
 
 @dataclass(slots=True)
 class BandwidthClass:
-    """Devices of one bandwidth that may be used. Pairs end with the device's key."""
+    """Usable devices of one bandwidth. Tuples end with the device's key."""
 
     free: list[tuple[int, str]] = field(default_factory=list)
     idle_since: list[tuple[float, str]] = field(default_factory=list)
     with_idle: list[int] = field(default_factory=list)
-    """What would be free with all idle instances gone: `coming + idle` of each device."""
+    """`free_soon_bytes + idle_bytes` of each device: free if all idle instances leave."""
     with_all: list[int] = field(default_factory=list)
-    """… and with all that serve: `coming + movable`."""
+    """`free_soon_bytes + evictable_bytes` of each device: free if all instances leave."""
     leaving: set[str] = field(default_factory=set)
-    """Devices that instances are leaving."""
+    """Devices with stopping instances."""
 
     def replace(self, old: Booking | None, new: Booking | None) -> None:
         _move(self.free, old and (old.free_bytes, old.key), new and (new.free_bytes, new.key))
         _move(self.idle_since, old and (old.idle_since, old.key), new and (new.idle_since, new.key))
-        # Sums of bytes are plain numbers: 0 is one of them.
+        # `is None` tests, because 0 bytes is a valid sum.
         _move(
             self.with_idle,
             None if old is None else old.free_soon_bytes + old.idle_bytes,
@@ -53,18 +53,21 @@ class BandwidthClass:
 
 
 class BookingTable(dict[str, Booking]):
-    """A table of bookings that keeps the orders. Change it by item assignment, `del` and `pop` only."""
+    """A table of bookings that maintains the orders.
+
+    Change it by item assignment, `del` and `pop`.
+    """
 
     def __init__(self, bookings: Iterable[tuple[str, Booking]] = ()) -> None:
         super().__init__()
         self.classes: dict[Bandwidths, BandwidthClass] = {}
         self.fastest_first: list[tuple[Bandwidths, BandwidthClass]] = []
-        """The classes in the order in which a load from their own disks is done soonest; and one from afar."""
+        """Classes by descending bandwidth: from local disks, and from remote sources."""
         self.fastest_remote_first: list[tuple[Bandwidths, BandwidthClass]] = []
         self.most_free_first: list[tuple[bool, int, str]] = []
-        """Every device: closed ones last, most `coming` first."""
+        """Every device: closed ones last, then most `free_soon_bytes` first."""
         self.budgets: list[tuple[int, str]] = []
-        """Of reachable devices."""
+        """Budgets of reachable devices."""
         for key, booking in bookings:
             self[key] = booking
 
@@ -118,7 +121,7 @@ def _speeds(b: Booking) -> Bandwidths:
 
 
 def speed_of(speeds: Bandwidths, *, is_remote: bool = False) -> float:
-    """Bytes per second of a load on devices of a class."""
+    """Return the bytes per second of a load on the devices of a class."""
     local, afar = speeds
     return ((afar or local) if is_remote else local) or DEFAULT_BYTES_PER_SECOND
 
@@ -137,7 +140,10 @@ def _move(order: list[Any], old: Any, new: Any) -> None:
 
 
 class DueTimes(dict[str, float]):
-    """A table of times that keeps their order. Change it by item assignment, `del` and `pop` only."""
+    """A table of times that maintains their order.
+
+    Change it by item assignment, `del` and `pop`.
+    """
 
     def __init__(self, dues: Iterable[tuple[str, float]] = ()) -> None:
         super().__init__()
@@ -163,15 +169,20 @@ class DueTimes(dict[str, float]):
 
 
 class BookingView:
-    """Bookings as a decision sees them: a table of orders, and what the decision has changed itself, which is in none of them."""
+    """Bookings within a decision: an ordered table, and the decision's own changes beside it."""
 
     def __init__(self, below: BookingTable, changed: dict[str, Booking | None]) -> None:
-        """`changed`: by key, the booking as it is now; None: the device is gone."""
+        """Create a view.
+
+        Args:
+            below: The ordered table before the decision.
+            changed: By key, the present booking; None: the device is gone.
+        """
         self._below, self._changed = below, changed
 
     @property
     def changed_keys(self) -> Iterable[str]:
-        """Keys of devices whose bookings the decision has changed, or may have."""
+        """Return the keys of devices whose bookings the decision may have changed."""
         return self._changed
 
     @property
@@ -185,10 +196,10 @@ class BookingView:
         return self._below.fastest_remote_first if is_remote else self._below.fastest_first
 
     def most_free_first(self) -> Iterator[Booking]:
-        """All devices as they are below, the changed ones left out."""
+        """Yield the unchanged devices, most free memory first."""
         return (self._below[key] for *_, key in self._below.most_free_first if key not in self._changed)
 
     def largest_budget(self) -> int:
-        """Of reachable devices; 0 if there is none."""
+        """Return the largest budget of a reachable device, in bytes; 0 without one."""
         kept = next((budget for budget, key in reversed(self._below.budgets) if key not in self._changed), 0)
         return max([kept, *(b.budget_bytes for b in self.changed if b.is_reachable)])

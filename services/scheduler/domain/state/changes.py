@@ -1,4 +1,4 @@
-"""How changes are applied to the cluster's state."""
+"""Changes of the cluster's state, and how they are applied."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Put:
 
 @value(frozen=True, slots=True)
 class Drop:
-    """Forget the entity of that kind and key."""
+    """Remove the entity of that kind and key."""
 
     kind: type[Entity]
     key: str
@@ -48,7 +48,7 @@ class Drop:
 
 @value(frozen=True, slots=True)
 class Traced:
-    """The plan's load has this root span."""
+    """Store the root span of a plan's load."""
 
     plan_id: str
     instance_id: str
@@ -87,13 +87,13 @@ KINDS: tuple[type[Any], ...] = tuple(_TABLES)
 
 
 def table(state: ClusterState, kind: type[Entity]) -> Table[Any]:
-    """To be read; `apply` and `put` write."""
+    """Return the table of a kind, for reading; `apply` and `put` write."""
     found: Table[Any] = getattr(state, _TABLES[kind])
     return found
 
 
 def apply(state: ClusterState, changes: Iterable[Change]) -> None:
-    """Carry out `changes` on `state`, in order."""
+    """Apply `changes` to `state`, in order."""
     for change in changes:
         match change:
             case Put(entity):
@@ -109,7 +109,7 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
 
 
 def put(state: ClusterState, entity: Entity) -> bool:
-    """Insert or replace an entity; False if it is there already as it is."""
+    """Insert or replace an entity; return False if it is unchanged."""
     kind, key = type(entity), key_of(entity)
     old = state.__dict__[_TABLES[kind]].get(key)
     if old is not None and old == entity:
@@ -123,7 +123,7 @@ def put(state: ClusterState, entity: Entity) -> bool:
 
 
 def _put_plan(state: ClusterState, plan: PlanRecord) -> None:
-    """Of each model the last plan is kept, and those still pending; the database has the others."""
+    """Keep the last plan of each model and all pending ones; the database has the others."""
     key = plan.plan_id
     last = state.last_plan.get(plan.model)
     if key not in state.plans and last != key:

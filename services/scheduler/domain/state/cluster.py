@@ -1,4 +1,4 @@
-"""The cluster as the leader knows it. Owned and mutated by the scheduler's loop only."""
+"""The cluster's state in memory. Only the scheduler's loop changes it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Table = MutableMapping[str, V]
 
 @dataclass
 class ClusterState:
-    """Tables of frozen entities by key, and indexes that `apply` (changes.py) keeps (indexes.py)."""
+    """Tables of frozen entities by key, and the indexes that `apply` (changes.py) maintains."""
 
     epoch: int
     recovered_at: float = 0.0
@@ -66,39 +66,39 @@ class ClusterState:
     slo_queue: Table[SloQueue] = field(default_factory=dict)
     migrations: Table[Migration] = field(default_factory=dict)
     migration_times: Table[MigrationTimes] = field(default_factory=dict)
-    # Indexes. Ids of instances by model, by node and by device (node/device); nodes by what they hold or were measured with.
+    # Indexes: instance ids by model, node and device (node/device), and nodes by their weights.
     aliases: Table[str] = field(default_factory=dict)
     last_plan: Table[str] = field(default_factory=dict)
     kept_running: Table[bool] = field(default_factory=dict)
     to_park: Table[bool] = field(default_factory=dict)
-    """Models that are to be parked ahead of their first request and have no instance."""
+    """Models that are to be parked and have no instance."""
     anti_affine: Table[bool] = field(default_factory=dict)
-    """Models that share no node with some others."""
+    """Models with anti-affinity rules."""
     by_model: Table[tuple[str, ...]] = field(default_factory=dict)
     by_node: Table[tuple[str, ...]] = field(default_factory=dict)
     by_device: Table[tuple[str, ...]] = field(default_factory=dict)
     in_memory: Table[tuple[str, ...]] = field(default_factory=dict)
-    """By revision: nodes whose loaders hold its weights, whole."""
+    """By revision: nodes whose loaders have all its weights in memory."""
     on_disk: Table[tuple[str, ...]] = field(default_factory=dict)
     """By revision: nodes whose loaders have its files on disk."""
     loading_on: Table[tuple[str, ...]] = field(default_factory=dict)
-    """By node: instances whose weights are to be brought there."""
+    """By node: instances whose weights are being loaded there."""
     links_busy_until: Table[float] = field(default_factory=dict)
-    """By node: when what its links have to bring will have come. Nodes with idle links are left out."""
+    """By node: when the queue of its links will be empty. Nodes with idle links are absent."""
     measured_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By model: nodes with an estimate of their own."""
     bookings: Table[Booking] = field(default_factory=BookingTable)
     deadlines: Table[float] = field(default_factory=DueTimes)
-    """By instance: from when on the mere passing of time may change something for it; those without one are left alone by the timer."""
+    """By instance: when the passing of time may next change it. The timer skips all others."""
     claimed: Table[tuple[str, str]] = field(default_factory=dict)
-    """Devices that instances wait for, as (node, device)."""
+    """Devices that claims wait for, as (node, device)."""
     keep_alive_rule: Keep = field(default=thaw.keep, compare=False, repr=False)
-    """How long idle instances stay: the profile's. Whoever makes a state for another profile says so (`with_keep_alive`)."""
+    """The profile's keep-alive rule; set it with `with_keep_alive`."""
     borrowed: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Of an overlay: the tables that nothing was written to, which are still those of the state below."""
+    """In an overlay: the tables that are still shared with the state below."""
 
     def fork(self) -> ClusterState:
-        """A copy that can be changed without changing this one (entities are frozen and shared)."""
+        """Return an independent copy. Entities are frozen and shared."""
         tables: dict[str, Any] = {name: dict(self.__dict__[name]) for name in _MAPPINGS}
         copied = ClusterState(self.epoch, self.recovered_at, **tables, keep_alive_rule=self.keep_alive_rule)
         copied.bookings = BookingTable(self.bookings.items())
@@ -106,14 +106,14 @@ class ClusterState:
         return copied
 
     def overlay(self) -> ClusterState:
-        """As `fork`, at no cost, while this one does not change."""
+        """Return a copy-on-write view at no cost, valid while this state does not change."""
         above = object.__new__(ClusterState)
         above.__dict__.update(self.__dict__)
         above.borrowed = set(_ALL)
         return above
 
     def writable(self, name: str) -> Table[Any]:
-        """The table or index of that name, to be written to."""
+        """Return the table or index of that name for writing."""
         found: Table[Any] = self.__dict__[name]
         if name in self.borrowed:
             self.borrowed.discard(name)
@@ -121,22 +121,22 @@ class ClusterState:
         return found
 
     def absorb(self, above: ClusterState) -> None:
-        """Make what was written to `above`, an overlay of this state, this state's own; as applying its changes, but nothing is reckoned anew."""
-        for name in _ALL - above.borrowed:  # in any order: they do not depend on each other
+        """Merge the writes of `above`, an overlay of this state, without recomputing indexes."""
+        for name in _ALL - above.borrowed:  # in any order: tables do not depend on each other
             written: Overlay[Any] = above.__dict__[name]
             written.write_to(self.writable(name))
 
     def keep_alive_s(self, i: Instance, model: Model) -> float:
-        """Seconds that an instance stays when it is idle; -1: until evicted."""
+        """Return the seconds that an idle instance is kept; -1: until it is evicted."""
         took = i.ready_at - i.planned_at if i.ready_at is not None else 0.0
         return self.keep_alive_rule(model.card.spec.keep_alive, max(0.0, took))
 
     def model_named(self, name: str) -> Model | None:
-        """By name or alias."""
+        """Return a model by name or alias."""
         return self.models.get(name) or self.models.get(self.aliases.get(name, ""))
 
     def serving_model(self, name: str) -> Model | None:
-        """The model whose instances answer requests for `name`, which may be an adapter's, or `base:adapter`."""
+        """Return the model whose instances serve `name`: a model, a LoRA adapter, or `base:adapter`."""
         prefix, _, last = name.rpartition(":")
         model = self.model_named(last)
         if model is None or model.card.spec.base is None:
@@ -154,17 +154,17 @@ class ClusterState:
         return [self.instances[i] for i in self.by_device.get(device_key(node, device_id), ())]
 
     def live_instances(self, model: Model) -> list[Instance]:
-        """Instances of the model's present generation that run or are about to, and are not asked to leave."""
+        """Return instances of the present generation that run or start, and are not to stop."""
         generation = model.card.generation
         return [i for i in self.of_model(model.key) if i.leaving == "no" and i.generation == generation and not i.state.parked]
 
     def suspended_instances(self, model: Model) -> list[Instance]:
-        """Suspended instances of the model's present generation, that may come back."""
+        """Return suspended instances of the present generation that may resume."""
         generation = model.card.generation
         return [i for i in self.of_model(model.key) if i.state.parked and i.leaving == "no" and i.generation == generation]
 
     def waiting_count(self, model: str) -> int:
-        """Requests and operators that wait for the model."""
+        """Return the number of requests and operators that wait for the model."""
         demand = self.demand.get(model)
         waiting = demand.waiting if demand else 0
         if self.waiters:
@@ -175,7 +175,7 @@ class ClusterState:
         return self.plans.get(self.last_plan.get(model, ""))
 
     def inbound_migration(self, instance_id: str) -> Migration | None:
-        """The move that needs this instance."""
+        """Return the migration whose destination is this instance."""
         return next((m for m in self.migrations.values() if m.destination == instance_id), None) if self.migrations else None
 
     def is_loader_alive(self, node: str, now: float, within: float) -> bool:

@@ -1,7 +1,8 @@
-"""What the cluster's state is made of. All frozen: a change replaces a whole entity.
+"""The entities of the cluster's state. All are frozen: a change replaces a whole entity.
 
-`Model`, `Node`, `Instance` and `PlanRecord` survive in Postgres; everything else is heard again within a second or two of a new leader's
-start. Times are seconds on the loop's clock (Unix time at the process's start plus monotonic time since), bytes are bytes.
+`Model`, `Node`, `Instance`, `PlanRecord`, `MeasuredMemory` and `Estimate` are stored in Postgres.
+The others are rebuilt from reports within a second or two of a new leader's start. Times are
+seconds on the loop's clock (Unix time at the process's start plus monotonic time since).
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ Leaving = Literal["no", "if_idle", "drain", "suspend_if_idle", "suspend"]
 
 @value(frozen=True, slots=True)
 class Model:
-    """`resting`: told to sleep; `replicas.min` holds again from the next demand, wake or change of the model."""
+    """A registered model.
+
+    `sleep_requested`: an operator put it to sleep; `replicas.min` holds again from the next demand,
+    wake or change of the model.
+    """
 
     card: ModelCard
     error: str | None = None
@@ -50,7 +55,7 @@ class Model:
 
     @property
     def min_replicas(self) -> int:
-        """How many instances are kept up without demand."""
+        """Return how many instances run without demand."""
         return 0 if self.sleep_requested or self.card.spec.base is not None else self.card.spec.replicas.min
 
 
@@ -64,7 +69,7 @@ class Device:
 
 @value(frozen=True, slots=True)
 class Node:
-    """`drain_since`: being drained since then (a drained node is cordoned too)."""
+    """A node; `drain_since`: time since which it is drained (a drained node is also cordoned)."""
 
     name: str
     boot_id: str = ""
@@ -80,10 +85,10 @@ class Node:
 
 @value(frozen=True, slots=True)
 class Instance:
-    """What the scheduler believes and wants of one instance.
+    """The believed and desired state of one instance.
 
-    `sent_at` None: a claim. Its bytes are promised to it, and its start is sent once the nodeagent has reported them free. One that is
-    resuming is there already, suspended: it is its resumption that is sent.
+    `sent_at` None: a claim. Memory is promised to it, and its start (of a suspended instance: its
+    resumption) is sent once the nodeagent has reported the memory free.
     """
 
     instance_id: str
@@ -117,7 +122,7 @@ class Instance:
 
     @property
     def is_resume_claim(self) -> bool:
-        """Whether this is a claim of a suspended instance, which is to come back."""
+        """True for a claim of a suspended instance that is to resume."""
         return self.is_claim and self.state is InstanceState.RESUMING
 
     @property

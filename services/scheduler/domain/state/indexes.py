@@ -1,4 +1,4 @@
-"""What `apply` keeps beside the tables, so that a decision looks only at what it is about. Values are replaced, never changed."""
+"""Indexes beside the tables, maintained by `apply`. Values are replaced, never mutated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Groups = MutableMapping[str, tuple[str, ...]]
 
 
 def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
-    """`old` was replaced by `new` in its table; None: there was, or is, none."""
+    """Update the indexes after `old` was replaced by `new`; None: absent."""
     keep = _KEEPERS.get(type(new if new is not None else old))
     if keep is not None:
         keep(state, old, new)
@@ -49,7 +49,7 @@ def _estimate(state: ClusterState, old: Estimate | None, new: Estimate | None) -
 
 
 def _counts(seen: InstanceReport | None) -> tuple[object, ...]:
-    """What of a report a booking depends on."""
+    """Return the part of a report that a booking depends on."""
     if seen is None:
         return ()
     status = seen.status
@@ -59,7 +59,7 @@ def _counts(seen: InstanceReport | None) -> tuple[object, ...]:
 
 
 def with_keep_alive(state: ClusterState, keep: Keep) -> ClusterState:
-    """`state`, with idle instances to stay as that function says."""
+    """Set the keep-alive rule of `state` and recompute due times."""
     state.keep_alive_rule = keep
     for i in state.instances.values():
         update_due_time(state, i)
@@ -67,7 +67,10 @@ def with_keep_alive(state: ClusterState, keep: Keep) -> ClusterState:
 
 
 def update_due_time(state: ClusterState, i: Instance) -> None:
-    """Keep when the instance is due (retire.py, observe.py): never too late; too early only costs a look."""
+    """Store when the instance is due (lifecycle/scale_down.py, lifecycle/node_status.py).
+
+    Never too late; a time too early only costs one more examination.
+    """
     due, known = _due(state, i), state.deadlines.get(i.instance_id)
     if due == known:
         return
@@ -101,7 +104,7 @@ def _offers(presence: Presence | None) -> tuple[object, ...]:
 
 
 def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[str], member: str) -> None:
-    """`member` was in the `old` groups of that index and is in the `new` ones."""
+    """Move `member` from the `old` groups of the index to the `new` ones."""
     before, after = set(old), set(new)
     if before == after:
         return
@@ -181,7 +184,7 @@ def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence
 
 
 def _queue(state: ClusterState, node: str) -> None:
-    """Keep when the node's links will have brought what is queued on them (cost/links.py)."""
+    """Store when the queue of the node's links will be empty (cost/links.py)."""
     loader = state.loaders.get(node)
     heard_at = loader.last_message_at if loader is not None else 0.0
     there = [state.instances[i] for i in state.loading_on.get(node, ())]
@@ -194,7 +197,7 @@ def _queue(state: ClusterState, node: str) -> None:
 
 
 def _brings(i: Instance | None) -> tuple[float, int] | None:
-    """When its load was decided, and how many bytes; None: it loads nothing."""
+    """Return when a load was decided and its bytes; None: the instance loads nothing."""
     if i is None or not i.state.starting or i.state is InstanceState.RESUMING:
         return None
     return i.planned_at, max(0, i.reserve_bytes - i.kv_bytes)
@@ -238,7 +241,7 @@ def _park(state: ClusterState, name: str) -> None:
 
 
 def _forget(state: ClusterState, name: str, key: str) -> None:
-    """Drop `key` from the index of that name."""
+    """Remove `key` from the index of that name."""
     if state.__dict__[name].get(key) is not None:
         state.writable(name).pop(key)
 
@@ -250,7 +253,7 @@ def _rebook_node(state: ClusterState, name: str) -> None:
 
 def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
     found = state.nodes.get(node)
-    if found is None:  # its devices are reckoned when it is known
+    if found is None:  # its devices are computed when it is known
         for device in device_ids:
             _forget(state, "claimed", device_key(node, device))
         return
@@ -279,4 +282,4 @@ _KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {
     Model: _model,
     Estimate: _estimate,
 }
-"""What is kept for each kind of entity; of the others nothing is."""
+"""Index updates by kind of entity; the other kinds have no index."""

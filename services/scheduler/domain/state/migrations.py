@@ -1,5 +1,7 @@
-"""Orders to move running requests, as the leader knows them. The bucket of migrations has those that migrators may work on: a new leader reads
-it."""
+"""Migration orders and times as the leader knows them.
+
+The bucket of migrations has the orders that migrators may execute; a new leader reads it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,21 @@ from services.scheduler.domain.values import value
 from shared.contracts.migration import MigrationRecord
 
 DEFAULT_TOKEN_S = 0.0005
-"""a, before any round was measured: recomputing two thousand tokens takes a second."""
+"""Prior of a in a·tokens + b: recomputing two thousand tokens takes a second."""
 DEFAULT_FIXED_S = 0.02
-"""b."""
+"""Prior of b."""
 
 
 @value(frozen=True, slots=True)
 class Migration:
-    """`node` and `device`: where to, empty: wherever. `destination`: the instance that was found or started for it. `record`: what was
-    ordered, as last heard. `why`: what it waits for."""
+    """An order to move the requests of an instance.
+
+    Attributes:
+        node: The requested destination; empty: any. Likewise `device`.
+        destination: The instance that was found or started for it.
+        record: The order as last reported.
+        waiting_reason: What the order waits for.
+    """
 
     migration_id: str
     model: str
@@ -48,7 +56,7 @@ class Migration:
 
 @value(frozen=True, slots=True)
 class MigrationTimes:
-    """Of a model: seconds to recompute a token (a), and of a round besides (b), learned from what migrators tell."""
+    """Learned times of one model: seconds for each recomputed token (a), and for each round (b)."""
 
     model: str
     per_token: Parameter = Parameter(DEFAULT_TOKEN_S)

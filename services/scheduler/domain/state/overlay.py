@@ -1,4 +1,4 @@
-"""A mapping over another one: reads see both, writes stay above. What lies below is never changed."""
+"""A copy-on-write mapping: reads see both layers, writes stay in the upper one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final, TypeVar
 
 V = TypeVar("V")
 _GONE: Final[Any] = object()
-"""Marks above what is deleted below."""
+"""Marks keys that are deleted in the upper layer."""
 
 
 class Overlay(MutableMapping[str, V]):
-    """Costs nothing to make, whatever the size of `below` (which must not change meanwhile), and as much to keep as is written to it.
+    """Costs nothing to create, whatever the size of `below`, which must not change meanwhile.
 
-    Values are never None. Order: as below, then what is new.
+    Values are never None. Order: as below, then new keys.
     """
 
     __slots__ = ("_above", "_below")
@@ -24,7 +24,7 @@ class Overlay(MutableMapping[str, V]):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Keys set or deleted here."""
+        """Return the keys set or deleted here."""
         return tuple(self._above)
 
     @property
@@ -57,7 +57,7 @@ class Overlay(MutableMapping[str, V]):
         self._above[key] = _GONE
 
     def write_to(self, into: MutableMapping[str, V]) -> None:
-        """Do to `into` what was done to this."""
+        """Apply the writes of this overlay to `into`."""
         for key, value in self._above.items():
             if value is _GONE:
                 into.pop(key, None)

@@ -1,4 +1,4 @@
-"""A decision in the making: changes are applied above the state as they are made, so that each step sees the ones before it."""
+"""The transaction of one decision: each step sees the changes of the steps before it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Transaction:
         self.changes.append(change)
 
     def net_changes(self) -> tuple[Change, ...]:
-        """The changes, each entity's last one only."""
+        """Return the changes, only the last one of each entity."""
         last: dict[tuple[type[Entity], str], Change] = {}
         for change in self.changes:
             subject = (type(change.entity), key_of(change.entity)) if isinstance(change, Put) else (change.kind, change.key)
@@ -54,12 +54,12 @@ class Transaction:
         return tuple(last.values())
 
     def changed_devices(self) -> tuple[str, ...]:
-        """Keys of the devices whose bookings have changed, or may have."""
+        """Return the keys of devices whose bookings may have changed."""
         bookings = self.state.bookings
         return bookings.written if type(bookings) is Overlay else ()
 
     def bookings(self) -> BookingView:
-        """The bookings as they are now, with their orders."""
+        """Return the present bookings with their orders."""
         changed: dict[str, Booking | None] = {}
         below: Mapping[str, Booking] = self.state.bookings
         while type(below) is Overlay:
@@ -68,7 +68,7 @@ class Transaction:
         return BookingView(below if type(below) is BookingTable else BookingTable(below.items()), changed)
 
     def due_instances(self) -> list[Instance]:
-        """Instances for which the time that has passed may change something, those due the longest first."""
+        """Return the instances that the passing of time may change, the longest due first."""
         changed: set[str] = set()
         below: Mapping[str, float] = self.state.deadlines
         while isinstance(below, Overlay):
@@ -81,7 +81,7 @@ class Transaction:
         return [self.state.instances[key] for _, key in sorted(found)]
 
     def original(self, kind: type[Entity], key: str) -> Entity | None:
-        """An entity as it was before this decision."""
+        """Return an entity as it was before this decision."""
         found: Entity | None = table(self.origin, kind).get(key)
         return found
 
@@ -89,18 +89,18 @@ class Transaction:
         self.effects.append(effect)
 
     def next_number(self) -> int:
-        """The next number of this epoch."""
+        """Return the next number of this epoch."""
         counter = Counter(self.numbers_issued() + 1)
         self.state.writable("counter")[counter.key] = counter
         self.changes.append(Put(counter))
         return counter.value
 
     def numbers_issued(self) -> int:
-        """Numbers given out in this epoch so far."""
+        """Return how many numbers this epoch has issued."""
         return self.state.counter.get("counter", Counter(0)).value
 
     def next_token(self) -> int:
-        """A fencing token, larger than every one before it."""
+        """Return a fencing token larger than every earlier one."""
         return self.state.epoch * TOKENS_PER_EPOCH + self.next_number()
 
     def is_cooling_down(self, subject: str) -> bool:
@@ -108,6 +108,6 @@ class Transaction:
         return pause is not None and pause.until > self.now
 
     def idle_since(self, instance_id: str) -> float | None:
-        """Since when an instance has nothing to do; None while it serves or has not been heard of."""
+        """Return since when an instance is idle; None while it serves or has not been reported."""
         seen: InstanceReport | None = self.state.reports.get(instance_id)
         return seen.idle_since if seen else None

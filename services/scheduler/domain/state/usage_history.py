@@ -1,4 +1,4 @@
-"""When models are asked for, and what is brought ahead because of it. Both are known of this leader's term only."""
+"""When models were requested, and prefetches under way. Both are kept for one term only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ GAIN = 0.3
 
 @value(frozen=True, slots=True)
 class UsageHistory:
-    """`count` times somebody began to wait for the model, the last time at `last`; `every`: seconds between them, and by how much that `varies`
-    (moving means)."""
+    """Arrivals at a model without waiting requests.
+
+    `mean_interval_s` and `deviation_s` are moving means of the distance between arrivals.
+    """
 
     model: str
     last_used_at: float
@@ -23,7 +25,7 @@ class UsageHistory:
         return self.model
 
     def used_at(self, now: float) -> UsageHistory:
-        """Asked for once more."""
+        """Return the history after one more arrival at `now`."""
         distance = max(0.0, now - self.last_used_at)
         if self.count == 1:
             return UsageHistory(self.model, now, 2, distance, distance / 2)
@@ -39,7 +41,7 @@ class UsageHistory:
 
 @value(frozen=True, slots=True)
 class Prefetch:
-    """Weights on their way to a node, for nobody yet."""
+    """Weights that are being prefetched to a node."""
 
     model: str
     node: str

@@ -1,4 +1,4 @@
-"""What is known of the cluster only by hearing: gone with its leader, and heard again within a second or two of the next one's start."""
+"""Entities that come from reports only: lost with the leader, and rebuilt within seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.contracts.node import InstanceStatus, NodeStatus
 
 @value(frozen=True, slots=True)
 class Presence:
-    """What was last heard of a nodeagent. `status` None: known from the database, not heard yet."""
+    """The last message of a nodeagent. `status` None: known from the database, no message yet."""
 
     node: str
     last_message_at: float
@@ -28,7 +28,7 @@ class Presence:
 
 @value(frozen=True, slots=True)
 class LoaderPresence:
-    """What was last heard of a loader."""
+    """The last message of a loader."""
 
     node: str
     last_message_at: float
@@ -36,13 +36,13 @@ class LoaderPresence:
 
     @property
     def in_memory(self) -> tuple[str, ...]:
-        """Revisions whose weights lie whole in the node's memory, held or cached. A loader names weights by their revision."""
+        """Return the revisions whose weights are complete in the node's memory."""
         held = (s.weights_id for s in self.status.segments if s.error is None and s.loaded_bytes >= s.total_bytes > 0)
         return (*held, *(c.weights_id for c in self.status.cached if c.tier == "dram"))
 
     @property
     def on_disk(self) -> tuple[str, ...]:
-        """Revisions whose files lie on the node's disk, as far as its loader brought them there."""
+        """Return the revisions whose files the loader has on the node's disk."""
         return tuple([c.weights_id for c in self.status.cached if c.tier == "ssd"])
 
     @property
@@ -52,7 +52,10 @@ class LoaderPresence:
 
 @value(frozen=True, slots=True)
 class InstanceReport:
-    """An instance as its nodeagent last reported it. `idle_since` None: it is serving. `moved_at`: when its start last got on."""
+    """An instance as its nodeagent last reported it.
+
+    `idle_since` None: it serves. `progressed_at`: when its start last made progress.
+    """
 
     instance_id: str
     status: InstanceStatus
@@ -73,14 +76,14 @@ class GatewayDemand:
     last_message_at: float
     traceparents: tuple[str, ...] = ()
     window: int = 0
-    """Requests that came in the last sliding window."""
+    """Requests that arrived in the last sliding window."""
     peak: int = 0
-    """… and in the fullest one lately."""
+    """Requests that arrived in the fullest recent window."""
 
 
 @value(frozen=True, slots=True)
 class ModelDemand:
-    """What waits for one model, by gateway."""
+    """The demand for one model, by gateway."""
 
     model: str
     gateways: tuple[GatewayDemand, ...] = ()
@@ -116,7 +119,10 @@ class ModelDemand:
 
 @value(frozen=True, slots=True)
 class Waiter:
-    """An operator's request that is answered later. Of a sleep: which instances it waits for, and what they freed so far."""
+    """An operator's request that is answered later.
+
+    For a sleep: the `instances` it waits for, those `stopped` so far, and the bytes they freed.
+    """
 
     waiter: str
     kind: Literal["wake", "sleep"]
@@ -133,7 +139,7 @@ class Waiter:
 
 @value(frozen=True, slots=True)
 class Unschedulable:
-    """A model that wants more instances than it has. `reason` says what it waits for."""
+    """A model that needs more instances than it has, and why none can be placed."""
 
     model: str
     since: float
@@ -158,8 +164,14 @@ class Overload:
 
 @value(frozen=True, slots=True)
 class FailureHistory:
-    """Failures of a model in a row. `attempts`: failed starts of the present try; `avoid`: the devices they were on, as node/device;
-    `killed`: starts of the present try whose engine was killed."""
+    """Failures of a model in a row.
+
+    Attributes:
+        attempts: Failed starts of the present try.
+        failed_devices: The devices of those starts, as node/device.
+        failures: Failed tries in a row.
+        kills: Starts of the present try whose engine was killed.
+    """
 
     model: str
     attempts: int = 0
@@ -177,8 +189,10 @@ class FailureHistory:
 
 @value(frozen=True, slots=True)
 class ParkFailures:
-    """Why a model could not be parked ahead of its first request. `tries`: so often in a row. `final`: it is not tried again before its next
-    change (or the next leader)."""
+    """Why a model could not be parked.
+
+    `attempts`: failures in a row. `final`: not tried again before the model changes, or the leader.
+    """
 
     model: str
     attempts: int = 0
@@ -193,7 +207,7 @@ class ParkFailures:
 
 
 class MemoryProfile(Frozen):
-    """Bytes: in all, of weights, of KV cache for each token, and of the runtime (libraries, activations at their peak), which is what is left."""
+    """Measured bytes: in all, of weights, per token of KV cache, and of the engine's runtime."""
 
     need_bytes: int
     load_bytes: int = 0
@@ -203,7 +217,7 @@ class MemoryProfile(Frozen):
 
 @value(frozen=True, slots=True)
 class MeasuredMemory:
-    """The profile of a model's engine: what one instance was measured to use of its devices, all of them together, by kind of device."""
+    """The measured memory of a model's engine on all its devices together, by kind of device."""
 
     model: str
     generation: int
@@ -217,7 +231,7 @@ class MeasuredMemory:
 
 @value(frozen=True, slots=True)
 class Cooldown:
-    """Something not to be asked again before `until`: an instance that was busy, or a device (node/device) that refused a model."""
+    """An instance that was busy, or a device (node/device) that refused, not asked before `until`."""
 
     subject: str
     until: float
@@ -228,13 +242,17 @@ class Cooldown:
 
 
 ANYWHERE = ""
-"""In place of a node: what was measured on all of them."""
+"""In place of a node: measured on all nodes."""
 
 
 @value(frozen=True, slots=True)
 class Estimate:
-    """What was learned of starting a model on a node, by quantity: milliseconds of a phase, or bytes per second ("bandwidth:ssd"). With no model:
-    of the node, whatever the model."""
+    """Learned quantities of starting a model on a node.
+
+    By quantity: milliseconds of a phase, or bytes per second ("bandwidth:ssd"). An empty model: of
+    the
+    node, whatever the model.
+    """
 
     model: str
     node: str
@@ -251,7 +269,7 @@ def estimate_key(model: str, node: str) -> str:
 
 @value(frozen=True, slots=True)
 class SloCounts:
-    """Requests of a model that were served, and that were late for having waited for a start."""
+    """Requests of a model that were served, and that a start made late."""
 
     model: str
     total: int = 0
@@ -264,7 +282,7 @@ class SloCounts:
 
 @value(frozen=True, slots=True)
 class SloQueue:
-    """Alpha of the queue by objectives (Torpor, Appendix A.3), and the ratio of models that complied when it was set."""
+    """Alpha of the SLO queue (Torpor, Appendix A.3), and the compliant ratio when it was set."""
 
     alpha: float
     ratio: float

@@ -47,7 +47,7 @@ class Policy:
     busy_cooldown_s: float = 1.0
     """An instance that refused to stop because it serves is not asked again before this."""
     grant_wait_s: float = 10.0
-    """Seconds that a start may wait on its node for memory of instances that are stopping there."""
+    """Seconds that a start may wait on its node for memory of instances that stop there; with 0 it is sent once that is free."""
     refusal_cooldown_s: float = 1.0
     """A device whose nodeagent refused a reservation is not used for this long."""
     stop_retry_s: float = 5.0

@@ -1,4 +1,4 @@
-"""What follows when a start or an instance fails: once more elsewhere, or everybody who waits is told why."""
+"""What follows from a failed start or instance: a retry elsewhere, or failed requests."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from shared.contracts.demand import LoadFailed
 from shared.errors import EngineKilled, InsufficientMemory, InvalidModel, Unavailable, from_body
 
 MAX_ATTEMPTS, MAX_KILLED = 2, 6
-"""Starts tried before those who wait are told: a start that fails by itself is likely to fail again, one that was killed is not."""
+"""Starts tried before the waiting requests fail.
+
+A start that fails by itself is likely to fail again; one whose engine was killed is not.
+"""
 
 
 def on_start_failed(tx: Transaction, i: Instance, error: ErrorBody) -> None:
-    """A start failed: once more if that can help, else everybody who waits is told."""
+    """Retry a failed start if that can help; otherwise fail the waiting requests."""
     remove_instance(tx, i, "failed" if i.leaving == "no" else "cancelled", error.message, error)
     _count_failure(tx, i, error)
 
 
 def on_start_stalled(tx: Transaction, i: Instance, error: ErrorBody) -> None:
-    """A start gets on no longer: as `on_start_failed`, but it is stopped first, and its bytes stay booked until they are proved free."""
+    """Stop a start without progress, then proceed as after a failed start.
+
+    Its memory stays booked until the node proves it free.
+    """
     plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending":
         finish_plan(tx, i, plan.model_copy(update={"outcome": "failed", "error": error}))
@@ -61,7 +67,10 @@ def _count_failure(tx: Transaction, i: Instance, error: ErrorBody) -> None:
 
 
 def on_crash(tx: Transaction, i: Instance, error: ErrorBody) -> None:
-    """A ready instance failed: the next demand starts another, `replicas.min` backs off if it keeps happening."""
+    """Remove a ready instance that failed; `replicas.min` backs off if that repeats.
+
+    The next demand starts another instance.
+    """
     remove_instance(tx, i, "failed", error.message, error)
     model = tx.state.models.get(i.model)
     if model is None:
@@ -76,7 +85,10 @@ def on_crash(tx: Transaction, i: Instance, error: ErrorBody) -> None:
 
 
 def fail_demand(tx: Transaction, model: Model, error: ErrorBody, plan_id: str | None) -> None:
-    """Nobody need wait any longer: the model cannot be made ready now. Its next request may try again."""
+    """Fail the waiting requests: the model cannot be made ready now.
+
+    Its next request may try again.
+    """
     trouble = tx.state.failures.get(model.key) or FailureHistory(model.key)
     failures = trouble.failures + 1
     tx.put(
@@ -84,7 +96,7 @@ def fail_demand(tx: Transaction, model: Model, error: ErrorBody, plan_id: str | 
             model.key, failures=failures, failed_at=tx.now, not_before=tx.now + tx.policy.backoff_s(failures), error=error
         )
     )
-    if error.code != Unavailable.code:  # that there is no node is no failure of the model's, and over when one is there
+    if error.code != Unavailable.code:  # the absence of nodes is no failure of the model, and ends with the first node
         tx.put(replace(model, error=error.message))
     tx.emit(PublishLoadFailed(LoadFailed(model=model.key, plan_id=plan_id, error=error)))
     tx.drop(ModelDemand, model.key)
@@ -97,14 +109,14 @@ def fail_demand(tx: Transaction, model: Model, error: ErrorBody, plan_id: str | 
 
 
 def on_start_refused(tx: Transaction, i: Instance) -> None:
-    """The nodeagent had no room after all: the bytes are promised anew once its status tells what it has."""
+    """Release a start that its nodeagent had no memory for; the model is placed again."""
     remove_instance(tx, i, "cancelled", "the nodeagent refused the reservation")
     release_weights(tx, i)
     _shun(tx, i)
 
 
 def on_resume_refused(tx: Transaction, i: Instance, error: ErrorBody) -> None:
-    """No room after all: promised anew once the node tells what it has. Not there any more: another one is started."""
+    """Cancel a resumption without memory; if the instance is gone, another one is started."""
     if error.code == InsufficientMemory.code:
         cancel_resume(tx, i, error.message)
         _shun(tx, i)

@@ -1,10 +1,10 @@
-"""What nodes report, against what is believed. `NodeStatus` is the truth about live instances: belief gives way to it.
+"""Reconcile the believed state with node reports; `NodeStatus` is the truth about instances.
 
-1. A report from before the latest one of the same nodeagent is ignored.
-2. A token of a newer epoch: another leader has been at work (or the database was lost): step down and lead again above it.
-3. An instance that is known: its state is taken over (ready, failed, stopped, draining).
-4. One that is not known but lives: adopted if it is still wanted, else stopped.
-5. One that is believed but missing from a report that should have it: gone.
+1. A report older than the latest one of the same nodeagent is ignored.
+2. A token of a newer epoch shows another leader (or a lost database): step down and lead above it.
+3. A known instance takes the reported state (ready, failed, stopped, draining).
+4. An unknown running instance is adopted if its model needs it, otherwise stopped.
+5. A known instance that a report omits is gone.
 """
 
 from __future__ import annotations
@@ -96,8 +96,13 @@ def _known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
 
 
 def _suspended(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
-    """1. Its resumption has waited there for room in vain. 2. It is on its way there, or waits. 3. Suspended just now. 4. It was, and is to go
-    for good."""
+    """Update a suspended instance.
+
+    1. Its resumption waited on the node in vain.
+    2. Its resumption is under way.
+    3. It has just been suspended.
+    4. It was suspended and is to be stopped.
+    """
     resuming = i.state is InstanceState.RESUMING
     if resuming and s.token >= i.token and s.error is not None and _no_room(s):  # 1
         on_resume_refused(tx, i, s.error)
@@ -112,12 +117,12 @@ def _suspended(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
 
 
 def _no_room(s: InstanceStatus) -> bool:
-    """Whether its node has kept it waiting for bytes until its time was over."""
+    """True if its node let it wait for memory until the time limit."""
     return s.error is not None and (s.error.code, s.error.param) == (InsufficientMemory.code, RESERVATION)
 
 
 def _waits_to_resume(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
-    """A suspended instance whose bytes are promised to it: it may have gone meanwhile, or have come back by itself."""
+    """Update a suspended instance with promised memory: it may have ended, or resumed by itself."""
     tx.put(_seen(tx, s))
     if s.state in (InstanceState.STOPPED, InstanceState.FAILED):
         remove_instance(tx, i, "cancelled", "it ended while it waited for room")
@@ -136,7 +141,7 @@ def _seen(tx: Transaction, s: InstanceStatus) -> InstanceReport:
 
 
 def progress(s: InstanceStatus) -> tuple[object, ...]:
-    """What changes while a start gets on."""
+    """Return the part of a report that changes while a start makes progress."""
     return (s.state, s.phase, s.progress, s.memory.weights, s.memory.private, len(s.phases))
 
 
@@ -188,13 +193,13 @@ def _missing(tx: Transaction, i: Instance, status: NodeStatus) -> None:
 
 
 def lost(tx: Transaction, i: Instance, why: str) -> None:
-    """The instance is gone without its own doing: not counted against the model, its demand is placed anew."""
+    """Remove an instance that is gone through no fault of its own; its demand is placed again."""
     error: ErrorBody = ThawError(f"{i.label} was lost: {why}").body()
     remove_instance(tx, i, "cancelled" if i.is_claim else "failed", why, error)
 
 
 def stop_stalled_starts(tx: Transaction) -> None:
-    """Stop starts that have not got on for longer than their nodeagent should have let them."""
+    """Stop starts without progress that their nodeagent should have ended."""
     for i in tx.due_instances():
         seen = tx.state.reports.get(i.instance_id)
         model = tx.state.models.get(i.model)
@@ -207,7 +212,7 @@ def stop_stalled_starts(tx: Transaction) -> None:
 
 
 def expire_silent_nodes(tx: Transaction) -> None:
-    """A node that was silent for too long is dead until it is heard again, and its instances with it; after a day it is forgotten."""
+    """Mark silent nodes as dead, with their instances; remove them after a day."""
     for presence in list(tx.state.presence.values()):
         if not presence.alive and tx.now - presence.last_message_at > tx.policy.node_forgotten_after_s:
             tx.drop(Presence, presence.node)

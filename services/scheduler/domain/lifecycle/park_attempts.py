@@ -12,12 +12,12 @@ TRIGGER = "park"
 
 
 def is_parking(i: Instance) -> bool:
-    """Whether it was started to be parked and is not yet."""
+    """True if the instance was started to be parked and is not suspended yet."""
     return i.trigger == TRIGGER and not i.state.parked
 
 
 def record_park_failure(tx: Transaction, name: str, reason: str, *, hopeless: bool = False) -> None:
-    """It could not be parked, or did not stay so: once more after a while, a few times."""
+    """Record that parking failed; it is retried a few times with back-off."""
     model, known = tx.state.models.get(name), tx.state.park_failures.get(name)
     if model is None or not model.card.spec.park:
         return
@@ -28,5 +28,5 @@ def record_park_failure(tx: Transaction, name: str, reason: str, *, hopeless: bo
 
 
 def record_park_impossible(tx: Transaction, name: str, reason: str) -> None:
-    """Its engine runs, and there is no use in suspending it, or no way to."""
+    """Record that suspending the model's engine is impossible or useless."""
     tx.put(ParkFailures(name, 0, tx.now, tx.now, reason, "impossible"))

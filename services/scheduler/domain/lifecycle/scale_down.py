@@ -1,4 +1,8 @@
-"""Which instances leave by themselves, and how: of removed or changed models, on drained nodes, past their keep-alive, unwanted starts."""
+"""Which instances stop without eviction, and how.
+
+Those of removed or changed models, on drained nodes, past their keep-alive, and starts without
+demand.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,14 @@ from shared.contracts.node import InstanceState
 
 
 def scale_down(tx: Transaction, instances: Iterable[Instance]) -> None:
-    """Have those of `instances` leave whose time has come."""
+    """Stop those of `instances` that have a reason to."""
     for i in instances:
         if i.leaving == "no" and (order := stop_reason(tx, i)) is not None:
             stop_instance(tx, i, *order)
 
 
 def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
-    """How the instance, which has not been asked to, is to leave now, and why; None: it stays."""
+    """Return how and why the instance is to stop now; None: it stays."""
     model = tx.state.models.get(i.model)
     if model is None:
         return "drain", "its model was removed"
@@ -40,7 +44,7 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
     if tx.state.inbound_migration(i.instance_id) is not None:
         return None
     if i.state.parked or (i.state is InstanceState.RESUMING and not i.is_claim):
-        return None  # it costs next to nothing there, and comes back sooner than it could be called off
+        return None  # a suspended instance costs little there and resumes sooner than a new one starts
     if i.trigger == TRIGGER and may_ask and (order := _parks(tx, i)) is not None:
         return order
     if not ready:
@@ -51,7 +55,12 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
 
 
 def _parks(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
-    """1. Somebody asked meanwhile: it stays like any other. 2. Suspended. 3. Its node finds that it cannot be: stopped, and not tried again."""
+    """Decide about an instance that was started to be parked.
+
+    1. A request has arrived: it stays like any other.
+    2. Its node can suspend it: suspend it.
+    3. Its node cannot: stop it and do not try again.
+    """
     seen = tx.state.reports.get(i.instance_id)
     if seen is None or tx.state.waiting_count(i.model) or seen.status.load.completed:  # 1
         return None
@@ -65,9 +74,9 @@ def _parks(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
 
 
 def _unwanted(tx: Transaction, i: Instance, model: Model) -> bool:
-    """A start that nobody waits for. A new leader gives gateways the time to repeat their demand first."""
+    """True for a start without demand; gateways first get time to repeat theirs to a new leader."""
     if model.card.spec.park and len(tx.state.live_instances(model)) == 1:
-        return False  # to be parked anyway
+        return False  # it is to be parked anyway
     if tx.state.waiting_count(model.key) or tx.now - tx.state.recovered_at < tx.policy.demand_grace_s:
         return False
     if i.trigger == "replicas" and (demand := tx.state.demand.get(model.key)) and demand.in_flight:

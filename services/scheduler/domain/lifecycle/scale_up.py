@@ -1,4 +1,4 @@
-"""Start the instances that models want, or record why none starts."""
+"""Start the instances that models need, or record why none starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from shared.contracts.plans import PlanRecord
 
 
 def scale_up(tx: Transaction, wish: ScaleUp) -> bool:
-    """Start what is wished for, or keep on record why not. Whether something was begun (then there may be more to wish for)."""
+    """Start the needed instance, or record the obstacle.
+
+    Returns:
+        True if something was started; the model may then need one more.
+    """
     model = tx.state.models[wish.model.key]
     placement = _placed(tx, model, wish)
     if placement.chosen is not None:
@@ -37,7 +41,7 @@ def scale_up(tx: Transaction, wish: ScaleUp) -> bool:
 
 
 def _placed(tx: Transaction, model: Model, wish: ScaleUp) -> Placement:
-    """Another instance goes to a node that runs none of the model, if one has room: a hot model outlives its nodes, and shares their links."""
+    """Place a replica on a node without the model if one has room, for availability and bandwidth."""
     waited, kept = wish.waited_s(tx.now), wish.trigger == "min_replicas"
     if tx.state.live_instances(model):
         alone = place(tx, model, waited, extra=wish.is_extra, kept_up_only=kept, apart=True)
@@ -47,7 +51,7 @@ def _placed(tx: Transaction, model: Model, wish: ScaleUp) -> Placement:
 
 
 def _note(tx: Transaction, wish: ScaleUp, placement: Placement) -> PlanRecord:
-    """Keep the record of a decision that starts nothing: one for as long as the model waits, rewritten when the reason changes."""
+    """Store the record of a decision that starts nothing: one per wait, updated with its reason."""
     last = tx.state.last_plan_of(wish.model.key)
     waiting = last if last is not None and last.outcome == "pending" and last.instance_id is None else None
     record = PlanRecord(

@@ -1,4 +1,4 @@
-"""Suspended instances: their process is on a node, their memory is not on its device. When one leaves so, and for whom."""
+"""Suspended instances: the process stays on its node, its device memory is freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.contracts.node import InstanceState
 
 
 def prefer_suspend(tx: Transaction, i: Instance, how: Leaving) -> Leaving:
-    """`how`, by suspending where that is possible."""
+    """Return the way of stopping `how`, by suspending where that is possible."""
     if not can_suspend(tx.state, i):
         return how
     return "suspend_if_idle" if how == "if_idle" else "suspend"
@@ -23,8 +23,12 @@ def prefer_suspend(tx: Transaction, i: Instance, how: Leaving) -> Leaving:
 def choose_suspensions(
     tx: Transaction, victims: list[Instance], short: int, worth: Callable[[ClusterState, Instance], bool]
 ) -> dict[str, bool]:
-    """Which of `victims` are suspended (the others are stopped) so that at least `short` bytes come free: those for which it is `worth`
-    doing. Those that a suspension would leave most of are stopped first."""
+    """Choose which of `victims` are suspended; the others are stopped.
+
+    At least `short` bytes come free. Candidates are those for which `worth` holds; instances that
+    keep
+    most of their memory when suspended are stopped first.
+    """
     chosen = {i.instance_id: can_suspend(tx.state, i) and worth(tx.state, i) for i in victims}
     coming = sum(suspend_frees_bytes(tx.state, i) if chosen[i.instance_id] else held_bytes(tx.state, i) for i in victims)
     for i in sorted(victims, key=lambda i: suspend_frees_bytes(tx.state, i) - held_bytes(tx.state, i)):
@@ -37,7 +41,7 @@ def choose_suspensions(
 
 
 def set_suspended(tx: Transaction, i: Instance, state: InstanceState) -> Instance:
-    """It is suspended, and stays so until somebody wants it."""
+    """Record that the instance is suspended until it is needed."""
     tx.drop(Cooldown, i.instance_id)
     parked = replace(i, state=state, leaving="no", leave_reason="", stop_at=None, sent_at=i.sent_at or tx.now)
     tx.put(parked)

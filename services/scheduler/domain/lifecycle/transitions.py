@@ -1,4 +1,4 @@
-"""Beginnings and ends of instances: what a start, a stop, a success and a failure change, and what they have sent."""
+"""State transitions of instances, and the commands that they send."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ from shared.sizing import need_of
 
 
 def start_instance(tx: Transaction, model: Model, placement: Placement, trigger: str, since: float) -> None:
-    """Promise the chosen device's bytes to a new instance, ask its victims to leave, and start it if nobody needs to."""
+    """Promise the chosen device's memory to an instance, stop its victims, and start it.
+
+    Without victims the start is sent at once; otherwise it is a claim.
+    """
     chosen = placement.chosen
     if chosen is None:
         return
@@ -117,18 +120,22 @@ def _comes_back(tx: Transaction, instance_id: str, plan_id: str, number: int, tr
 
 
 def _clear(tx: Transaction, victims: list[Instance], short: int, reason: str) -> None:
-    """Have `victims` leave: suspended where that is possible, frees enough and is the sooner way back, else stopped."""
+    """Stop `victims`: suspend those that resume sooner than they restart, if that frees enough."""
     suspended = choose_suspensions(tx, victims, short, resumes_faster)
     for victim in victims:
-        # One that has just refused as busy is known to serve, whatever its node reported last: asked for if idle it would refuse again.
+        # An instance that has just refused as busy serves, whatever its last report says: with
+        # `if_idle` it would refuse again.
         idle = tx.idle_since(victim.instance_id) is not None and not tx.is_cooling_down(victim.instance_id)
         how: Leaving = "if_idle" if idle else "drain"
         stop_instance(tx, victim, prefer_suspend(tx, victim, how) if suspended[victim.instance_id] else how, reason)
 
 
 def send_start(tx: Transaction, instance: Instance) -> None:
-    """The bytes are there: have the nodeagent start it and the loader fetch its weights (unless the engine does) at the same time. One that
-    is suspended has all it needs. While something else leaves its devices it may wait there for what is not free yet after all."""
+    """Send a start: to the nodeagent, and to the loader to fetch weights at the same time.
+
+    A resumption needs no weights. While other instances stop on its devices, the start may wait
+    there.
+    """
     model = tx.state.models[instance.model]
     sent = replace(instance, sent_at=tx.now, token=tx.next_token())
     tx.put(sent)
@@ -146,7 +153,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         tx.emit(SendResume(sent.node, resume, sent.requested_at, sent.planned_at, tx.now > sent.planned_at))
         return
     if not model.card.spec.loads_itself:
-        # Engines of other makes take the weights from host memory.
+        # Other engines take the weights from host memory.
         on_gpu = model.card.spec.engine == "builtin" and sent.device_ids[0].startswith("cuda:")
         prepare = PrepareWeights(
             token=sent.token,
@@ -172,7 +179,10 @@ def send_start(tx: Transaction, instance: Instance) -> None:
 
 
 def stop_instance(tx: Transaction, i: Instance, how: Leaving, reason: str) -> None:
-    """Ask an instance to leave: if it is idle, or after it finished what it runs. A claim just ends; a suspended one is suspended still."""
+    """Ask an instance to stop: if idle, or after its requests.
+
+    A claim is cancelled; a claim of a suspended instance stays suspended.
+    """
     if i.is_resume_claim:
         cancel_resume(tx, i, reason)
         return
@@ -187,7 +197,7 @@ def stop_instance(tx: Transaction, i: Instance, how: Leaving, reason: str) -> No
 
 
 def send_stop(tx: Transaction, i: Instance) -> None:
-    """`StopInstance`, or `SuspendInstance` if it leaves so."""
+    """Send `StopInstance`, or `SuspendInstance`."""
     tx.put(replace(i, stop_at=tx.now))
     if i.leaving in ("suspend", "suspend_if_idle"):
         suspend = SuspendInstance(
@@ -210,7 +220,7 @@ def send_stop(tx: Transaction, i: Instance) -> None:
 
 
 def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
-    """A start succeeded: its plan gets what was measured, the estimates learn from it, those who waited for it are answered."""
+    """Complete a start: update its plan, the estimates, and the failure history."""
     tx.put(replace(i, state=InstanceState.READY, ready_at=tx.now, sent_at=i.sent_at or tx.now))
     plan = tx.state.plans.get(i.plan_id)
     measured = on_plan_clock(status.phases, tx.now - i.requested_at)
@@ -236,12 +246,12 @@ def _learn(tx: Transaction, plan: PlanRecord) -> None:
 
 
 def on_plan_clock(spans: tuple[PhaseSpan, ...], age: float) -> tuple[PhaseSpan, ...]:
-    """Spans relative to now, as milliseconds since the plan's demand was heard, `age` seconds ago."""
+    """Convert spans relative to now into milliseconds since the demand arrived `age` seconds ago."""
     return tuple(s.model_copy(update={"start_ms": s.start_ms + age * 1e3}) for s in spans)
 
 
 def remove_instance(tx: Transaction, i: Instance, outcome: str, reason: str = "", error: ErrorBody | None = None) -> None:
-    """The instance is gone (or never came to be). A plan still pending gets `outcome`."""
+    """Remove an instance; a plan that is still pending gets `outcome`."""
     tx.drop(Instance, i.instance_id)
     tx.drop(Cooldown, i.instance_id)
     seen = tx.state.reports.get(i.instance_id)
@@ -273,11 +283,11 @@ def release_weights(tx: Transaction, i: Instance) -> None:
 
 
 def mark_suspended(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
-    """Its memory is free, proved by its node."""
+    """Record a proved suspension."""
     set_suspended(tx, i, status.state)
     plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
-        # Started to be parked, or suspended before anybody heard that it was ready.
+        # started to be parked, or suspended before the report that it was ready
         finish_plan(
             tx, i, plan.model_copy(update={"outcome": "ready", "measured": on_plan_clock(status.phases, tx.now - i.requested_at)})
         )
@@ -285,7 +295,7 @@ def mark_suspended(tx: Transaction, i: Instance, status: InstanceStatus) -> None
 
 
 def cancel_resume(tx: Transaction, i: Instance, reason: str) -> None:
-    """A suspended instance does not come back now after all: nobody wants it, or there is no room."""
+    """Keep a suspended instance suspended: nothing needs it any more, or there is no room."""
     seen = tx.state.reports.get(i.instance_id)
     state = seen.status.state if seen is not None and seen.status.state.parked else InstanceState.SUSPENDED
     plan = tx.state.plans.get(i.plan_id)

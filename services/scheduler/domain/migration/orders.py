@@ -1,13 +1,16 @@
-"""Moving what an instance serves: where to, when it may be ordered, and what follows from its end. The steps of an order (`Migration`):
+"""Migrations of requests between instances. The steps of an order (`Migration`):
 
-1. Asked for: by an operator (`MigrationRequested`), for a node that is drained, for room that another model needs, to spread the load.
-2. A destination: a ready instance of the same weights where it is wanted, else one that is starting, else a new one, placed as any other.
-3. It is ready: the order is written for the migrators (`OrderMigration`). Where the source goes in any case it is told to drain at once, so
-   that nothing new comes to it.
-4. Heard of its end: whoever asked is told, the times of its rounds are learned, and a source that is empty is stopped.
+1. Requested: by an operator (`MigrationRequested`), for a drained node, for memory that another
+   model needs, or to rebalance.
+2. Destination: a ready instance with the same weights, else one that is starting, else a new one
+   that is placed like any other.
+3. Ordered: the record is written for the migrators (`OrderMigration`). A source that stops in any
+   case drains at once, so that it gets no new requests.
+4. Finished: the requester is answered, the times are learned, and an empty source is stopped.
 
-A destination is protected until then (`ClusterState.move_to`). What was ordered is in the bucket: a new leader hears it from there. What was not is
-forgotten with its leader; a drained node's moves are then asked for anew.
+A destination is protected until then (`ClusterState.inbound_migration`). Ordered migrations are in
+the bucket, where a new leader reads them. Others end with their leader; those of a drained node are
+requested again.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ from shared.contracts.node import InstanceState
 from shared.errors import Conflict, InsufficientMemory, InvalidRequest, NotFound, ThawError, Unavailable, UnsupportedParameter
 
 AT_ONCE = ("drain", "placement")
-"""Reasons for which the source goes, whatever becomes of the move."""
+"""Reasons for which the source stops, whatever becomes of the migration."""
 TRIGGER = "migrate"
 UNCLAIMED_S = 10.0
-"""An order that no migrator has taken up by then is called off."""
+"""An order that no migrator has claimed by then is cancelled."""
 NO_MIGRATOR = "no migrator takes it up; start one: python -m services.migrator"
 RETRY_S = 5.0
-"""A drained node's instance is not asked to move again before this."""
+"""A drained node's instance is not asked to migrate again before this."""
 
 
 def request_migration(tx: Transaction, event: MigrationRequested) -> None:
-    """1: of an operator."""
+    """Step 1, for an operator."""
     try:
         source = tx.state.instances.get(event.instance_id)
         if source is None:
@@ -63,7 +66,11 @@ def request_migration(tx: Transaction, event: MigrationRequested) -> None:
 
 
 def _check(tx: Transaction, source: Instance, event: MigrationRequested) -> Model:
-    """The model, if the move makes sense. Raises `ThawError`."""
+    """Return the model if the migration is possible.
+
+    Raises:
+        ThawError: It is not; the text says why.
+    """
     model = tx.state.models.get(source.model)
     if source.state is not InstanceState.READY and source.state is not InstanceState.DRAINING:
         raise Conflict(f"{source.label} is {source.state.value} and serves nothing that could move", param="instance_id")
@@ -92,12 +99,12 @@ def _check(tx: Transaction, source: Instance, event: MigrationRequested) -> Mode
 
 
 def _can_move(model: Model) -> bool:
-    """Whether an engine can go on with what another one began, or may: its host knows, and says so of each request."""
+    """True if another engine can resume the model's requests, as far as its type tells."""
     return model.card.capabilities.token_resume or model.card.capabilities.may_resume
 
 
 def drain_node(tx: Transaction, name: str) -> None:
-    """1: what a drained node's instances serve moves elsewhere. What cannot move has `drain_timeout` to finish (retire.py)."""
+    """Step 1, for a drained node; what cannot migrate has `drain_timeout_s` to finish."""
     node = tx.state.nodes.get(name)
     if node is None or node.drain_since is None:
         return
@@ -107,7 +114,18 @@ def drain_node(tx: Transaction, name: str) -> None:
 
 
 def plan_migration(tx: Transaction, i: Instance, reason: str, where: str = "", plan_id: str | None = None) -> bool:
-    """Have all that an instance serves moved, if it can be. `where`: a device as node/device."""
+    """Request the migration of all requests of an instance, if that is possible.
+
+    Args:
+        tx: The decision's transaction.
+        i: The source.
+        reason: Recorded with the migration.
+        where: A device as node/device; empty: any.
+        plan_id: The plan that needs the source's memory.
+
+    Returns:
+        True if a migration was created.
+    """
     model = tx.state.models.get(i.model)
     if model is None or i.generation != model.card.generation or not _can_move(model):
         return False
@@ -125,7 +143,7 @@ def _pause(instance_id: str) -> str:
 
 
 def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
-    """4: a migrator (or the leader before this one) has written the record."""
+    """Step 4: a migrator, or the previous leader, has written the record."""
     move = tx.state.migrations.get(record.migration_id)
     if move is None:
         if not record.over:
@@ -167,7 +185,7 @@ def _reread(tx: Transaction, record: MigrationRecord) -> Migration:
 
 
 def advance_migrations(tx: Transaction) -> None:
-    """2 and 3."""
+    """Steps 2 and 3."""
     if not tx.state.migrations:
         return
     for move in sorted(tx.state.migrations.values(), key=lambda m: m.since):
@@ -190,7 +208,7 @@ def _advance(tx: Transaction, move: Migration) -> None:
         _give_up(tx, move, NotFound(f"the instance {move.source} has gone").body())
         return
     if move.waiter is None and tx.idle_since(move.source) is not None:
-        tx.drop(Migration, move.migration_id)  # nothing is left to move; it leaves by itself
+        tx.drop(Migration, move.migration_id)  # nothing is left to migrate; the source stops by itself
         return
     destination = _found(tx, move, source) or _started(tx, move, source, model)
     if destination is None:
@@ -203,7 +221,7 @@ def _advance(tx: Transaction, move: Migration) -> None:
 
 
 def _found(tx: Transaction, move: Migration, source: Instance) -> Instance | None:
-    """A ready instance with the same weights where it is wanted, the one with the least to do; else one that is starting."""
+    """Return the least-loaded ready instance with the same weights, else one that is starting."""
     there = [i for i in tx.state.of_model(move.model) if _fits(tx, move, source, i)]
     ready = [i for i in there if i.state is InstanceState.READY]
     if ready:
@@ -233,8 +251,8 @@ def _load(tx: Transaction, i: Instance) -> int:
 
 
 def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -> Instance | None:
-    """A new one. What an operator asked for is refused if there is no room; a drain waits for it."""
-    if move.destination:  # it was started, and is not there any more
+    """Start a new destination. Without room an operator's request fails, and a drain waits."""
+    if move.destination:  # it was started, and has gone since
         why = model.error or "it did not become ready"
         if _refuse(tx, move, Unavailable(f"{model.key} could not be started where it was to move: {why}").body()):
             return None
@@ -254,7 +272,7 @@ def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -
 
 
 def _refuse(tx: Transaction, move: Migration, error: ErrorBody) -> bool:
-    """Whether somebody is told that it cannot be."""
+    """Fail the migration unless its source stops in any case; return True if it failed."""
     if move.waiter is None and move.reason in AT_ONCE:
         return False
     _give_up(tx, move, error)
@@ -268,7 +286,7 @@ def _give_up(tx: Transaction, move: Migration, error: ErrorBody) -> None:
 
 
 def _order(tx: Transaction, move: Migration, source: Instance, destination: Instance) -> None:
-    """3."""
+    """Step 3."""
     times = tx.state.migration_times.get(move.model)
     known = times if times is not None and times.is_known else None
     record = MigrationRecord(
@@ -296,7 +314,7 @@ def _order(tx: Transaction, move: Migration, source: Instance, destination: Inst
 
 
 def cancel_waiter(tx: Transaction, waiter: str) -> None:
-    """Whoever asked waits no longer: what has not been ordered is not."""
+    """Remove a migration whose requester is gone, unless it is already ordered."""
     for move in list(tx.state.migrations.values()):
         if move.waiter == waiter:
             if move.is_ordered:

@@ -1,10 +1,12 @@
-"""Background rebalancing: which instance's requests should go on elsewhere, if nobody asked for anything. Pure; off unless a period is set.
+"""Background rebalancing by migration; off unless a period is set. Pure.
 
-1. Spread: two instances are hot on one device, and another device that could hold one of them serves nobody: the one with less to do goes there.
-2. Pack: an instance is cold and alone on its device, and another device that serves only cold ones, and holds more, has room: it goes there, so
-   that its own device comes free as a whole.
+1. Spread: with two hot instances on one device, the less loaded one moves to a device that can hold
+   it and serves nothing.
+2. Pack: an instance that is cold and alone on its device moves to a fuller device with cold
+   instances only, so that its own device becomes free as a whole.
 
-Hot and cold are apart, and 2 goes from less to more, so that neither undoes what the other has done.
+Hot and cold thresholds differ, and packing goes from less to more, so that neither undoes the
+other.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
 HOT = 0.5
-"""Share of the requests it can run at once from which on an instance is hot."""
+"""From this share of its capacity an instance is hot."""
 COLD = 0.25
-"""Share up to which it is cold."""
+"""Up to this share it is cold."""
 _PAUSE = "rebalance"
 
 
@@ -52,7 +54,7 @@ class FreeDevice:
 
 
 def propose_move(serving: Sequence[BusyInstance], rooms: Sequence[FreeDevice]) -> tuple[str, str] | None:
-    """The instance to move and the device to move it to; None: it is well as it is."""
+    """Return the instance to move and its device; None: nothing to do."""
     on: dict[str, list[BusyInstance]] = {}
     for s in serving:
         on.setdefault(s.device, []).append(s)
@@ -87,7 +89,7 @@ def _pack(on: Mapping[str, list[BusyInstance]], rooms: Sequence[FreeDevice]) -> 
 
 
 def rebalance(tx: Transaction) -> None:
-    """With each tick: one move at a time, none while anything else is on its way."""
+    """On each tick: at most one migration, and none while anything else is under way."""
     state = tx.state
     if tx.policy.rebalance_period_s <= 0 or tx.is_cooling_down(_PAUSE) or state.migrations or state.unschedulable or state.claimed:
         return

@@ -1,1 +1,1 @@
-"""The papers' scheduling policies, each a pure module over the views of `port`; `profiles` composes them under names."""
+"""The scheduling policy: pure modules over the views of `port`."""

@@ -17,12 +17,15 @@ GROUP = 4
 
 
 def predicted(demand: Demand) -> int:
-    """Requests of the next window at most: those of the last one, or of the fullest lately where that is known."""
+    """Return the requests of the next window at most: of the last, or of the fullest recent one."""
     return max(demand.window_requests, demand.peak_requests)
 
 
 def scale(demand: Demand) -> int:
-    """Instances for who waits, who is served and who is expected. None, while nobody asks: instances leave by their keep-alive."""
+    """Return the instances for waiting, running and expected requests.
+
+    Without demand none are added or removed: instances stop by their keep-alive.
+    """
     if not demand.waiting:
         return bounded(demand, demand.live)
     needed = -(-(demand.waiting + demand.running + predicted(demand)) // max(1, demand.capacity))
@@ -30,8 +33,14 @@ def scale(demand: Demand) -> int:
 
 
 def groups(workers: int, stages: int = 1) -> list[int]:
-    """Sizes of the pipelines that `workers` new instances are started as: "no smaller than the required number of new workers", several
-    for a sudden surge; `stages`: what Algorithm 1 wants for one anyway."""
+    """Return the sizes of the pipelines in which `workers` new instances start.
+
+    "No smaller than the required number of new workers", several for a surge.
+
+    Args:
+        workers: New instances.
+        stages: The stages that Algorithm 1 chooses for one pipeline.
+    """
     sizes = []
     while workers > 0:
         size = min(GROUP, max(stages, workers))

@@ -22,26 +22,29 @@ from dataclasses import dataclass
 from services.scheduler.domain.policies.port import MigrationTarget, Resident
 
 FRONT = 256
-"""States kept at each step at most; beyond, of each part of `short` freed the cheapest few. Up to 8 victims with one way out each that is never
-reached; the plan of more is one that works, not always the best."""
+"""States kept at each step at most; beyond, the cheapest few of each part of `short`.
+
+Up to 8 victims with one target each this is never reached. With more victims the plan is valid, but
+not always optimal.
+"""
 PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A victim and its ways out. `seconds` with no destination: it is unloaded, or interrupted."""
+    """A victim and its migration targets."""
 
     key: str
     nbytes: int
     last_used: float = 0.0
     moves: tuple[MigrationTarget, ...] = ()
     unload_s: float | None = None
-    """Seconds that unloading it costs; None: it must move."""
+    """Seconds that unloading it costs; None: it must migrate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Departures:
-    """Who leaves, and where to (empty: nowhere). `seconds`: of all together."""
+    """Victims with their destinations (empty: none), and the seconds of all together."""
 
     moves: tuple[tuple[str, str], ...]
     seconds: float
@@ -51,14 +54,14 @@ class Departures:
 @dataclass(frozen=True, slots=True)
 class _State:
     cost: tuple[float, int, float]
-    """Seconds, victims, how recently they were used."""
+    """Seconds, number of victims, sum of their last uses."""
     freed: int
     used: tuple[int, ...]
     moves: tuple[tuple[str, str], ...]
 
 
 def least_time(victims: Sequence[Departure], short: int) -> Departures | None:
-    """The recurrence above. None: they cannot free `short` bytes."""
+    """Solve the recurrence above; None: the victims cannot free `short` bytes."""
     devices = sorted({m.device for v in victims for m in v.moves})
     free = {m.device: m.free_bytes for v in victims for m in v.moves}
     at = {d: n for n, d in enumerate(devices)}

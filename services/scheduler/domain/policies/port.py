@@ -1,7 +1,8 @@
-"""What a policy sees and what it says: plain frozen values, the same for the live cluster and the simulator.
+"""The interface of policies: plain frozen values, the same live and simulated.
 
-A policy never reads a clock, a random generator or the cluster's state. Views are made by whoever asks it (the scheduler's `decide`, or the
-simulator); times are seconds, sizes bytes, bandwidths bytes per second. Device keys are "node/device".
+A policy never reads a clock, a random generator or the cluster's state: its caller (the scheduler's
+`decide`, or the simulator) builds the views. Times are seconds, sizes bytes, bandwidths bytes per
+second. Device keys are "node/device".
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from services.scheduler.domain.cost.cost import Clearing, Cost, Way
 from services.scheduler.domain.values import value
 
 Capability = Literal["sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate"]
-"""What the executing side can do beside loading and evicting idle instances. A policy is not offered what is not there."""
+"""What the executing side can do besides loading and evicting idle instances."""
 
 
 @value(frozen=True, slots=True)
 class Ask:
-    """A model that wants an instance. `waited`: by its longest waiting request; `heavy`: swapping it in slows it down (Torpor §4.4)."""
+    """A model that needs an instance.
+
+    `waited_s`: of its longest-waiting request. `is_heavy`: swapping slows it down (Torpor §4.4).
+    """
 
     model: str
     need_bytes: int
@@ -29,13 +33,13 @@ class Ask:
     request_id: str = ""
     deadline_s: float | None = None
     slo_ttft_s: float | None = None
-    """Seconds from arrival within which the first token is wanted; None: no objective."""
+    """Objective for the first token, in seconds from arrival; None: no objective."""
     slo_tpot_s: float | None = None
-    """Seconds for each further token."""
+    """Objective for each further token, in seconds."""
     priority: int = 0
     is_heavy: bool = False
     is_extra: bool = False
-    """One more replica, which nobody needs to be served at all."""
+    """One more replica, which no request needs."""
     exec_s: float = 0.0
     """Expected time of one of its requests on a device."""
     prompt_tokens: int = 0
@@ -44,13 +48,15 @@ class Ask:
 
 @value(frozen=True, slots=True)
 class MigrationTarget:
-    """Somewhere that a resident's requests could go on.
+    """A destination for a resident's requests.
 
     Attributes:
-        device: A device; for a resident on several devices a node ("node/"), whose placement chooses them.
-        seconds: To load it there (0 if it is there already) and to take its requests over. Moves to devices of one node are loaded
-            one after another.
-        free: Bytes that are free there, on each device.
+        device: A device; for a resident on several devices a node ("node/"), whose placement
+            chooses
+            them.
+        total_s: Seconds to load the model there (0 if it is there) and to resume the requests.
+            Migrations to devices of one node load one after another.
+        free_bytes: Free bytes on each device.
     """
 
     device: str
@@ -64,7 +70,10 @@ class MigrationTarget:
 
 @value(frozen=True, slots=True)
 class Resident:
-    """Something that holds memory of a device. `weights`: what an ended instance left for the next one (Tangram's reuse store)."""
+    """An instance, or reusable weights, that hold memory of a device.
+
+    `state` "weights": what a stopped instance left for the next one (Tangram's reuse store).
+    """
 
     key: str
     model: str
@@ -77,26 +86,28 @@ class Resident:
     priority: int = 0
     is_heavy: bool = False
     sensitivity: float = 1.0
-    """alpha of Tangram §4.2: what a second of this model's latency counts."""
+    """alpha of Tangram §4.2: the weight of a second of this model's latency."""
     miss_probability: float = 1.0
-    """p of Tangram §4.2: how likely it is to be missed."""
+    """p of Tangram §4.2: the probability of a miss after eviction."""
     reuse_probability: float | None = None
-    """How likely it is wanted again before it would have left anyway, or within a minute if that is sooner; None: `miss`."""
+    """Probability of use before it would stop anyway, within a minute; None: `miss_probability`."""
     reload_s: float = 0.0
-    """Seconds to have it back by its soonest way: bytes over the slowest link passed, or its snapshot's restore."""
+    """Seconds to have it back: bytes over the slowest link, or the restore of its snapshot."""
     delay_s: float | None = None
-    """Seconds by which its next request would be served later for its absence; None: all of `reload_s`. Less where requests execute behind
-    the bytes that come (Torpor §4.3)."""
+    """Seconds by which eviction delays its next request; None: `reload_s`.
+
+    Less where requests execute while the weights arrive (Torpor §4.3).
+    """
     resume_s: float | None = None
-    """Seconds to move what it serves elsewhere, a·(t_in + t_out) + b (ServerlessLLM §6.2); None: it cannot move."""
+    """Seconds to migrate its requests, a·(t_in + t_out) + b (ServerlessLLM §6.2); None: impossible."""
     move_to: str = ""
     """The device that `resume_s` is for."""
     moves: tuple[MigrationTarget, ...] = ()
-    """All the devices that it could move to, where more than one is known."""
+    """All known migration targets."""
     remaining_s: float = 0.0
-    """Expected seconds until what it serves is done."""
+    """Expected seconds until its requests are finished."""
     replicas: int = 1
-    """On how many devices the model is."""
+    """Number of devices with the model."""
     protected_reason: str = ""
     """Why it must not be touched; empty: it may."""
 
@@ -108,20 +119,28 @@ class DeviceView:
     budget_bytes: int
     free_bytes: int
     free_soon_bytes: int = 0
-    """What will be free once those that are leaving have left, `free` included."""
+    """Free once the stopping instances are gone, `free_bytes` included."""
     residents: tuple[Resident, ...] = ()
     running: int = 0
-    """Requests that execute on it now."""
+    """Requests that execute on it."""
     neighbour_loads: Literal["none", "light", "heavy"] = "none"
-    """What comes over the bus that it shares with its neighbour."""
+    """Loads over the bus that it shares with its neighbour."""
     has_failed: bool = False
     """The model has just failed here."""
 
 
 @value(frozen=True, slots=True)
 class Clearance:
-    """What makes `freed` bytes of a device free: who goes, how, and what that costs: seconds until the bytes are there, and a penalty
-    in the policy's own measure (seconds of others' time, expected reload cost …) by which options of one device are compared."""
+    """How `freed_bytes` of a device become free, and at what cost.
+
+    Attributes:
+        how: The way of clearing.
+        victims: Keys of residents.
+        freed_bytes: Bytes that become free.
+        delay_s: Seconds until they are free.
+        penalty_s: The policy's own measure, by which options of one device are compared: seconds of
+            others' time, or expected reload cost.
+    """
 
     how: Clearing
     victims: tuple[str, ...] = ()
@@ -129,7 +148,7 @@ class Clearance:
     delay_s: float = 0.0
     penalty_s: float = 0.0
     moves: Mapping[str, str] = field(default_factory=dict)
-    """With `migrate`: the device that each victim's requests go to."""
+    """With `migrate`: the destination of each victim's requests."""
 
 
 NOTHING_TO_CLEAR = Clearance("none")
@@ -137,14 +156,14 @@ NOTHING_TO_CLEAR = Clearance("none")
 
 @value(frozen=True, slots=True)
 class Option:
-    """One way for the model to become ready on one device set, with the device views it was made from. `cost` includes the clearing."""
+    """One way to make the model ready on one device set; `cost` includes the clearing."""
 
     devices: tuple[DeviceView, ...]
     way: Way
     cost: Cost
     clearance: Clearance = NOTHING_TO_CLEAR
     resident_bytes: int = 0
-    """S' of Tangram §4.4: bytes of it that are there already."""
+    """S' of Tangram §4.4: bytes of the model that are there already."""
     source: str = ""
     """The tier or device that the bytes come from."""
     stages: int = 1
@@ -165,7 +184,10 @@ class Option:
 
 @value(frozen=True, slots=True)
 class Usage:
-    """A model's (function's) past against its objective: `total` requests, `met` in time, `percentile` the share that must be (Torpor §5)."""
+    """A function's past against its objective (Torpor §5).
+
+    `total` requests, `met` in time; `percentile`: the share that must be met.
+    """
 
     model: str
     total: int = 0
@@ -175,7 +197,11 @@ class Usage:
 
 @value(frozen=True, slots=True)
 class Demand:
-    """What a model's instances have to do. `window`: requests that came in the last sliding window; `peak`: most in a window lately."""
+    """The load of a model's instances.
+
+    `window_requests`: arrivals in the last sliding window; `peak_requests`: in the fullest recent
+    one.
+    """
 
     model: str
     waiting: int
@@ -190,38 +216,44 @@ class Demand:
 
 
 class Order(Protocol):
-    """In which order asks are considered."""
+    """Returns the asks in the order in which they are placed."""
 
     def __call__(self, asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]: ...
 
 
 class Clear(Protocol):
-    """Who leaves `device` so that `short` more bytes are free; None: not enough may leave."""
+    """Returns the victims that free `short` more bytes of `device`; None: too few."""
 
     def __call__(self, ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None: ...
 
 
 class Choose(Protocol):
-    """Which option is taken; None: it waits. `seed`: for policies that draw, a function of the plan alone."""
+    """Returns the chosen option; None: wait.
+
+    `seed`: for random policies, a function of the plan.
+    """
 
     def __call__(self, ask: Ask, options: Sequence[Option], seed: str) -> Option | None: ...
 
 
 class Keep(Protocol):
-    """Seconds that an idle instance stays, by its own setting (-1: until evicted) and the time that loading it took."""
+    """Returns how long an idle instance stays, in seconds; -1: until evicted.
+
+    Args: its keep-alive setting, and the seconds that loading it took.
+    """
 
     def __call__(self, keep_alive: float, load_s: float) -> float: ...
 
 
 class Scale(Protocol):
-    """How many instances the model should have now."""
+    """Returns how many instances the model should have now."""
 
     def __call__(self, demand: Demand) -> int: ...
 
 
 @value(frozen=True, slots=True)
 class Profile:
-    """A named composition. `uses`: the capabilities that it takes advantage of where the executing side has them."""
+    """A named policy. `uses`: the capabilities that it uses where the mesh has them."""
 
     name: str
     order: Order
@@ -231,11 +263,11 @@ class Profile:
     scale: Scale
     uses: frozenset[Capability] = frozenset()
     slo_queue: bool = False
-    """Alpha of the SLO queue adapts (Torpor Appendix A.3)."""
+    """Alpha of the SLO queue adapts (Torpor, Appendix A.3)."""
     about: str = ""
 
 
 def drawn(seed: str, *parts: str) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
+    """Return a number in [0, 1) that depends on the arguments only."""
     digest = blake2b("\0".join((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -1,19 +1,26 @@
-"""The mesh's own policy: the papers' ideas under the one cost model. What it minimises is the time of all: the asker's until it is ready, and what
-those who go for it will lose, weighted by how likely they are wanted.
+"""Thaw's own policy: the papers' ideas under one cost model.
 
-- Order: priority, then those that nobody serves before replicas more. Then those that can still be in time: functions that this helps to comply
-  first (Torpor's queue, §5.2), the earliest deadline first. Who is late already, or has no objective, by who has waited longest: a missed objective
-  is missed once, and one more made by waiting for it is not worth it.
-- Who leaves: of those that serve nobody, the cheapest that free enough by Tangram's cost p · (s/b) · alpha (§3.2.2), with p how likely it is wanted
-  before it would leave anyway and s/b by how much its next request is then later; those that are started to be parked first. If they are not
-  enough, those that serve: moved with their tokens in the least total time (ServerlessLLM §6.2), or interrupted, low priority and short queues
-  first (SwapServeLLM §3.5), where waiting for them would take longer than what they lose.
-- Which option: the least sum of its own time and of the others' loss, for each request that waits; a load that shares a bus with its neighbour's
-  costs the neighbour as long as it takes (Torpor §5.3), and who computes beside others is slower and makes them slower (HydraServe §4.1). Not
-  where it has just failed, and none with interruptions while there is another. Options that miss an objective come after those that meet it, and
-  of those that are in time the one whose devices are shared least goes first (HydraServe §4.1): to be sooner than asked is worth less than to
-  stay quick when the neighbours wake up.
-- How many: HydraServe's autoscaler (§6.1) from what waits, runs and, where engines batch, is expected.
+It minimises the total time: of the asking model until it is ready, and of the victims, weighted by
+the probability that they are used.
+
+- Order: priority, then models without an instance before extra replicas. Then asks that can still
+  meet their objective: functions that this makes compliant first (Torpor's queue, §5.2), the
+  earliest deadline first. Then late asks and those without an objective, the longest wait first: a
+  missed objective is missed once, and delaying another for it would miss two.
+- Victims: of idle instances, the cheapest that free enough by Tangram's cost p · (s/b) · alpha
+  (§3.2.2), where p is the probability of use before they would stop anyway, and s/b the delay of
+  their next request; starts for parking first. If they do not suffice, serving ones: migrated in
+  the
+  least total time (ServerlessLLM §6.2), or preempted, low priority and short queues first
+  (SwapServeLLM §3.5), where waiting would take longer than the preemption costs.
+- Option: the least sum of its own time and the others' loss per waiting request. A load that shares
+  a
+  bus costs the neighbour its duration (Torpor §5.3). Sharing a device slows both (HydraServe §4.1).
+  Devices of a recent failure come last, and preemption is used without alternative only. Options
+  that meet the objective come first, and of those the one with the least shared device: spare
+  latency is worth less than speed under contention.
+- Scale: HydraServe's autoscaler (§6.1) from waiting, running and, for batching engines, expected
+  requests.
 """
 
 from __future__ import annotations
@@ -29,8 +36,14 @@ from services.scheduler.domain.policies.port import Ask, Clearance, Demand, Devi
 
 
 def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
-    """Higher priority first, replicas more last. Then objectives that can still be met, of functions that they help to comply first (Torpor §5.2),
-    the earliest deadline first; then those that have been missed, and those who have none: who has waited longest."""
+    """Order asks.
+
+    Higher priority first, extra replicas last. Then objectives that can still be met, of functions
+    that
+    become compliant by it (Torpor §5.2), the earliest deadline first. Then missed objectives and
+    asks
+    without one, the longest wait first.
+    """
     high = torpor_queue.high_priority(book, alpha) if book and len(asks) > 1 else frozenset()
 
     def place(a: Ask) -> tuple[object, ...]:
@@ -43,12 +56,12 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
 
 
 def _left(ask: Ask) -> float:
-    """Seconds until the first token is due."""
+    """Return the seconds until the first token is due."""
     return ask.deadline_s if ask.deadline_s is not None else (ask.slo_ttft_s or 0.0) - ask.waited_s
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Those that serve nobody, else also those that do."""
+    """Return idle victims, or serving ones if these do not suffice."""
     idle: list[Resident] = []
     serving: list[Resident] = []
     for r in device.residents:
@@ -60,9 +73,14 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
 
 
 def _loss(r: Resident) -> float:
-    """Seconds that its leaving is expected to cost: Tangram's Eq. 2. What is only started to be parked is missed by nobody, nor is one of
-    several (Torpor §5.3: one replica per model while memory is full). What counts is by how much its next request is later, not what loading takes:
-    nothing where it executes behind the bytes as fast as they come (a light model of Torpor's)."""
+    """Return the expected cost of eviction in seconds (Tangram, Eq. 2).
+
+    A start for parking costs nothing, nor does one of several replicas (Torpor §5.3: one replica
+    per
+    model while memory is full). What counts is the delay of its next request, not the load time: 0
+    if
+    it executes while the bytes arrive (a light model of Torpor's).
+    """
     if r.state == "starting" or r.replicas > 1:
         return 0.0
     return (
@@ -73,7 +91,7 @@ def _loss(r: Resident) -> float:
 
 
 def _cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
-    """The cheapest that free enough: by cost for each byte, those let off that turn out not to be needed; or the one that is enough alone."""
+    """Return the cheapest victims that free enough: by cost per byte without surplus, or a single one."""
     if sum([r.nbytes for r in idle]) < short:
         return None
     ordered = sorted(idle, key=lambda r: (_loss(r) / max(1, r.nbytes), r.replicas == 1, r.last_used, r.key))
@@ -101,7 +119,7 @@ def _clearance(how: Clearing, taken: Sequence[Resident], penalty: float) -> Clea
 
 
 def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
-    """Those that serve go on elsewhere with their tokens, those that do not leave: the least time in all."""
+    """Return serving victims to migrate and idle ones to evict, with the least total time."""
     leaving = [Departure(r.key, r.nbytes, r.last_used, unload_s=_loss(r)) for r in idle]
     moving = [Departure(r.key, r.nbytes, r.last_used, ways) for r in serving if (ways := ways_out(r))]
     found = least_time([*leaving, *moving], short) if moving else None
@@ -111,7 +129,7 @@ def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearan
     queues: dict[str, float] = {}
     for v in moving:
         for m in v.moves:
-            if moves.get(v.key) == m.device:  # loads of one node come one after another, those of several at once
+            if moves.get(v.key) == m.device:  # loads of one node run one after another, those of several nodes in parallel
                 queues[m.node] = queues.get(m.node, 0.0) + m.total_s
     keys = tuple(k for k, _ in found.moves)
     return Clearance(
@@ -120,8 +138,11 @@ def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearan
 
 
 def _interrupted(ask: Ask, idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
-    """… are interrupted, or drained: only those for which it is shorter than waiting for what they serve, where that is known. Of equals it only
-    changes who waits, so that what comes has to be shorter than what is left, too."""
+    """Return victims to preempt or drain, if that is cheaper than waiting for their requests.
+
+    Between equal priorities preemption only changes who waits, so that the new request must also be
+    shorter than what is left of the victim's.
+    """
     worth = []
     for r in serving:
         instead = ask.exec_s if r.priority >= ask.priority else 0.0
@@ -158,7 +179,7 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
     slow = ask.slo_tpot_s is not None and o.tpot_s > ask.slo_tpot_s
     own, theirs = _shared(ask, o)
     n = max(1, ask.requests)
-    loss = (o.clearance.penalty_s + theirs) / n + own * (n + 1) / 2  # prompts come one after another
+    loss = (o.clearance.penalty_s + theirs) / n + own * (n + 1) / 2  # prompts are computed one after another
     if at.neighbour_loads == "heavy":
         loss += o.cost.phases.get("load", 0.0)
     first = 0.0 if o.cost.phases.get("prefill") else ask.exec_s
@@ -180,8 +201,10 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
 
 
 def _shared(ask: Ask, o: Option) -> tuple[float, float]:
-    """Seconds by which its first token is later because others compute on the device, and seconds that those lose for it. Busy instances share it
-    by the memory that they have booked (HydraServe §4.1): a small one beside a large one that is busy is slow."""
+    """Return the delay of its first token by shared compute, and the delay that it causes.
+
+    Busy instances share a device in proportion to their booked memory (HydraServe §4.1).
+    """
     alone = o.cost.phases.get("prefill") or ask.exec_s
     if not alone or o.way == "ready" or len(o.devices) > 1:
         return 0.0, 0.0
@@ -193,13 +216,19 @@ def _shared(ask: Ask, o: Option) -> tuple[float, float]:
 
 
 def keep(keep_alive: float, load_s: float) -> float:
-    """As the model says."""
+    """Keep as the model's setting says."""
     return keep_alive
 
 
 def scale(demand: Demand) -> int:
-    """One while anybody waits; more when what waits and runs is more than those there can run at once, with what is expected where engines
-    batch. Where each instance serves one request at a time, one for somebody who may come would displace somebody who has come."""
+    """Return the replica target.
+
+    One instance while requests wait; more if waiting and running requests, with the expected ones
+    for
+    batching engines, exceed their capacity. With one request per instance, an instance for an
+    expected
+    request would displace one for a waiting request.
+    """
     wanted = demand.live
     if demand.waiting:
         needed = demand.waiting + demand.running + (predicted(demand) if demand.capacity > 1 else 0)

@@ -1,7 +1,8 @@
-"""Torpor §5.2 and Appendix A.3: SLO-aware request queueing, and the auto-configuration of alpha.
+"""Torpor §5.2 and Appendix A.3: SLO-aware request queueing, and the configuration of alpha.
 
-The paper states the scale factor 2 and the threshold 0.04 (Algorithm 2). It states neither the period, nor the first alpha, and an alpha near 0
-recovers by doubling only: the first alpha, the period and the floor here are ours.
+The paper states the scale factor 2 and the threshold 0.04 (Algorithm 2). It states neither the
+period nor the first alpha, and from an alpha near 0 doubling recovers slowly: the first alpha, the
+period and the floor are Thaw's choice.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from services.scheduler.domain.policies.port import Ask, Usage
 SCALE = 2.0
 THRESHOLD = 0.04
 FIRST_ALPHA = 0.5
-"""Ours: as far from none as from all."""
+"""Thaw's choice: the middle."""
 FLOOR = 1 / 64
-"""Ours: six doublings lead back to 1."""
+"""Thaw's choice: six doublings lead back to 1."""
 PERIOD_S = 10.0
-"""Ours, in seconds: long enough for a function with 6 requests a minute to be heard of once."""
+"""Thaw's choice: a function with 6 requests a minute appears once in a period."""
 
 
 def required_requests(usage: Usage) -> float:
-    """RRC = (p·n - m) / (1 - p): the further requests that have to be served in time, without a miss, until the function complies."""
+    """Return RRC = (p·n - m) / (1 - p): requests to be met in a row until the function complies."""
     return (usage.percentile * usage.total - usage.met) / (1.0 - usage.percentile)
 
 
@@ -31,13 +32,18 @@ def complies(usage: Usage) -> bool:
 
 
 def compliant_ratio(book: Iterable[Usage]) -> float:
-    """The share of functions that comply; 1 of none."""
+    """Return the share of functions that comply; 1 of none."""
     found = [complies(u) for u in book]
     return sum(found) / len(found) if found else 1.0
 
 
 def high_priority(book: Mapping[str, Usage], alpha: float) -> frozenset[str]:
-    """In ascending order of RRC, the largest k with sum over j <= k of max(RRC_j, 0) <= alpha · sum over all of max(RRC_i, 0)."""
+    """Return the functions with high priority.
+
+    In ascending order of RRC, the largest k with sum over j <= k of max(RRC_j, 0) <= alpha · sum
+    over all
+    of max(RRC_i, 0).
+    """
     rrc = sorted((required_requests(u), name) for name, u in book.items())
     limit = alpha * sum(max(0.0, r) for r, _ in rrc)
     total = 0.0
@@ -49,8 +55,12 @@ def high_priority(book: Mapping[str, Usage], alpha: float) -> frozenset[str]:
 
 
 def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
-    """Two queues. High priority: larger RRC first, so that a function that nearly complies goes before those that do already. Low priority,
-    after all of these: smaller RRC first. Requests of equal RRC: who waited longest."""
+    """Order asks by two queues.
+
+    High priority: larger RRC first, so that a nearly compliant function goes before compliant ones.
+    Low
+    priority, after these: smaller RRC first. At equal RRC the longest wait first.
+    """
     high = high_priority(book, alpha)
 
     def place(ask: Ask) -> tuple[bool, float, float, str, str]:
@@ -63,8 +73,12 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
 
 
 def next_alpha(alpha: float, last_ratio: float, ratio: float) -> float:
-    """Algorithm 2: the ratio of compliant functions rose by more than the threshold since the last period: doubled, up to 1; it fell by
-    more: halved, down to our floor; else as it is."""
+    """Return the next alpha (Algorithm 2).
+
+    Doubled up to 1 if the compliant ratio rose by more than the threshold, halved down to the floor
+    if
+    it fell by more.
+    """
     if ratio - last_ratio > THRESHOLD:
         return min(alpha * SCALE, 1.0)
     if ratio - last_ratio < -THRESHOLD:

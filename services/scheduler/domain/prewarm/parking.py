@@ -1,14 +1,15 @@
-"""Parked ahead of its first request: a model with `park` is started, warmed and suspended while nobody asks for it.
+"""Parking: start, warm and suspend models with `park` before their first request.
 
-Level-triggered: a model that is to be parked and has no instance gets one, as long as
+Level-triggered: a model that is to be parked and has no instance gets one, if
 
-1. requests come first: nothing waits, and nothing is being started for somebody;
-2. no more than `park_at_once` such starts run on a node;
-3. it could be suspended there, its bytes are free now, and so is room for its snapshot: nobody leaves for it;
-4. it has not failed `park_tries` times, or been found to be of no use to suspend.
+1. no request waits and nothing is being started for a request;
+2. fewer than `park_concurrency` such starts run on the node;
+3. the node can suspend it, and has free memory for it and for its snapshot: nothing is evicted;
+4. parking has not failed `park_max_attempts` times, nor been found impossible.
 
-In the order of priority, then the smallest first. Once it is ready it is suspended (retire.py). A start for parking is the first to leave
-when somebody else needs its bytes, and becomes one like any other as soon as somebody asks for its model. Pure.
+Models go by priority, then the smallest first. A ready instance is then suspended
+(lifecycle/scale_down.py). A start for parking is the first victim when another model needs memory,
+and becomes an ordinary start with the first request for its model. Pure.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from shared.contracts.plans import Candidate
 
 @value(frozen=True, slots=True)
 class FreeDevice:
-    """A device on which something may be parked: bytes free now, those free for snapshots, and starts for parking that may still begin."""
+    """A device for parking.
+
+    Attributes:
+        booking: Its memory.
+        status: Its node's report.
+        kind: Kind of the device.
+        snapshots: Bytes that are free for snapshots on the node.
+        starts: Starts for parking that the node still accepts.
+    """
 
     booking: Booking
     status: NodeStatus
@@ -50,7 +59,7 @@ FreeDevices = tuple[FreeDevice, ...]
 
 
 def start_parking(tx: Transaction, names: Iterable[str]) -> None:
-    """Begin what may be begun now of the models of these names that are to be parked and are not."""
+    """Start parking the models of these names that can be parked now."""
     waiting = [m for n in names if n in tx.state.to_park and (m := tx.state.models.get(n)) and not _held_back(tx.state, m, tx.now)]
     if not waiting or requests_have_priority(tx.state, tx.now, tx.policy):
         return
@@ -99,7 +108,7 @@ def _placed(tx: Transaction, model: Model, rooms: list[FreeDevice]) -> Placement
 
 
 def device_sets_of(rooms: list[FreeDevice], devices: int) -> list[FreeDevices]:
-    """Where an engine of so many devices may go: one, or of each node those of a kind with the most room, in the order that engines count them in."""
+    """Return the device sets for an engine: single devices, or the freest of one kind on each node."""
     if devices == 1:
         return [(r,) for r in rooms]
     alike: dict[tuple[str, str], list[FreeDevice]] = {}
@@ -114,7 +123,7 @@ def device_sets_of(rooms: list[FreeDevice], devices: int) -> list[FreeDevices]:
 
 
 def requests_have_priority(state: ClusterState, now: float, policy: Policy) -> str:
-    """Why nothing is started for parking now, whatever the room; empty if something may be."""
+    """Return why nothing is started for parking now; empty: something may be."""
     if now - state.recovered_at < policy.demand_grace_s:
         return "the scheduler has just begun"
     if any(m.waiting for m in state.demand.values()) or any(w.kind == "wake" for w in state.waiters.values()):
@@ -125,7 +134,7 @@ def requests_have_priority(state: ClusterState, now: float, policy: Policy) -> s
 
 
 def find_free_devices(state: ClusterState, now: float, policy: Policy) -> list[FreeDevice]:
-    """Devices where something may be started now, with what is free there."""
+    """Return the devices where something may be started now."""
     found = []
     starting: dict[str, list[Instance]] = {}
     for i in state.instances.values():
@@ -145,7 +154,10 @@ def find_free_devices(state: ClusterState, now: float, policy: Policy) -> list[F
 
 
 def park_obstacle(rooms: FreeDevices, card: ModelCard, need: int, excludes: Excludes | None) -> str:
-    """Why the model is not parked on a device, or on several together; empty if it can be. `need`: bytes of all of them."""
+    """Return why the model is not parked on these devices; empty: it can be.
+
+    `need`: bytes on all of them together.
+    """
     each = -(-need // len(rooms))
     for r in rooms:
         at = r.booking.key
@@ -165,7 +177,7 @@ def _names(rooms: FreeDevices) -> str:
 
 
 def suspend_obstacle(status: NodeStatus, kind: str, card: ModelCard) -> str:
-    """Why a node cannot suspend the model's engine on a device of that kind; empty if it can."""
+    """Return why a node cannot suspend the engine on a device of that kind; empty: it can."""
     ways = {c.name: c for c in status.capabilities}
     own = ways.get("suspend:sleep")
     if own is not None and own.available and card.capabilities.sleep_levels and (kind == "cuda" or card.spec.engine == "ollama"):
@@ -184,7 +196,7 @@ def _held_back(state: ClusterState, model: Model, now: float) -> bool:
 
 
 def promote_parked_starts(tx: Transaction, names: Iterable[str]) -> None:
-    """Starts for parking that somebody waits for by now are starts like any other from here on."""
+    """Turn starts for parking into ordinary starts if requests wait for them."""
     for name in names:
         if tx.state.waiting_count(name):
             for i in tx.state.of_model(name):
@@ -193,7 +205,7 @@ def promote_parked_starts(tx: Transaction, names: Iterable[str]) -> None:
 
 
 def park_view(state: ClusterState, model: Model, now: float, policy: Policy) -> ParkView | None:
-    """How far the model is on its way; None if it is not to be parked."""
+    """Return the parking state of a model; None if it is not to be parked."""
     if not model.card.spec.park or model.card.spec.base is not None:
         return None
     there = [i for i in state.of_model(model.key) if i.generation == model.card.generation]
@@ -213,7 +225,7 @@ def park_view(state: ClusterState, model: Model, now: float, policy: Policy) -> 
 
 
 def _waits(state: ClusterState, model: Model, now: float, policy: Policy) -> ParkView:
-    """Nowhere may it be suspended: impossible. Otherwise it waits, for its turn or for room."""
+    """Return what the model waits for, or that no node can suspend it."""
     devices = [(n, x) for n, p in sorted(state.presence.items()) if p.alive and p.status for x in p.status.devices]
     against = [(f"{n}/{x.device_id}", suspend_obstacle(state.presence[n].status, x.kind, model.card)) for n, x in devices]  # type: ignore[arg-type]  # those with a status
     if against and all(why for _, why in against):

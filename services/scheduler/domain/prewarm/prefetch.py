@@ -1,20 +1,24 @@
-"""Weights brought to nodes ahead of their requests: which, where and when not.
+"""Prefetch weights to nodes before their requests.
 
-How likely a model is asked for within the next minutes is reckoned from when it was asked for before:
+The probability that a model is requested within the horizon h follows from its usage history:
 
-- recency: unused for u, it is wanted within h at odds h : u (what has lasted for a time lasts as long again at even odds);
-- frequency: at a mean distance m between its requests, 1 - exp(-h / m);
-- period: of one whose distances hardly vary, whether the next is due within h.
+- recency: after u without use the odds are h : u (Gott's rule);
+- frequency: at a mean interval m, 1 - exp(-h / m);
+- period: with nearly constant intervals, whether the next arrival is due within h.
 
-The likeliest of the three counts. A model that is likely, runs nowhere and lies in no memory is prefetched
+The highest of the three counts. A likely model without an instance and without weights in any
+memory
+is prefetched
 
-1. while no request waits and nothing is being started: requests have the links and the memory to themselves;
-2. to a node that may run it, whose links are idle, and which is not prefetching already;
-3. into memory that is free, or that only holds what is less likely: nothing likelier is pushed out for it;
-4. else, of what is remote, to a node's disk, if there is room on it.
+1. while no request waits and nothing is being started, so that requests keep links and memory;
+2. to a node that may run it, has idle links, and has no prefetch under way;
+3. into free memory, or memory whose content is less likely to be used;
+4. otherwise, from a remote source, to a node's disk with room.
 
-The loader drops a prefetch by itself in the moment somebody waits there, and it is chosen anew once there is nobody; what is of no use any more
-is called off. With each Tick a part of the models is looked at, so that a timer costs the same however many there are. Pure.
+The loader drops a prefetch when a request waits there; it is chosen again afterwards. Useless
+prefetches are cancelled. Each Tick examines a part of the models, so that its cost does not grow
+with
+their number. Pure.
 """
 
 from __future__ import annotations
@@ -37,27 +41,27 @@ from shared.contracts.loader import CancelPrefetch, PrefetchWeights
 
 HORIZON_S = 120.0
 LIKELY = 0.3
-"""What is less likely to be asked for within the horizon is left where it is."""
+"""Models that are less likely to be used within the horizon are not prefetched."""
 TWICE = 2
-"""Requests that make a habit."""
+"""Arrivals before a history predicts anything."""
 REGULAR = 0.2
-"""A distance that varies by less than this share of it is a period."""
+"""Intervals that deviate by less than this share form a period."""
 AT_A_TIME = 256
-"""Models looked at with a Tick."""
+"""Models examined in one Tick."""
 GIVEN_UP_AFTER_S = 600.0
 AGAIN_S = 30.0
-"""One that came to nothing (the loader dropped it, or it cannot be read) is left alone for so long from its beginning on."""
+"""A prefetch without result (dropped or unreadable) is not repeated before this."""
 BUSY_MS = 50.0
 """A link that is done within this is idle."""
 
 
 def likelihood(habit: UsageHistory | None, now: float, horizon: float = HORIZON_S) -> float:
-    """How likely the model is asked for within `horizon` seconds, from 0 to 1."""
+    """Return the probability of a request within `horizon` seconds."""
     if habit is None or habit.count < TWICE:
         return 0.0
     unused = max(0.0, now - habit.last_used_at)
     recency = reuse_odds(unused, horizon)
-    # One that is overdue by far has another habit now.
+    # a long overdue model has another pattern now
     frequency = 1 - exp(-horizon / max(habit.mean_interval_s, unused / TWICE, 1e-3))
     return max(min(recency, frequency), _periodic(habit, now, horizon))
 
@@ -71,7 +75,7 @@ def _periodic(habit: UsageHistory, now: float, horizon: float) -> float:
 
 
 def start_prefetches(tx: Transaction) -> None:
-    """Begin what may be begun now, and call off what is of no use."""
+    """Start the prefetches that may start now, and cancel useless ones."""
     _call_off(tx)
     if not tx.policy.prefetch or not tx.state.usage_history or requests_have_priority(tx.state, tx.now, tx.policy):
         return
@@ -89,14 +93,14 @@ def start_prefetches(tx: Transaction) -> None:
 
 
 def _next(tx: Transaction) -> Iterable[str]:
-    """The models whose turn it is: all of them in so many Ticks as it takes."""
+    """Return the models of this turn; all take their turn within several Ticks."""
     turns = -(-len(tx.state.usage_history) // AT_A_TIME)
     turn = int(tx.now * 4) % turns
     return list(islice(tx.state.usage_history, turn * AT_A_TIME, (turn + 1) * AT_A_TIME))
 
 
 def _wanted(state: ClusterState, model: Model) -> bool:
-    """Whether it would be of use anywhere."""
+    """True if prefetching the model is useful anywhere."""
     card = model.card
     if card.spec.base is not None or card.spec.loads_itself or model.error is not None:
         return False
@@ -104,7 +108,7 @@ def _wanted(state: ClusterState, model: Model) -> bool:
 
 
 def _place(tx: Transaction, model: Model, chance: float, busy: set[str]) -> tuple[str, str] | None:
-    """(node, tier): where its bytes come from nearest, then where most memory is free."""
+    """Return (node, tier): the nearest source first, then the most free memory."""
     info = model.card.info
     on_disk = tx.state.on_disk.get(info.revision, ())
     remote = "://" in info.source and not on_disk
@@ -125,7 +129,7 @@ def _place(tx: Transaction, model: Model, chance: float, busy: set[str]) -> tupl
 
 
 def _open(tx: Transaction, node: str, loader: LoaderPresence) -> bool:
-    """Whether anything may be brought there now: its loader lives and has nothing else to do."""
+    """True if the node may load now: its loader is alive and idle."""
     known = tx.state.nodes.get(node)
     if known is None or known.cordoned or not tx.state.is_loader_alive(node, tx.now, tx.policy.node_lost_after_s):
         return False
@@ -138,7 +142,7 @@ def _bookings(state: ClusterState, node: str) -> list[Booking]:
 
 
 def _may_push_out(tx: Transaction, loader: LoaderPresence, nbytes: int, room: int, chance: float) -> bool:
-    """Whether the node's memory takes the weights, and nothing likelier leaves for them."""
+    """True if the node's memory takes the weights without evicting likelier ones."""
     if nbytes > loader.status.dram_budget_bytes:
         return False
     if nbytes <= room:
@@ -155,7 +159,7 @@ def _begin(tx: Transaction, model: Model, node: str, tier: str) -> None:
 
 
 def _call_off(tx: Transaction) -> None:
-    """Forget those that are over; those of models that are started elsewhere, or gone, are of no use."""
+    """Remove finished prefetches, and cancel those of models that started elsewhere or are gone."""
     for p in list(tx.state.prefetches.values()):
         nodes = tx.state.in_memory.get(p.weights_id, ()) + tx.state.on_disk.get(p.weights_id, ())
         if p.node in nodes or tx.now - p.since > (AGAIN_S if _came_to_nothing(tx.state, p) else GIVEN_UP_AFTER_S):
@@ -166,7 +170,7 @@ def _call_off(tx: Transaction) -> None:
 
 
 def _came_to_nothing(state: ClusterState, p: Prefetch) -> bool:
-    """Whether its loader, heard since, is not bringing the weights."""
+    """True if the loader has reported since and is not loading the weights."""
     loader = state.loaders.get(p.node)
     if loader is None or loader.last_message_at <= p.since:
         return False

@@ -1,4 +1,4 @@
-"""The end of an engine's log: what may tell why it ended."""
+"""The end of an engine's log: lines that may explain why it exited."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ERRORS = ("error", "critical")
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log that may tell why it ended: errors, and what is no record of ours (a traceback, the words of a C library).
+    """Return the last lines that may explain an exit: errors, and lines without a record's format (a traceback, a C library's message).
 
-    Clients are told this. The rest of a log is nobody's business but the operator's.
+    Clients receive this text, so it has no other lines of the log.
     """
     try:
         with path.open("rb") as file:
@@ -25,11 +25,11 @@ def log_tail(path: Path) -> str:
     except OSError:
         return ""
     whole = text.splitlines()[1 if size > _TAIL_BYTES else 0 :]
-    lines = [told for line in whole if (told := _told(line))][-_TAIL_LINES:]
+    lines = [found for line in whole if (found := _error_text(line))][-_TAIL_LINES:]
     return "\n".join(lines)[-_TAIL_CHARACTERS:]
 
 
-def _told(line: str) -> str:
+def _error_text(line: str) -> str:
     try:
         record = json.loads(line) if line.startswith("{") else None
     except ValueError:

@@ -45,7 +45,7 @@ async def _over_nats(service: str) -> None:
             try:
                 await statuses.next_msg(timeout=_WITHIN_S)
             finally:
-                # Stopping would wait until somebody has read the statuses that arrived meanwhile.
+                # Stopping would wait for a reader of the statuses that arrived meanwhile.
                 await statuses.unsubscribe()
         finally:
             await mesh.stop()

@@ -1,6 +1,6 @@
 """Private directories, and files that survive a power cut.
 
-A directory that somebody else can write or replace must hold neither a secret nor a socket: whoever owns it reads the one and answers on the
+A directory that another user can write or replace must hold neither a secret nor a socket: that user reads the one and answers on the
 other. `make_private` and `require_private` refuse such a directory instead of repairing it, since its content cannot be trusted either.
 """
 
@@ -18,7 +18,7 @@ class UntrustedDirectory(OSError):
 
 
 def require_private(directory: Path, mode: int = 0o700) -> None:
-    """Raise `UntrustedDirectory` unless `directory` is a directory of this process's user and nobody else can write it or replace it.
+    """Raise `UntrustedDirectory` unless `directory` is a directory of this process's user that no other user can write or replace.
 
     Args:
         directory: It must not be a symbolic link itself.

@@ -96,7 +96,7 @@ def authorization(passwords: Mapping[str, str], nodes: Iterable[str], *, peers: 
 
 
 def _passwords(path: Path, users: tuple[str, ...]) -> dict[str, str]:
-    """By user. Users that came with a newer version, or a new node, get theirs; the others keep what they have."""
+    """Passwords by user. Users of a newer version, or a new node, get theirs; the others keep what they have."""
     there = path.read_text() if path.exists() else ""
     known = {user.lower() for user, _ in _PASSWORD.findall(there)}
     missing = "".join(f'{user.upper()}_PASSWORD: "{secrets.token_hex(24)}"\n' for user in users if user not in known)

@@ -38,7 +38,7 @@ from shared.contracts import subjects
 from shared.contracts.node import StatusWanted
 from shared.messaging import Mesh
 from shared.tasks import end, first
-from shared.telemetry.logs import Seldom
+from shared.telemetry.logs import LogRateLimit
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
@@ -77,17 +77,17 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
     await mesh.start()
     above = 0
     migrated = False
-    away = Seldom()
+    away = LogRateLimit()
     while True:
         try:
             if not migrated:
                 await migrate(engine)
                 migrated = True
             async with leadership(plain_url(settings.database_url.get_secret_value()), above) as term:
-                away.over()
+                away.reset()
                 above = await _lead(settings, mesh, engine, term, name, metrics)
         except _TROUBLE as e:
-            if away.may_say(type(e).__name__):
+            if away.allows(type(e).__name__):
                 refused = refused_login(e)
                 log.log(logging.ERROR if refused else logging.WARNING, "not leading", extra={"reason": refused or repr(e)})
             await asyncio.sleep(_AGAIN_S)

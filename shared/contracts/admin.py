@@ -1,4 +1,4 @@
-"""What operators ask of the scheduler (through a gateway's admin API, or over NATS directly)."""
+"""Operators' requests to the scheduler, through a gateway's admin API or over NATS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.contracts.traces import RequestTrace
 
 class AddModels(Request):
     """Register or change models, all or none. With `prune`, models not named are removed (their instances drain). `reread`: the files of those
-    that are registered as they are said here are read again too, and what has changed there counts from now on."""
+    that are registered with the same spec are read again too, and changes there take effect."""
 
     deadline_ms: Deadline = 300_000
     kind: Literal["add_models"] = "add_models"
@@ -155,8 +155,8 @@ class NodeView(Frozen):
 
 
 class ParkView(Frozen):
-    """How far a model with `park` is on its way to be suspended ahead of its first request. queued: its turn comes by itself; waiting: for
-    room; up: somebody has asked for it already; impossible: it cannot be suspended, so that nothing is started for it."""
+    """Progress of suspending a model with `park` before its first request. queued: its turn follows by itself; waiting: for
+    room; up: a request has started it already; impossible: it cannot be suspended, so that nothing is started for it."""
 
     state: Literal["queued", "waiting", "starting", "suspending", "parked", "up", "failed", "impossible"]
     reason: str = ""

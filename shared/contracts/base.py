@@ -16,7 +16,7 @@ class Frozen(BaseModel):
 
 
 class Message(Frozen):
-    """One message on the wire, as JSON. `kind` tells messages of one subject apart; `v` is the contract's version.
+    """One message on the wire, as JSON. `kind` distinguishes messages of one subject; `v` is the contract's version.
 
     A new field needs a default (the previous minor version does not send it); a changed meaning needs a new major.
     """
@@ -61,6 +61,6 @@ class Failure(Message):
 
 
 class Done(Message):
-    """The reply to a request that has nothing to tell but that it was done."""
+    """The reply to a request that was performed and returns nothing."""
 
     kind: Literal["done"] = "done"

@@ -13,7 +13,7 @@ from shared.contracts.base import Message
 
 @dataclass(frozen=True)
 class Channel:
-    """`replies` is empty for events. `listener` is the process that hears `messages`."""
+    """`replies` is empty for events. `listener` is the process that receives `messages`."""
 
     name: str
     address: str
@@ -119,7 +119,7 @@ CHANNELS: tuple[Channel, ...] = (
         "infer",
         f"{_P}.engine.{{instance}}.infer",
         "engine",
-        "A request to an engine; answers come on the `replies` channel.",
+        "A request to an engine; answers arrive on the `replies` channel.",
         (inference.InferRequest,),
     ),
     Channel(
@@ -175,7 +175,7 @@ CHANNELS: tuple[Channel, ...] = (
         "gatewayControl",
         f"{_P}.gateway.{{gateway}}.control",
         "gateway",
-        "Go on with a running request on another instance.",
+        "Continue a running request on another instance.",
         (migration.MoveRequest,),
         (migration.RequestMoved, base.Failure),
     ),
@@ -191,7 +191,7 @@ CHANNELS: tuple[Channel, ...] = (
         "migrations",
         f"$KV.{subjects.MIGRATIONS_BUCKET}.{{migration}}",
         "migrator, scheduler",
-        "Orders to move requests and how far they are, written with compare-and-set by the scheduler first and then by whoever has the lease.",
+        "Orders to move requests and how far they are, written with compare-and-set by the scheduler first and then by the holder of the lease.",
         (migration.MigrationRecord,),
     ),
     Channel(

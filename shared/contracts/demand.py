@@ -1,4 +1,4 @@
-"""How gateways tell the scheduler what waits, and how they hear of failure.
+"""Gateways report waiting requests to the scheduler, and receive its failures.
 
 Demand is a level, not an edge: a gateway repeats it every second while anything waits, and once with `waiting=0` when nothing does any
 more. A new leader therefore knows all demand within a second.
@@ -26,7 +26,7 @@ class Demand(Request):
     waiting: int = Field(ge=0)
     in_flight: int = Field(default=0, ge=0)
     oldest_wait_ms: int = Field(default=0, ge=0)
-    window: int = Field(default=0, ge=0, description="Requests that came in the last ARRIVALS_WINDOW_S.")
+    window: int = Field(default=0, ge=0, description="Requests that arrived in the last ARRIVALS_WINDOW_S.")
     peak: int = Field(default=0, ge=0, description="… and in the fullest of such windows lately.")
     traceparents: tuple[str, ...] = Field(default=(), max_length=32)
 

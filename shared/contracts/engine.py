@@ -1,9 +1,9 @@
 """Between a nodeagent and the engine processes it started.
 
 A nodeagent starts an engine by `EngineStart`, one JSON line on the zygote's Unix socket (or in a file for `python -m services.engine`).
-The zygote answers each with `EngineForked` and tells every connected nodeagent of an exit with `EngineExited`, also one line each.
+The zygote answers each with `EngineForked` and reports an exit to every connected nodeagent with `EngineExited`, also one line each.
 From then on they speak NATS: the engine publishes `EngineReport` on its node's `engines` subject on every change and at least every
-second, and answers on its control subject. An engine whose nodeagent is gone goes on serving.
+second, and answers on its control subject. An engine whose nodeagent is gone continues to serve.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PingEngine(Request):
 
 class DrainEngine(Request):
     """Take no new request; report `stopped` and exit once none is left. With `only_if_idle` a serving engine fails with
-    `instance_busy` and goes on as before."""
+    `instance_busy` and continues to serve."""
 
     kind: Literal["drain"] = "drain"
     only_if_idle: bool = False
@@ -138,7 +138,7 @@ class EngineAsleep(Message):
 
 class WakeEngine(Request):
     """Undo `SleepEngine` (harmless if there was none), prove by tokens that the engine is as before, and serve. Answered with
-    `EngineProbed`; if the engine does not come back or answers otherwise, with `engine_failed`, and it stays asleep."""
+    `EngineProbed`; if the engine does not wake or answers otherwise, with `engine_failed`, and it stays asleep."""
 
     deadline_ms: Deadline = 120_000
     kind: Literal["wake"] = "wake"
@@ -161,15 +161,15 @@ class EngineProbed(Message):
 
 
 class DropAdapter(Request):
-    """The adapter is no longer registered: let go of it once no request uses it. Harmless where it is not loaded."""
+    """The LoRA adapter is no longer registered: unload it once no request uses it. Harmless if it is not loaded."""
 
     kind: Literal["drop_adapter"] = "drop_adapter"
     name: str
 
 
 class LoadAdapter(Request):
-    """Requests for this adapter wait for the instance: its weights come beside the model's, and are attached as soon as the model is bound.
-    Harmless where it is loaded, and where it cannot be: the request that asks for it hears why."""
+    """Requests for this adapter wait for the instance: its weights load beside the model's, and are attached as soon as the model is bound.
+    Harmless if it is loaded, or cannot be: the request for it gets the error."""
 
     kind: Literal["load_adapter"] = "load_adapter"
     card: ModelCard

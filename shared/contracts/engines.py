@@ -15,9 +15,9 @@ class Capabilities(Frozen):
     """What an engine can do. `openai` is the least that any command which opens an OpenAI-compatible port can."""
 
     token_resume: bool = False
-    """Takes a prompt as token ids and tells the ids it generated, so that another instance can go on where it stopped."""
+    """Takes a prompt as token ids and reports the ids it generated, so that another instance can resume where it stopped."""
     may_resume: bool = False
-    """One of its servers does, which only the host knows: what it serves is moved where somebody asks for that, and not by the scheduler's choice."""
+    """One of its servers does, which only the host knows: its requests are moved when an operator asks for it, and not by the scheduler's choice."""
     sleep_levels: tuple[int, ...] = ()
     """Levels of `SleepEngine` beyond 0: 1 keeps the weights in host memory, 2 drops them and reads them again."""
     snapshot: bool = True

@@ -1,17 +1,17 @@
 """Requests to an engine and what streams back.
 
 The gateway publishes `InferRequest` on the instance's `infer` subject with `reply = subjects.reply(gateway, request_id)`. Everything
-comes back there, numbered from 0 without gaps by `seq`, in one of two forms, whichever the engine has:
+returns there, numbered from 0 without gaps by `seq`, in one of two forms, whichever the engine has:
 
 Tokens (`chat`, `completion`, `embedding`): one `InferStarted`, any number of `InferChunk`, then `InferFinished` or `EmbeddingsFinished`.
 HTTP (any endpoint; the only form of `other`): one `InferResponse`, any number of `InferData`, then `InferEnd`. The client gets status, content
-type and bytes as they are, an error status too. `InferStarted` may come first. `InferRaw` is the short form of all three.
+type and bytes as they are, an error status too. `InferStarted` may precede it. `InferRaw` is the short form of all three.
 
-`InferYielded` ends either form when the engine was asked to stop there (`YieldInfer`): what has come is a part of the answer, which another
-engine goes on with (`InferRequest.resume`).
+`InferYielded` ends either form when the engine was asked to stop there (`YieldInfer`): the part of the answer sent so far is what another
+engine resumes (`InferRequest.resume`).
 
 `InferFailed` ends either form, at any point, when the engine broke. A refusal to take the request at all (`instance_draining`) is an
-`InferFailed` with number 0. With nobody listening, NATS itself answers on the reply subject with a 503 header. `CancelInfer` goes to the
+`InferFailed` with number 0. Without a subscriber, NATS itself answers on the reply subject with a 503 header. `CancelInfer` goes to the
 engine's control subject; a cancelled request ends without a last message.
 """
 
@@ -34,26 +34,26 @@ a long answer's cost."""
 
 
 RESUME = "resume"
-"""The `param` of a refusal to go on with an answer: another engine may."""
+"""The `param` of a refusal to resume an answer: another engine may."""
 
 
 class ResumedChoice(Frozen):
-    """One choice as far as it was made. An engine that goes on with it sends what comes after `token_ids`, and after `text_chars` characters
+    """One choice as far as it was made. An engine that resumes it sends what follows `token_ids`, and `text_chars` characters
     of text (the tokens may have made more, which was held back: an incomplete character, the beginning of a stop string)."""
 
     index: int = 0
     token_ids: tuple[int, ...] = ()
     text_chars: int = 0
-    finish_reason: FinishReason | None = Field(default=None, description="It is whole, and not to be gone on with.")
+    finish_reason: FinishReason | None = Field(default=None, description="It is complete, and must not be resumed.")
 
 
 class Resume(Frozen):
-    """Go on with an answer that another engine of the same weights has begun. Messages are numbered from 0 again; `usage` counts everything."""
+    """Resume an answer that another engine of the same weights has begun. Messages are numbered from 0 again; `usage` counts everything."""
 
     revision: str = Field(description="Of the weights; any other refuses (`conflict`).")
     choices: tuple[ResumedChoice, ...]
     prompt_tokens: int = Field(description="As the first engine counted; one that counts otherwise refuses (`conflict`).")
-    seed: int | None = Field(default=None, description="`InferStarted.seed`: the stream of random numbers goes on, too.")
+    seed: int | None = Field(default=None, description="`InferStarted.seed`: the stream of random numbers continues, too.")
     prepared: str = Field(default="", description="Keys and values that `PrepareResume` has made of it here.")
     head: dict[str, Any] = Field(
         default={}, description="Of an answer in HTTP's form: what its parts have in common, as id and created."
@@ -131,9 +131,9 @@ class InferStarted(Message):
     ignored: tuple[str, ...] = Field(default=(), description="Fields of the body that the engine knows no meaning for.")
     prompt_token_ids: tuple[int, ...] | None = None
     fixed: str = Field(
-        default="", description="Why nobody else could go on with this answer; empty: another engine can, from its tokens."
+        default="", description="Why no other engine could resume this answer; empty: another engine can, from its tokens."
     )
-    seed: int | None = Field(default=None, description="That the tokens are drawn with, whoever chose it.")
+    seed: int | None = Field(default=None, description="The seed that tokens are sampled with, chosen by the client or the engine.")
 
 
 class InferChunk(Message):
@@ -173,8 +173,8 @@ class InferResponse(Message):
 
 
 class InferData(Message):
-    """More bytes of an HTTP answer, at most DATA_BYTES, sent as they come. `progress`: the tokens that they tell, of an answer that another
-    engine could go on with."""
+    """More bytes of an HTTP answer, at most DATA_BYTES, sent as they arrive. `progress`: their tokens, of an answer that another
+    engine could resume."""
 
     kind: Literal["data"] = "data"
     seq: int
@@ -184,7 +184,7 @@ class InferData(Message):
 
 
 class InferEnd(Message):
-    """An HTTP answer is complete, whatever its status. `usage`: as far as the engine's answer tells."""
+    """An HTTP answer is complete, whatever its status. `usage`: as far as the engine's answer has it."""
 
     kind: Literal["end"] = "end"
     seq: int

@@ -20,7 +20,7 @@ class ApiKey(Frozen):
 
 
 class NewKey(Frozen):
-    """What the admin API is asked: `sha256` of a key that the caller has made himself, so that nobody else ever sees it."""
+    """What the admin API is asked: `sha256` of a key that the caller has generated, so that no other process ever sees the key."""
 
     name: str = Field(pattern=KEY_NAME_PATTERN)
     scope: Scope = "inference"
@@ -28,7 +28,7 @@ class NewKey(Frozen):
 
 
 class KeyList(Frozen):
-    """`configured`: inference keys that come from the gateway's settings instead. `required`: without a key nobody infers, though there be
+    """`configured`: inference keys of the gateway's settings instead. `required`: inference needs a key, even if there are
     none."""
 
     keys: tuple[ApiKey, ...] = ()

@@ -1,7 +1,7 @@
 """Between schedulers, nodeagents, engines and the loader of a node.
 
-Weights lie in one shared-memory segment per model revision and node, held by every instance that asked for them; when the last holder lets
-go they stay in memory for the next one as long as the DRAM budget has room, or are removed. The layout of a segment is
+Weights lie in one shared-memory segment per model revision and node, held by every instance that asked for them; after the last
+release they stay in memory for the next one as long as the DRAM budget has room, or are evicted. The layout of a segment is
 shared/contracts/segment.py's.
 """
 
@@ -18,8 +18,8 @@ from shared.contracts.segment import ArenaHandle, Extent
 
 
 def adapter_holder(instance_id: str, number: int) -> str:
-    """Who holds the weights of the `number`th adapter that the engine of `instance_id` loads (from 1 on; from 0 downwards: that come while it
-    starts); let go with the instance at the latest."""
+    """Name the holder of the `number`th LoRA adapter's weights that the engine of `instance_id` loads (from 1 on; from 0 downwards: while it
+    starts). The hold ends with the instance's at the latest."""
     return f"{instance_id}+{number}"
 
 
@@ -54,7 +54,7 @@ class PrepareWeights(Request):
 
 
 class AttachWeights(Request):
-    """Answer when the segment's index (`until="index"`) or every byte (`until="complete"`) is there. Starts the load if nobody has."""
+    """Answer when the segment's index (`until="index"`) or every byte (`until="complete"`) is there. Starts the load if none is running."""
 
     deadline_ms: Deadline = 600_000
     kind: Literal["attach"] = "attach"
@@ -83,8 +83,8 @@ class WeightsAttached(Message):
 
 
 class ReleaseWeights(Request):
-    """`instance_id` lets go of its weights and of its adapters' (an adapter's holder: of that adapter's only). This also
-    cancels a load that nobody else waits for. Unknown holders are fine."""
+    """`instance_id` releases its weights and its LoRA adapters' (an adapter's holder: that adapter's only). This also
+    cancels a load without other waiters. Unknown holders are fine."""
 
     kind: Literal["release"] = "release"
     instance_id: str
@@ -98,8 +98,8 @@ class WeightsReleased(Message):
 
 
 class PrefetchWeights(Request):
-    """Bring weights to a tier for nobody yet; answered at once with `Done`. It comes after everything else on each link, and is dropped as soon
-    as somebody waits for other weights, or when its node's memory has no room. Repeating it is harmless."""
+    """Load weights into a tier before a request needs them; answered at once with `Done`. All other loads precede it, and it is dropped as soon
+    as a request waits for other weights, or when its node's memory has no room. Repeating it is harmless."""
 
     kind: Literal["prefetch"] = "prefetch"
     token: int = Field(description="Of the leader; an older epoch than one seen is refused.")
@@ -147,14 +147,14 @@ class SegmentStatus(Frozen):
     segment: str
     total_bytes: int
     loaded_bytes: int
-    fetched_bytes: int = Field(default=0, description="Come from the remote source so far, where there is one.")
+    fetched_bytes: int = Field(default=0, description="Bytes received from the remote source so far.")
     holders: tuple[str, ...]
     error: ErrorBody | None = None
     on_devices: dict[str, int] = Field(default_factory=dict, description="Bytes of its memory on each GPU that it is brought to.")
 
 
 class LinkStatus(Frozen):
-    """What loads share: a disk, a remote host, a peer, a device's bus. `finish_ms`: when all that is queued now will have come."""
+    """What loads share: a disk, a remote host, a peer, a device's bus. `finish_ms`: when all that is queued now will be loaded."""
 
     link: str = Field(description="As ssd:nvme0n1, remote:bucket.s3.amazonaws.com, peer:node-1, bus:cuda:0.")
     bytes_per_second: float | None = Field(default=None, description="Learned from its latest chunks.")

@@ -4,7 +4,7 @@
     loader → reader    `SocketAttached` when the segment's header and index are there, `SocketWatermark` as bytes arrive,
                        `SocketComplete` when all are; or `SocketError`, after which the loader closes the connection
 
-The reader holds the weights as long as the connection is open, and lets go of them by closing it: it must have unmapped them by then.
+The reader holds the weights as long as the connection is open, and releases them by closing it: it must have unmapped them by then.
 A loader that is stopped closes the connection; what was complete stays valid until the reader ends.
 """
 
@@ -27,7 +27,7 @@ def loader_socket(node_state: Path) -> Path:
 
 
 class SocketAttach(Message):
-    """Exactly one of `weights_id` (a revision that the loader holds or loads already) and `source` (it starts the load if nobody has)."""
+    """Exactly one of `weights_id` (a revision that the loader holds or loads already) and `source` (which starts the load if none is running)."""
 
     kind: Literal["attach"] = "attach"
     weights_id: str | None = None

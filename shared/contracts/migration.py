@@ -1,9 +1,9 @@
 """Moving a running request to another engine: only its tokens travel (ServerlessLLM §5). See docs/adr/0030-moving-a-request.md.
 
-Three conversations. *Engines* (`EngineControl`): what runs here (`ListRequests`), what it has said so far (`ReadTokens`), compute the keys and
+Three conversations. *Engines* (`EngineControl`): what runs here (`ListRequests`), what it has generated so far (`ReadTokens`), compute the keys and
 values of these tokens ahead (`PrepareResume`, `ForgetResume`), stop at the next token (`YieldInfer`, whose effect is an `InferYielded` as
 the last message of the request's stream). *Gateways*: `MoveRequest` has the one that holds a request swap its route. *Migrators*: a
-`MigrationRecord` in the KV bucket `subjects.MIGRATIONS_BUCKET` is both the order and the state; whoever holds its lease works on it.
+`MigrationRecord` in the KV bucket `subjects.MIGRATIONS_BUCKET` is both the order and the state; the holder of its lease works on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunningRequest(Frozen):
     tokens_per_second: float = Field(default=0.0, description="Of each of its choices, measured.")
     choices: int = 1
     fixed: str = ""
-    traceparent: str | None = Field(default=None, description="That the request came with.")
+    traceparent: str | None = Field(default=None, description="Of the request.")
 
 
 class ListRequests(Request):
@@ -91,7 +91,7 @@ class ResumePrepared(Message):
 
 
 class ForgetResume(Request):
-    """Let go of what `PrepareResume` keeps. Harmless if there is nothing (any more)."""
+    """Drop what `PrepareResume` keeps. Harmless if there is nothing."""
 
     kind: Literal["forget_resume"] = "forget_resume"
     prepared: str
@@ -105,8 +105,8 @@ class YieldInfer(Request):
 
 
 class MoveRequest(Request):
-    """Have the gateway go on with a request on another instance. Answered with `RequestMoved` when the first token has come from there; with
-    `not_found` when the request is over, `conflict` when it cannot be moved, or not now (another move, nothing heard yet), with the
+    """Continue a request on another instance. Answered with `RequestMoved` when the first token has arrived from there; with
+    `not_found` when the request is over, `conflict` when it cannot be moved, or not now (another move, no token yet), with the
     instance's error if it could not be resumed there (it then runs where it did, or anywhere else: nothing is lost)."""
 
     deadline_ms: Deadline = 30_000
@@ -125,14 +125,16 @@ class RequestMoved(Message):
     kind: Literal["request_moved"] = "request_moved"
     instance_id: str = Field(description="Where it runs now.")
     tokens: int = Field(description="Generated when it was handed over.")
-    pause_ms: float = Field(description="From the last token of the one to the first of the other, as the gateway heard them.")
+    pause_ms: float = Field(
+        description="From the last token of the source to the first of the destination, as the gateway received them."
+    )
 
 
 GATEWAY_CONTROL: TypeAdapter[MoveRequest] = TypeAdapter(MoveRequest)
 
 
 class FindRequest(Request):
-    """Which request is meant by `x-request-id`. Answered with `RequestFound` by the gateway that holds it; by nobody else."""
+    """Which request is meant by `x-request-id`. Answered with `RequestFound` by the gateway that holds it; other gateways stay silent."""
 
     deadline_ms: Deadline = 1_000
     kind: Literal["find_request"] = "find_request"
@@ -154,7 +156,7 @@ class MigrationRound(Frozen):
     number: int
     tokens: int = Field(description="Recomputed by this round.")
     took_ms: float
-    gap: int = Field(description="Tokens that the destination then lacked: generated meanwhile, or not come to.")
+    gap: int = Field(description="Tokens that the destination then lacked: generated meanwhile, or not reached.")
     start_ms: float = Field(default=0.0, description="Since the owner had taken the migration up.")
 
 

@@ -102,7 +102,7 @@ class PlacementRules(Strict):
     )
     anti_affinity: tuple[str, ...] = Field(
         default=(),
-        description="Patterns of models that it shares no node with, whichever of them comes first; or label=value of nodes to keep off.",
+        description="Patterns of models that it shares no node with, whichever of them is placed first; or label=value of nodes to keep off.",
     )
     spread: bool = Field(default=False, description="No two of its instances on one node.")
 
@@ -128,7 +128,7 @@ class PlacementRules(Strict):
 
 
 class ModelOptions(Strict):
-    """What may be said of one model, and of all of them under `defaults:` in thaw.yaml."""
+    """Settings of one model, or of all under `defaults:` in thaw.yaml."""
 
     engine: Engine = "builtin"
     keep_alive: float = Field(default=300.0, description="Seconds an idle instance stays on its device; -1: until evicted.")
@@ -136,7 +136,7 @@ class ModelOptions(Strict):
     priority: int = Field(default=0, ge=-100, le=100, description="Higher is served first.")
     park: bool = Field(
         default=False,
-        description="Started, warmed and suspended ahead of its first request, as soon as there is room and nobody waits.",
+        description="Started, warmed and suspended before its first request, as soon as there is room and no request waits.",
     )
     pin: bool = Field(default=False, description="Never evicted.")
     placement: PlacementRules = PlacementRules()

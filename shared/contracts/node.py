@@ -1,7 +1,7 @@
 """A node: commands to its nodeagent and the status it broadcasts.
 
 `NodeStatus` is the one source of truth about live instances. It is whole (never a difference), broadcast on every change and every
-second, and heard by the scheduler and by every gateway: the route table is a cache of it. `StatusWanted` makes every nodeagent send one now.
+second, and received by the scheduler and by every gateway: the route table is a cache of it. `StatusWanted` makes every nodeagent send one now.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SuspendInstance(Request):
 
 class ResumeInstance(Request):
     """Reserve what the instance needs and bring it back. Answered at once with `Done` or `Failure` (`insufficient_memory`, `not_found`);
-    progress is in `NodeStatus`: resuming, then ready. One that is ready or resuming is `Done`; one that is being suspended comes back as
+    progress is in `NodeStatus`: resuming, then ready. One that is ready or resuming is `Done`; one that is being suspended resumes as
     soon as it can. A restore that fails is followed by one cold start under the same instance id."""
 
     kind: Literal["resume"] = "resume"

@@ -1,4 +1,4 @@
-"""Named parts of a cold start, and how they are measured and told."""
+"""Named parts of a cold start, and how they are measured and reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Phase(StrEnum):
     """The map's words for the parts of a TTFT."""
 
     QUEUE = "queue"  # waiting in the gateway or in the engine for a slot
-    SCHEDULE = "schedule"  # demand heard → plan persisted and sent
+    SCHEDULE = "schedule"  # demand received → plan persisted and sent
     RESERVE = "reserve"  # waiting for device memory, victims leaving included
     CONTAINER = "container"  # engine process or container made
     CONTEXT = "context"  # device context

@@ -34,9 +34,7 @@ class Candidate(Frozen):
     excluded: str | None = None
     ready_by: ReadyBy = "load"
     clearing: Clearing = "none"
-    source: str = Field(
-        default="", description="Where its bytes come from: dram, ssd, remote, or a device; empty: nowhere, or unknown."
-    )
+    source: str = Field(default="", description="Source of its bytes: dram, ssd, remote, or a device; empty: nowhere, or unknown.")
     resident_bytes: int = Field(default=0, description="Of its weights that are there already.")
     stages: int = 1
     full_workers: int = 1

@@ -4,8 +4,8 @@
     index_offset      `SegmentIndex` as JSON, index_bytes long
     data_offset …     the weight files, each from a page boundary, byte for byte as on disk (headers included)
 
-Header and index are complete before a reader hears the segment's name; the data may still be arriving (`AttachWeights(until="complete")`
-tells when it is there). Tensor offsets are from the start of the segment. Readers map the segment read-only or copy-on-write.
+Header and index are complete before a reader learns the segment's name; the data may still be arriving (`AttachWeights(until="complete")`
+is answered when it is complete). Tensor offsets are from the start of the segment. Readers map the segment read-only or copy-on-write.
 """
 
 from __future__ import annotations

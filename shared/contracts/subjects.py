@@ -14,7 +14,7 @@ PREFIX = "thaw.v1"
 DEMAND = f"{PREFIX}.scheduler.demand"
 ADMIN = f"{PREFIX}.scheduler.admin"
 
-# Events, heard by whoever cares.
+# Events, for any subscriber.
 LOAD_FAILED = f"{PREFIX}.events.load_failed"
 STATUS_WANTED = f"{PREFIX}.events.status_wanted"
 ALL_NODE_STATUS = f"{PREFIX}.node.*.status"
@@ -50,7 +50,7 @@ def node_status(node: str) -> str:
 
 
 def engine_report(node: str) -> str:
-    """Where the engines of a node tell their nodeagent about themselves."""
+    """Where the engines of a node report to their nodeagent."""
     return f"{PREFIX}.node.{token(node)}.engines"
 
 
@@ -90,7 +90,7 @@ def gateway_control(gateway_id: str) -> str:
 
 
 FIND_REQUEST = f"{PREFIX}.gateway.find"
-"""Every gateway hears it; the one that holds the request answers."""
+"""Every gateway receives it; the one that holds the request answers."""
 
 
 def replies(gateway_id: str) -> str:
@@ -113,12 +113,12 @@ def keyed_replies(gateway_id: str) -> str:
 
 
 def keyed_reply(gateway_id: str, request_id: str) -> str:
-    """Like `reply`, and captured by `KEYED_STREAM`: another gateway can go on where this one stops."""
+    """Like `reply`, and captured by `KEYED_STREAM`: another gateway can resume where this one stops."""
     return f"{PREFIX}.replies.keyed.{gateway_id}.{request_id}"
 
 
 def keyed_waiters(key: str) -> str:
-    """Whoever waits for the answer to an Idempotency-Key (by its digest) that another request generates answers here."""
+    """Where requests answer that wait for the response of another request with the same Idempotency-Key (by its digest)."""
     return f"{PREFIX}.gateway.keyed.{key}.waiters"
 
 

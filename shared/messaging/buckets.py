@@ -1,4 +1,4 @@
-"""Follows a JetStream bucket, through restarts of NATS and before anybody has made it."""
+"""Watches a JetStream bucket, through restarts of NATS and before the bucket exists."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _RETRY_S = 0.3
 
 
 class Copy(Protocol):
-    """What is kept of a bucket."""
+    """A mirror of a bucket."""
 
     def replace(self, entries: dict[str, bytes]) -> None:
-        """The whole bucket, as of now."""
+        """Replace the mirror by the whole bucket."""
 
     def put(self, key: str, value: bytes) -> None: ...
     def remove(self, key: str) -> None: ...
@@ -45,7 +45,7 @@ class BucketWatcher:
             try:
                 await self._follow()
             except (NatsError, TimeoutError, ConnectionError) as e:
-                log.info("a bucket cannot be read now; trying again", extra={"error": repr(e)})
+                log.info("failed to read a bucket; retrying", extra={"error": repr(e)})
             await asyncio.sleep(_RETRY_S)
 
     async def _follow(self) -> None:
@@ -68,14 +68,14 @@ class BucketWatcher:
         self._revision = 0
         while (entry := await watcher.updates(timeout=_NEXT_S)) is not None:
             take(entry)
-        # An entry that is written at that moment comes after the end of what there is, and not before it.
+        # An entry that is written at that moment follows the end of the snapshot.
         newest = await _newest(bucket)
         while self._revision < newest:
             take(await watcher.updates(timeout=_NEXT_S))
         self._copy.replace(entries)
 
     async def _behind(self, bucket: KeyValue, watcher: Any) -> bool:
-        """Take over one change, or see after a while that there was one which did not come."""
+        """Apply one change; True if a change was missed, which the bucket's last revision shows after a while."""
         try:
             entry = await watcher.updates(timeout=_CHECK_S)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""JetStream's ordered consumers, gone when nobody reads them any more.
+"""JetStream's ordered consumers, which the server removes when their reader is gone.
 
 nats-py ends a subscription and leaves its consumer to the server, which keeps that of a bucket's watcher for five minutes; a stream has room
 for a thousand.

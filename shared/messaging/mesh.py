@@ -24,7 +24,7 @@ from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, Tha
 from shared.messaging.responders import Draining, Responder
 from shared.settings import CommonSettings
 from shared.tasks import end
-from shared.telemetry.logs import Seldom
+from shared.telemetry.logs import LogRateLimit
 from shared.telemetry.tracing import carried, carry
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ HEADROOM_BYTES = 16 * 1024
 _CONCURRENT_WORKERS = 256
 _YIELD_AFTER_BYTES = 16 << 10
 """Half of nats-py's read: a shorter one has emptied the stream."""
-_FAULTS_TOLD = 5
+_MAX_FAULTS = 5
 
 
 class Mesh:
@@ -47,7 +47,7 @@ class Mesh:
         self.replicas = settings.nats_replicas
         self.lost = asyncio.Event()
         self._stopping = False
-        self._away = Seldom()
+        self._away = LogRateLimit()
         urls = [url.strip() for url in settings.nats_url.get_secret_value().split(",")]
         self._servers = ",".join((urlsplit(url).netloc or url).rpartition("@")[2] for url in urls)
         self._broker = NatsBroker(
@@ -75,7 +75,7 @@ class Mesh:
         await self._broker.start()
         survive_cancelled_flushes(self.nc)
         yield_between_reads(self.nc)
-        self._away.over()
+        self._away.reset()
         self._started = True
 
     async def start_unless(self, stop: asyncio.Event) -> bool:
@@ -122,7 +122,7 @@ class Mesh:
     async def request(self, subject: str, message: Request, reply: type[R]) -> R:
         """Send `message` and return its typed reply.
 
-        Raises `Unreachable` if nobody listens, `DeadlineExceeded` after `message.deadline_ms`, and whatever `ThawError` the other side
+        Raises `Unreachable` without a subscriber, `DeadlineExceeded` after `message.deadline_ms`, and any `ThawError` that the other side
         answered with.
         """
         try:
@@ -130,7 +130,7 @@ class Mesh:
                 subject, message.model_dump_json().encode(), timeout=message.deadline_ms / 1000, headers=carry()
             )
         except NoRespondersError as e:
-            raise Unreachable(f"nobody answers on {subject}: the process is stopped or starting") from e
+            raise Unreachable(f"No process answers on {subject}: it is stopped or starting. Check it with `thaw doctor`") from e
         except NatsTimeoutError as e:
             raise DeadlineExceeded(f"no answer on {subject} within {message.deadline_ms} ms") from e
         except ConnectionClosedError as e:
@@ -190,7 +190,7 @@ class Mesh:
 
     async def _on_error(self, error: Exception) -> None:
         # While a server is away there are ten of them each second.
-        if not self._stopping and self._away.may_say(type(error).__name__):
+        if not self._stopping and self._away.allows(type(error).__name__):
             log.warning("NATS error", extra={"error": repr(error), "servers": self._servers})
 
     async def _on_disconnected(self) -> None:
@@ -198,7 +198,7 @@ class Mesh:
             log.warning("disconnected from NATS; reconnecting")
 
     async def _on_reconnected(self) -> None:
-        self._away.over()
+        self._away.reset()
         log.info("reconnected to NATS")
 
     async def _on_closed(self) -> None:
@@ -242,14 +242,14 @@ def yield_between_reads(client: Client) -> None:
 def requires_tls(urls: list[str]) -> bool:
     """Whether TLS begins before anything else is sent, as every `tls://` server has to allow (`handshake_first`).
 
-    nats-py otherwise speaks TLS only if the server asks for it, in clear text: whoever sits in between could leave that out and read the
+    nats-py otherwise speaks TLS only if the server asks for it, in clear text: a man in the middle could leave that out and read the
     password.
     """
     return any(urlsplit(url).scheme == "tls" for url in urls)
 
 
 def inbox_prefix(url: str) -> str:
-    """Where replies to this process come. One for each NATS user, so that permissions can keep users out of each other's inboxes."""
+    """Return the prefix of this process's reply subjects: one per NATS user, so that permissions can keep users out of each other's inboxes."""
     user = urlsplit(url).username
     return f"_INBOX_{user}" if user else "_INBOX"
 
@@ -257,8 +257,8 @@ def inbox_prefix(url: str) -> str:
 def faults_of(error: ValidationError) -> str:
     """What is wrong with a message, for logs and replies: without its values, which may be prompts or keys."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [f"{'.'.join(map(str, fault['loc'])) or 'message'}: {fault['msg']}" for fault in found[:_FAULTS_TOLD]]
-    return "; ".join(told) + ("; …" if len(found) > _FAULTS_TOLD else "")
+    shown = [f"{'.'.join(map(str, fault['loc'])) or 'message'}: {fault['msg']}" for fault in found[:_MAX_FAULTS]]
+    return "; ".join(shown) + ("; …" if len(found) > _MAX_FAULTS else "")
 
 
 async def _whole_message(message: NatsMessage) -> NatsMessage:

@@ -18,15 +18,17 @@ _STEPS = 20
 
 
 class Responder(Protocol):
-    """A registered handler. It hears messages between `start` and `stop`."""
+    """A registered handler. It receives messages between `start` and `stop`."""
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
 
 
 class Draining:
-    """A FastStream subscriber that is stopped without leaving anybody waiting: first the server is told to send no more, then what has come is
-    handled. FastStream's own `stop` drops, unanswered, what comes while it waits for the handlers that run."""
+    """A FastStream subscriber whose stop leaves no request unanswered.
+
+    It unsubscribes first, then handles what has arrived. FastStream's own `stop` drops requests that arrive while it waits for handlers.
+    """
 
     def __init__(self, client: Callable[[], Client], flush: Callable[[], Awaitable[None]], subscriber: Any) -> None:
         self._client, self._flush, self._subscriber = client, flush, subscriber

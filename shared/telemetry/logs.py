@@ -29,23 +29,23 @@ def setup_logs(settings: CommonSettings, service: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
 
 
-class Seldom:
-    """What would be said again and again while something is away: each kind of it once a minute."""
+class LogRateLimit:
+    """Limits repeated messages while a dependency is unreachable: one of each kind per minute."""
 
     def __init__(self, again_s: float = 60.0) -> None:
         self._again_s = again_s
-        self._said: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
-    def may_say(self, kind: str) -> bool:
+    def allows(self, kind: str) -> bool:
         now = time.monotonic()
-        if now - self._said.get(kind, -self._again_s) < self._again_s:
+        if now - self._logged_at.get(kind, -self._again_s) < self._again_s:
             return False
-        self._said[kind] = now
+        self._logged_at[kind] = now
         return True
 
-    def over(self) -> None:
-        """It is back: what is said next is news."""
-        self._said.clear()
+    def reset(self) -> None:
+        """Reset after a recovery: the next message of any kind is logged."""
+        self._logged_at.clear()
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Phases as one process measures them, and phases heard from others, on one clock."""
+"""Phases that one process measures, and phases that others report, on one clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Measured:
 
 
 class Timeline:
-    """What happened when, on this process's monotonic clock.
+    """Phases on this process's monotonic clock.
 
     A message carries spans relative to its own sending (`spans()`: start_ms ≤ 0); its receiver places them at `now + start_ms` on its own
     clock (`absorb()`). The only error is the message's flight, and no two hosts' clocks are ever compared.

@@ -98,7 +98,7 @@ def trace_id(span: Span) -> str:
 
 
 def record_phases(spans: Iterable[PhaseSpan], parent: Context, now_ns: int | None = None) -> None:
-    """Export measured phases (relative to now) as child spans. Each process exports its own phases only, so that none is told twice."""
+    """Export measured phases (relative to now) as child spans. Each process exports only its own phases, so that none is exported twice."""
     base = time.time_ns() if now_ns is None else now_ns
     for s in spans:
         start = base + int(s.start_ms * 1e6)

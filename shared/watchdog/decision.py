@@ -1,6 +1,6 @@
 """Whether a process hangs: a pure function of what was observed of it, second by second.
 
-1. A heartbeat since the last look: the event loop runs, and the count of silent seconds starts anew.
+1. A heartbeat since the last look: the event loop runs, and the count of silent seconds restarts.
 2. Otherwise the time since the last look counts as silence, except
    a. more than `LONGEST_STEP_S` of it: the watcher itself did not run (suspended laptop, stopped process tree);
    b. what the process spent waiting for a processor: the machine is busy;

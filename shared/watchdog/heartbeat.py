@@ -18,7 +18,7 @@ _END = b"STOPPING=1"
 
 
 class Heart:
-    """Sends heartbeats while an event loop runs; does nothing where nobody watches."""
+    """Sends heartbeats while an event loop runs; does nothing without a watcher."""
 
     def __init__(self, address: str) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address

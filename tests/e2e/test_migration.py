@@ -86,7 +86,7 @@ def test_a_move_is_told_of_everywhere(mesh: Roomy, receiver: OtlpReceiver, undis
     assert "move" in {e.name for e in request.events}
     until(lambda: mesh.inside("trace", stream.request_id, "--json")[0] == 0, what="the request's trace is written")
     _, drawn = mesh.inside("trace", stream.request_id)
-    assert "went on elsewhere" in drawn
+    assert "continued on another instance" in drawn
     assert "round 1:" in drawn
     assert record["traceparent"].split("-")[1] in drawn
     handovers = mesh.json("trace", stream.request_id)["request"]["handovers"]

@@ -42,7 +42,7 @@ COMMANDS = (
         "explain",
         "explain",
         "explain",
-        "Explain a placement decision: what was chosen, what was considered, why, and what came of it.",
+        "Explain a placement decision: what was chosen, what was considered, why, and the result.",
     ),
     Entry("migrate", "migrate", "migrate", "Move a running request, or everything that an instance serves, to another node."),
     Entry(
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         if arguments in (["ps"], ["ps", "--json"]):
             _run_ps(arguments[1:])
             return 0
-        # Without the library's own handling, bad usage can be told in JSON too.
+        # Without the library's own handling, usage errors can be JSON too.
         status: Any = app(arguments, standalone_mode=not as_json)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 1

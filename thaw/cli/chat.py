@@ -61,7 +61,7 @@ def _answer(api: Api, out: Console, model: str, history: list[Message], options:
             spinner.close()
             out.print(piece, end="", markup=False, soft_wrap=True)
     out.print()
-    # Not every engine tells usage in its streams.
+    # Not every engine reports usage in its streams.
     tokens = completion.usage.get("completion_tokens")
     counted = f"{tokens} tokens, first" if tokens is not None else "first token"
     if completion.ttft_ms is not None:
@@ -72,20 +72,20 @@ def _answer(api: Api, out: Console, model: str, history: list[Message], options:
 def _converse(api: Api, out: Console, model: str, history: list[Message], options: dict[str, float]) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() editing and history
-    out.print(f"[dim]Talking with {escape(model)}. Ctrl-D ends, /new forgets what was said.[/]")
+    out.print(f"[dim]Talking with {escape(model)}. Ctrl-D ends, /new starts a new conversation.[/]")
     opening = list(history)
     while True:
         try:
-            said = input("> ").strip()
+            prompt = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             out.print()
             return
-        if not said:
+        if not prompt:
             continue
-        if said == "/new":
+        if prompt == "/new":
             history[:] = opening
             continue
-        history.append({"role": "user", "content": said})
+        history.append({"role": "user", "content": prompt})
         try:
             completion = _answer(api, out, model, history, options)
         except CommandError as e:

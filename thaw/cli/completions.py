@@ -43,7 +43,7 @@ def stream_chat(
     waiting: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> Iterator[str]:
-    """Yield the answer's text as it arrives and fill in `completion`. `waiting` hears what the gateway says while a model wakes.
+    """Yield the answer's text as it arrives and fill in `completion`. `waiting` is called with the gateway's messages while a model starts.
     Raises `CommandError`, also when the stream ends with an error."""
     body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}
     headers = {"authorization": f"Bearer {api.api_key}"} if api.api_key else {}
@@ -93,9 +93,9 @@ def _events(lines: Iterator[str], waiting: Callable[[str], None]) -> Iterator[di
 
 def _absorb(event: dict[str, Any], completion: Completion) -> str:
     if error := event.get("error"):
-        told = error if isinstance(error, dict) else {}
+        fields = error if isinstance(error, dict) else {}
         raise CommandError(
-            str(told.get("message") or error), "`thaw ps` and `thaw logs` say more.", code=str(told.get("code") or "failed")
+            str(fields.get("message") or error), "`thaw ps` and `thaw logs` say more.", code=str(fields.get("code") or "failed")
         )
     completion.usage = event.get("usage") or completion.usage
     text = ""

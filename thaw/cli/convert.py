@@ -89,11 +89,11 @@ def _run(arguments: list[str], out: Console) -> dict[str, Any]:
             raise
         status = child.wait()
         errors.seek(0)
-        said = (errors.read().strip().splitlines() or [f"status {status}"])[-1]
+        last_line = (errors.read().strip().splitlines() or [f"status {status}"])[-1]
     if "error" in last:
         raise CommandError(last["error"]["message"], code=last["error"]["code"])
     if "report" not in last:
-        raise CommandError(f"The conversion ended early: {said}", "Nothing was left that looks finished; run it again.")
+        raise CommandError(f"The conversion ended early: {last_line}", "Nothing was left that looks finished; run it again.")
     report: dict[str, Any] = last["report"]
     return report
 

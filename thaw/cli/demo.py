@@ -42,13 +42,13 @@ def _begin(shares: Any) -> None:
 
 
 def _make(directory: str, size: str, index: int) -> None:
-    def tell(part: float) -> None:
+    def report(part: float) -> None:
         _done[index] = part
 
     # Imported here: it needs numpy, which an installation without a node does not have.
     from thaw.demo.models import make_demo_model
 
-    make_demo_model(Path(directory), size, progress=tell)
+    make_demo_model(Path(directory), size, progress=report)
 
 
 def model_name(size: str) -> str:
@@ -120,11 +120,11 @@ def ask_each(api: Api, specs: tuple[ModelSpec, ...], out: Console) -> list[Docum
         completion = Completion()
         with out.status(f"{spec.name} wakes") as status:
 
-            def tell(words: str, status: Any = status, name: str = spec.name) -> None:
+            def report(words: str, status: Any = status, name: str = spec.name) -> None:
                 status.update(escape(words or f"{name} wakes"))
 
             messages = [{"role": "user", "content": PROMPT}]
-            for _ in stream_chat(api, spec.name, messages, completion, waiting=tell, max_tokens=_TOKENS, temperature=0):
+            for _ in stream_chat(api, spec.name, messages, completion, waiting=report, max_tokens=_TOKENS, temperature=0):
                 pass
         record = await_trace(api, completion.request_id)
         start = " ".join(completion.text.split())[:90]

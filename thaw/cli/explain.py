@@ -30,7 +30,7 @@ def explain(
     ] = None,
     as_json: Json = False,
 ) -> Document:
-    """Explain a placement decision: what was chosen, what was considered, why, and what came of it.
+    """Explain a placement decision: what was chosen, what was considered, why, and the result.
 
     Examples:
     [bold]thaw explain demo-250m[/]
@@ -41,7 +41,7 @@ def explain(
         found = Api.find().explain(asked)
     except CommandError as e:
         if e.code == "not_found" and not what_if:
-            e.remedy = "A model that nobody has asked for has no plan yet; `thaw models list` shows those that are registered."
+            e.remedy = "A model without a request has no plan yet; `thaw models list` shows those that are registered."
         raise
     out = screen(as_json)
     _show(out, found)
@@ -87,10 +87,10 @@ def _show(out: Console, found: PlanExplained) -> None:
         out.print(f"[cyan]supposing[/] {escape(assumed)}")
     if plan.created and not found.assumed:
         ago = format_duration(max(0.0, time.time() - plan.created))
-        told = f"{plan.plan_id}, asked by {plan.trigger}, {ago} ago"
+        origin = f"{plan.plan_id}, asked by {plan.trigger}, {ago} ago"
     else:
-        told = "hypothetical: nothing was done"
-    out.print(f"[bold]{escape(plan.model)}[/]: {plan.way.replace('_', ' ')}  [dim]{told}[/]")
+        origin = "hypothetical: nothing was done"
+    out.print(f"[bold]{escape(plan.model)}[/]: {plan.way.replace('_', ' ')}  [dim]{origin}[/]")
     if plan.reason:
         out.print(f"  {escape(plan.reason)}")
     if not found.assumed:
@@ -140,11 +140,11 @@ def _error_ms(plan: PlanRecord) -> float | None:
 
 
 _MOST = 0.95
-"""The decision, which is what a prediction counts from, came late enough to be told if less than this part of the time was left."""
+"""A prediction counts from the decision, which is reported as late if less than this share of the time was left after it."""
 
 
 def outcome(plan: PlanRecord) -> str:
-    """What came of it, in a line or two."""
+    """Return the result of the plan, in a line or two."""
     text = f"  outcome: {plan.outcome}"
     if plan.measured_ms is not None:
         text += f" after {format_duration(plan.measured_ms / 1e3)}"

@@ -35,7 +35,9 @@ def of_home(home: Home) -> Finding:
     try:
         return of_running(Api.local(home), read_plan(home)) if running_status(home) else of_wanted(Wanted(mesh=MeshConfig()))
     except (CommandError, ValueError) as e:
-        return Finding(_SUBJECT, "warn", f"cannot tell who may use the endpoint: {e}", "`thaw ps` shows whether the gateway runs.")
+        return Finding(
+            _SUBJECT, "warn", f"cannot determine who may use the endpoint: {e}", "`thaw ps` shows whether the gateway runs."
+        )
 
 
 def judge(host: str, keys: KeyList) -> Finding:
@@ -63,9 +65,9 @@ def judge(host: str, keys: KeyList) -> Finding:
 
 def requires_key(wanted: Wanted) -> bool:
     """Whether a gateway that is started so asks for a key before any exists."""
-    said = wanted.environment.get(_VARIABLE) or os.environ.get(_VARIABLE) or ""
-    if said:
-        return said.lower() in ("1", "true", "yes", "on", "t", "y")
+    setting = wanted.environment.get(_VARIABLE) or os.environ.get(_VARIABLE) or ""
+    if setting:
+        return setting.lower() in ("1", "true", "yes", "on", "t", "y")
     return not is_loopback(wanted.host_or_default)
 
 

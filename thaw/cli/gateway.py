@@ -30,7 +30,7 @@ _REMEDIES = {
     "checkpoint_invalid": "Repair the model's files or download them again; if it was loaded before, register it again too.",
     "unsupported_architecture": "The builtin engine runs what transformers' auto classes run.",
     "engine_killed": "Something else on its node killed the engine; `thaw ps --json` names the instance.",
-    "engine_failed": "`thaw ps --json` names the instance that failed; `thaw logs INSTANCE` shows all that it said.",
+    "engine_failed": "`thaw ps --json` names the instance that failed; `thaw logs INSTANCE` shows its log.",
     "queue_full": "Try again later, or raise queue.max_waiting of the model.",
     "not_found": "",
 }

@@ -21,13 +21,13 @@ _MIN_WIDTH = 20
 @dataclass(frozen=True)
 class Lane:
     """One stretch on one instance, in milliseconds since the request arrived. `from_ms`: when the client began to wait for it; `began_ms`: its
-    first token; None: none came. `came`: the handover that brought it there; None: it began there."""
+    first token; None: there was none. `handover`: the one that moved it there; None: it started there."""
 
     instance_id: str
     from_ms: float
     began_ms: float | None
     end_ms: float
-    came: HandoverTrace | None = None
+    handover: HandoverTrace | None = None
 
 
 def lanes(trace: RequestTrace) -> list[Lane]:
@@ -45,7 +45,7 @@ def lanes(trace: RequestTrace) -> list[Lane]:
 
 
 def _left(handover: HandoverTrace) -> float:
-    """When the last had come of the instance before."""
+    """When the last token of the instance before had arrived."""
     return handover.since_ms if handover.since_ms is not None else handover.at_ms
 
 
@@ -68,12 +68,16 @@ def _bar(lane: Lane, whole_ms: float, width: int) -> Text:
 
 
 def _how(lane: Lane) -> str:
-    came = lane.came
-    if came is None:
+    handover = lane.handover
+    if handover is None:
         return ""
-    told = f"{came.kind} at {_seconds(lane.from_ms)}, {came.tokens} tokens" if came.tokens else f"{came.kind}, began anew"
-    told += f", pause {came.pause_ms:.0f} ms" if came.pause_ms is not None else ", nothing came"
-    return told + (f"  {came.migration_id}" if came.migration_id else "")
+    text = (
+        f"{handover.kind} at {_seconds(lane.from_ms)}, {handover.tokens} tokens"
+        if handover.tokens
+        else f"{handover.kind}, restarted"
+    )
+    text += f", pause {handover.pause_ms:.0f} ms" if handover.pause_ms is not None else ", no token arrived"
+    return text + (f"  {handover.migration_id}" if handover.migration_id else "")
 
 
 def handovers_chart(trace: RequestTrace, console: Console) -> RenderableType | None:
@@ -85,11 +89,11 @@ def handovers_chart(trace: RequestTrace, console: Console) -> RenderableType | N
     table = Table(box=None, pad_edge=False, show_header=True, header_style="dim")
     table.add_column("instance", no_wrap=True)
     table.add_column("", no_wrap=True, min_width=width)
-    table.add_column("how it came there")
+    table.add_column("reached by")
     for lane in found:
         table.add_row(lane.instance_id, _bar(lane, trace.duration_ms, width), Text(_how(lane), "dim"))
     legend = Text(f"{SERVED} answered by it  {PAUSED} the client waited; {_seconds(trace.duration_ms)} in all", "dim")
-    return Group(Text("went on elsewhere", "bold"), table, legend)
+    return Group(Text("continued on another instance", "bold"), table, legend)
 
 
 def migration_lines(record: MigrationRecord, request_id: str) -> list[str]:

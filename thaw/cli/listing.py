@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PARK_COLOURS = {"parked": "blue", "up": "green", "failed": "red", "impossible": "yellow", "waiting": "yellow"}
 WORDS = {
-    "queued": "its turn comes",
+    "queued": "waiting for its turn",
     "waiting": "waits for room",
     "starting": "is being started",
     "suspending": "is being suspended",
@@ -85,9 +85,11 @@ def summary(records: Iterable[MigrationRecord]) -> dict[str, Any]:
 
 
 def _show_over(out: Console, records: Iterable[MigrationRecord]) -> None:
-    told = summary(records)
-    if not told["outcomes"]:
+    latest = summary(records)
+    if not latest["outcomes"]:
         return
-    states = ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in sorted(told["outcomes"].items()))
-    pause = f", the longest pause {told['longest_pause_ms']:.0f} ms" if told["longest_pause_ms"] is not None else ""
-    out.print(f"\n[dim]The latest migrations: {states}; {told['requests']} requests moved with {told['tokens']} tokens{pause}.[/]")
+    states = ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in sorted(latest["outcomes"].items()))
+    pause = f", the longest pause {latest['longest_pause_ms']:.0f} ms" if latest["longest_pause_ms"] is not None else ""
+    out.print(
+        f"\n[dim]The latest migrations: {states}; {latest['requests']} requests moved with {latest['tokens']} tokens{pause}.[/]"
+    )

@@ -41,7 +41,7 @@ def load(
 ) -> Document:
     """Time one load of a checkpoint into memory; the memory is given back.
 
-    Files in the page cache are copied from there; what comes from a URL is not kept on the disk.
+    Files in the page cache are copied from there; bytes from a URL are not kept on the disk.
 
     Example: [bold]thaw load ~/models/llama --tier dram --report[/]
     """

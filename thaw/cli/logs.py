@@ -34,7 +34,7 @@ def logs(
             metavar="SERVICE",
         ),
     ],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue as lines are written.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")] = 50,
     as_json: Json = False,
 ) -> Document | None:

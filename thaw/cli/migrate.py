@@ -45,7 +45,7 @@ def migrate(
             ) from e
         raise
     for record in records:
-        out.print(told(record, None if is_instance else what))
+        out.print(describe(record, None if is_instance else what))
     failed = any(r.state in ("failed", "given_up") for r in records)
     return {"ok": not failed, "migrations": [r.model_dump(mode="json") for r in records]}
 
@@ -54,13 +54,13 @@ def _is_instance(cluster: ClusterView, what: str) -> bool:
     return any(i.instance_id == what for n in cluster.nodes for i in n.instances)
 
 
-def told(record: MigrationRecord, asked: str | None = None) -> str:
+def describe(record: MigrationRecord, asked: str | None = None) -> str:
     """One line for people. `asked`: the request's id as its client knows it; engines and gateways have another one for it."""
-    line = _told(record, asked or record.request_id)
+    line = _describe(record, asked or record.request_id)
     return line if asked is None or record.request_id is None else line.replace(escape(record.request_id), escape(asked))
 
 
-def _told(record: MigrationRecord, request_id: str | None) -> str:
+def _describe(record: MigrationRecord, request_id: str | None) -> str:
     what = f"request {request_id}" if record.request_id else record.source_instance
     mark = {"done": "[green]✓[/]", "failed": "[red]✗[/]", "given_up": "[yellow]·[/]"}.get(record.state, "…")
     line = (

@@ -49,9 +49,7 @@ def add(
     max_model_len: Annotated[int | None, typer.Option(help="Context in tokens (the model's own by default).")] = None,
     max_concurrency: Annotated[int | None, typer.Option(help="Sequences at once.")] = None,
     priority: Annotated[int | None, typer.Option(help="-100 to 100; higher is served first.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")] = False,
     engine: Annotated[str | None, typer.Option(help="Served by vllm, llamacpp, … instead of the built-in engine.")] = None,
     memory: Annotated[
         str | None, typer.Option(help="What an instance needs of its device, e.g. 6GiB (reckoned by default).")

@@ -50,7 +50,7 @@ def list_nodes(as_json: Json = False) -> Document:
 @app.command()
 @verb
 def cordon(node: Node, as_json: Json = False) -> Document:
-    """Start no new instance on a node; those on it go on.
+    """Start no new instance on a node; running ones continue.
 
     Example: [bold]thaw node cordon node-1[/]
     """
@@ -88,7 +88,7 @@ def drain(
     moved = [m for r in records for m in r.requests if m.outcome == "moved"]
     stuck = [f"{m.request_id}: {m.reason}" for r in records for m in r.requests if m.outcome in ("failed", "fixed") and m.reason]
     if left:
-        out.print(f"[yellow]{node} is not empty after {timeout:g} s[/] and goes on being emptied:")
+        out.print(f"[yellow]{node} is not empty after {timeout:g} s[/] and is still being drained:")
         for i in left:
             out.print(
                 f"  {escape(i.model)} ({i.instance_id}) is {i.state.value} and serves {i.load.active + i.load.waiting} requests"

@@ -29,7 +29,7 @@ _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def screen(as_json: bool) -> Console:
     """Where people read; mute with `--json`."""
-    # Where nobody can widen it (a pipe, a log of CI) tables get the room that they need.
+    # Output that is no terminal (a pipe, a log of CI) has no width: tables get the width that they need.
     return Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 140)
 
 

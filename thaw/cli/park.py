@@ -1,4 +1,4 @@
-"""The progress of models that are parked ahead of their first request, as `thaw up`, `thaw ps` and `thaw models list` tell it."""
+"""Progress of models that are suspended before their first request, for `thaw up`, `thaw ps` and `thaw models list`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def program() -> str:
 
 
 def local_path(written: str | Path) -> Path:
-    """In full, links left as they are. Raises `CommandError` for `~` of a user whom nobody knows."""
+    """Return the path in full, links unresolved. Raises `CommandError` for `~` of an unknown user."""
     try:
         return Path(written).expanduser().absolute()
     except RuntimeError as e:
@@ -30,7 +30,7 @@ def local_path(written: str | Path) -> Path:
 
 
 def model_directory(written: str) -> Path | None:
-    """The directory, or .gguf file, that is meant, links followed; None: there is none. Raises `CommandError` where that cannot be told."""
+    """Return the directory or .gguf file, links resolved; None if there is none. Raises `CommandError` if that cannot be determined."""
     path = local_path(written)
     try:
         path = path.resolve()

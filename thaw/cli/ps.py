@@ -204,7 +204,7 @@ def _adapter_rows(view: ModelView, instances: list[tuple[NodeView, InstanceStatu
 
 
 def _instance_cells(node: NodeView, instance: InstanceStatus, waiting: str, moving: str) -> tuple[str, ...]:
-    """`moving`: where what it serves is on its way to, or comes from."""
+    """Return the cells of one instance. `moving`: where its requests are being moved to, or from."""
     now = InstanceState(instance.state)
     state = f"{now.value} {moving}".rstrip()
     if now.starting:

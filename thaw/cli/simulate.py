@@ -169,8 +169,8 @@ def _simulate(order: dict[str, Any], out: Console) -> Document:
         try:
             for line in child.stderr:
                 if line.startswith('{"done"'):
-                    told = json.loads(line)
-                    progress.update(task, completed=told["done"], total=told["of"])
+                    update = json.loads(line)
+                    progress.update(task, completed=update["done"], total=update["of"])
                 else:
                     last = line.strip() or last
             text = child.stdout.read()

@@ -51,7 +51,7 @@ def up(
     [bold]thaw up --demo --detach[/]
     [bold]thaw up --config thaw.yaml --nodes 2[/]
     """
-    # A script's shell starts what it puts in the background with SIGINT ignored; here Ctrl-C must work whoever started us.
+    # A shell starts a script's background processes with SIGINT ignored; here Ctrl-C must always work.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out, home = screen(as_json), Home.from_environment()
     file = load_config(config) if config is not None else None
@@ -85,7 +85,7 @@ def up(
 
 
 def _follow(api: Api, out: Console) -> None:
-    """The mesh is up and stays so: whoever does not want to watch need not."""
+    """Report the running mesh, which stays up when the command is interrupted."""
     try:
         follow_parking(api, out)
     except KeyboardInterrupt:
@@ -186,7 +186,7 @@ def _described(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:
 def _launch(home: Home, plan: MeshPlan, out: Console, *, survives: bool) -> Identity:
     """Start and wait until the mesh is ready.
 
-    Whatever goes wrong before that, nothing is left running; but a mesh that survived its supervisor and is taken over goes on serving.
+    Whatever goes wrong before that, nothing is left running; but a mesh that survived its supervisor and is taken over continues to serve.
     """
     supervisor: Identity | None = None
     shown: dict[str, str] = {}
@@ -195,7 +195,7 @@ def _launch(home: Home, plan: MeshPlan, out: Console, *, survives: bool) -> Iden
             if not out.is_terminal:
                 out.print("starting NATS, PostgreSQL and the services")
 
-            def tell(now: MeshStatus) -> None:
+            def report(now: MeshStatus) -> None:
                 for name, service in now.services.items():
                     if service.status == "ready" and shown.get(name) != "ready":
                         shown[name] = "ready"
@@ -203,7 +203,7 @@ def _launch(home: Home, plan: MeshPlan, out: Console, *, survives: bool) -> Iden
                 status.update(f"starting {', '.join(left)}" if left else "waiting for the services to find each other")
 
             supervisor = control.launch(home, plan)
-            control.await_running(home, supervisor, tell)
+            control.await_running(home, supervisor, report)
             await_ready(Api.local(home), home, out, plan)
         names = ", ".join(n.name for n in plan.nodes)
         out.print(
@@ -233,7 +233,7 @@ def _stay(home: Home, supervisor: Identity) -> None:
         pass
     if home.endpoints_file.exists():
         raise CommandError(
-            "The supervisor was killed; its services go on running.",
+            "The supervisor was killed; its services still run.",
             "`thaw up` takes them over, `thaw down` stops them.",
             code="supervisor_gone",
         )
@@ -254,11 +254,11 @@ def _stop(home: Home, out: Console) -> dict[str, Any]:
     was_running = running_status(home) is not None
     with out.status("stopping") as status:
 
-        def tell(now: MeshStatus) -> None:
+        def report(now: MeshStatus) -> None:
             left = [n for n, s in now.services.items() if s.status != "stopped"]
             status.update(f"stopping {', '.join(left)}")
 
-        left = control.stop(home, tell)
+        left = control.stop(home, report)
     if left:
         out.print(f"[yellow]cleaned up {len(left.processes)} processes and {len(left.segments)} shared-memory segments[/]")
     out.print("[green]✓[/] the mesh is down" if was_running or left else "No mesh was running.")

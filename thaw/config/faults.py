@@ -79,7 +79,7 @@ def message_of(error: ErrorDetails, schema: type[BaseModel]) -> str:
     if kind == "missing":
         return "is required"
     if kind == "value_error" and isinstance(given, dict | BaseModel):
-        return _plain(error["msg"])  # of the keys together, and which is said; they may hold credentials
+        return _plain(error["msg"])  # about several keys; their values are not shown, since they may be credentials
     if kind == "value_error":
         return f"given {_shown(given)}; {_plain(error['msg'])}"
     allowed = _allowed(kind, context) or _plain(error["msg"])

@@ -57,7 +57,7 @@ SIZES: dict[str, _Shape] = {
 def make_demo_model(directory: Path, size: str, seed: int = 0, progress: Callable[[float], None] | None = None) -> Path:
     """Write a model of `size` (a key of `SIZES`) into `directory` and return it; the same seed gives the same weights.
 
-    Appears whole or not at all. Whatever was in `directory` is replaced. `progress` hears the part done, from 0 to 1.
+    Appears complete or not at all, and replaces `directory`. `progress` is called with the part done, from 0 to 1.
     Raises KeyError for an unknown size, OSError if the disk will not take it.
     """
     shape = SIZES[size]

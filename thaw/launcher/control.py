@@ -31,12 +31,12 @@ _START_BOUND_S = 90.0
 _STOP_BOUND_S = 150.0
 """More than the sum of the supervisor's own bounds, which it escalates by itself."""
 _CRASHES = 3
-"""A service that failed this often in a row while the mesh starts will not come up by itself."""
+"""A service that failed this often in a row while the mesh starts will not start without help."""
 
 
 @contextlib.contextmanager
 def starting(home: Home, waits: Callable[[], None]) -> Iterator[None]:
-    """Held from the look whether a mesh runs until it does: who starts one at the same time (and hears `waits`) finds it running
+    """Held from the look whether a mesh runs until it does: a concurrent start (whose `waits` is called) finds it running
     afterwards, instead of taking its processes for leftovers."""
     with home.start_lock_file.open("w") as lock:
         try:
@@ -69,7 +69,7 @@ def launch(home: Home, plan: MeshPlan) -> Identity:
         )
     try:
         return _await_supervisor(home, process)
-    except BaseException:  # an interrupt too: nobody else knows of this process yet
+    except BaseException:  # an interrupt too: no other process knows of this one yet
         process.terminate()
         process.wait(_STOP_BOUND_S)
         raise
@@ -93,7 +93,7 @@ def _await_supervisor(home: Home, process: subprocess.Popen[bytes]) -> Identity:
                 code="start_failed",
             )
         time.sleep(_POLL_S)
-    raise CommandError(f"The supervisor said nothing for {_START_BOUND_S:.0f} s.", f"Its log is {home.log('supervisor')}.")
+    raise CommandError(f"The supervisor did not report for {_START_BOUND_S:.0f} s.", f"Its log is {home.log('supervisor')}.")
 
 
 def _environment(home: Home) -> dict[str, str]:
@@ -169,7 +169,7 @@ def _taker(port: int) -> str:
 
 
 def await_running(home: Home, supervisor: Identity, progress: Progress) -> MeshStatus:
-    """Until every service's process is there; `progress` hears each look. Raises `CommandError` if one keeps crashing."""
+    """Wait until every service's process runs; `progress` is called with each status. Raises `CommandError` if one keeps crashing."""
     deadline = time.monotonic() + _START_BOUND_S
     while time.monotonic() < deadline:
         if not supervisor.alive():
@@ -205,7 +205,7 @@ def await_stopped(status: MeshStatus) -> None:
     deadline = time.monotonic() + _STOP_BOUND_S
     while status.supervisor.alive():
         if time.monotonic() > deadline:
-            raise CommandError("The mesh that runs here is stopping and does not come to an end.", "`thaw down` ends it.")
+            raise CommandError("The mesh that runs here is stopping and does not end.", "`thaw down` ends it.")
         time.sleep(_POLL_S)
 
 

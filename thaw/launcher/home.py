@@ -118,7 +118,7 @@ class Home:
     def _untrusted(self, why: OSError) -> CommandError:
         return CommandError(
             f"The state directory {self.root} cannot be trusted: {why}.",
-            "Set THAW_HOME to a directory of your own that nobody else can write (chmod 0700), and name it itself, not a link to it.",
+            "Set THAW_HOME to a directory of your own that no other user can write (chmod 0700), and name it itself, not a link to it.",
             code="state_directory",
         )
 

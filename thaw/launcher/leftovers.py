@@ -63,7 +63,7 @@ def _processes(home: Home) -> list[Identity]:
 
 
 def _postmaster(home: Home) -> Identity | None:
-    """The PostgreSQL server that holds our data directory, if its pid file tells of a living postgres."""
+    """Return the PostgreSQL server that holds our data directory, if its pid file names a living postgres."""
     for data in postgres_directories(home):
         try:
             pid = int((data / "postmaster.pid").read_text().split("\n", 1)[0])

@@ -15,7 +15,7 @@ from typing import Literal
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 5.0
 STEADY_AFTER_S = 10.0
-"""A process that ran this long before it ended starts counting its failures anew."""
+"""Seconds after which the failures of a running process no longer count."""
 
 DUMP_S = 1.0
 """Time that a hung process has to write its stack traces before it is killed."""

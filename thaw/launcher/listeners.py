@@ -1,7 +1,7 @@
 """Listening sockets that outlive the process which serves them.
 
-A client whose gateway was killed comes back within a second or two; a gateway takes as long to start. The kernel keeps the client's
-connection for whoever accepts next, as long as somebody holds the socket open: that is the supervisor.
+A client whose gateway was killed reconnects within a second or two; a gateway takes as long to start. The kernel keeps the client's
+connection for the next process that accepts, as long as a process holds the socket open: the supervisor does.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import socket
 
 log = logging.getLogger("thaw.supervisor")
 VARIABLE = "THAW_GATEWAY_SOCKET"
-"""Tells a process the file descriptor of the listening socket that it was given."""
+"""Names the file descriptor of the listening socket that a process was given."""
 _BACKLOG = 2048
 
 
 class Listeners:
-    """The sockets, by address. Closed for good once the mesh stops: nobody is to wait for what will not come."""
+    """The sockets, by address. Closed for good when the mesh stops, so that no client waits in vain."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], socket.socket] = {}

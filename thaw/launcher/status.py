@@ -1,4 +1,4 @@
-"""What the supervisor tells about itself in `run/supervisor.json`: one writer, any number of readers."""
+"""The supervisor's status in `run/supervisor.json`: one writer, any number of readers."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class Supervisor:
         self._watch(program, child.wait)
 
     def _handed(self, program: Program) -> dict[str, str]:
-        """The variable that tells a process of the socket it gets, if it gets one."""
+        """Return the variable that names a process's socket, if it has one."""
         if program.listens is None:
             return {}
         if self._mesh.services[program.name].failures > _PATIENCE:
@@ -184,15 +184,15 @@ class Supervisor:
         self._tasks[program.name] = asyncio.create_task(self._follow(program, wait), name=f"follow {program.name}")
 
     async def _follow(self, program: Program, wait: Wait) -> None:
-        """Tell when the process answers, and when it has ended."""
-        probe = asyncio.create_task(self._tell_ready(program), name=f"probe {program.name}")
+        """Report when the process answers, and when it has exited."""
+        probe = asyncio.create_task(self._watch_ready(program), name=f"probe {program.name}")
         try:
             returncode = await wait()
         finally:
             probe.cancel()
         self._events.put_nowait(Exited(program.name, returncode))
 
-    async def _tell_ready(self, program: Program) -> None:
+    async def _watch_ready(self, program: Program) -> None:
         if program.port is not None:
             await until_ready(program.name, program.port)
         self._events.put_nowait(Ready(program.name))
@@ -225,7 +225,7 @@ class Supervisor:
             )
             for s in self._mesh.services.values()
         }
-        _tell(self._home, MeshStatus(supervisor=_self(), stopping=self._mesh.stopping, services=services))
+        _publish_status(self._home, MeshStatus(supervisor=_self(), stopping=self._mesh.stopping, services=services))
 
 
 def _until_gone(process: Identity) -> Wait:
@@ -268,7 +268,7 @@ def _self() -> Identity:
     return identity
 
 
-def _tell(home: Home, status: MeshStatus) -> None:
+def _publish_status(home: Home, status: MeshStatus) -> None:
     write_private(home.supervisor_file, status.model_dump_json(indent=1))
 
 
@@ -310,7 +310,7 @@ def _supervise(home: Home) -> int:
         limits = limits_of({**os.environ, **plan.environment})
     except CommandError as e:
         log.error("%s %s", e.what, e.remedy)
-        _tell(home, MeshStatus(supervisor=_self(), stopping=True, error=e.what, remedy=e.remedy))
+        _publish_status(home, MeshStatus(supervisor=_self(), stopping=True, error=e.what, remedy=e.remedy))
         return 1
     write_private(home.endpoints_file, json.dumps(plan.endpoints(), indent=1))
     asyncio.run(Supervisor(home, programs, survivors, Watcher(home, limits)).run())

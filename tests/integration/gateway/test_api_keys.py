@@ -90,7 +90,7 @@ async def test_only_an_explicit_setting_opens_the_endpoint_with_the_last_key(nod
         _, made = await thaw(served, "keys", "add", "alice")
         assert not await opens(served, "/v1/models", None)
         assert await opens(served, "/v1/models", made["key"])
-        assert "whoever reaches" in await said(served, "keys", "revoke", "alice")
+        assert "every client that reaches" in await said(served, "keys", "revoke", "alice")
         await until_listed(served, CARDS)
         assert await opens(served, "/v1/models", None)
     async with serve(admin_key="root") as served:

@@ -61,7 +61,7 @@ def test_what_had_said_nothing_did_not_serve() -> None:
     found = lanes(trace(anew, ttft=None))
     assert [(x.instance_id, x.began_ms) for x in found] == [("i-1", None), ("i-3", None)]
     text = shown(trace(anew, ttft=None))
-    assert "failover, began anew, nothing came" in text
+    assert "failover, restarted, no token arrived" in text
     assert SERVED not in text.rsplit("\n", 2)[0]
 
 

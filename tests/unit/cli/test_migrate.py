@@ -1,4 +1,4 @@
-"""What people are told of migrations."""
+"""What people are describe of migrations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
 from thaw.cli.listing import show_migrations, summary
-from thaw.cli.migrate import concerning, show_moves, told
+from thaw.cli.migrate import concerning, describe, show_moves
 
 DONE = MigrationRecord(
     migration_id="m-1",
@@ -41,14 +41,14 @@ def shown(show: object, *arguments: object) -> str:
 
 
 def test_one_line_tells_what_became_of_it() -> None:
-    assert "i-1 from node-0 to node-1 (i-2): done; 1 of 2 requests moved, pause 31 ms, 0.81 s in all" in told(DONE)
+    assert "i-1 from node-0 to node-1 (i-2): done; 1 of 2 requests moved, pause 31 ms, 0.81 s in all" in describe(DONE)
     failed = DONE.model_copy(
         update={"state": "failed", "error": ErrorBody(code="unreachable", message="nobody [there]"), "request_id": "q"}
     )
-    assert "request q from node-0" in told(failed)
-    assert "nobody \\[there]" in told(failed)
+    assert "request q from node-0" in describe(failed)
+    assert "nobody \\[there]" in describe(failed)
     given_up = DONE.model_copy(update={"state": "given_up", "requests": (MovedRequest(request_id="q-1", reason="it was over"),)})
-    assert told(given_up).endswith("it was over")
+    assert describe(given_up).endswith("it was over")
 
 
 def test_those_under_way_are_listed_and_the_others_summed_up() -> None:
@@ -79,7 +79,7 @@ def test_a_request_finds_its_own_moves() -> None:
 def test_a_request_is_called_what_its_client_calls_it() -> None:
     error = ErrorBody(code="not_found", message="no request t-1 is running")
     record = DONE.model_copy(update={"state": "failed", "error": error, "request_id": "t-1"})
-    line = told(record, "req_abc")
+    line = describe(record, "req_abc")
     assert "request req_abc from node-0" in line
     assert "no request req_abc is running" in line
     assert "t-1" not in line

@@ -1,1 +1,1 @@
-"""The OpenAI endpoint: open HTTP requests, a queue for each model, and a cache of where ready instances are."""
+"""The OpenAI endpoint: HTTP requests, a queue for each model, and the route table."""

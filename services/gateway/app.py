@@ -1,7 +1,7 @@
-"""Wires the gateway: mesh, loop, HTTP server, and the order in which they end.
+"""Wiring of the gateway: mesh, loop, HTTP server, and the order of shutdown.
 
-Stopping: refuse new connections and say so on /ready, let open requests finish (bounded), end the rest with an error, write the last
-traces, leave the mesh.
+Shutdown: refuse new connections, report it on /ready, let active requests finish (bounded), fail
+the rest, write the last traces, and leave the mesh.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from services.gateway.adapters.catalog_watcher import CatalogCopy
+from services.gateway.adapters.catalog_watcher import CatalogWatcher
 from services.gateway.adapters.garbage_collector import collect_when_idle, start_collecting_rarely
 from services.gateway.authorization import is_exposed
-from services.gateway.handlers.find_request import answer_finds
-from services.gateway.handlers.move_request import Mover
+from services.gateway.handlers.find_request import subscribe_find_request
+from services.gateway.handlers.move_request import MoveRequestHandler
 from services.gateway.http.endpoints.admin import Admin
-from services.gateway.http.endpoints.inference import Generate
+from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
 from services.gateway.http.middleware.connection_limits import BoundedProtocol, ConnectionLimits, Connections
-from services.gateway.http.middleware.error_boundary import Edge
-from services.gateway.http.middleware.request_guard import Guard
+from services.gateway.http.middleware.error_boundary import ErrorBoundary
+from services.gateway.http.middleware.request_guard import RequestGuard
 from services.gateway.http.middleware.request_id import RequestIds
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.server import HttpServer
 from services.gateway.loop import Gateway
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import Metrics
-from services.gateway.telemetry.request_log import Recorder
+from services.gateway.telemetry.request_log import RequestLog
 from shared.contracts import subjects
 from shared.contracts.demand import LoadFailed
 from shared.contracts.migration import GATEWAY_CONTROL
@@ -48,17 +48,17 @@ from shared.messaging.streams import catalog_bucket, keys_bucket
 from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
-_OTHER_FILES = 256
-"""Open files of a gateway besides its connections."""
-_LAST_WORDS_S = 2.0
+_OTHER_OPEN_FILES = 256
+"""Open files of a gateway other than client connections."""
+_FLUSH_TIMEOUT_S = 2.0
 
 
-def http_app(gateway: Gateway, parsers: ParserProcess, *, loopback: bool) -> ASGIApp:
+def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> ASGIApp:
     info = Info(gateway)
     routes = [
-        Route("/v1/chat/completions", Generate(gateway, "chat", parsers), methods=["POST"]),
-        Route("/v1/completions", Generate(gateway, "completion", parsers), methods=["POST"]),
-        Route("/v1/embeddings", Generate(gateway, "embedding", parsers), methods=["POST"]),
+        Route("/v1/chat/completions", Inference(gateway, "chat", parsers), methods=["POST"]),
+        Route("/v1/completions", Inference(gateway, "completion", parsers), methods=["POST"]),
+        Route("/v1/embeddings", Inference(gateway, "embedding", parsers), methods=["POST"]),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/models/{name:path}", info.model, methods=["GET"]),
         Route("/health", info.health, methods=["GET"]),
@@ -66,11 +66,12 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, loopback: bool) -> ASG
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/openapi.json", info.openapi, methods=["GET"]),
         *Admin(gateway).routes(),
-        Route("/v1/{rest:path}", Generate(gateway, "other", parsers), methods=["POST"]),
-        Route("/v1/{rest:path}", info.elsewhere, methods=["GET", "PUT", "PATCH", "DELETE"]),
+        Route("/v1/{rest:path}", Inference(gateway, "other", parsers), methods=["POST"]),
+        Route("/v1/{rest:path}", info.unknown_route, methods=["GET", "PUT", "PATCH", "DELETE"]),
     ]
-    # A bare router: Starlette's own exception handlers would answer in another shape than the Edge.
-    app: ASGIApp = Edge(Router(routes, redirect_slashes=False), gateway, Guard(gateway.settings, gateway.keys, loopback=loopback))
+    # A bare router: Starlette's exception handlers would respond in another format.
+    guard = RequestGuard(gateway.settings, gateway.authorizer, is_loopback=is_loopback)
+    app: ASGIApp = ErrorBoundary(Router(routes, redirect_slashes=False), gateway, guard)
     origins = [o.strip() for o in gateway.settings.cors_origins.split(",") if o.strip()]
     if origins:
         exposed = [
@@ -105,21 +106,21 @@ def _listen(settings: GatewaySettings) -> socket.socket:
 
 
 def _is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine reaches the endpoint."""
+    """Whether only this machine can reach the endpoint."""
     if listener.family not in (socket.AF_INET, socket.AF_INET6):
         return True
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _connection_limits(settings: GatewaySettings) -> ConnectionLimits:
-    """What the settings say, and as many connections as files may be open; the soft limit of those is often 1024."""
+    """Limit connections to the settings, and to the limit of open files, which is raised first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.max_connections + _OTHER_FILES
+    wanted = settings.max_connections + _OTHER_OPEN_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     return ConnectionLimits(
-        connections=max(1, min(settings.max_connections, files - _OTHER_FILES)),
+        connections=max(1, min(settings.max_connections, files - _OTHER_OPEN_FILES)),
         per_address=settings.max_connections_per_address,
         head_bytes=settings.max_header_bytes,
         headers=settings.max_headers,
@@ -137,11 +138,11 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
         sys.stderr.write(f"gateway: cannot listen on {where}: {e.strerror}; choose another with THAW_GATEWAY_PORT\n")
         return 1
     mesh, metrics = Mesh(settings, "gateway"), Metrics()
-    gateway = Gateway(mesh, settings, Recorder(mesh, metrics), exposed=is_exposed(settings, listener))
+    gateway = Gateway(mesh, settings, RequestLog(mesh, metrics), is_exposed=is_exposed(settings, listener))
     metrics.observe(gateway.dispatcher)
     try:
         mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, gateway.on_status)
-        mesh.respond(subjects.gateway_control(gateway.id), GATEWAY_CONTROL, Mover(gateway).on_control, concurrent=True)
+        mesh.respond(subjects.gateway_control(gateway.id), GATEWAY_CONTROL, MoveRequestHandler(gateway).handle, concurrent=True)
         mesh.listen(subjects.LOAD_FAILED, LoadFailed, gateway.on_load_failed)
         return await _serve(gateway, listener, stop)
     finally:
@@ -151,14 +152,14 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
 
 
 async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
-    """Connect, waiting for NATS as long as it takes; until then /health and /ready are all that can be answered."""
+    """Connect to the mesh, however long it takes; only /health and /ready respond until then."""
     mesh = gateway.mesh
     await mesh.start()
     await gateway.run(group)
-    await answer_finds(gateway)
-    cards = CatalogCopy(gateway.catalog, gateway.on_model_removed)
-    for bucket, copy in ((catalog_bucket, cards), (keys_bucket, gateway.keys.store)):
-        gateway.tasks.append(group.create_task(BucketWatcher(mesh, bucket, copy).run(), name=bucket.__name__))
+    await subscribe_find_request(gateway)
+    cards = CatalogWatcher(gateway.catalog, gateway.on_model_removed)
+    for bucket, watcher in ((catalog_bucket, cards), (keys_bucket, gateway.authorizer.store)):
+        gateway.tasks.append(group.create_task(BucketWatcher(mesh, bucket, watcher).run(), name=bucket.__name__))
     await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
 
 
@@ -167,7 +168,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     parsers = ParserProcess(settings.max_body_values)
     server = HttpServer(
         uvicorn.Config(
-            http_app(gateway, parsers, loopback=_is_loopback(listener)),
+            http_app(gateway, parsers, is_loopback=_is_loopback(listener)),
             http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
             loop="none",
             lifespan="off",
@@ -175,7 +176,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
             access_log=False,
             server_header=False,
             timeout_keep_alive=settings.idle_timeout,
-            timeout_graceful_shutdown=int(settings.drain_timeout + _LAST_WORDS_S) + 1,
+            timeout_graceful_shutdown=int(settings.drain_timeout + _FLUSH_TIMEOUT_S) + 1,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
         ),
@@ -184,11 +185,11 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(), name="http")
         log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
-        gateway.keys.note_configured()
-        _warn_of_access(gateway)
+        gateway.authorizer.note_configured()
+        _warn_about_access(gateway)
         background = [
             group.create_task(_join(gateway, group), name="join"),
-            group.create_task(gateway.recorder.run(), name="traces"),
+            group.create_task(gateway.request_log.run(), name="traces"),
             group.create_task(collect_when_idle(server.activity), name="garbage"),
         ]
         start_collecting_rarely()
@@ -200,14 +201,16 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     return 1 if lost else 0
 
 
-def _warn_of_access(gateway: Gateway) -> None:
-    keys, where = gateway.keys, {"host": gateway.settings.gateway_host}
-    if not keys.guards_admin and keys.exposed:
-        log.warning("the admin API is off until THAW_ADMIN_KEY is set, or an admin key is found in the mesh", extra=where)
-    elif not keys.guards_admin:
-        log.warning("the admin API asks for no key: any program on this machine administers the mesh; set THAW_ADMIN_KEY")
-    if keys.exposed and gateway.settings.require_key is False and not keys.configured:
-        log.warning("THAW_REQUIRE_KEY=false: other machines may infer without a key as long as none exists", extra=where)
+def _warn_about_access(gateway: Gateway) -> None:
+    authorizer, where = gateway.authorizer, {"host": gateway.settings.gateway_host}
+    if not authorizer.guards_admin and authorizer.is_exposed:
+        log.warning("admin API is disabled until THAW_ADMIN_KEY is set or the mesh has an admin key", extra=where)
+    elif not authorizer.guards_admin:
+        log.warning("admin API needs no key: any program on this machine administers the mesh; set THAW_ADMIN_KEY")
+    if authorizer.is_exposed and gateway.settings.require_key is False and not authorizer.configured:
+        log.warning(
+            "THAW_REQUIRE_KEY=false: other machines may send inference requests without a key while none exists", extra=where
+        )
 
 
 async def _finish(gateway: Gateway, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
@@ -217,5 +220,5 @@ async def _finish(gateway: Gateway, server: uvicorn.Server, serving: asyncio.Tas
         await asyncio.wait([serving], timeout=gateway.settings.drain_timeout)
     gateway.end_all()
     await asyncio.wait([serving])
-    await gateway.settle(_LAST_WORDS_S)
-    await gateway.recorder.flush(_LAST_WORDS_S)
+    await gateway.settle(_FLUSH_TIMEOUT_S)
+    await gateway.request_log.flush(_FLUSH_TIMEOUT_S)

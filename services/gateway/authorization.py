@@ -1,4 +1,4 @@
-"""API keys: only their SHA-256 hashes are known here; admin keys and inference keys are separate."""
+"""Authorization by API keys. Only SHA-256 hashes of keys are stored; admin keys are separate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.addresses import is_loopback
 from shared.errors import AuthenticationFailed, PermissionDenied
 
 log = logging.getLogger(__name__)
-_LOOK_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 
 
 def hash_key(key: str) -> str:
@@ -23,18 +23,18 @@ def hash_key(key: str) -> str:
 
 
 class KeyFile:
-    """One hash a line; read again when the file changes. A file that is not there holds no key."""
+    """A file with one hash per line, read again when it changes. A missing file has no key."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
-        self._looked = 0.0
+        self._checked_at = 0.0
         self._stamp: tuple[int, int] | None = None
         self._hashes: frozenset[str] = frozenset()
 
     def hashes(self) -> frozenset[str]:
         now = time.monotonic()
-        if now - self._looked >= _LOOK_S or not self._looked:
-            self._looked = now
+        if now - self._checked_at >= _CHECK_INTERVAL_S or not self._checked_at:
+            self._checked_at = now
             self._refresh()
         return self._hashes
 
@@ -46,33 +46,34 @@ class KeyFile:
                 return
             lines = self._path.read_text().splitlines()
         except OSError as e:
-            log.warning("the file of API keys cannot be read; no key of it is valid", extra={"error": str(e)})
+            log.warning("failed to read the file of API keys; none of its keys is valid", extra={"error": str(e)})
             self._stamp, self._hashes = None, frozenset()
             return
         words = (line.split("#", 1)[0].split() for line in lines)
         self._stamp, self._hashes = stamp, frozenset(w[0].lower() for w in words if w)
 
 
-class Keys:
-    """Says who may do what.
+class Authorizer:
+    """Decide which requests are allowed.
 
-    `/v1` needs an inference key as soon as one exists. Without THAW_REQUIRE_KEY a key stays necessary after the last one is gone, and is
-    always necessary beyond loopback. `/admin` needs an admin key as soon as one exists; without any, it is off beyond loopback.
+    `/v1` needs an inference key as soon as one exists. If THAW_REQUIRE_KEY is unset, it still does
+    after the last key was removed, and always beyond loopback. `/admin` needs an admin key as soon
+    as one exists; without any, it is disabled beyond loopback.
     """
 
-    def __init__(self, settings: GatewaySettings, store: KeyStore, *, exposed: bool) -> None:
-        """`exposed`: whether other machines can reach the gateway."""
+    def __init__(self, settings: GatewaySettings, store: KeyStore, *, is_exposed: bool) -> None:
+        """Read the keys of the settings; `is_exposed` if other machines can reach the gateway."""
         self._admin = frozenset({hash_key(settings.admin_key.get_secret_value())} if settings.admin_key else ())
         listed = settings.api_keys.get_secret_value() if settings.api_keys else ""
         self._listed = frozenset(h.strip().lower() for h in listed.split(",") if h.strip())
         self._file = KeyFile(settings.api_keys_file) if settings.api_keys_file else None
         self._require = settings.require_key
-        self.exposed = exposed
+        self.is_exposed = is_exposed
         self.store = store
 
     @property
     def configured(self) -> frozenset[str]:
-        """Hashes of the inference keys that the settings name."""
+        """Hashes of the inference keys in the settings."""
         return self._listed | (self._file.hashes() if self._file else frozenset())
 
     @property
@@ -80,46 +81,54 @@ class Keys:
         """Whether inference needs a key though none is valid now."""
         if self._require is not None:
             return self._require or self._file is not None or self.store.has_unparsable
-        return self.exposed or self._file is not None or self.store.existed("inference")
+        return self.is_exposed or self._file is not None or self.store.existed("inference")
 
     @property
     def guards_admin(self) -> bool:
-        """Whether the admin API asks for a key. Once an admin key has existed, it does for ever."""
+        """Whether the admin API needs a key. Once an admin key has existed, it always does."""
         return bool(self._admin) or self.store.existed("admin")
 
     def note_configured(self) -> None:
-        """Remember that the settings name inference keys."""
+        """Record durably that inference keys have existed, if the settings have any."""
         if self.configured:
             self.store.note("inference")
 
     def check(self, path: str, headers: Mapping[str, str]) -> None:
-        """Raise `AuthenticationFailed` unless the headers' key opens `path`, `PermissionDenied` where the admin API is off."""
+        """Check the API key of a request.
+
+        Raises:
+            AuthenticationFailed: The path needs a key, and the request has no valid one.
+            PermissionDenied: The admin API is disabled.
+        """
         if path.startswith("/admin/"):
             self._check_admin(headers)
         elif path.startswith("/v1/"):
             known = self.configured | self.store.hashes("inference")
-            if (known or self.required) and self.of(headers) not in known:
-                raise AuthenticationFailed("Incorrect API key provided, or none: Authorization: Bearer <key>")
+            if (known or self.required) and self.key_hash(headers) not in known:
+                raise AuthenticationFailed("The API key is missing or incorrect. Send Authorization: Bearer <key>")
 
     def _check_admin(self, headers: Mapping[str, str]) -> None:
         if self.guards_admin:
-            if self.of(headers) not in self._admin | self.store.hashes("admin"):
-                raise AuthenticationFailed("The admin API needs its key: Authorization: Bearer <THAW_ADMIN_KEY>")
-        elif self.exposed:
+            if self.key_hash(headers) not in self._admin | self.store.hashes("admin"):
+                raise AuthenticationFailed("The admin API needs an admin key. Send Authorization: Bearer <THAW_ADMIN_KEY>")
+        elif self.is_exposed:
             raise PermissionDenied(
-                "The admin API is off: this gateway is reachable beyond loopback and has no admin key. Start it with THAW_ADMIN_KEY."
+                "The admin API is disabled: the gateway is reachable beyond loopback and has no admin key. Start it with THAW_ADMIN_KEY."
             )
 
     @staticmethod
-    def of(headers: Mapping[str, str]) -> str:
-        """The hash of the key in `Authorization: Bearer`, or in `x-api-key`, as Anthropic's clients send it; empty without one."""
+    def key_hash(headers: Mapping[str, str]) -> str:
+        """Hash the key of a request; empty if it has none.
+
+        Clients send `Authorization: Bearer`; Anthropic's send `x-api-key`.
+        """
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
-        return hash_key(given) if given else ""
+        value = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+        return hash_key(value) if value else ""
 
 
 def is_exposed(settings: GatewaySettings, listener: socket.socket) -> bool:
-    """Whether other machines can reach the gateway: by the address that it is published on, or else the one it listens on."""
+    """Whether other machines can reach the address that the gateway is published or listens on."""
     if settings.published_address:
         return not is_loopback(settings.published_address)
     if listener.family not in (socket.AF_INET, socket.AF_INET6):

@@ -1,4 +1,4 @@
-"""The gateway's one loop: the dispatcher, its effects, and every request that is open."""
+"""The gateway's event loop: the dispatcher, its effects, and all active requests."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ import contextlib
 import time
 import uuid
 
-from services.gateway.adapters.demand_publisher import DemandSender
-from services.gateway.adapters.engine_client import Engines
-from services.gateway.adapters.idempotency_store import Claim, Entry, Found, IdempotencyStore
+from services.gateway.adapters.demand_publisher import DemandPublisher
+from services.gateway.adapters.engine_client import EngineClient
+from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, IdempotencyStore
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
-from services.gateway.adapters.prompt_length import Lengths
-from services.gateway.adapters.request_probe import Inquiries
-from services.gateway.adapters.tokenizer_files import ModelFiles
-from services.gateway.authorization import Keys
+from services.gateway.adapters.prompt_length import PromptLengthChecker
+from services.gateway.adapters.request_probe import RequestProbe
+from services.gateway.adapters.tokenizer_files import TokenizerFiles
+from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Admission, ByteLimits
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.engine_request import Ask
-from services.gateway.domain.lora_prefetch import EarlyAdapters, Told
-from services.gateway.domain.request_limits import Bounds
+from services.gateway.domain.engine_request import EngineRequest
+from services.gateway.domain.lora_prefetch import LoraPrefetch, PrefetchTarget
+from services.gateway.domain.request_limits import RequestLimits
+from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage, Ticket
-from services.gateway.idempotency.idempotent_request import Keyed
-from services.gateway.requests.active_request import Exchange
-from services.gateway.requests.sink import Sink
+from services.gateway.idempotency.idempotent_request import IdempotentRequest
+from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.requests.sink import TokenSink
 from services.gateway.settings import GatewaySettings
-from services.gateway.telemetry.request_log import Origin, Recorder
+from services.gateway.telemetry.request_log import RequestLog, RequestOrigin
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeStatus
@@ -41,8 +42,8 @@ _STARTING_RETRY_MS = 1_000
 _ADMIN_WAIT_S = 2.0
 
 
-def bounds_of(settings: GatewaySettings) -> Bounds:
-    return Bounds(
+def request_limits(settings: GatewaySettings) -> RequestLimits:
+    return RequestLimits(
         prompts=settings.max_prompts,
         choices=settings.max_choices,
         messages=settings.max_messages,
@@ -53,124 +54,151 @@ def bounds_of(settings: GatewaySettings) -> Bounds:
     )
 
 
-def byte_limits_of(settings: GatewaySettings) -> ByteLimits:
+def byte_limits(settings: GatewaySettings) -> ByteLimits:
     return ByteLimits(settings.max_open_bytes, settings.max_open_bytes_per_key, settings.max_open_bytes_per_model)
 
 
 class Gateway:
-    """Implements the dispatcher's `Effects`. All methods run on the event loop; none of them waits."""
+    """Own the gateway's state, and implement the dispatcher's `Effects`.
+
+    All methods run on the event loop. Those that are not coroutines never block.
+    """
 
     def __init__(
-        self, mesh: Mesh, settings: GatewaySettings, recorder: Recorder, gateway_id: str | None = None, *, exposed: bool = False
+        self,
+        mesh: Mesh,
+        settings: GatewaySettings,
+        request_log: RequestLog,
+        gateway_id: str | None = None,
+        *,
+        is_exposed: bool = False,
     ) -> None:
-        """`exposed`: whether other machines can reach the endpoint."""
+        """Create a gateway that has not joined the mesh yet.
+
+        Args:
+            is_exposed: Other machines can reach the HTTP endpoint.
+        """
         self.id = gateway_id or uuid.uuid4().hex
         self.mesh = mesh
         self.settings = settings
         self.catalog = Catalog()
-        self.recorder = recorder
+        self.request_log = request_log
         self.dispatcher = Dispatcher(self.id, self)
-        self.engines = Engines(mesh, self.id)
-        self._inquiries = Inquiries(mesh, self.dispatcher)
+        self.engines = EngineClient(mesh, self.id)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
-        self.keys = Keys(settings, KeyStore(mesh, KeyMarker(settings.state / "gateway")), exposed=exposed)
-        self.bounds = bounds_of(settings)
-        self.admission = Admission(byte_limits_of(settings))
-        self.lengths = Lengths(ModelFiles(mesh, self.dispatcher.routes.nodes))
-        self._demand = DemandSender(mesh, self._on_noted, self._on_hopeless)
-        self._early = EarlyAdapters()
-        self._open: dict[str, Exchange] = {}
-        self._named: dict[str, str] = {}
-        self._keyed: dict[str, Keyed] = {}
-        self._keyed_tasks: set[asyncio.Task[None]] = set()
+        key_store = KeyStore(mesh, KeyMarker(settings.state / "gateway"))
+        self.authorizer = Authorizer(settings, key_store, is_exposed=is_exposed)
+        self.request_limits = request_limits(settings)
+        self.admission = Admission(byte_limits(settings))
+        self.prompt_lengths = PromptLengthChecker(TokenizerFiles(mesh, self.dispatcher.routes.nodes))
         self.tasks: list[asyncio.Task[None]] = []
-        self.joined = False
-        self.closing = False
-        self.closes = asyncio.Event()
-        self._informed = asyncio.Event()
+        self.has_joined = False
+        self.is_closing = False
+        self.closing = asyncio.Event()
+        self._probe = RequestProbe(mesh, self.dispatcher)
+        self._demand = DemandPublisher(mesh, self._on_demand_reply, self._on_demand_refused)
+        self._lora_prefetch = LoraPrefetch()
+        self._requests: dict[str, ActiveRequest] = {}
+        self._ticket_ids: dict[str, str] = {}
+        self._idempotent_tasks: set[asyncio.Task[None]] = set()
+        self._state_read = asyncio.Event()
 
     # Requests.
 
     def open(
-        self, ask: Ask, card: ModelCard, sink: Sink, origin: Origin, key: tuple[Claim | Found, Entry] | None = None
-    ) -> Exchange:
-        """Take a request on. `key`: where its Idempotency-Key stands, and the entry to make if that is forgotten."""
+        self,
+        engine_request: EngineRequest,
+        card: ModelCard,
+        sink: TokenSink,
+        origin: RequestOrigin,
+        key: tuple[Claim | ExistingKey, Entry] | None = None,
+    ) -> ActiveRequest:
+        """Accept a request, and send or queue it.
+
+        Args:
+            key: The request's idempotency key as the store has it, and the entry to create if the
+                key is deleted meanwhile.
+        """
         now = time.monotonic()
         ticket = Ticket(
             id=uuid.uuid4().hex,
             model=card.name,
-            arrived=origin.arrived,
+            arrived_at=origin.arrived_at,
             queue_deadline=now + card.spec.queue.timeout,
-            response_timeout=card.spec.response_timeout,
+            response_timeout_s=card.spec.response_timeout,
             traceparent=traceparent(origin.span),
-            queue_timeout=card.spec.queue.timeout,
+            queue_timeout_s=card.spec.queue.timeout,
         )
-        limit = self.settings.stream_buffer_bytes
-        exchange = Exchange(ticket, card, ask, sink, self.dispatcher, limit)
-        self._open[ticket.id] = exchange
-        self._named[origin.request_id] = ticket.id
+        buffer_limit_bytes = self.settings.stream_buffer_bytes
+        request = ActiveRequest(ticket, card, engine_request, sink, self.dispatcher, buffer_limit_bytes)
+        self._requests[ticket.id] = request
+        self._ticket_ids[origin.request_id] = ticket.id
         if key is None:
             self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)
-            self._want_adapter(exchange)
-            return exchange
-        keyed = Keyed(self.id, self.idempotency, self.dispatcher, self.engines, exchange, *key)
-        exchange.key = self._keyed[ticket.id] = keyed
-        self._want_adapter(exchange)
-        task = asyncio.create_task(keyed.run(), name="idempotency key")
-        self._keyed_tasks.add(task)
-        task.add_done_callback(self._keyed_tasks.discard)
-        return exchange
-
-    def close(self, exchange: Exchange, origin: Origin) -> None:
-        """The answer is out, or will not be wanted. Records what happened."""
-        exchange.leave()
-        self.engines.forget(exchange)
-        del self._open[exchange.ticket.id]
-        if self._named.get(origin.request_id) == exchange.ticket.id:
-            del self._named[origin.request_id]
-        self._keyed.pop(exchange.ticket.id, None)
-        self.recorder.record(exchange, origin)
-
-    def exchange_of(self, attempt_id: str) -> Exchange | None:
-        """The open request that an engine knows (or knew) by that name."""
-        return self._open.get(attempt_id.rpartition("-")[0])
-
-    def ticket_named(self, request_id: str) -> Ticket | None:
-        """The open request that its client knows by that id."""
-        exchange = self._open.get(self._named.get(request_id, ""))
-        return exchange.ticket if exchange is not None else None
-
-    # Effects.
-
-    def send(self, ticket: Ticket) -> None:
-        if (keyed := self._keyed.get(ticket.id)) is not None:
-            keyed.send()
         else:
-            self.engines.send(self._open[ticket.id])
+            self._run_idempotent(request, *key)
+        self._prefetch_lora(request)
+        return request
+
+    def _run_idempotent(self, request: ActiveRequest, place: Claim | ExistingKey, new_entry: Entry) -> None:
+        idempotent = IdempotentRequest(self.id, self.idempotency, self.dispatcher, self.engines, request, place, new_entry)
+        request.attach_idempotency(idempotent)
+        task = asyncio.create_task(idempotent.run(), name="idempotency key")
+        self._idempotent_tasks.add(task)
+        task.add_done_callback(self._idempotent_tasks.discard)
+
+    def close(self, request: ActiveRequest, origin: RequestOrigin) -> None:
+        """The response is written or abandoned: release the request, and log it."""
+        request.cancel()
+        self.engines.forget(request.attempt.id)
+        del self._requests[request.ticket.id]
+        if self._ticket_ids.get(origin.request_id) == request.ticket.id:
+            del self._ticket_ids[origin.request_id]
+        self.request_log.record(request, origin)
+
+    def request_of_attempt(self, attempt_id: str) -> ActiveRequest | None:
+        """Return the active request that an attempt belongs to."""
+        return self._requests.get(attempt_id.rpartition("-")[0])
+
+    def ticket_of(self, request_id: str) -> Ticket | None:
+        """Return the ticket of an active request by the id that its client knows."""
+        request = self._requests.get(self._ticket_ids.get(request_id, ""))
+        return request.ticket if request is not None else None
+
+    # Effects of the dispatcher.
+
+    def send(self, ticket: Ticket, route: Route) -> None:
+        request = self._requests[ticket.id]
+        if request.idempotency is not None:
+            request.idempotency.send(route)
+            return
+        self.engines.forget(request.attempt.id)
+        request.begin_attempt(route, time.monotonic())
+        self.engines.send(request.infer_message(), request)
 
     def cancel(self, ticket: Ticket) -> None:
-        exchange = self._open[ticket.id]
-        self.engines.cancel(exchange)
-        self.engines.forget(exchange)
+        self.engines.cancel(ticket.instance_id or "", ticket.attempt_id)
+        self.engines.forget(self._requests[ticket.id].attempt.id)
 
     def fail(self, ticket: Ticket, error: ThawError) -> None:
-        self._open[ticket.id].fail(error)
+        self._requests[ticket.id].completion.fail(error)
 
-    def inquire(self, ticket: Ticket) -> None:
-        self._inquiries.ask(ticket)
+    def probe(self, ticket: Ticket) -> None:
+        self._probe.start(ticket)
 
     def requeued(self, ticket: Ticket) -> None:
-        self._open[ticket.id].requeued()
-        self._want_adapter(self._open[ticket.id])
+        request = self._requests[ticket.id]
+        request.requeued()
+        self._prefetch_lora(request)
 
-    def demand(self, demand: Demand) -> None:
-        self._demand.tell(demand)
+    def publish_demand(self, demand: Demand) -> None:
+        self._demand.publish(demand)
 
     # Events from the mesh.
 
     async def on_status(self, status: NodeStatus) -> None:
         self.dispatcher.on_status(status, time.monotonic())
-        self._tell_of_adapters(self._early.heard(status, self.dispatcher.waiting))
+        self._load_adapters(self._lora_prefetch.on_status(status, self.dispatcher.waiting))
 
     async def on_load_failed(self, event: LoadFailed) -> None:
         self.dispatcher.on_load_failed(event, time.monotonic())
@@ -178,96 +206,103 @@ class Gateway:
     def on_model_removed(self, name: str) -> None:
         error = ModelNotFound(f"The model `{name}` was removed", param="model")
         self.dispatcher.on_model_removed(name, error, time.monotonic())
-        # Whatever instances have told of their adapters: one may have loaded it since. Where it is not loaded this is harmless.
+        # Every instance gets the command: one may have loaded the adapter since its last status.
         if not any(True for _ in self.dispatcher.routes.of(name)):
             for route in self.dispatcher.routes.all():
                 if route.status.state is InstanceState.READY:
                     self.engines.drop_adapter(route.status.instance_id, name)
 
-    def _want_adapter(self, exchange: Exchange) -> None:
-        """An adapter comes beside its base, where that is under way."""
-        adapter = exchange.ask.adapter
-        if adapter is not None and exchange.ticket.stage in (Stage.NEW, Stage.QUEUED):
-            self._tell_of_adapters(self._early.want(exchange.ticket.model, adapter))
+    def _prefetch_lora(self, request: ActiveRequest) -> None:
+        """Load the LoRA adapter of a waiting request on instances that are starting."""
+        adapter = request.engine_request.lora_adapter
+        if adapter is not None and request.ticket.stage in (Stage.NEW, Stage.QUEUED):
+            self._load_adapters(self._lora_prefetch.on_request(request.ticket.model, adapter))
 
-    def _tell_of_adapters(self, told: list[Told]) -> None:
-        for instance_id, adapter in told:
+    def _load_adapters(self, targets: list[PrefetchTarget]) -> None:
+        for instance_id, adapter in targets:
             self.engines.load_adapter(instance_id, adapter)
 
-    def _on_noted(self, demand: Demand, noted: DemandNoted) -> None:
-        self.dispatcher.on_noted(demand.model, noted, time.monotonic())
+    def _on_demand_reply(self, demand: Demand, reply: DemandNoted) -> None:
+        self.dispatcher.on_demand_reply(demand.model, reply, time.monotonic())
 
-    def _on_hopeless(self, demand: Demand, error: ThawError) -> None:
+    def _on_demand_refused(self, demand: Demand, error: ThawError) -> None:
         self.dispatcher.on_load_failed(LoadFailed(model=demand.model, error=error.body()), time.monotonic())
 
-    # Its life.
-
-    async def tick(self) -> None:
-        """Deadlines, until cancelled."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.dispatcher.on_tick(time.monotonic())
-            if self._knows("/v1/"):
-                self._informed.set()
-
-    def faults(self) -> list[str]:
-        """Why requests are not taken now; empty: they are."""
-        if not self.joined:
-            return ["not connected to NATS yet"]
-        wrong = {
-            "stopping": self.closing,
-            "not connected to NATS": not self.mesh.nc.is_connected,
-            "the catalogue has not been read": not self.catalog.complete,
-            "the API keys have not been read": not self.keys.store.complete,
-        }
-        return [fault for fault, so in wrong.items() if so]
-
-    async def require_knowledge(self, path: str) -> None:
-        """Wait for what must be read from the mesh before `path` can be answered: models, and who may do what.
-
-        Raises `Unavailable` if it does not come: a gateway that has just been restarted must not use up its clients' few retries.
-        """
-        if self._knows(path):
-            return
-        wait_s = self.settings.starting_timeout
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._informed.wait(), min(wait_s, _ADMIN_WAIT_S) if path.startswith("/admin/") else wait_s)
-        if not self._knows(path):
-            faults = ", ".join(self.faults())
-            raise Unavailable(f"The gateway is starting: {faults}", retry_after_ms=_STARTING_RETRY_MS, should_retry=True)
-
-    def _knows(self, path: str) -> bool:
-        if path.startswith("/admin/"):
-            return self.joined and self.keys.store.complete
-        return not path.startswith("/v1/") or (self.joined and self.keys.store.complete and self.catalog.complete)
+    # Start and shutdown.
 
     async def run(self, group: asyncio.TaskGroup) -> None:
+        """Start the background tasks; the mesh must be connected."""
         await self.engines.start()
         self.tasks = [
             group.create_task(self.engines.run(), name="publish"),
             group.create_task(self._demand.run(), name="demand"),
-            group.create_task(self.tick(), name="tick"),
+            group.create_task(self._tick(), name="tick"),
         ]
-        self.joined = True
+        self.has_joined = True
+
+    async def _tick(self) -> None:
+        """Check deadlines until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.dispatcher.on_tick(time.monotonic())
+            if self._has_state_for("/v1/"):
+                self._state_read.set()
+
+    def not_ready_reasons(self) -> list[str]:
+        """List why requests are refused now; empty if they are accepted."""
+        if not self.has_joined:
+            return ["not connected to NATS yet"]
+        reasons = {
+            "stopping": self.is_closing,
+            "not connected to NATS": not self.mesh.nc.is_connected,
+            "the catalogue has not been read": not self.catalog.complete,
+            "the API keys have not been read": not self.authorizer.store.complete,
+        }
+        return [reason for reason, holds in reasons.items() if holds]
+
+    async def wait_for_state(self, path: str) -> None:
+        """Wait until the models and API keys that `path` needs have been read from the mesh.
+
+        A gateway that has just been restarted must not use up its clients' few retries.
+
+        Raises:
+            Unavailable: They could not be read within `starting_timeout`.
+        """
+        if self._has_state_for(path):
+            return
+        timeout_s = self.settings.starting_timeout
+        if path.startswith("/admin/"):
+            timeout_s = min(timeout_s, _ADMIN_WAIT_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._state_read.wait(), timeout_s)
+        if not self._has_state_for(path):
+            reasons = ", ".join(self.not_ready_reasons())
+            raise Unavailable(f"The gateway is starting: {reasons}", retry_after_ms=_STARTING_RETRY_MS, should_retry=True)
+
+    def _has_state_for(self, path: str) -> bool:
+        keys_read = self.has_joined and self.authorizer.store.complete
+        if path.startswith("/admin/"):
+            return keys_read
+        return not path.startswith("/v1/") or (keys_read and self.catalog.complete)
 
     def begin_closing(self) -> None:
-        """Take no new request; those here go on."""
-        self.closing = True
-        self.closes.set()
+        """Refuse new requests; active ones continue."""
+        self.is_closing = True
+        self.closing.set()
         self.dispatcher.on_closing()
 
     def end_all(self) -> None:
-        """The time to finish is over: end what is left with an error."""
-        for exchange in list(self._open.values()):
-            if exchange.ended:
+        """Fail the requests that are still active after the drain timeout."""
+        for request in list(self._requests.values()):
+            if request.completion.is_done:
                 continue
-            if (keyed := self._keyed.get(exchange.ticket.id)) is not None:
-                keyed.hand_over(ShuttingDown())
+            if request.idempotency is not None:
+                request.idempotency.hand_over(ShuttingDown())
             else:
-                self.dispatcher.on_broken(exchange.ticket, ShuttingDown(), time.monotonic())
+                self.dispatcher.on_abort(request.ticket, ShuttingDown(), time.monotonic())
 
-    async def settle(self, within: float) -> None:
-        """Let the last requests with Idempotency-Keys write down how they ended."""
-        if self._keyed_tasks:
-            await asyncio.wait(self._keyed_tasks, timeout=within)
-        await end(*self._keyed_tasks)
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until the idempotency keys of ended requests record how those ended."""
+        if self._idempotent_tasks:
+            await asyncio.wait(self._idempotent_tasks, timeout=timeout_s)
+        await end(*self._idempotent_tasks)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.gateway.adapters.prompt_length import Counter
-from services.gateway.adapters.tokenizer_files import ModelFiles
+from services.gateway.adapters.prompt_length import TokenCounter
+from services.gateway.adapters.tokenizer_files import TokenizerFiles
 from tests.integration.loader.conftest import Client, LoaderProcess, client, loader
 from thaw.demo.tokenizer import write_tokenizer
 
@@ -17,10 +17,10 @@ async def test_files_of_a_model_on_another_machine(loader: LoaderProcess, client
     directory.mkdir()
     write_tokenizer(directory, 2048, 2048, tmp_path)
     await client.until_served()
-    files = ModelFiles(client.mesh, lambda: ["nobody", loader.node])
+    files = TokenizerFiles(client.mesh, lambda: ["nobody", loader.node])
     got = await files.read(_elsewhere(directory))
     assert got["tokenizer.json"] == (directory / "tokenizer.json").read_bytes()
-    assert Counter.of(got) is not None
+    assert TokenCounter.from_files(got) is not None
     assert await files.read(str(tmp_path / "nothing")) == {}
 
 

@@ -1,1 +1,1 @@
-"""The gateway's side of NATS."""
+"""Adapters to NATS, and the tokenizer."""

@@ -1,4 +1,4 @@
-"""The bucket of model cards into the gateway's catalogue."""
+"""Copy of the bucket of model cards to the gateway's catalogue."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from shared.messaging.mesh import faults_of
 log = logging.getLogger(__name__)
 
 
-class CatalogCopy:
-    """`on_removed` hears the names of models that are gone."""
+class CatalogWatcher:
+    """Apply changes of the bucket to a catalogue."""
 
     def __init__(self, catalog: Catalog, on_removed: Callable[[str], None]) -> None:
+        """Call `on_removed` with the name of every model that is removed."""
         self._catalog = catalog
         self._on_removed = on_removed
 
     def replace(self, entries: dict[str, bytes]) -> None:
-        cards = {card.name: card for key, value in entries.items() if (card := _card(key, value)) is not None}
+        cards = {card.name: card for key, value in entries.items() if (card := _parse_card(key, value)) is not None}
         for name in self._catalog.replace(cards):
             self._on_removed(name)
         self._catalog.complete = True
 
     def put(self, key: str, value: bytes) -> None:
-        card = _card(key, value)
+        card = _parse_card(key, value)
         if card is not None:
             self._catalog.put(card)
 
@@ -39,9 +40,9 @@ class CatalogCopy:
             self._on_removed(name)
 
 
-def _card(key: str, value: bytes) -> ModelCard | None:
+def _parse_card(key: str, value: bytes) -> ModelCard | None:
     try:
         return ModelCard.model_validate_json(value)
     except ValidationError as e:
-        log.warning("a model card cannot be understood", extra={"key": key, "error": faults_of(e)})
+        log.warning("failed to parse a model card", extra={"key": key, "error": faults_of(e)})
         return None

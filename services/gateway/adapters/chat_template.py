@@ -1,4 +1,7 @@
-"""A model's chat template, rendered as transformers renders it: in jinja2's sandbox, with the same filters and globals."""
+"""Rendering of a model's chat template as transformers renders it.
+
+It uses jinja2's sandbox with the same filters and globals.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class Unrenderable(Exception):
-    """This conversation cannot be rendered here; what to say about it is for the engine."""
+    """The conversation cannot be rendered here; the engine reports why."""
 
 
 class ChatTemplate:
-    """`tokens`: the special tokens by their names, which templates use."""
+    """Compiled templates by name, and the special tokens that they refer to."""
 
     def __init__(self, compiled: Mapping[str, Any], tokens: Mapping[str, str]) -> None:
         self._compiled = compiled
         self._tokens = tokens
 
     @classmethod
-    def of(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """The template in a model's files; None if there is none that can be read (or no jinja2)."""
+    def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
+        """Load a template; None if there is none that can be read, or no jinja2."""
         if not _AVAILABLE:
             return None
         from jinja2 import TemplateError
@@ -41,20 +44,20 @@ class ChatTemplate:
         return cls(compiled, tokens) if compiled else None
 
     def render(self, request: ChatCompletionRequest) -> str:
-        """The prompt's text. Raises `Unrenderable`."""
+        """Render the prompt. Raises `Unrenderable`."""
         name = "tool_use" if request.tools and "tool_use" in self._compiled else "default"
         template = self._compiled.get(name)
         if template is None:
             raise Unrenderable
-        given = {
+        arguments = {
             "messages": [_message(m) for m in request.messages],
             "tools": request.tools or None,
             "documents": None,
             "add_generation_prompt": request.add_generation_prompt,
         }
         try:
-            return str(template.render(**{**self._tokens, **(request.chat_template_kwargs or {}), **given}))
-        except Exception as e:  # a template is a program of the model's author; the engine tells the client what it raises
+            return str(template.render(**{**self._tokens, **(request.chat_template_kwargs or {}), **arguments}))
+        except Exception as e:  # a template may raise anything; the engine reports it to the client
             raise Unrenderable from e
 
 
@@ -64,7 +67,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the assistant said; it changes no text."""
+        """`{% generation %}` marks output of the assistant; it changes no text."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2's own attribute
 
@@ -87,7 +90,7 @@ def _environment() -> Any:
 
 
 def _sources(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Templates by name, in transformers' order of preference."""
+    """Return templates by name, in transformers' order of precedence."""
     if (own := files.get("chat_template.jinja")) is not None:
         return {"default": own.decode()}
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -114,7 +117,10 @@ def _tokens(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """A message as the builtin engine gives it to the template: content as text, arguments of tool calls as objects, nothing None."""
+    """Convert a message as the builtin engine does for the template.
+
+    Content becomes text, arguments of tool calls become objects, and None is left out.
+    """
     plain = {k: v for k, v in message.model_dump(exclude_unset=True).items() if v is not None}
     if isinstance(message.content, list):
         texts = [part.get("text") for part in message.content if part.get("type") == "text"]

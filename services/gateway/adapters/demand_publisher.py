@@ -1,4 +1,4 @@
-"""Tells the scheduler what waits: the newest level of each model, one request at a time for each."""
+"""Publication of demand: the latest queue length of each model, one message at a time per model."""
 
 from __future__ import annotations
 
@@ -12,38 +12,42 @@ from shared.errors import InsufficientMemory, InvalidModel, ModelNotFound, ThawE
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
-_HOPELESS = (InvalidModel, InsufficientMemory, ModelNotFound)
-"""Answers after which waiting longer cannot help."""
+_PERMANENT = (InvalidModel, InsufficientMemory, ModelNotFound)
+"""Refusals after which waiting longer cannot help."""
 
 
-class DemandSender:
-    """Demand is a level: what has not been sent yet is replaced by what is newer. Failures are not repeated here, the next tick is."""
+class DemandPublisher:
+    """Send demand to the scheduler.
+
+    Demand is a level: a newer message replaces one that has not been sent. A failure is not
+    retried, since the dispatcher publishes again with its next tick.
+    """
 
     def __init__(
         self,
         mesh: Mesh,
-        on_noted: Callable[[Demand, DemandNoted], None],
-        on_hopeless: Callable[[Demand, ThawError], None],
+        on_reply: Callable[[Demand, DemandNoted], None],
+        on_refused: Callable[[Demand, ThawError], None],
     ) -> None:
         self._mesh = mesh
-        self._on_noted = on_noted
-        self._on_hopeless = on_hopeless
+        self._on_reply = on_reply
+        self._on_refused = on_refused
         self._next: dict[str, Demand] = {}
-        self._busy: set[str] = set()
-        self._wanted = asyncio.Event()
+        self._sending: set[str] = set()
+        self._has_next = asyncio.Event()
 
-    def tell(self, demand: Demand) -> None:
+    def publish(self, demand: Demand) -> None:
         self._next[demand.model] = demand
-        self._wanted.set()
+        self._has_next.set()
 
     async def run(self) -> None:
         """Send until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._wanted.wait()
-                self._wanted.clear()
-                for model in self._next.keys() - self._busy:
-                    self._busy.add(model)
+                await self._has_next.wait()
+                self._has_next.clear()
+                for model in self._next.keys() - self._sending:
+                    self._sending.add(model)
                     group.create_task(self._send_all(model), name=f"demand {model}")
 
     async def _send_all(self, model: str) -> None:
@@ -51,17 +55,17 @@ class DemandSender:
             while (demand := self._next.pop(model, None)) is not None:
                 await self._send(demand)
         finally:
-            self._busy.discard(model)
+            self._sending.discard(model)
 
     async def _send(self, demand: Demand) -> None:
         try:
-            noted = await self._mesh.request(subjects.DEMAND, demand, DemandNoted)
+            reply = await self._mesh.request(subjects.DEMAND, demand, DemandNoted)
         except Unreachable:
-            log.info("no scheduler answers; asking again", extra={"model": demand.model, "waiting": demand.waiting})
-        except _HOPELESS as e:
+            log.info("no scheduler replies to demand; retrying", extra={"model": demand.model, "waiting": demand.waiting})
+        except _PERMANENT as e:
             if demand.waiting:
-                self._on_hopeless(demand, e)
+                self._on_refused(demand, e)
         except ThawError as e:
-            log.warning("the scheduler did not take the demand", extra={"model": demand.model, "error": e.message})
+            log.warning("scheduler refused demand", extra={"model": demand.model, "error": e.message})
         else:
-            self._on_noted(demand, noted)
+            self._on_reply(demand, reply)

@@ -1,10 +1,13 @@
-"""Idempotency-Keys in JetStream: who answers for a key (a KV entry) and what the engine has said so far (a captured stream).
+"""Store of idempotency keys in JetStream: one KV entry per key, and captured replies of engines.
 
-A key's entry is either `running`, owned by one claim that renews it while it works, or `done`. It names the subject on which the engine
-answers; JetStream captures that subject, so that anybody can read the answer from its first message on, while it is made and after. An
-entry that is not renewed for LEASE_S (on the waiter's own clock), or that has no owner, goes to the first waiter who replaces exactly
-that revision. An attempt of which no client got anything removes its entry when it fails: the next request tries anew.
-docs/adr/0011-idempotency.md and 0015 say why.
+An entry is either `running`, owned by one claim that renews it while it works, or `done`. It names
+the subject on which the engine replies. JetStream captures that subject, so that any gateway can
+read the response from its first message on, during generation and afterwards.
+
+An entry that is not renewed for `LEASE_S` (on the waiter's own clock), or that has no owner, goes
+to the first waiter that replaces exactly that revision. An attempt of which no client received
+output deletes its entry when it fails: the next request starts anew. See docs/adr/0011-idempotency.md
+and docs/adr/0015.
 """
 
 from __future__ import annotations
@@ -36,29 +39,37 @@ from shared.messaging.streams import ensure_keyed_stream, idempotency_bucket
 
 log = logging.getLogger(__name__)
 _FULL = (
-    "The store of Idempotency-Keys is full (256 MiB), so this request is not run: a repetition could not be told from it. "
+    "The store of Idempotency-Keys is full (256 MiB), so the request cannot be deduplicated and is not run. "
     "Send it without the key, or lower THAW_IDEMPOTENCY_TTL on the gateways, so that keys expire sooner."
 )
 LEASE_S = 5.0
 RENEW_S = 1.5
-_STORED_WITHIN_S = 2.0
-_LOOK_S = 0.05
-_HERE_WITHIN_S = 1.0
-_FOUND_WITHIN_S, _FIND_AGAIN_S = 20.0, 0.5
+_CAPTURE_TIMEOUT_S = 2.0
+_CAPTURE_POLL_S = 0.05
+_WAITERS_TIMEOUT_S = 1.0
+_CLAIM_TIMEOUT_S, _CLAIM_RETRY_S = 20.0, 0.5
 
 
-class Part(Frozen):
-    """The first `messages` of what an engine said on `reply`: from there on another one went on."""
+class ResponsePart(Frozen):
+    """The first `messages` messages on `reply`; another engine continued from there."""
 
     reply: str
     messages: int
 
 
 class Entry(Frozen):
-    """What lies under a key. `request` is a digest of the body that came with it; `owner` names a claim, and is empty once a gateway that
-    was stopped has handed the key over. `reply` is empty until an engine is about to be given the request. The answer is `parts` in their
-    order, and then what comes on `reply`, from weights of `revision`. `error`: how the answer ended after `messages` messages of that, if it
-    broke off."""
+    """The value of a key.
+
+    The response consists of `parts` in their order, then of the messages on `reply`.
+
+    Attributes:
+        request: Digest of the request's body and query.
+        owner: Name of the claim; empty once a stopping gateway has released the key.
+        reply: Reply subject of the present attempt; empty until an instance is chosen.
+        revision: Revision of the weights of the present attempt.
+        messages: Messages on `reply`, once the entry is `done`.
+        error: How the response failed, if it broke off.
+    """
 
     state: Literal["running", "done"] = "running"
     request: str
@@ -66,7 +77,7 @@ class Entry(Frozen):
     renewals: int = 0
     answer_id: str
     created: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ResponsePart, ...] = ()
     reply: str = ""
     revision: str = ""
     attempt_id: str = ""
@@ -77,26 +88,31 @@ class Entry(Frozen):
 
 
 class ClaimLost(Exception):
-    """Another gateway has the key now."""
+    """Another gateway has claimed the key."""
 
 
 @contextmanager
-def reachable() -> Iterator[None]:
-    """Raise `Unavailable` for whatever the store's client raises: generating without the store could generate twice."""
+def store_errors_as_unavailable() -> Iterator[None]:
+    """Raise `Unavailable` for every error of the store.
+
+    Generating without the store could generate twice.
+    """
     try:
         with full_as(_FULL):
             yield
     except (NatsError, TimeoutError, ValidationError) as e:
-        raise Unavailable(f"the store of idempotency keys cannot be reached: {type(e).__name__}", should_retry=True) from e
+        raise Unavailable(
+            f"The store of idempotency keys cannot be reached ({type(e).__name__}). Repeat the request", should_retry=True
+        ) from e
 
 
-def is_away(error: Exception) -> bool:
-    """Whether the store did not answer, as while NATS restarts: what was asked may be asked again."""
+def is_store_unavailable(error: Exception) -> bool:
+    """Whether the store did not reply, as during a restart of NATS, so that a retry may succeed."""
     return isinstance(error, NatsError | TimeoutError) or isinstance(error.__cause__, NatsError | TimeoutError)
 
 
-class Found:
-    """A key that is there, at one revision."""
+class ExistingKey:
+    """The entry of a key at one revision."""
 
     def __init__(self, key: str, entry: Entry, revision: int) -> None:
         self.key = key
@@ -105,7 +121,11 @@ class Found:
 
 
 class Claim:
-    """The right, and the duty, to answer for a key."""
+    """Ownership of a key: the right and the duty to execute its request.
+
+    Attributes:
+        lost: Set when another gateway has claimed the key.
+    """
 
     def __init__(self, bucket: KeyValue, key: str, entry: Entry, revision: int) -> None:
         self.key = key
@@ -116,13 +136,13 @@ class Claim:
         self._lock = asyncio.Lock()
 
     async def _write(self, **changes: Any) -> None:
-        """Replace the entry. Raises `ClaimLost`, or what NATS raises."""
+        """Update fields of the entry. Raises `ClaimLost`, or the error of NATS."""
         async with self._lock:
             entry = self.entry.model_copy(update=changes)
             try:
                 self._revision = await self._bucket.update(self.key, _bytes(entry), last=self._revision)
             except KeyWrongLastSequenceError:
-                # An update that was written although its confirmation was lost is still ours.
+                # The previous update may have been written although its confirmation was lost.
                 self._revision = await self._bucket.update(self.key, _bytes(entry), last=await self._own_revision())
             self.entry = entry
 
@@ -138,31 +158,32 @@ class Claim:
         return found.revision
 
     async def renew_forever(self) -> None:
-        """Keep the claim until cancelled, or lost."""
+        """Renew the claim until it is cancelled or lost."""
         while not self.lost.is_set():
             await asyncio.sleep(RENEW_S)
             try:
                 await self._write(renewals=self.entry.renewals + 1)
             except ClaimLost:
-                log.warning("another gateway took over an idempotency key")
+                log.warning("another gateway claimed an idempotency key")
             except (NatsError, TimeoutError) as e:
-                log.info("an idempotency key could not be renewed", extra={"error": repr(e)})
+                log.info("failed to renew an idempotency key", extra={"error": repr(e)})
 
-    async def sending(
-        self, reply: str, attempt_id: str, instance_id: str, node: str, revision: str = "", parts: tuple[Part, ...] = ()
+    async def record_attempt(
+        self, reply: str, attempt_id: str, instance_id: str, node: str, revision: str = "", parts: tuple[ResponsePart, ...] = ()
     ) -> None:
-        """Write down who is about to be asked, before it is, and after which parts it goes on."""
+        """Record an attempt before it is sent, with the parts of the response that it continues."""
         await self._write(reply=reply, attempt_id=attempt_id, instance_id=instance_id, node=node, revision=revision, parts=parts)
 
-    async def done(self, messages: int, error: ThawError | None) -> None:
+    async def complete(self, messages: int, error: ThawError | None) -> None:
+        """Record that the response has `messages` messages, and how it failed."""
         await self._write(state="done", messages=messages, error=error.body() if error is not None else None)
 
-    async def hand_over(self) -> None:
-        """Let whoever waits, or comes next, go on with it."""
+    async def release(self) -> None:
+        """Give the key up for the next gateway that waits for it."""
         await self._write(owner="")
 
-    async def drop(self) -> None:
-        """Forget the key."""
+    async def delete(self) -> None:
+        """Delete the key."""
         async with self._lock:
             try:
                 await self._bucket.delete(self.key, last=self._revision)
@@ -171,9 +192,11 @@ class Claim:
 
 
 class IdempotencyStore:
-    def __init__(self, mesh: Mesh, gateway: str, ttl_s: float, max_bytes: int) -> None:
+    """Keys, captured replies and waiters, for one gateway."""
+
+    def __init__(self, mesh: Mesh, gateway_id: str, ttl_s: float, max_bytes: int) -> None:
         self._mesh = mesh
-        self._gateway = gateway
+        self._gateway_id = gateway_id
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._bucket: KeyValue | None = None
@@ -188,97 +211,110 @@ class IdempotencyStore:
             self._bucket = await idempotency_bucket(self._js, self._ttl_s, self._mesh.replicas)
         return self._bucket
 
-    def _mine(self, entry: Entry) -> Entry:
-        return entry.model_copy(update={"owner": f"{self._gateway}:{uuid.uuid4().hex}"})
+    def _with_owner(self, entry: Entry) -> Entry:
+        return entry.model_copy(update={"owner": f"{self._gateway_id}:{uuid.uuid4().hex}"})
 
-    async def find(self, key: str, fresh: Entry) -> Claim | Found:
-        """Become the one who answers for `key`, or learn who is. Waits for a store that is away, as while NATS restarts, for `_FOUND_WITHIN_S`.
+    async def claim_or_get(self, key: str, new_entry: Entry) -> Claim | ExistingKey:
+        """Claim `key` with `new_entry`, or return the entry that it has.
 
-        Raises `Unavailable`.
+        Retries for `_CLAIM_TIMEOUT_S` while the store is unavailable.
+
+        Raises:
+            Unavailable: The store stayed unavailable, or is full.
         """
-        mine, until = self._mine(fresh), time.monotonic() + _FOUND_WITHIN_S
-        with reachable():
+        owned, until = self._with_owner(new_entry), time.monotonic() + _CLAIM_TIMEOUT_S
+        with store_errors_as_unavailable():
             while True:
                 try:
-                    return await self._find(key, mine)
+                    return await self._claim_or_get(key, owned)
                 except (NatsError, TimeoutError):
                     self._bucket = None
                     if time.monotonic() > until:
                         raise
-                await asyncio.sleep(_FIND_AGAIN_S)
+                await asyncio.sleep(_CLAIM_RETRY_S)
 
-    async def _find(self, key: str, mine: Entry) -> Claim | Found:
+    async def _claim_or_get(self, key: str, owned: Entry) -> Claim | ExistingKey:
         bucket = await self._open()
         while True:
             try:
-                return Claim(bucket, key, mine, await bucket.create(key, _bytes(mine)))
+                return Claim(bucket, key, owned, await bucket.create(key, _bytes(owned)))
             except KeyWrongLastSequenceError:
                 pass
             try:
-                there = await bucket.get(key)
+                found = await bucket.get(key)
             except KeyNotFoundError:
                 continue
-            if there.value is not None and there.revision is not None:
-                entry = Entry.model_validate_json(there.value)
-                # One that was created although its confirmation was lost is ours.
-                own = entry.owner == mine.owner
-                return Claim(bucket, key, entry, there.revision) if own else Found(key, entry, there.revision)
+            if found.value is not None and found.revision is not None:
+                entry = Entry.model_validate_json(found.value)
+                # The entry may have been created although its confirmation was lost.
+                if entry.owner == owned.owner:
+                    return Claim(bucket, key, entry, found.revision)
+                return ExistingKey(key, entry, found.revision)
 
-    async def take_over(self, found: Found) -> Claim | None:
-        """Replace an owner who is gone; None if somebody else has been faster, or he is not gone after all."""
-        bucket, mine = await self._open(), self._mine(found.entry)
+    async def take_over(self, found: ExistingKey) -> Claim | None:
+        """Claim a key whose owner is gone; None if the entry has changed meanwhile."""
+        bucket, owned = await self._open(), self._with_owner(found.entry)
         try:
-            return Claim(bucket, found.key, mine, await bucket.update(found.key, _bytes(mine), last=found.revision))
+            return Claim(bucket, found.key, owned, await bucket.update(found.key, _bytes(owned), last=found.revision))
         except KeyWrongLastSequenceError:
             return None
 
-    async def forget(self, found: Found) -> None:
-        """Remove an entry whose answer is not there any more."""
+    async def delete(self, found: ExistingKey) -> None:
+        """Delete an entry whose response is no longer stored; no-op if the entry has changed."""
         try:
             await (await self._open()).delete(found.key, last=found.revision)
         except KeyWrongLastSequenceError:
-            log.info("an idempotency key changed while it was to be forgotten")
+            log.info("idempotency key changed before it could be deleted")
 
     @asynccontextmanager
-    async def watching(self, key: str) -> AsyncIterator[Any]:
+    async def watch(self, key: str) -> AsyncIterator[Any]:
+        """Watch the entry of a key."""
         async with consumers.watching(await self._open(), key) as watcher:
             yield watcher
 
-    # What engines said.
+    # Captured replies of engines.
 
-    async def stored(self, reply: str) -> int:
-        """How many messages of an engine's answer are kept."""
+    async def captured_messages(self, reply: str) -> int:
+        """Count the stored messages of a reply subject."""
         info = await self._js.stream_info(subjects.KEYED_STREAM, subjects_filter=reply)
         return int((info.state.subjects or {}).get(reply, 0))
 
-    async def until_stored(self, reply: str, messages: int) -> bool:
-        """Whether the answer's last message has been captured, which takes no time but while NATS restarts."""
-        async with asyncio.timeout(_STORED_WITHIN_S):
-            while await self.stored(reply) < messages:  # noqa: ASYNC110 - what is waited for happens in the NATS server
-                await asyncio.sleep(_LOOK_S)
+    async def wait_until_captured(self, reply: str, messages: int) -> bool:
+        """Wait until `messages` messages are stored; immediate unless NATS restarts.
+
+        Raises:
+            TimeoutError: They were not stored within `_CAPTURE_TIMEOUT_S`.
+        """
+        async with asyncio.timeout(_CAPTURE_TIMEOUT_S):
+            while await self.captured_messages(reply) < messages:  # noqa: ASYNC110 - the event is in the NATS server
+                await asyncio.sleep(_CAPTURE_POLL_S)
         return True
 
-    async def follow(self, reply: str, take: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
-        """Have `take` called with every message of an answer, from the first one on; returns what ends that."""
+    async def read_captured(self, reply: str, on_message: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
+        """Call `on_message` with every message of a reply subject, from the first one on.
 
-        async def on_message(message: Msg) -> None:
-            take(message.data)
+        Returns:
+            A function that ends the subscription.
+        """
 
-        subscription = await self._js.subscribe(reply, cb=on_message, stream=subjects.KEYED_STREAM, ordered_consumer=True)
+        async def take(message: Msg) -> None:
+            on_message(message.data)
+
+        subscription = await self._js.subscribe(reply, cb=take, stream=subjects.KEYED_STREAM, ordered_consumer=True)
 
         return functools.partial(consumers.end, subscription)
 
-    # Who waits.
+    # Waiters.
 
     @asynccontextmanager
-    async def waiting(self, key: str) -> AsyncIterator[None]:
-        """Answer the owner's question whether anybody waits, while the block runs; and tell it of the end."""
+    async def announce_waiter(self, key: str) -> AsyncIterator[None]:
+        """Reply to the owner's `has_waiters` inside the block; notify the owner at its end."""
 
-        async def here(message: Msg) -> None:
+        async def confirm(message: Msg) -> None:
             await message.respond(b"")
 
         nc = self._mesh.nc
-        subscription = await nc.subscribe(subjects.keyed_waiters(key), cb=here)
+        subscription = await nc.subscribe(subjects.keyed_waiters(key), cb=confirm)
         try:
             yield
         finally:
@@ -286,21 +322,23 @@ class IdempotencyStore:
                 await subscription.unsubscribe()
                 await nc.publish(subjects.keyed_left(key))
 
-    async def anybody_waits(self, key: str) -> bool:
-        """Nobody listening is an answer, and an immediate one."""
+    async def has_waiters(self, key: str) -> bool:
+        """Whether another client waits for the response. NATS replies at once if none does."""
         try:
-            await self._mesh.nc.request(subjects.keyed_waiters(key), timeout=_HERE_WITHIN_S)
+            await self._mesh.nc.request(subjects.keyed_waiters(key), timeout=_WAITERS_TIMEOUT_S)
         except NoRespondersError:
             return False
         except (NatsError, TimeoutError) as e:
-            log.info("could not ask who waits for an idempotency key", extra={"error": repr(e)})
+            log.info("failed to query the waiters of an idempotency key", extra={"error": repr(e)})
             return False
         return True
 
     @asynccontextmanager
-    async def told_of_leaving(self, key: str, tell: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    async def on_waiter_left(self, key: str, callback: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """Call `callback` whenever a waiter leaves, inside the block."""
+
         async def left(_: Msg) -> None:
-            await tell()
+            await callback()
 
         subscription = await self._mesh.nc.subscribe(subjects.keyed_left(key), cb=left)
         try:
@@ -315,7 +353,7 @@ def _bytes(entry: Entry) -> bytes:
 
 
 def digest(*parts: bytes) -> str:
-    """One name for several byte strings, whatever they hold."""
+    """Hash several byte strings; their boundaries count."""
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(len(part).to_bytes(8, "big") + part)

@@ -1,4 +1,4 @@
-"""A file that remembers which kinds of API keys have ever existed, should NATS's disk be lost with the keys."""
+"""A file that records which kinds of API keys have existed, in case NATS loses the keys."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ _SCOPES: tuple[Scope, ...] = ("inference", "admin")
 
 
 class KeyMarker:
-    """One scope a line, in a private directory. Where none can be written, the marker in the bucket of keys is the only one."""
+    """A private file with one scope per line.
+
+    If it cannot be written, the marker in the bucket of keys is the only one.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._path = directory / "keys-existed"
 
     def read(self) -> frozenset[Scope]:
-        """The scopes on file. A file that cannot be read counts as all of them. Blocks."""
+        """Return the recorded scopes; all of them if the file cannot be read. Blocks."""
         try:
             if not self._path.exists():
                 return frozenset()
             require_private(self._directory)
             lines = self._path.read_text().split()
         except (OSError, ValueError) as e:
-            log.warning("the marker of API keys cannot be read; keys are required", extra={"error": str(e)})
+            log.warning("failed to read the marker of API keys; keys are required", extra={"error": str(e)})
             return frozenset(_SCOPES)
         return frozenset(s for s in _SCOPES if s in lines)
 
     def write(self, scopes: frozenset[Scope]) -> None:
-        """Add `scopes`, durably. Blocks; a failure is logged."""
+        """Add `scopes` durably. Blocks; logs a failure."""
         try:
-            kept = self.read() | scopes
+            recorded = self.read() | scopes
             make_private(self._directory)
-            write_durably(self._path, "".join(f"{s}\n" for s in sorted(kept)).encode())
+            write_durably(self._path, "".join(f"{s}\n" for s in sorted(recorded)).encode())
         except OSError as e:
-            log.info("the marker of API keys lies on NATS only: the state directory cannot be written", extra={"error": str(e)})
+            log.info("failed to write the marker of API keys; only NATS has it", extra={"error": str(e)})

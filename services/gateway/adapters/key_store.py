@@ -1,7 +1,8 @@
-"""API keys that operators add and revoke: hashes in a JetStream bucket that every gateway follows.
+"""API keys that operators add and revoke: hashes in a JetStream bucket that every gateway watches.
 
-The bucket also keeps a marker of each scope of which a key has ever existed, and so does a file of the gateway (`KeyMarker`): an endpoint
-that had keys does not open when the last one is revoked or lost. docs/adr/0048 says why keys are kept here.
+The bucket also records for each scope that a key has existed, and so does a file of the gateway
+(`KeyMarker`): an endpoint that had keys does not open when the last one is revoked or lost. See
+docs/adr/0048.
 """
 
 from __future__ import annotations
@@ -24,24 +25,30 @@ from shared.messaging.bounds import full_as
 from shared.messaging.streams import keys_bucket
 
 log = logging.getLogger(__name__)
-_FULL = "The store of API keys has no room for another one (16 MiB). Revoke keys that are not used, with `thaw keys revoke NAME`."
+_FULL = "The store of API keys is full (16 MiB). Revoke unused keys with `thaw keys revoke NAME`."
 _SCOPES: tuple[Scope, ...] = ("inference", "admin")
 _MARKERS: dict[str, Scope] = {f"existed.{scope}": scope for scope in _SCOPES}
-"""Entries of the bucket that are no keys: a gateway of an older version logs them and goes on."""
+"""Entries of the bucket that are not keys; a gateway of an older version logs and skips them."""
 
 
 @contextmanager
-def _reachable() -> Iterator[None]:
+def _store_errors_as_unavailable() -> Iterator[None]:
     try:
         yield
     except (NatsError, TimeoutError) as e:
-        raise Unavailable(f"the store of API keys cannot be reached: {type(e).__name__}", should_retry=True) from e
+        raise Unavailable(
+            f"The store of API keys cannot be reached ({type(e).__name__}). Repeat the request", should_retry=True
+        ) from e
 
 
 class KeyStore:
-    """A copy of the bucket, and its writer. `complete` once the bucket has been read: until then nobody can say who may do what.
+    """A copy of the bucket, and its writer.
 
-    An entry that cannot be parsed may be a key of any scope: it counts as an existing key of each, and opens nothing.
+    An entry that cannot be parsed may be a key of any scope: it counts as an existing key of each
+    scope, and grants nothing.
+
+    Attributes:
+        complete: The bucket has been read; no request can be authorized before.
     """
 
     def __init__(self, mesh: Mesh, marker: KeyMarker) -> None:
@@ -52,21 +59,21 @@ class KeyStore:
         self._scopes: dict[Scope, frozenset[str]] = {}
         self._existed: set[Scope] = set(marker.read())
         self._in_bucket: set[Scope] = set()
-        self._on_file: set[Scope] = set(self._existed)
+        self._in_file: set[Scope] = set(self._existed)
         self._writing: asyncio.Task[None] | None = None
         self.complete = False
 
     def hashes(self, scope: Scope) -> frozenset[str]:
-        """Hashes of the scope's valid keys."""
+        """Return the hashes of the valid keys of a scope."""
         return self._scopes.get(scope, frozenset())
 
     def existed(self, scope: Scope) -> bool:
-        """Whether a key of that scope exists, or ever has."""
+        """Whether a key of the scope exists or has existed."""
         return scope in self._existed
 
     @property
     def has_unparsable(self) -> bool:
-        """Whether the bucket has entries that may be keys and cannot be read."""
+        """Whether the bucket has entries that cannot be parsed and may be keys."""
         return bool(self._unparsable)
 
     def all(self) -> list[ApiKey]:
@@ -98,7 +105,7 @@ class KeyStore:
             self._existed.add(scope)
             return
         self._keys.pop(key, None)
-        parsed = _parsed(value)
+        parsed = _parse(value)
         if parsed is None:
             self._unparsable.add(key)
             self._existed.update(_SCOPES)
@@ -111,28 +118,28 @@ class KeyStore:
         scopes: dict[Scope, set[str]] = {"inference": set(), "admin": set()}
         for digest, key in self._keys.items():
             scopes[key.scope].add(digest)
-        self._scopes = {scope: frozenset(found) for scope, found in scopes.items()}
-        if not self._existed <= self._on_file:
+        self._scopes = {scope: frozenset(digests) for scope, digests in scopes.items()}
+        if not self._existed <= self._in_file:
             self._write_marker()
 
     def note(self, scope: Scope) -> None:
-        """Remember that there has been a key of that scope, from the gateway's settings, say."""
+        """Record that a key of the scope has existed, as one in the gateway's settings."""
         self._existed.add(scope)
-        if not self._existed <= self._on_file:
+        if not self._existed <= self._in_file:
             self._write_marker()
 
     def _write_marker(self) -> None:
         scopes = frozenset(self._existed)
-        self._on_file |= scopes
-        self._writing = asyncio.create_task(self._write(scopes, self._writing), name="marker of API keys")
+        self._in_file |= scopes
+        self._writing = asyncio.create_task(self._write(scopes, self._writing), name="API key marker")
 
-    async def _write(self, scopes: frozenset[Scope], before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await before
+    async def _write(self, scopes: frozenset[Scope], previous: asyncio.Task[None] | None) -> None:
+        if previous is not None:
+            await previous
         await asyncio.to_thread(self._marker.write, scopes)
 
     async def _mark(self, bucket: KeyValue, scope: Scope) -> None:
-        """Write both markers before a key is added or revoked."""
+        """Record the scope in the bucket and the file, before a key is added or revoked."""
         self.note(scope)
         if scope not in self._in_bucket:
             await bucket.put(f"existed.{scope}", b"1")
@@ -143,43 +150,43 @@ class KeyStore:
     # The writer.
 
     async def add(self, digest: str, key: ApiKey) -> None:
-        """Raises `Conflict` if there is a key of that name, or that very key."""
+        """Add a key. Raises `Conflict` if its name or its hash exists already."""
         if any(k.name == key.name for k in self._keys.values()):
-            raise Conflict(f"There is an API key called {key.name} already; revoke it, or choose another name", param="name")
+            raise Conflict(f"An API key called {key.name} exists already. Revoke it, or choose another name", param="name")
         value = key.model_dump_json().encode()
-        with _reachable():
+        with _store_errors_as_unavailable():
             bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3), self._mesh.replicas)
             try:
                 with full_as(_FULL):
                     await self._mark(bucket, key.scope)
                     await bucket.create(digest, value)
             except KeyWrongLastSequenceError as e:
-                raise Conflict("This API key is known already, under another name", param="sha256") from e
+                raise Conflict("This API key exists already under another name. Create a new key", param="sha256") from e
         self.put(digest, value)
 
     async def revoke(self, name: str) -> ApiKey:
-        """Raises `NotFound` if there is no such key."""
-        found = [(digest, key) for digest, key in self._keys.items() if key.name == name]
-        if not found:
-            raise NotFound(f"There is no API key called {name}; `thaw keys list` shows those that there are", param="name")
-        with _reachable():
+        """Revoke a key. Raises `NotFound` if there is none of that name."""
+        matches = [(digest, key) for digest, key in self._keys.items() if key.name == name]
+        if not matches:
+            raise NotFound(f"No API key is called {name}. `thaw keys list` shows the keys", param="name")
+        with _store_errors_as_unavailable():
             bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3), self._mesh.replicas)
-            for digest, key in found:
+            for digest, key in matches:
                 try:
                     await self._mark(bucket, key.scope)
-                except NatsError as e:  # a full bucket must not keep a key valid; the file remembers it
-                    log.warning("the marker of API keys cannot be written", extra={"error": repr(e)})
+                except NatsError as e:  # a full bucket must not keep a key valid; the file has the marker
+                    log.warning("failed to write the marker of API keys", extra={"error": repr(e)})
                 try:
                     await bucket.delete(digest)
                 except KeyNotFoundError:
-                    log.info("an API key had been revoked by another gateway", extra={"name_of_key": name})
+                    log.info("API key was revoked by another gateway already", extra={"name_of_key": name})
                 self.remove(digest)
-        return found[0][1]
+        return matches[0][1]
 
 
-def _parsed(value: bytes) -> ApiKey | None:
+def _parse(value: bytes) -> ApiKey | None:
     try:
         return ApiKey.model_validate_json(value)
     except ValidationError as e:
-        log.warning("an entry of the API keys cannot be understood", extra={"faults": e.error_count()})
+        log.warning("failed to parse an API key", extra={"faults": e.error_count()})
         return None

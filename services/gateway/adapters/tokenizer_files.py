@@ -1,4 +1,4 @@
-"""The files that tell how many tokens a prompt has: from this host, or through the mesh from whichever node has them."""
+"""Tokenizer files of a model: from this host, or through the mesh from a node that has them."""
 
 from __future__ import annotations
 
@@ -17,51 +17,52 @@ from shared.messaging import Mesh
 log = logging.getLogger(__name__)
 NAMES: tuple[ModelFile, ...] = get_args(ModelFile)
 TOKENIZER: ModelFile = "tokenizer.json"
-_PART_BYTES = 1024 * 1024
+_CHUNK_BYTES = 1024 * 1024
 _ENVELOPE_BYTES = 1024
-_LARGEST_BYTES = 64 * 1024 * 1024
+_MAX_FILE_BYTES = 64 * 1024 * 1024
 _DEADLINE_MS = 3_000
 
 
-class ModelFiles:
-    """`nodes` names those that are alive."""
+class TokenizerFiles:
+    """Read the tokenizer, chat template and configuration of a model."""
 
     def __init__(self, mesh: Mesh, nodes: Callable[[], list[str]]) -> None:
+        """Ask the live nodes that `nodes` returns."""
         self._mesh = mesh
         self._nodes = nodes
 
     async def read(self, source: str) -> dict[str, bytes]:
-        """The files that there are; empty if nobody has the tokenizer."""
-        if source.startswith("/") and (here := await asyncio.to_thread(_read_here, Path(source))):
-            return here
+        """Read the files of a source that exist; none if no node has the tokenizer."""
+        if source.startswith("/") and (local := await asyncio.to_thread(_read_local, Path(source))):
+            return local
         for node in self._nodes():
             try:
-                files: dict[str, bytes] = {TOKENIZER: await self._file(node, source, TOKENIZER)}
+                files: dict[str, bytes] = {TOKENIZER: await self._read_file(node, source, TOKENIZER)}
                 for name in NAMES[1:]:
                     try:
-                        files[name] = await self._file(node, source, name)
+                        files[name] = await self._read_file(node, source, name)
                     except NotFound:
                         continue
             except ThawError as e:
-                log.debug("a node does not give a model's files", extra={"node": node, "source": source, "error": e.message})
+                log.debug("node did not provide tokenizer files", extra={"node": node, "source": source, "error": e.message})
                 continue
             return files
         return {}
 
-    async def _file(self, node: str, source: str, name: ModelFile) -> bytes:
-        limit = min(_PART_BYTES, (self._mesh.max_body - _ENVELOPE_BYTES) * 3 // 4)
+    async def _read_file(self, node: str, source: str, name: ModelFile) -> bytes:
+        limit = min(_CHUNK_BYTES, (self._mesh.max_body - _ENVELOPE_BYTES) * 3 // 4)
         data, total = b"", 1
         while len(data) < total:
             request = ReadModelFile(source=source, name=name, offset=len(data), limit=limit, deadline_ms=_DEADLINE_MS)
-            part = await self._mesh.request(subjects.loader_files(node), request, ModelFilePart)
-            more, total = base64.b64decode(part.data), part.total
-            if total > _LARGEST_BYTES or (not more and total):
-                raise ThawError(f"{name} of {source} cannot be read whole")
+            chunk = await self._mesh.request(subjects.loader_files(node), request, ModelFilePart)
+            more, total = base64.b64decode(chunk.data), chunk.total
+            if total > _MAX_FILE_BYTES or (not more and total):
+                raise ThawError(f"{name} of {source} is too large or incomplete")
             data += more
         return data
 
 
-def _read_here(directory: Path) -> dict[str, bytes]:
+def _read_local(directory: Path) -> dict[str, bytes]:
     try:
         found: dict[str, bytes] = {name: (directory / name).read_bytes() for name in NAMES if (directory / name).is_file()}
     except OSError:

@@ -1,1 +1,1 @@
-"""Pure decisions of the gateway: no clock, no network, no randomness."""
+"""Decisions of the gateway: no clock, no network, no randomness."""

@@ -1,7 +1,7 @@
-"""How many bytes of requests a gateway holds, in all and for each key and model.
+"""Admission control by bytes of active requests, in total and per key and model.
 
-A request's bytes count from the first that is read of its body until its answer is out: they stay in memory that long, since another engine
-may have to be given them.
+A request counts from the first byte of its body until its response is written. It stays in memory
+that long, because the gateway may have to send it to another engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RETRY_MS = 1_000
 
 @dataclass(frozen=True)
 class ByteLimits:
-    """Bytes of open requests that a gateway holds: of all, of one key's (or address's, without keys), of one model's."""
+    """Maximum bytes of active requests: in total, per API key (or address), and per model."""
 
     gateway: int
     key: int
@@ -25,7 +25,7 @@ class ByteLimits:
 
 
 class Admission:
-    """Counts what is held. Only the event loop calls it."""
+    """Count the bytes of active requests. Only the event loop calls it."""
 
     def __init__(self, limits: ByteLimits) -> None:
         self._limits = limits
@@ -34,64 +34,74 @@ class Admission:
         self.by_model: Counter[str] = Counter()
 
     def begin(self, key: str) -> Reservation:
-        """An account of a request that is about to be read for the client that `key` names."""
+        """Open a reservation for a request that is about to be read.
+
+        Args:
+            key: Identifies the client.
+        """
         return Reservation(self, key)
 
-    def refusal(self, key: str, model: str | None, more: int, held: int) -> ThawError | None:
-        """Why a request that holds `held` bytes may not hold `more` besides; None: it may."""
+    def refusal(self, key: str, model: str | None, more: int, reserved: int) -> ThawError | None:
+        """Return the error for a request that needs `more` bytes, or None if it may have them.
+
+        Args:
+            reserved: Bytes that the request has already.
+        """
         limits = self._limits
-        sums = [("this gateway", self.total, limits.gateway), ("this API key", self.by_key[key], limits.key)]
+        totals = [("this gateway", self.total, limits.gateway), ("this API key", self.by_key[key], limits.key)]
         if model is not None:
-            sums.append((model, self.by_model[model], limits.model))
-        for holder, sum_, limit in sums:
-            if held + more > limit:
-                return PayloadTooLarge(f"The body is over the {limit} bytes that requests of {holder} may have together")
-            if sum_ + more > limit:
+            totals.append((model, self.by_model[model], limits.model))
+        for owner, total, limit in totals:
+            if reserved + more > limit:
+                return PayloadTooLarge(
+                    f"The body exceeds the {limit} bytes allowed for all requests of {owner}. Send a smaller one"
+                )
+            if total + more > limit:
                 return QueueFull(
-                    f"Open requests of {holder} hold {sum_} bytes, and {limit} is the limit. Repeat the request when some are answered",
+                    f"Active requests of {owner} have {total} bytes, and the limit is {limit}. Repeat the request when some have finished",
                     retry_after_ms=_RETRY_MS,
                 )
         return None
 
     def add(self, key: str, model: str | None, count: int) -> None:
-        """Hold `count` more bytes (fewer, if negative)."""
+        """Count `count` more bytes; fewer if negative."""
         self.total += count
-        for sums, name in ((self.by_key, key), (self.by_model, model)):
+        for totals, name in ((self.by_key, key), (self.by_model, model)):
             if name is not None:
-                sums[name] += count
-                if not sums[name]:
-                    del sums[name]
+                totals[name] += count
+                if not totals[name]:
+                    del totals[name]
 
 
 class Reservation:
-    """One request's bytes; given back when the `with` block ends."""
+    """The bytes of one request; released when the `with` block ends."""
 
     def __init__(self, admission: Admission, key: str) -> None:
         self._admission = admission
         self._key = key
         self._model: str | None = None
-        self._held = 0
+        self._reserved = 0
 
     def grow(self, count: int) -> None:
-        """Hold `count` more bytes.
+        """Reserve `count` more bytes.
 
         Raises:
-            QueueFull: Others hold too many.
-            PayloadTooLarge: It alone would hold too many.
+            QueueFull: Other requests have reserved too many.
+            PayloadTooLarge: This request alone exceeds a limit.
         """
-        error = self._admission.refusal(self._key, self._model, count, self._held)
+        error = self._admission.refusal(self._key, self._model, count, self._reserved)
         if error is not None:
             raise error
         self._admission.add(self._key, self._model, count)
-        self._held += count
+        self._reserved += count
 
     def name_model(self, model: str) -> None:
-        """The model is known now: its requests hold these bytes as well. Raises as `grow`."""
-        admission, held = self._admission, self._held
-        admission.add(self._key, self._model, -held)
-        error = admission.refusal(self._key, model, held, 0)
+        """Count the reserved bytes for `model` as well. Raises as `grow`."""
+        admission, reserved = self._admission, self._reserved
+        admission.add(self._key, self._model, -reserved)
+        error = admission.refusal(self._key, model, reserved, 0)
         self._model = self._model if error is not None else model
-        admission.add(self._key, self._model, held)
+        admission.add(self._key, self._model, reserved)
         if error is not None:
             raise error
 
@@ -99,5 +109,5 @@ class Reservation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._admission.add(self._key, self._model, -self._held)
-        self._held = 0
+        self._admission.add(self._key, self._model, -self._reserved)
+        self._reserved = 0

@@ -1,4 +1,4 @@
-"""Requests that came for a model lately, as the scheduler's autoscaler wants them (HydraServe §6.1)."""
+"""Counts of recent arrivals, for the scheduler's autoscaler (HydraServe §6.1)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import deque
 from shared.contracts.demand import ARRIVALS_WINDOW_S
 
 WINDOWS = 8
-"""So many whole windows are looked back upon for the fullest."""
+"""Complete windows among which the peak is sought."""
 
 
 class Arrivals:
-    """Of one model. Times are seconds of any clock that never goes back."""
+    """Arrivals of one model. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque()
         self._counts: deque[tuple[int, int]] = deque(maxlen=WINDOWS + 1)
-        """Windows that follow each other without overlap, by number, with what came in each; those in which nothing came are left out."""
+        """Number and count of consecutive windows; windows without arrivals are left out."""
 
-    def came(self, now: float) -> None:
-        self._forget(now)
+    def record(self, now: float) -> None:
+        self._expire(now)
         self._times.append(now)
         number = int(now // ARRIVALS_WINDOW_S)
         if self._counts and self._counts[-1][0] == number:
@@ -28,19 +28,19 @@ class Arrivals:
             self._counts.append((number, 1))
 
     def window(self, now: float) -> int:
-        """Requests of the last window, which ends now."""
-        self._forget(now)
+        """Count the arrivals of the window that ends now."""
+        self._expire(now)
         return len(self._times)
 
     def peak(self, now: float) -> int:
-        """Requests of the fullest of the last whole windows."""
+        """Return the highest count among the last complete windows."""
         present = int(now // ARRIVALS_WINDOW_S)
         return max([count for number, count in self._counts if present - WINDOWS <= number < present], default=0)
 
-    def idle(self, now: float) -> bool:
-        """Whether there is nothing left to tell."""
+    def is_idle(self, now: float) -> bool:
+        """Whether both counts are zero."""
         return not self.window(now) and not self.peak(now)
 
-    def _forget(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
         while self._times and self._times[0] <= now - ARRIVALS_WINDOW_S:
             self._times.popleft()

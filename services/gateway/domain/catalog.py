@@ -1,4 +1,4 @@
-"""The registered models by name and alias: a copy of what the scheduler published."""
+"""The registered models, by name and alias: a copy of what the scheduler publishes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from shared.errors import ModelNotFound
 
 
 class Catalog:
-    """Kept by key (one per registered name); an alias never hides a name."""
+    """Model cards by name; a name takes precedence over an alias.
+
+    `complete` is true once the copy has been read.
+    """
 
     def __init__(self) -> None:
         self._cards: dict[str, ModelCard] = {}
@@ -19,13 +22,13 @@ class Catalog:
         self._index()
 
     def remove(self, name: str) -> bool:
-        """Whether it was there."""
+        """Remove a model. Returns whether it was registered."""
         there = self._cards.pop(name, None) is not None
         self._index()
         return there
 
     def replace(self, cards: dict[str, ModelCard]) -> set[str]:
-        """Take over a whole new list; the names that are gone."""
+        """Replace all cards. Returns the names that are no longer registered."""
         gone = self._cards.keys() - cards.keys()
         self._cards = dict(cards)
         self._index()
@@ -35,29 +38,42 @@ class Catalog:
         self._aliases = {alias: card.name for card in self._cards.values() for alias in card.spec.aliases}
 
     def resolve(self, name: str) -> ModelCard:
-        """The model whose instances answer for `name`: of an adapter (`adapter`, or `base:adapter`) its base. Raises `ModelNotFound`."""
+        """Return the model whose instances serve `name`.
+
+        Args:
+            name: A model, or a LoRA adapter as `adapter` or `base:adapter`, which its base serves.
+
+        Raises:
+            ModelNotFound: Neither is registered.
+        """
         card = self.named(name)
         return card if card.spec.base is None else self._cards[card.spec.base]
 
-    def adapter(self, name: str) -> ModelCard | None:
-        """The adapter that `name` names; None if that is a model. Raises `ModelNotFound`."""
+    def lora_adapter(self, name: str) -> ModelCard | None:
+        """Return the LoRA adapter called `name`; None if that is a model. Raises `ModelNotFound`."""
         card = self.named(name)
         return card if card.spec.base is not None else None
 
     def named(self, name: str) -> ModelCard:
-        """What `name` names, model or adapter. Raises `ModelNotFound`; an adapter without its base is not there either."""
+        """Return the model or LoRA adapter called `name`.
+
+        Raises:
+            ModelNotFound: There is none, or the base of the adapter is missing.
+        """
         prefix, colon, last = name.rpartition(":")
-        card = self._known(last)
-        if card is None or not (self._served(card, prefix if colon else None) if card.spec.base is not None else not colon):
+        card = self._lookup(last)
+        if card is None or not self._matches(card, prefix if colon else None):
             raise ModelNotFound(f"The model `{name}` does not exist; GET /v1/models lists those that do", param="model")
         return card
 
-    def _served(self, adapter: ModelCard, prefix: str | None) -> bool:
-        """Whether the adapter's base is there, and is what `prefix` names if there is one."""
-        base = self._known(adapter.spec.base or "")
-        return base is not None and (prefix is None or self._known(prefix) is base)
+    def _matches(self, card: ModelCard, prefix: str | None) -> bool:
+        """Whether `card` may be called with `prefix`, which names the base of a LoRA adapter."""
+        if card.spec.base is None:
+            return prefix is None
+        base = self._lookup(card.spec.base)
+        return base is not None and (prefix is None or self._lookup(prefix) is base)
 
-    def _known(self, name: str) -> ModelCard | None:
+    def _lookup(self, name: str) -> ModelCard | None:
         return self._cards.get(name) or self._cards.get(self._aliases.get(name, ""))
 
     def cards(self) -> list[ModelCard]:

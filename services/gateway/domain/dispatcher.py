@@ -1,19 +1,29 @@
-"""Who goes where and when: the gateway's one owner of queues, routes and requests in flight.
+"""The dispatcher: which request goes to which instance, and when.
 
-Events come in as method calls with `now`; everything that must happen outside leaves through `Effects`. What decides:
+It owns the queues, the routes and the requests in flight. Events arrive as method calls with
+`now`; all side effects leave through `Effects`. The rules:
 
-1. A new request goes at once to the least-loaded ready instance that takes it, unless others of its model wait already.
-2. Otherwise it waits, first come first served, if fewer than the model's bound wait; beyond, it is refused with a time to come back.
-3. Demand is told when the first waiter comes, then every second, and once with 0 when the last has gone.
-4. A request refused before anything came of it (draining, nobody listens) goes back to its place in the queue; the instance is left alone
-   for a while. After MAX_ATTEMPTS it fails.
-5. A request whose instance died goes back, to go on elsewhere from where it was, if what its client has got, if anything, can be continued;
-   otherwise it fails. It may be what they die of: it fails with the second death in a row, without a token in between, if it was alone there, and
-   with the fourth at the latest; after two those that were not alone are sent on one at a time, so that one of them does not take the others
-   along. Deaths that find it waiting in the engine are rather others' doing: of those MAX_UNHEARD may follow each other, MAX_LOST other losses,
-   and MAX_LOSSES of all.
-6. An instance that has said nothing of a request for ASK_AFTER_S is asked whether it has it. If not, its last words were lost: as 5.
-7. A waiter whose time is over fails; so do all waiters of a model whose load failed for good.
+1. A new request goes at once to the least-loaded ready instance that accepts it, unless other
+   requests for its model wait already.
+2. Otherwise it waits in order of arrival. If the model's queue is full, it is refused with a time
+   to retry.
+3. Demand is published when the first request begins to wait, then every second, and once with 0
+   when the last request has left the queue.
+4. A request that is refused before any output (the instance drains, or no engine listens) returns
+   to its place in the queue, and the instance gets no request for a while. The request fails after
+   MAX_ATTEMPTS.
+5. A request whose instance was lost returns to the queue, to resume elsewhere, unless its client
+   has received output that cannot be resumed; then it fails.
+   A request may be what kills its engines (a poison request). It fails with the second engine
+   death in a row without output in between if it was alone there, and with the fourth in any case.
+   After two deaths, suspects are sent one at a time, so that one does not take the others along.
+   A death while the request waits inside the engine is likelier another request's doing: up to
+   MAX_LOSSES_BEFORE_ADMISSION of those are allowed in a row, MAX_MESSAGE_LOSSES other losses in a
+   row, and MAX_LOSSES in all.
+6. An instance that has sent nothing for a request for PROBE_AFTER_S is asked whether it has the
+   request. If not, its final messages were lost: as rule 5.
+7. A waiting request fails at its deadline. All requests that wait for a model fail if its load
+   failed permanently.
 """
 
 from __future__ import annotations
@@ -22,17 +32,17 @@ from services.gateway.domain.arrivals import Arrivals
 from services.gateway.domain.effects import Effects
 from services.gateway.domain.failover import (
     MAX_ATTEMPTS,
-    bearable,
-    count,
-    deadly,
-    died_by_itself,
-    doubtful,
-    gone,
-    missing,
-    suspected,
+    count_loss,
+    has_crashed,
+    is_instance_gone,
+    is_missing,
+    is_poison,
+    is_suspect,
+    may_retry,
+    needs_probe,
 )
-from services.gateway.domain.model_queue import Queue
-from services.gateway.domain.route_table import Route, Routes
+from services.gateway.domain.model_queue import ModelQueue
+from services.gateway.domain.route_table import Route, RouteTable
 from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.demand import DEMAND_INTERVAL_S, DemandNoted, LoadFailed
 from shared.contracts.node import InstanceState, NodeStatus
@@ -49,16 +59,16 @@ from shared.errors import (
 
 
 class Dispatcher:
-    def __init__(self, gateway: str, effects: Effects) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway_id: str, effects: Effects) -> None:
+        self._gateway_id = gateway_id
         self._effects = effects
-        self.routes = Routes()
-        self._queues: dict[str, Queue] = {}
+        self.routes = RouteTable()
+        self._queues: dict[str, ModelQueue] = {}
         self._sent: dict[str, Ticket] = {}
         self._arrivals: dict[str, Arrivals] = {}
-        self._closing = False
+        self._is_closing = False
 
-    # What is known, for metrics, comments and headers.
+    # State, for metrics, comments and headers.
 
     def waiting(self, model: str) -> int:
         queue = self._queues.get(model)
@@ -70,107 +80,117 @@ class Dispatcher:
     def models(self) -> set[str]:
         return self._queues.keys() | {t.model for t in self._sent.values()}
 
-    def queue(self, model: str) -> Queue | None:
+    def queue(self, model: str) -> ModelQueue | None:
         return self._queues.get(model)
 
-    # Events.
+    # Events of requests.
 
     def on_request(self, ticket: Ticket, max_waiting: int, now: float) -> None:
-        if self._closing:
+        """A client sent a request (rules 1 and 2)."""
+        if self._is_closing:
             self._fail(ticket, ShuttingDown())
             return
-        self._arrivals.setdefault(ticket.model, Arrivals()).came(now)
+        self._arrivals.setdefault(ticket.model, Arrivals()).record(now)
         queue = self._queues.get(ticket.model)
         route = self.routes.choose(ticket.model, now) if queue is None or not queue.waiting else None
         if route is not None:
             self._send(ticket, route, now)
         elif queue is not None and len(queue.waiting) >= max_waiting:
-            self._fail(ticket, queue.full(ticket.model, now))
+            self._fail(ticket, queue.full_error(ticket.model, now))
         else:
             ticket.stage = Stage.QUEUED
-            queue = self._queues.setdefault(ticket.model, Queue())
+            queue = self._queues.setdefault(ticket.model, ModelQueue())
             queue.waiting[ticket.id] = ticket
             if len(queue.waiting) == 1:
-                self._tell(ticket.model, queue, now)
+                self._publish_demand(ticket.model, queue, now)
 
     def on_adopted(self, ticket: Ticket, attempt_id: str, instance_id: str, node: str, now: float) -> None:
-        """A request that a gateway which is gone had given to an instance is ours from now on."""
+        """This gateway adopts a request that a lost gateway had sent to an instance."""
         ticket.attempt_id, ticket.instance_id, ticket.node = attempt_id, instance_id, node
         ticket.stage, ticket.attempts, ticket.sent_at = Stage.SENT, ticket.attempts + 1, now
-        self.routes.hold(instance_id)
+        self.routes.acquire(instance_id)
         self._sent[ticket.id] = ticket
 
     def on_disowned(self, ticket: Ticket, now: float) -> None:
-        """Another gateway sees to the request; its engine, if it has one, goes on."""
+        """Another gateway serves the request; its engine, if it has one, continues."""
         self._leave(ticket, now)
 
     def on_cancel(self, ticket: Ticket, now: float) -> None:
-        """The client is gone, or its answer cannot be used any more."""
+        """The client disconnected, or its response cannot be used."""
         if ticket.stage is Stage.SENT:
             self._effects.cancel(ticket)
         self._leave(ticket, now)
 
-    def on_heard(self, ticket: Ticket, now: float) -> None:
-        """The engine said something about the request."""
-        if not ticket.heard_at and ticket.instance_id is not None:
-            self.routes.accepted(ticket.instance_id)
-        ticket.heard_at = now
+    def on_abort(self, ticket: Ticket, error: ThawError, now: float) -> None:
+        """The request cannot continue: cancel it and fail it."""
+        self.on_cancel(ticket, now)
+        self._effects.fail(ticket, error)
+
+    def on_message(self, ticket: Ticket, now: float) -> None:
+        """The instance sent a message for the request."""
+        if not ticket.last_message_at and ticket.instance_id is not None:
+            self.routes.reset_backoff(ticket.instance_id)
+        ticket.last_message_at = now
 
     def on_finished(self, ticket: Ticket, now: float) -> None:
         self._leave(ticket, now)
 
     def on_progress(self, ticket: Ticket, now: float) -> None:
-        """The present attempt has brought a token."""
-        cleared = suspected(ticket)
-        ticket.deaths = ticket.lost = ticket.unheard = ticket.refusals = 0
-        ticket.first, ticket.avoid = None, frozenset()
-        if cleared:
+        """The present attempt sent its first output."""
+        was_suspect = is_suspect(ticket)
+        ticket.engine_deaths = ticket.message_losses = ticket.losses_before_admission = ticket.refusals = 0
+        ticket.preferred_instance, ticket.excluded_instances = None, frozenset()
+        if was_suspect:
             self._pump(ticket.model, now)
 
     def on_refused(self, ticket: Ticket, error: ThawError, now: float) -> None:
-        """The engine would not take it (draining), cannot go on with it, or nobody listens there."""
+        """The instance drains or cannot resume the response, or no engine listens (rule 4)."""
         if ticket.stage is not Stage.SENT or ticket.instance_id is None:
             return
         ticket.refusals += 1
-        particular = ticket.resumes and not isinstance(error, InstanceDraining | Unavailable)
-        if particular:
-            ticket.avoid |= {ticket.instance_id}
+        is_specific = ticket.is_resumable and not isinstance(error, InstanceDraining | Unavailable)
+        if is_specific:
+            ticket.excluded_instances |= {ticket.instance_id}
         else:
-            self.routes.refused(ticket.instance_id, now)
-        if ticket.begun or ticket.refusals >= MAX_ATTEMPTS or (particular and self._nobody_left(ticket)):
+            self.routes.back_off(ticket.instance_id, now)
+        if ticket.is_committed or ticket.refusals >= MAX_ATTEMPTS or (is_specific and self._all_excluded(ticket)):
             self._leave(ticket, now)
             self._effects.fail(ticket, error if isinstance(error, InstanceDraining) else EngineFailed(error.message))
         else:
             self._requeue(ticket, now)
 
-    def _nobody_left(self, ticket: Ticket) -> bool:
-        """Whether every instance that there is has refused to go on with the request."""
+    def _all_excluded(self, ticket: Ticket) -> bool:
+        """Whether every live instance has refused to resume the response."""
         alive = [r for r in self.routes.of(ticket.model) if r.status.state is InstanceState.READY or r.status.state.starting]
-        return all(r.status.instance_id in ticket.avoid for r in alive)
+        return all(r.status.instance_id in ticket.excluded_instances for r in alive)
 
     def on_engine_lost(self, ticket: Ticket, error: ThawError, now: float) -> None:
-        """The instance says itself that its engine broke down under the request."""
+        """The instance reports that its engine broke down under the request (rule 5)."""
         if ticket.stage is Stage.SENT and ticket.instance_id is not None:
-            self.routes.refused(ticket.instance_id, now)
-            self._lost(ticket, now, error, died=not isinstance(error, ShuttingDown | EngineKilled))
+            self.routes.back_off(ticket.instance_id, now)
+            self._on_loss(ticket, now, error, has_died=not isinstance(error, ShuttingDown | EngineKilled))
 
     def on_missing(self, ticket: Ticket, attempt_id: str, now: float) -> None:
-        """The instance has no such request (any more). What it last said of it may still be under way."""
+        """The instance no longer has the request. Its final messages may still arrive (rule 6)."""
         if ticket.stage is Stage.SENT and ticket.attempt_id == attempt_id:
-            ticket.missing_at = now
+            ticket.reported_missing_at = now
 
-    def on_gap(self, ticket: Ticket, error: ThawError, now: float) -> None:
-        """Some of what the engine said did not come: go on from what did."""
+    def on_message_gap(self, ticket: Ticket, error: ThawError, now: float) -> None:
+        """Messages of the instance were lost: resume from those that arrived (rule 5)."""
         if ticket.stage is Stage.SENT:
             self._effects.cancel(ticket)
-            self._lost(ticket, now, error)
+            self._on_loss(ticket, now, error)
 
-    def on_yielded(self, ticket: Ticket, to: str | None, now: float) -> None:
-        """The engine has stopped for the request to go on at instance `to`; if that is not to be had, wherever there is room, there first."""
+    def on_yielded(self, ticket: Ticket, destination: str | None, now: float) -> None:
+        """The source stopped for a hand-off.
+
+        The request goes to the instance `destination`, or, if that is not ready, to any instance,
+        the source first.
+        """
         if ticket.stage is not Stage.SENT:
             return
-        ticket.first = ticket.instance_id
-        route = self.routes.get(to) if to is not None else None
+        ticket.preferred_instance = ticket.instance_id
+        route = self.routes.get(destination) if destination is not None else None
         if route is None or route.status.state is not InstanceState.READY:
             self._requeue(ticket, now)
             return
@@ -178,19 +198,16 @@ class Dispatcher:
         self._send(ticket, route, now)
         self._pump(ticket.model, now)
 
-    def on_broken(self, ticket: Ticket, error: ThawError, now: float) -> None:
-        """Its stream cannot be trusted any more (a gap, an unread buffer)."""
-        self.on_cancel(ticket, now)
-        self._effects.fail(ticket, error)
+    # Events of the mesh.
 
     def on_status(self, status: NodeStatus, now: float) -> None:
         for model in self.routes.on_status(status, now):
             self._pump(model, now)
 
-    def on_noted(self, model: str, noted: DemandNoted, now: float) -> None:
+    def on_demand_reply(self, model: str, reply: DemandNoted, now: float) -> None:
         queue = self._queues.get(model)
         if queue is not None:
-            queue.noted, queue.noted_at = noted, now
+            queue.reply, queue.replied_at = reply, now
 
     def on_load_failed(self, event: LoadFailed, now: float) -> None:
         self._fail_waiting(event.model, from_body(event.error), now)
@@ -199,48 +216,53 @@ class Dispatcher:
         self._fail_waiting(model, error, now)
 
     def on_closing(self) -> None:
-        """Take no new request; those here go on."""
-        self._closing = True
+        """Refuse new requests; active ones continue."""
+        self._is_closing = True
 
     def on_tick(self, now: float) -> None:
+        """Check deadlines, losses and probes, and publish demand."""
         self.routes.on_tick(now)
-        for model in [m for m, arrivals in self._arrivals.items() if arrivals.idle(now)]:
+        for model in [m for m, arrivals in self._arrivals.items() if arrivals.is_idle(now)]:
             del self._arrivals[model]
         for ticket in list(self._sent.values()):
-            if now >= ticket.sent_at + ticket.response_timeout - ticket.spent:
-                seconds = f"{ticket.response_timeout:g} s"
-                self.on_broken(ticket, DeadlineExceeded(f"the answer of {ticket.model} was not complete after {seconds}"), now)
-            elif missing(ticket, now):
-                self._effects.cancel(ticket)  # should it come there after all
-                self._lost(ticket, now)
-            elif gone(ticket, self.routes.get(ticket.instance_id or ""), now, node_known=self.routes.node_known(ticket.node)):
-                route = self.routes.get(ticket.instance_id or "")
-                self._lost(ticket, now, died=route is None or died_by_itself(route.status))
-            elif doubtful(ticket, now):
-                ticket.asked_at = now
-                self._effects.inquire(ticket)
+            self._check_sent(ticket, now)
         for model, queue in list(self._queues.items()):
             for ticket in [t for t in queue.waiting.values() if now >= t.queue_deadline]:
                 self._leave(ticket, now)
-                self._effects.fail(ticket, queue.timed_out(ticket, now))
+                self._effects.fail(ticket, queue.timeout_error(ticket, now))
             self._pump(model, now)
-            if queue.waiting and (queue.told_at is None or now - queue.told_at >= DEMAND_INTERVAL_S):
-                self._tell(model, queue, now)
+            if queue.waiting and (queue.published_at is None or now - queue.published_at >= DEMAND_INTERVAL_S):
+                self._publish_demand(model, queue, now)
 
-    # What follows from them.
+    def _check_sent(self, ticket: Ticket, now: float) -> None:
+        route = self.routes.get(ticket.instance_id or "")
+        if now >= ticket.sent_at + ticket.response_timeout_s - ticket.elapsed_s:
+            seconds = f"{ticket.response_timeout_s:g} s"
+            self.on_abort(ticket, DeadlineExceeded(f"The response of {ticket.model} was not complete after {seconds}"), now)
+        elif is_missing(ticket, now):
+            self._effects.cancel(ticket)  # in case the request arrives there late
+            self._on_loss(ticket, now)
+        elif is_instance_gone(ticket, route, now, is_node_known=self.routes.is_node_known(ticket.node)):
+            self._on_loss(ticket, now, has_died=route is None or has_crashed(route.status))
+        elif needs_probe(ticket, now):
+            ticket.probed_at = now
+            self._effects.probe(ticket)
+
+    # Consequences.
 
     def _pump(self, model: str, now: float) -> None:
+        """Send waiting requests while instances accept them."""
         queue = self._queues.get(model)
         if queue is None or self.routes.choose(model, now) is None:
             return
         for ticket in list(queue.waiting.values()):
-            if suspected(ticket) and any(t.model == model and suspected(t) for t in self._sent.values()):
+            if is_suspect(ticket) and any(t.model == model and is_suspect(t) for t in self._sent.values()):
                 continue
             route = self.routes.choose_for(ticket, now)
             if route is not None:
                 del queue.waiting[ticket.id]
                 self._send(ticket, route, now)
-            elif not ticket.avoid:
+            elif not ticket.excluded_instances:
                 return
         if not queue.waiting:
             self._drop_queue(model, queue, now)
@@ -250,43 +272,49 @@ class Dispatcher:
         ticket.instance_id = route.status.instance_id
         ticket.attempts += 1
         ticket.attempt_id = f"{ticket.id}-{ticket.attempts}"
-        ticket.sent_at, ticket.heard_at, ticket.admitted = now, 0.0, False
+        ticket.sent_at, ticket.last_message_at, ticket.is_admitted = now, 0.0, False
         ticket.node = route.node
-        self.routes.hold(route.status.instance_id)
+        self.routes.acquire(route.status.instance_id)
         self._sent[ticket.id] = ticket
-        self._effects.send(ticket)
+        self._effects.send(ticket, route)
 
     def _requeue(self, ticket: Ticket, now: float) -> None:
         self._release(ticket, now)
         ticket.stage, ticket.instance_id = Stage.QUEUED, None
-        if ticket.resumes:
-            ticket.queue_deadline = max(ticket.queue_deadline, now + ticket.queue_timeout)
-        queue = self._queues.setdefault(ticket.model, Queue())
-        queue.put_back(ticket)
+        if ticket.is_resumable:
+            ticket.queue_deadline = max(ticket.queue_deadline, now + ticket.queue_timeout_s)
+        queue = self._queues.setdefault(ticket.model, ModelQueue())
+        queue.reinsert(ticket)
         self._pump(ticket.model, now)
         if ticket.stage is Stage.QUEUED:
             self._effects.requeued(ticket)
             if len(queue.waiting) == 1:
-                self._tell(ticket.model, queue, now)
+                self._publish_demand(ticket.model, queue, now)
 
-    def _lost(self, ticket: Ticket, now: float, error: ThawError | None = None, *, died: bool = False) -> None:
-        count(ticket, told=error is not None, died=died)
-        fatal = deadly(ticket, shared=self.routes.shared(ticket.instance_id or ""))
-        if bearable(ticket) and not fatal and not ticket.begun:
+    def _on_loss(self, ticket: Ticket, now: float, error: ThawError | None = None, *, has_died: bool = False) -> None:
+        """The request lost its instance: requeue it, or fail it (rule 5).
+
+        Args:
+            error: What the instance's host reported; None: nothing.
+        """
+        count_loss(ticket, is_reported=error is not None, has_died=has_died)
+        poison = is_poison(ticket, is_shared=self.routes.is_shared(ticket.instance_id or ""))
+        if may_retry(ticket) and not poison and not ticket.is_committed:
             self._requeue(ticket, now)
             return
         route = self.routes.get(ticket.instance_id or "")
         self._leave(ticket, now)
         if error is None:
-            reason = route.status.error.message if route is not None and route.status.error is not None else "its engine is gone"
-            error = EngineFailed(f"{ticket.model} stopped while answering: {reason}")
-        if fatal:
-            why = f"{ticket.deaths} engines in a row died while they served this request, which may be why"
-            error = EngineFailed(f"{error.message} ({why})", should_retry=False)
+            reported = route.status.error if route is not None else None
+            reason = reported.message if reported is not None else "its engine is gone"
+            error = EngineFailed(f"{ticket.model} stopped before its response was complete: {reason}")
+        if poison:
+            reason = f"{ticket.engine_deaths} engines in a row died while they served this request, which may be why"
+            error = EngineFailed(f"{error.message} ({reason})", should_retry=False)
         self._effects.fail(ticket, error)
 
     def _leave(self, ticket: Ticket, now: float) -> None:
-        """Take the request out of wherever it is; harmless if it has left already."""
+        """Remove the request from its queue or instance; no-op if it has left already."""
         if ticket.stage is Stage.SENT:
             self._release(ticket, now)
             ticket.stage = Stage.DONE
@@ -298,7 +326,7 @@ class Dispatcher:
                 self._drop_queue(ticket.model, queue, now)
 
     def _release(self, ticket: Ticket, now: float) -> None:
-        ticket.spent = ticket.spent + now - ticket.sent_at if ticket.resumes else 0.0
+        ticket.elapsed_s = ticket.elapsed_s + now - ticket.sent_at if ticket.is_resumable else 0.0
         del self._sent[ticket.id]
         self.routes.release(ticket.instance_id or "")
 
@@ -312,10 +340,11 @@ class Dispatcher:
         ticket.stage = Stage.DONE
         self._effects.fail(ticket, error)
 
-    def _drop_queue(self, model: str, queue: Queue, now: float) -> None:
-        self._tell(model, queue, now)
+    def _drop_queue(self, model: str, queue: ModelQueue, now: float) -> None:
+        self._publish_demand(model, queue, now)
         del self._queues[model]
 
-    def _tell(self, model: str, queue: Queue, now: float) -> None:
-        queue.told_at = now
-        self._effects.demand(queue.demand(self._gateway, model, self.in_flight(model), self._arrivals.get(model), now))
+    def _publish_demand(self, model: str, queue: ModelQueue, now: float) -> None:
+        queue.published_at = now
+        arrivals = self._arrivals.get(model)
+        self._effects.publish_demand(queue.demand(self._gateway_id, model, self.in_flight(model), arrivals, now))

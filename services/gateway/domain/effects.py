@@ -1,31 +1,32 @@
-"""What the dispatcher has done by others."""
+"""The port through which the dispatcher acts on the outside."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import Demand
 from shared.errors import ThawError
 
 
 class Effects(Protocol):
-    """The one way out of the dispatcher."""
+    """Side effects of the dispatcher's decisions."""
 
-    def send(self, ticket: Ticket) -> None:
-        """Give the request to the instance it names."""
+    def send(self, ticket: Ticket, route: Route) -> None:
+        """Send the request to the instance of `route`, which the ticket names."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Tell the instance to stop working on the request."""
+        """Have the instance stop working on the request."""
 
     def fail(self, ticket: Ticket, error: ThawError) -> None:
         """Answer the client with an error."""
 
-    def demand(self, demand: Demand) -> None:
-        """Tell the scheduler what waits."""
+    def publish_demand(self, demand: Demand) -> None:
+        """Report to the scheduler how many requests wait for a model."""
 
-    def inquire(self, ticket: Ticket) -> None:
-        """Ask the instance whether it has the request still; if not, `on_missing` is to be called."""
+    def probe(self, ticket: Ticket) -> None:
+        """Ask the instance whether it has the request; if not, call `on_missing`."""
 
     def requeued(self, ticket: Ticket) -> None:
-        """The request, which an instance had, waits for another one."""
+        """Note that the request lost its instance and waits for another one."""

@@ -1,4 +1,4 @@
-"""What a client asked, as it goes to an engine."""
+"""A client's request in the form that goes to an engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from shared.contracts.inference import Endpoint
 from shared.contracts.models import ModelCard
 
 JSON = "application/json"
-_NOT_SENT: Any = {"info": {"modules": True, "adapter": {"modules"}}}
-"""Of an adapter's card: what only its registration asks about."""
+_REGISTRATION_FIELDS: Any = {"info": {"modules": True, "adapter": {"modules"}}}
+"""Fields of a LoRA adapter's card that only its registration uses."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """`body`: JSON that has been validated, or, with another `content_type`, whatever bytes the client sent. `route`, `query` and `headers`
-    are those of an `other` request; the rest have their meaning by their endpoint."""
+class EngineRequest:
+    """What the client asked for.
+
+    Attributes:
+        body: Validated JSON, or the client's bytes if `content_type` is not JSON.
+        route: Path of an `other` request, which only its engine understands.
+        query: Query string of an `other` request.
+        headers: Headers of an `other` request that are forwarded.
+        lora_adapter: The LoRA adapter to respond with; None: the model itself.
+    """
 
     endpoint: Endpoint
     body: bytes
@@ -25,26 +32,26 @@ class Ask:
     query: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     content_type: str = JSON
-    adapter: ModelCard | None = None
+    lora_adapter: ModelCard | None = None
 
     @property
     def is_json(self) -> bool:
         return self.content_type == JSON
 
-    def with_body(self, body: bytes) -> Ask:
+    def with_body(self, body: bytes) -> EngineRequest:
         """Return the same request with another body."""
         return replace(self, body=body)
 
     def envelope(self) -> dict[str, Any]:
-        """The fields of `InferRequest` that are this request's, but for its body."""
+        """Build the fields of `InferRequest` that this request sets, except its body."""
         fields: dict[str, Any] = {"endpoint": self.endpoint}
         if self.route:
             fields |= {"route": self.route, "query": self.query, "headers": dict(self.headers)}
-        if self.adapter is not None:
-            fields["adapter"] = sent_card(self.adapter)
+        if self.lora_adapter is not None:
+            fields["adapter"] = engine_card(self.lora_adapter)
         return fields if self.is_json else fields | {"content_type": self.content_type}
 
 
-def sent_card(adapter: ModelCard) -> dict[str, Any]:
-    """An adapter's card, as far as an engine needs it."""
-    return adapter.model_dump(mode="json", exclude=_NOT_SENT, exclude_defaults=True)
+def engine_card(lora_adapter: ModelCard) -> dict[str, Any]:
+    """Dump the fields of a LoRA adapter's card that an engine needs."""
+    return lora_adapter.model_dump(mode="json", exclude=_REGISTRATION_FIELDS, exclude_defaults=True)

@@ -1,4 +1,4 @@
-"""When an instance is given up for a request, and when the request is."""
+"""Limits and conditions of failover: when an instance is given up, and when a request is."""
 
 from __future__ import annotations
 
@@ -8,69 +8,86 @@ from shared.contracts.node import InstanceState, InstanceStatus
 from shared.errors import EngineKilled
 
 MAX_ATTEMPTS = 12
-MAX_DEATHS = 2
-MAX_SHARED_DEATHS = 4
-MAX_LOST = 3
-MAX_UNHEARD = 32
+MAX_ENGINE_DEATHS = 2
+MAX_SHARED_ENGINE_DEATHS = 4
+MAX_MESSAGE_LOSSES = 3
+MAX_LOSSES_BEFORE_ADMISSION = 32
 MAX_LOSSES = 64
 GONE_GRACE_S = 0.3
-"""How long an instance reported failed or stopped may still have messages under way."""
+"""How long messages of an instance that is reported failed or stopped may still arrive."""
 ABSENT_GRACE_S = 3.0
-"""How long an instance that no status mentions may be silent: a nodeagent that has just come back adopts its engines first."""
+"""How long an instance that its node does not report may be silent.
+
+A nodeagent that has just restarted adopts its engines first.
+"""
 STALL_S = 30.0
-"""How long a request may be silent while its whole node is: an engine whose nodeagent is gone goes on serving."""
+"""How long a request may be silent while its node is: an engine outlives its nodeagent."""
 IDLE_GRACE_S = 10.0
-"""How long an instance may say that it has nothing to do before a request it was given is taken for lost (NATS restarted meanwhile)."""
-ASK_AFTER_S = 10.0
-"""How long an instance may say nothing of a request before it is asked whether it has it: while it serves others it is never idle."""
+"""How long an instance may report itself idle before a request sent to it counts as lost."""
+PROBE_AFTER_S = 10.0
+"""Silence of a request after which its instance is probed: while it serves others it is not idle."""
 
 
-def gone(ticket: Ticket, route: Route | None, now: float, *, node_known: bool) -> bool:
-    """Whether nothing more is to be expected of the instance that has the request."""
-    silent = now - max(ticket.heard_at, ticket.sent_at)
+def is_instance_gone(ticket: Ticket, route: Route | None, now: float, *, is_node_known: bool) -> bool:
+    """Whether no further message of the request's instance is to be expected."""
+    silence_s = now - ticket.last_activity_at
     if route is None:
-        return silent >= (ABSENT_GRACE_S if node_known else STALL_S)
+        return silence_s >= (ABSENT_GRACE_S if is_node_known else STALL_S)
     if route.status.state in (InstanceState.FAILED, InstanceState.STOPPED):
-        return silent >= GONE_GRACE_S
-    return route.idle_since is not None and min(silent, now - route.idle_since) >= IDLE_GRACE_S
+        return silence_s >= GONE_GRACE_S
+    return route.idle_since is not None and min(silence_s, now - route.idle_since) >= IDLE_GRACE_S
 
 
-def died_by_itself(status: InstanceStatus) -> bool:
-    """Whether an instance's engine has died, and not been killed from outside, which says nothing of what it was doing."""
-    return status.state is InstanceState.FAILED and not (status.error is not None and status.error.code == EngineKilled.code)
+def has_crashed(status: InstanceStatus) -> bool:
+    """Whether the engine died by itself; one that was killed says nothing about its requests."""
+    was_killed = status.error is not None and status.error.code == EngineKilled.code
+    return status.state is InstanceState.FAILED and not was_killed
 
 
-def missing(ticket: Ticket, now: float) -> bool:
-    """Whether the instance has said that it has no such request, and nothing has come since."""
-    return ticket.missing_at > max(ticket.heard_at, ticket.sent_at) and now - ticket.missing_at >= GONE_GRACE_S
+def is_missing(ticket: Ticket, now: float) -> bool:
+    """Whether the instance reported that it lacks the request, and no message has come since."""
+    reported_at = ticket.reported_missing_at
+    return reported_at > ticket.last_activity_at and now - reported_at >= GONE_GRACE_S
 
 
-def doubtful(ticket: Ticket, now: float) -> bool:
-    """Whether it is time to ask the instance whether it has the request."""
-    return now - max(ticket.heard_at, ticket.sent_at, ticket.asked_at) >= ASK_AFTER_S
+def needs_probe(ticket: Ticket, now: float) -> bool:
+    return now - max(ticket.last_activity_at, ticket.probed_at) >= PROBE_AFTER_S
 
 
-def count(ticket: Ticket, *, told: bool, died: bool) -> None:
-    """One more loss of its instance. `told`: a host said so, which had given the request to its engine. `died`: not only its words are lost."""
+def count_loss(ticket: Ticket, *, is_reported: bool, has_died: bool) -> None:
+    """Count one more loss of the request's instance.
+
+    Args:
+        is_reported: A host reported the loss; it had passed the request to its engine.
+        has_died: The engine died, rather than only its messages being lost.
+    """
     ticket.losses += 1
-    if not (ticket.admitted or told):
-        ticket.unheard += 1
-    elif died:
-        ticket.deaths += 1
+    if not (ticket.is_admitted or is_reported):
+        ticket.losses_before_admission += 1
+    elif has_died:
+        ticket.engine_deaths += 1
     else:
-        ticket.lost += 1
+        ticket.message_losses += 1
 
 
-def deadly(ticket: Ticket, *, shared: bool) -> bool:
-    """Whether the request is taken for what its engines die of. `shared`: the last of them served others as well."""
-    return ticket.deaths >= (MAX_SHARED_DEATHS if shared else MAX_DEATHS)
+def is_poison(ticket: Ticket, *, is_shared: bool) -> bool:
+    """Whether the request is assumed to kill its engines.
+
+    Args:
+        is_shared: The last engine that died served other requests as well.
+    """
+    return ticket.engine_deaths >= (MAX_SHARED_ENGINE_DEATHS if is_shared else MAX_ENGINE_DEATHS)
 
 
-def suspected(ticket: Ticket) -> bool:
-    """Whether it is one of several of which one may be that."""
-    return ticket.deaths >= MAX_DEATHS
+def is_suspect(ticket: Ticket) -> bool:
+    """Whether the request is one of several of which one may kill engines."""
+    return ticket.engine_deaths >= MAX_ENGINE_DEATHS
 
 
-def bearable(ticket: Ticket) -> bool:
+def may_retry(ticket: Ticket) -> bool:
     """Whether another instance may be tried."""
-    return ticket.lost <= MAX_LOST and ticket.unheard <= MAX_UNHEARD and ticket.losses <= MAX_LOSSES
+    return (
+        ticket.message_losses <= MAX_MESSAGE_LOSSES
+        and ticket.losses_before_admission <= MAX_LOSSES_BEFORE_ADMISSION
+        and ticket.losses <= MAX_LOSSES
+    )

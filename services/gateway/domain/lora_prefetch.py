@@ -1,6 +1,7 @@
-"""Adapters that requests wait for while an instance of their base starts: which instances are to be told of which, once each.
+"""Prefetch of LoRA adapters on instances of their base model that are starting.
 
-An engine can be told from `loading` on: its first report has come over the same connection that it listens on.
+An engine accepts commands from `loading` on: its first status arrived over the connection that it
+listens on.
 """
 
 from __future__ import annotations
@@ -11,28 +12,36 @@ from dataclasses import dataclass, field
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeStatus
 
-Told = tuple[str, ModelCard]
-"""An instance, and an adapter that it is to be told of."""
+PrefetchTarget = tuple[str, ModelCard]
+"""An instance, and the LoRA adapter that it shall load."""
 
 
 @dataclass
 class _Loading:
+    """A loading instance, and the revisions of adapters that it was told to load."""
+
     model: str
-    told: set[str] = field(default_factory=set)
+    ordered: set[str] = field(default_factory=set)
 
 
 @dataclass
-class EarlyAdapters:
+class LoraPrefetch:
+    """Adapters that requests wait for, and instances that are loading."""
+
     _wanted: dict[str, dict[str, ModelCard]] = field(default_factory=dict)
     _loading: dict[str, dict[str, _Loading]] = field(default_factory=dict)
 
-    def want(self, model: str, adapter: ModelCard) -> list[Told]:
-        """A request for `adapter` waits for an instance of its base."""
+    def on_request(self, model: str, adapter: ModelCard) -> list[PrefetchTarget]:
+        """A request for `adapter` waits for an instance of its base model."""
         self._wanted.setdefault(model, {})[adapter.info.revision] = adapter
-        return [told for instances in self._loading.values() for told in self._due(instances)]
+        return [target for instances in self._loading.values() for target in self._due(instances)]
 
-    def heard(self, status: NodeStatus, waiting: Callable[[str], int]) -> list[Told]:
-        """What a node says of its instances. `waiting`: requests that wait for a model now."""
+    def on_status(self, status: NodeStatus, waiting: Callable[[str], int]) -> list[PrefetchTarget]:
+        """A node reported its instances.
+
+        Args:
+            waiting: Counts the requests that wait for a model.
+        """
         for model in [m for m in self._wanted if not waiting(m)]:
             del self._wanted[model]
         before = self._loading.get(status.node, {})
@@ -47,10 +56,10 @@ class EarlyAdapters:
             self._loading.pop(status.node, None)
         return self._due(after)
 
-    def _due(self, instances: dict[str, _Loading]) -> list[Told]:
-        found: list[Told] = []
+    def _due(self, instances: dict[str, _Loading]) -> list[PrefetchTarget]:
+        targets: list[PrefetchTarget] = []
         for instance_id, instance in instances.items():
             wanted = self._wanted.get(instance.model, {})
-            found += [(instance_id, adapter) for revision, adapter in wanted.items() if revision not in instance.told]
-            instance.told |= wanted.keys()
-        return found
+            targets += [(instance_id, adapter) for revision, adapter in wanted.items() if revision not in instance.ordered]
+            instance.ordered |= wanted.keys()
+        return targets

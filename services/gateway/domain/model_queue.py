@@ -1,4 +1,4 @@
-"""What waits for a model, and what is said of it."""
+"""The queue of requests that wait for one model."""
 
 from __future__ import annotations
 
@@ -15,53 +15,63 @@ _MAX_TRACEPARENTS = 32
 
 
 @dataclass(slots=True)
-class Queue:
-    """What waits for one model. `noted` is the scheduler's last answer, heard at `noted_at`."""
+class ModelQueue:
+    """Waiting requests, and the scheduler's last reply about them.
+
+    Attributes:
+        published_at: When demand was last published; None: never.
+        reply: The scheduler's last reply, received at `replied_at`.
+    """
 
     waiting: OrderedDict[str, Ticket] = field(default_factory=OrderedDict)
-    told_at: float | None = None
-    noted: DemandNoted | None = None
-    noted_at: float = 0.0
+    published_at: float | None = None
+    reply: DemandNoted | None = None
+    replied_at: float = 0.0
 
     def eta_ms(self, now: float) -> int | None:
-        if self.noted is None or self.noted.eta_ms is None:
+        """Estimate when the model is ready; None if the scheduler gave no estimate."""
+        if self.reply is None or self.reply.eta_ms is None:
             return None
-        return max(0, int(self.noted.eta_ms - (now - self.noted_at) * 1e3))
+        return max(0, int(self.reply.eta_ms - (now - self.replied_at) * 1e3))
 
-    def demand(self, gateway: str, model: str, in_flight: int, arrivals: Arrivals | None, now: float) -> Demand:
-        """What the scheduler is told."""
+    def demand(self, gateway_id: str, model: str, in_flight: int, arrivals: Arrivals | None, now: float) -> Demand:
+        """Build the message that reports this queue to the scheduler."""
         oldest = next(iter(self.waiting.values()), None)
         parents = [t.traceparent for t in self.waiting.values() if t.traceparent]
         return Demand(
-            gateway=gateway,
+            gateway=gateway_id,
             model=model,
             waiting=len(self.waiting),
             in_flight=in_flight,
-            oldest_wait_ms=int((now - oldest.arrived) * 1e3) if oldest else 0,
+            oldest_wait_ms=int((now - oldest.arrived_at) * 1e3) if oldest else 0,
             window=arrivals.window(now) if arrivals is not None else 0,
             peak=arrivals.peak(now) if arrivals is not None else 0,
             traceparents=tuple(parents[:_MAX_TRACEPARENTS]),
         )
 
-    def full(self, model: str, now: float) -> QueueFull:
+    def full_error(self, model: str, now: float) -> QueueFull:
         waiting = len(self.waiting)
-        retry = max(1_000, self.eta_ms(now) or DEFAULT_RETRY_MS)
+        retry_ms = max(1_000, self.eta_ms(now) or DEFAULT_RETRY_MS)
         error = QueueFull(
-            f"{waiting} requests wait for {model} already, which is as many as may; this one would have been number {waiting + 1}",
+            f"The queue of {model} is full with {waiting} requests, and this one would be number {waiting + 1}. "
+            f"Repeat the request in {retry_ms / 1000:.0f} s",
             param="model",
-            retry_after_ms=retry,
+            retry_after_ms=retry_ms,
         )
         error.position = waiting + 1
         return error
 
-    def timed_out(self, ticket: Ticket, now: float) -> QueueTimeout:
-        reason = f": {self.noted.reason}" if self.noted is not None and self.noted.reason else ""
+    def timeout_error(self, ticket: Ticket, now: float) -> QueueTimeout:
+        reason = f": {self.reply.reason}" if self.reply is not None and self.reply.reason else ""
         return QueueTimeout(
-            f"{ticket.model} was not ready for this request within {now - ticket.arrived:.0f} s{reason}", param="model"
+            f"{ticket.model} was not ready for this request within {now - ticket.arrived_at:.0f} s{reason}", param="model"
         )
 
-    def put_back(self, ticket: Ticket) -> None:
-        """At the place of its arrival; of two that came at once, the one that has been somewhere goes first."""
+    def reinsert(self, ticket: Ticket) -> None:
+        """Insert a request that lost its instance, in order of arrival.
+
+        Among requests that arrived at the same time, those that had an instance come first.
+        """
         self.waiting[ticket.id] = ticket
-        for later in [t for t in self.waiting.values() if (t.arrived, not t.attempts) > (ticket.arrived, False)]:
+        for later in [t for t in self.waiting.values() if (t.arrived_at, not t.attempts) > (ticket.arrived_at, False)]:
             self.waiting.move_to_end(later.id)

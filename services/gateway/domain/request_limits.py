@@ -1,4 +1,4 @@
-"""How much one request may ask for: what is cheap to send and dear to serve is counted before anything is made of it."""
+"""Limits on the counts in one request: some are cheap to send and expensive to serve."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shared.errors import InvalidRequest
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Most of each in one request. `choices` counts those of all prompts together (prompts x n, or best_of)."""
+class RequestLimits:
+    """Maximum counts in one request. `choices` counts those of all prompts (prompts x n)."""
 
     prompts: int = 2048
     choices: int = 1024
@@ -21,7 +21,7 @@ class Bounds:
     biases: int = 1024
 
     def check(self, request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest) -> None:
-        """Raise `InvalidRequest` for the first count that is over its bound."""
+        """Raise `InvalidRequest` for the first count above its limit."""
         if isinstance(request, EmbeddingRequest):
             _require(len(prompts_of(request.input)), self.prompts, "input", "inputs", "THAW_MAX_PROMPTS")
             return
@@ -44,9 +44,9 @@ class Bounds:
         _require(len(request.tools or ()), self.tools, "tools", "tools", "THAW_MAX_TOOLS")
 
 
-def _require(count: int, limit: int, param: str, things: str, setting: str) -> None:
+def _require(count: int, limit: int, param: str, noun: str, setting: str) -> None:
     if count > limit:
         raise InvalidRequest(
-            f"The request has {count} {things}, and at most {limit} are served. Split it, or have the operator raise {setting}",
+            f"The request has {count} {noun}, and the limit is {limit}. Split it, or have the operator raise {setting}",
             param=param,
         )

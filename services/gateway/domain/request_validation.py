@@ -1,4 +1,4 @@
-"""What can be refused without asking the engine: fields that would change the output and that it cannot honour, and lengths."""
+"""Checks against a model's card: parameters that its engine cannot honour, and lengths."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ OpenAIRequest = ChatCompletionRequest | CompletionRequest | EmbeddingRequest
 
 
 def check_supported(request: OpenAIRequest, card: ModelCard) -> None:
-    """Raise `UnsupportedParameter`, `InvalidRequest` or `ContextLengthExceeded` for what `card`'s engine can never do."""
+    """Check that the engine of `card` can serve the request at all.
+
+    Raises:
+        UnsupportedParameter: A parameter would change the output, and the engine ignores it.
+        InvalidRequest: A parameter is invalid for the model.
+        ContextLengthExceeded: The prompt and the requested tokens exceed the context.
+    """
     _check_task(request, card)
     if (name := not_honoured(request, card.capabilities.honours)) is not None:
         raise UnsupportedParameter(
-            f"'{name}' would change the output and the engine of {card.name} ({card.spec.engine}) cannot honour it", param=name
+            f"'{name}' would change the output, and the engine of {card.name} ({card.spec.engine}) cannot honour it. Omit it",
+            param=name,
         )
     if isinstance(request, EmbeddingRequest):
         _check_inputs(request.input, "input", card)
@@ -63,7 +70,7 @@ def _check_contents(request: ChatCompletionRequest, card: ModelCard) -> None:
         for part in message.content if isinstance(message.content, list) else ():
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise UnsupportedParameter(
-                    f"{card.name} reads text only, and a content part is of type {part.get('type')!r}",
+                    f"{card.name} accepts text only, and a content part is of type {part.get('type')!r}",
                     param=f"messages[{i}].content",
                 )
 

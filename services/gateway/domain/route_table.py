@@ -1,4 +1,4 @@
-"""Where ready instances are: a cache of what the nodeagents broadcast, and the least-loaded choice among them."""
+"""The route table: instances as their nodes report them, and the choice among them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, InstanceStat
 from shared.contracts.phases import PhaseSpan
 
 OVERCOMMIT = 2
-"""Requests sent to an instance at once, over all gateways, as a multiple of its capacity: its own queue never runs dry while a
-finished sequence's news is under way, and what is beyond waits here, where it can still go to another replica."""
-FIRST_COOLDOWN_S = 0.25
-LONGEST_COOLDOWN_S = 4.0
+"""Requests sent to an instance at once, over all gateways, as a multiple of its capacity.
+
+The instance's own queue then never runs dry while the news of a finished request is under way.
+Requests beyond that wait here, where they can still go to another replica.
+"""
+FIRST_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 4.0
 
 
 @dataclass(slots=True)
 class Route:
-    """One live instance. `others` are the requests of other gateways, as of the last status; `idle_since`: its engine has said since then
-    that it has nothing to do."""
+    """One live instance.
+
+    Attributes:
+        own: Requests of this gateway that the instance has.
+        others: Requests of other gateways, as of the last status.
+        ready_since: When the instance was first reported ready; None: it is not.
+        start_phases: Phases of its start.
+        idle_since: Since when its engine reports no request; None: it has some.
+        backoff_until: No request is sent to it before.
+        refusals: Refusals in a row.
+    """
 
     status: InstanceStatus
     node: str
@@ -29,16 +41,19 @@ class Route:
     ready_since: float | None = None
     start_phases: tuple[PhaseSpan, ...] = ()
     idle_since: float | None = None
-    refused_until: float = 0.0
+    backoff_until: float = 0.0
     refusals: int = 0
 
     @property
     def limit(self) -> int:
         return max(1, self.status.capacity) * OVERCOMMIT
 
-    def takes(self, now: float) -> bool:
-        """Whether a request may be sent here now. One of our own is always allowed: the engine queues it fairly."""
-        if self.status.state is not InstanceState.READY or now < self.refused_until:
+    def accepts(self, now: float) -> bool:
+        """Whether a request may be sent now.
+
+        One request of this gateway is always allowed: the engine queues it fairly.
+        """
+        if self.status.state is not InstanceState.READY or now < self.backoff_until:
             return False
         return self.own == 0 or self.own + self.others < self.limit
 
@@ -47,12 +62,12 @@ class Route:
 class _Node:
     boot_id: str
     seq: int
-    heard: float
+    last_status_at: float
     instances: dict[str, Route] = field(default_factory=dict)
 
 
-class Routes:
-    """All nodes heard of lately."""
+class RouteTable:
+    """Instances of all nodes that reported recently: a cache of what nodeagents broadcast."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -61,7 +76,11 @@ class Routes:
         self._shared: set[str] = set()
 
     def on_status(self, status: NodeStatus, now: float) -> frozenset[str]:
-        """Take over a node's status; the models whose routes may have changed. An overtaken message is dropped."""
+        """Apply a node's status; one that was overtaken by a newer one is dropped.
+
+        Returns:
+            The models whose routes may have changed.
+        """
         node = self._nodes.get(status.node)
         if node is not None and node.boot_id == status.boot_id and status.seq < node.seq:
             return frozenset()
@@ -87,22 +106,22 @@ class Routes:
         return route
 
     def on_tick(self, now: float) -> None:
-        """Forget nodes that have been silent too long."""
-        for name in [n for n, node in self._nodes.items() if now - node.heard > NODE_LOST_AFTER_S]:
+        """Remove nodes whose status is overdue."""
+        for name in [n for n, node in self._nodes.items() if now - node.last_status_at > NODE_LOST_AFTER_S]:
             for instance_id in self._nodes.pop(name).instances:
                 self._by_id.pop(instance_id, None)
 
     def get(self, instance_id: str) -> Route | None:
         return self._by_id.get(instance_id)
 
-    def node_known(self, node: str) -> bool:
+    def is_node_known(self, node: str) -> bool:
         return node in self._nodes
 
     def nodes(self) -> list[str]:
         return sorted(self._nodes)
 
-    def hold(self, instance_id: str) -> None:
-        """Count a request of ours, also while the instance's node is silent."""
+    def acquire(self, instance_id: str) -> None:
+        """Count a request of this gateway, also while the instance's node is silent."""
         self._own[instance_id] += 1
         self._sync(instance_id)
         route = self._by_id.get(instance_id)
@@ -116,8 +135,8 @@ class Routes:
             del self._own[instance_id]
             self._shared.discard(instance_id)
 
-    def shared(self, instance_id: str) -> bool:
-        """Whether it has had more than one request at a time since it last had none of ours."""
+    def is_shared(self, instance_id: str) -> bool:
+        """Whether the instance had several requests at a time since it last had none of ours."""
         return instance_id in self._shared
 
     def _sync(self, instance_id: str) -> None:
@@ -132,33 +151,33 @@ class Routes:
         return iter(self._by_id.values())
 
     def choose(self, model: str, now: float) -> Route | None:
-        """The ready instance with the most room; equal ones by id, so that the choice can be explained."""
-        return self._least([r for r in self.of(model) if r.takes(now)])
+        """Return the least-loaded instance that accepts a request; ties go to the lowest id."""
+        return self._least_loaded([r for r in self.of(model) if r.accepts(now)])
 
     def choose_for(self, ticket: Ticket, now: float) -> Route | None:
-        """The same for a request that may be particular: about the weights that are to go on with it, or because some instances refused."""
-        ready = [r for r in self.of(ticket.model) if r.takes(now) and r.status.instance_id not in ticket.avoid]
-        if ticket.resumes:
-            ready = [r for r in ready if r.status.revision == ticket.revision] or ready
-        preferred = [r for r in ready if r.status.instance_id == ticket.first]
-        return self._least(preferred or ready)
+        """Like `choose`, but heed the ticket's preferred, excluded and revision constraints."""
+        routes = [r for r in self.of(ticket.model) if r.accepts(now) and r.status.instance_id not in ticket.excluded_instances]
+        if ticket.is_resumable:
+            routes = [r for r in routes if r.status.revision == ticket.revision] or routes
+        preferred = [r for r in routes if r.status.instance_id == ticket.preferred_instance]
+        return self._least_loaded(preferred or routes)
 
-    def _least(self, ready: list[Route]) -> Route | None:
-        return min(ready, key=lambda r: ((r.own + r.others) / r.limit, r.status.instance_id), default=None)
+    def _least_loaded(self, routes: list[Route]) -> Route | None:
+        return min(routes, key=lambda r: ((r.own + r.others) / r.limit, r.status.instance_id), default=None)
 
-    def refused(self, instance_id: str, now: float) -> None:
-        """The instance would not take a request: leave it alone for a while that doubles with each refusal."""
+    def back_off(self, instance_id: str, now: float) -> None:
+        """Send the instance nothing for a while, which doubles with each refusal in a row."""
         route = self._by_id.get(instance_id)
         if route is not None:
-            route.refused_until = now + min(FIRST_COOLDOWN_S * 2**route.refusals, LONGEST_COOLDOWN_S)
+            route.backoff_until = now + min(FIRST_BACKOFF_S * 2**route.refusals, MAX_BACKOFF_S)
             route.refusals = min(route.refusals + 1, 8)
 
-    def accepted(self, instance_id: str) -> None:
+    def reset_backoff(self, instance_id: str) -> None:
         route = self._by_id.get(instance_id)
         if route is not None:
             route.refusals = 0
 
-    def starting(self, model: str) -> InstanceStatus | None:
-        """The start that has come furthest, for those who wait to see."""
+    def most_advanced_start(self, model: str) -> InstanceStatus | None:
+        """Return the start of an instance that has progressed furthest."""
         starting = [r.status for r in self.of(model) if r.status.state.starting]
         return max(starting, key=lambda s: s.progress, default=None)

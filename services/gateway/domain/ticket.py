@@ -1,4 +1,4 @@
-"""One request as the dispatcher knows it."""
+"""The dispatcher's state of one request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 class Stage(Enum):
     NEW = "new"
     FOLLOWING = "following"
-    """Another request with the same Idempotency-Key generates; this one gets what that one gets."""
+    """It replays the response of another request with the same Idempotency-Key."""
     QUEUED = "queued"
     SENT = "sent"
     DONE = "done"
@@ -17,43 +17,62 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Ticket:
-    """Times are seconds on the gateway's monotonic clock. `begun`: the client has got output that nobody would continue. `resumes`: there is
-    output that another instance goes on with. `admitted`: the engine has begun with it, and not only put it in its queue."""
+    """One request. Times are seconds on the gateway's monotonic clock.
+
+    Attributes:
+        stage: Where the request is.
+        instance_id: The instance that has the request; None while it waits.
+        sent_at: When the present attempt was sent.
+        last_message_at: When the present attempt's last message arrived; 0: none has.
+        probed_at: When the instance was last asked whether it has the request.
+        reported_missing_at: When the instance last reported that it does not have the request.
+        attempts: Instances that the request was sent to.
+        attempt_id: Names the present attempt on the mesh. Late messages of an earlier attempt
+            carry another id.
+        refusals: Refusals in a row, without output in between.
+        engine_deaths: Engines in a row that died under the request, without output in between.
+        message_losses: Other losses in a row, such as missing messages.
+        losses_before_admission: Losses in a row while the request waited inside an engine.
+        losses: All losses of an instance.
+        is_admitted: The engine has started the request, rather than queued it.
+        is_committed: The client has received output that no other engine can continue.
+        is_resumable: There is output that another instance can continue.
+        revision: Revision of the weights that generated the output.
+        elapsed_s: Part of the response timeout that earlier instances used.
+        preferred_instance: The instance to try before any other.
+        excluded_instances: Instances that cannot resume the response.
+    """
 
     id: str
     model: str
-    arrived: float
+    arrived_at: float
     queue_deadline: float
-    response_timeout: float
+    response_timeout_s: float
     traceparent: str | None = None
     stage: Stage = Stage.NEW
     instance_id: str | None = None
     node: str = ""
     sent_at: float = 0.0
-    heard_at: float = 0.0
-    asked_at: float = 0.0
-    """When the instance was last asked whether it has the request."""
-    missing_at: float = 0.0
-    """When it last said that it has not."""
+    last_message_at: float = 0.0
+    probed_at: float = 0.0
+    reported_missing_at: float = 0.0
     attempts: int = 0
-    queue_timeout: float = 0.0
+    queue_timeout_s: float = 0.0
     refusals: int = 0
-    admitted: bool = False
-    deaths: int = 0
-    """Engines in a row that died under it without a token in between."""
-    lost: int = 0
-    """Other losses in a row, such as messages that are missing."""
-    unheard: int = 0
+    is_admitted: bool = False
+    engine_deaths: int = 0
+    message_losses: int = 0
+    losses_before_admission: int = 0
     losses: int = 0
-    begun: bool = False
-    resumes: bool = False
+    is_committed: bool = False
+    is_resumable: bool = False
     revision: str = ""
-    """Of the weights that made what there is."""
-    spent: float = 0.0
-    """Of the response timeout, by earlier instances."""
-    first: str | None = None
-    """The instance to be tried before any other."""
-    avoid: frozenset[str] = frozenset()
-    """Instances that cannot go on with it."""
+    elapsed_s: float = 0.0
+    preferred_instance: str | None = None
+    excluded_instances: frozenset[str] = frozenset()
     attempt_id: str = ""
-    """Names the present attempt on the mesh, so that late messages of an earlier one are not taken for its own."""
+
+    @property
+    def last_activity_at(self) -> float:
+        """When the present attempt was sent, or sent its last message."""
+        return max(self.last_message_at, self.sent_at)

@@ -1,4 +1,7 @@
-"""Which request is meant by the id that its client knows it by. The gateway that holds it answers; the others are silent."""
+"""`FindRequest`: look up a running request by the id that its client knows.
+
+The gateway that serves the request replies; the others stay silent.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from shared.contracts.migration import FindRequest, RequestFound
 log = logging.getLogger(__name__)
 
 
-async def answer_finds(gateway: Gateway) -> None:
-    """Answer from now on."""
+async def subscribe_find_request(gateway: Gateway) -> None:
+    """Reply to `FindRequest` from now on."""
 
     async def find(message: Msg) -> None:
         try:
-            asked = FindRequest.model_validate_json(message.data)
+            query = FindRequest.model_validate_json(message.data)
         except ValidationError as e:
             log.warning("dropped a malformed message", extra={"subject": message.subject, "error": str(e)})
             return
-        ticket = gateway.ticket_named(asked.request_id)
+        ticket = gateway.ticket_of(query.request_id)
         if ticket is not None:
             found = RequestFound(gateway_id=gateway.id, request_id=ticket.id, instance_id=ticket.instance_id, model=ticket.model)
             await message.respond(found.model_dump_json().encode())

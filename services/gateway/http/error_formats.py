@@ -1,8 +1,8 @@
-"""How each API that is served tells of an error: as a body, and as the last event of a stream.
+"""Error formats of the served APIs, for response bodies and for the last event of a stream.
 
-OpenAI     `{"error": {...}}`, also as an event; the clients raise at it.
-Responses  the same body; in a stream `event: error` with the fields at the top.
-Messages   Anthropic's `{"type": "error", "error": {...}}`, and the same after `event: error`.
+OpenAI: `{"error": {...}}`, also as an event, at which the clients raise.
+Responses: the same body; in a stream `event: error` with the fields at the top level.
+Messages: Anthropic's `{"type": "error", "error": {...}}`, and the same after `event: error`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from shared.errors import ThawError
 
 
-class Dialect(Protocol):
+class ErrorFormat(Protocol):
     def body(self, error: ThawError) -> dict[str, Any]: ...
     def event(self, error: ThawError, number: int) -> bytes:
-        """`number`: how many events the stream has had."""
+        """Format the event that follows `number` events of the stream."""
 
 
-def event(data: Any, name: str = "") -> bytes:
-    """A server-sent event."""
+def format_event(data: Any, name: str = "") -> bytes:
+    """Format a server-sent event."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + text + b"\n\n"
 
@@ -30,13 +30,13 @@ class OpenAI:
         return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
     def event(self, error: ThawError, number: int) -> bytes:
-        return event(self.body(error))
+        return format_event(self.body(error))
 
 
 class Responses(OpenAI):
     def event(self, error: ThawError, number: int) -> bytes:
         fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": number}
-        return event({"type": "error"} | fields, "error")
+        return format_event({"type": "error"} | fields, "error")
 
 
 class Anthropic:
@@ -56,15 +56,15 @@ class Anthropic:
         return {"type": "error", "error": {"type": self._TYPES.get(error.status, other), "message": error.message}}
 
     def event(self, error: ThawError, number: int) -> bytes:
-        return event(self.body(error), "error")
+        return format_event(self.body(error), "error")
 
 
 OPENAI = OpenAI()
 _RESPONSES, _ANTHROPIC = Responses(), Anthropic()
 
 
-def dialect_of(path: str) -> Dialect:
-    """The API that a path belongs to."""
+def error_format_of(path: str) -> ErrorFormat:
+    """Return the error format of the API that a path belongs to."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return _ANTHROPIC
     return _RESPONSES if path == "/v1/responses" or path.startswith("/v1/responses/") else OPENAI

@@ -1,4 +1,4 @@
-"""The one way an error becomes an HTTP answer."""
+"""HTTP responses for errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from services.gateway.http.error_formats import Dialect
+from services.gateway.http.error_formats import ErrorFormat
 from shared.errors import InvalidRequest, MethodNotAllowed, NotFound, QueueFull, ThawError
 
 
@@ -26,7 +26,7 @@ def error_headers(error: ThawError) -> dict[str, str]:
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):
-        # The rest of the body is still on its way; nobody is going to read it.
+        # The rest of the body is still on its way, and is not read.
         headers["connection"] = "close"
     return headers
 
@@ -36,12 +36,12 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(body, status, dict(headers or {}), "application/json")
 
 
-def error_response(error: ThawError, dialect: Dialect) -> Response:
-    return json_response(dialect.body(error), error.status, error_headers(error))
+def error_response(error: ThawError, error_format: ErrorFormat) -> Response:
+    return json_response(error_format.body(error), error.status, error_headers(error))
 
 
-def from_http(error: HTTPException, method: str, path: str) -> ThawError:
-    """Starlette's own refusals in our words."""
+def from_http_exception(error: HTTPException, method: str, path: str) -> ThawError:
+    """Convert an exception of Starlette's router."""
     if error.status_code == 404:
         return NotFound(f"Invalid URL ({method} {path})")
     if error.status_code == 405:

@@ -1,11 +1,14 @@
-"""One request with an Idempotency-Key: it generates for all who bring the key, or follows the one who does, or takes over from him.
+"""Execution of one request with an Idempotency-Key, as its owner or as a follower.
 
-Owner. Its request goes through the dispatcher as any other, but the engine is written down before it is asked, and answers on a captured
-subject. At the end the key is `done`, also if a stream broke off of which the client has a part; it is forgotten if there is nothing to give
-again.
-Follower. Reads the captured answer from its first message on. It becomes the owner when the owner's lease runs out, and goes on where
-that one was: in the queue, or with the engine that works already. An engine that may not have got the request is asked again under the
-same name: it refuses a repetition of what it is doing.
+Owner: the request passes through the dispatcher as any other, but the gateway records the engine
+under the key before it sends the request, and the engine replies on a captured subject. At the end
+the key is `done`, also if a stream broke off of which the client has a part; it is deleted if
+there is nothing to replay.
+
+Follower: the gateway replays the captured response from its first message on. It becomes the owner
+when the owner's lease expires, and continues from the owner's state: in the queue, or with the
+engine that already works. If that engine may not have received the request, the gateway sends it
+again under the same attempt id; an engine refuses a duplicate of what it serves.
 """
 
 from __future__ import annotations
@@ -20,267 +23,311 @@ from typing import Any, TypeVar
 
 from nats.errors import Error as NatsError
 
-from services.gateway.adapters.engine_client import Engines
+from services.gateway.adapters.engine_client import EngineClient
 from services.gateway.adapters.idempotency_store import (
     LEASE_S,
     RENEW_S,
     Claim,
     ClaimLost,
     Entry,
-    Found,
+    ExistingKey,
     IdempotencyStore,
-    Part,
-    is_away,
-    reachable,
+    ResponsePart,
+    is_store_unavailable,
+    store_errors_as_unavailable,
 )
 from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage
-from services.gateway.idempotency.replay import REPLAY_S, Listener
-from services.gateway.requests.active_request import Exchange
+from services.gateway.idempotency.replay import REPLAY_TIMEOUT_S, Replay
+from services.gateway.requests.active_request import ActiveRequest
 from shared.contracts import subjects
 from shared.errors import DeadlineExceeded, IdempotencyKeyReused, ThawError, Unavailable
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_AWAY_S, _ASK_AGAIN_S = 60.0, 0.5
+_STORE_RETRY_TIMEOUT_S, _STORE_RETRY_S = 60.0, 0.5
 
 
-def joinable(place: Claim | Found, request: str) -> Claim | Found:
-    """`place`, unless it is another request's: then raises `IdempotencyKeyReused`."""
-    if isinstance(place, Found) and place.entry.request != request:
+def require_same_request(place: Claim | ExistingKey, request: str) -> Claim | ExistingKey:
+    """Return `place` unless its key was used for another request.
+
+    Args:
+        request: Digest of the request.
+
+    Raises:
+        IdempotencyKeyReused: The key was used for another request.
+    """
+    if isinstance(place, ExistingKey) and place.entry.request != request:
         raise IdempotencyKeyReused()
     return place
 
 
-class Keyed:
-    """Drives one exchange from `run`; the others of its methods are called while that runs."""
+class IdempotentRequest:
+    """Drive one request from `run`. Its other methods are called while `run` is in progress."""
 
     def __init__(
         self,
         gateway_id: str,
         store: IdempotencyStore,
         dispatcher: Dispatcher,
-        engines: Engines,
-        exchange: Exchange,
-        place: Claim | Found,
-        fresh: Entry,
+        engines: EngineClient,
+        request: ActiveRequest,
+        place: Claim | ExistingKey,
+        new_entry: Entry,
     ) -> None:
-        """`fresh`: the entry to make should the key be forgotten while it is followed."""
+        """Start as the owner of the key if `place` is a claim, else as a follower.
+
+        Args:
+            new_entry: The entry to create if the key is deleted while it is followed.
+        """
         self._gateway_id = gateway_id
         self._store = store
         self._dispatcher = dispatcher
         self._engines = engines
-        self._exchange = exchange
-        self._ticket = exchange.ticket
+        self._request = request
+        self._ticket = request.ticket
         self._place = place
-        self._fresh = fresh
+        self._new_entry = new_entry
         self._claim: Claim | None = None
-        self._listener = Listener(store, exchange)
+        self._replay = Replay(store, request)
         self._sending: asyncio.Task[None] | None = None
-        self._handing_over = False
+        self._releases_key = False
         self._settled = asyncio.Event()
 
     async def run(self) -> None:
-        """Until the exchange has ended and the key says so."""
-        spec = self._exchange.card.spec
+        """Run until the request has ended and the key records it."""
+        spec = self._request.card.spec
         try:
             async with asyncio.timeout(spec.queue.timeout + spec.response_timeout) as limit:
-                with reachable():
+                with store_errors_as_unavailable():
                     await self._run()
         except ThawError as e:
-            late = DeadlineExceeded("the first request with this Idempotency-Key was not answered in time")
-            self._exchange.fail(late if limit.expired() else e)
+            timeout = DeadlineExceeded("The first request with this Idempotency-Key was not answered in time. Repeat the request")
+            self._request.completion.fail(timeout if limit.expired() else e)
         finally:
             self._settled.set()
-            await self._listener.stop()
+            await self._replay.stop()
 
     async def _run(self) -> None:
-        place: Claim | Found | None = self._place
-        while place is not None and not self._exchange.ended:
-            place = await (self._own(place) if isinstance(place, Claim) else self._patiently(partial(self._follow, place)))
+        place: Claim | ExistingKey | None = self._place
+        while place is not None and not self._request.completion.is_done:
+            if isinstance(place, Claim):
+                await self._own(place)
+                return
+            place = await self._retry(partial(self._follow, place))
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask again while the store is away, for `_AWAY_S` at most: a restart of NATS ends no answer. Raises what `ask` raises."""
-        until = time.monotonic() + _AWAY_S
+    async def _retry(self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `operation` while the store is unavailable, as during a restart of NATS.
+
+        Gives up after `_STORE_RETRY_TIMEOUT_S`, and raises what `operation` raises.
+        """
+        until = time.monotonic() + _STORE_RETRY_TIMEOUT_S
         while True:
             try:
-                return await ask()
+                return await operation()
             except Exception as e:
-                if not is_away(e) or time.monotonic() > until:
+                if not is_store_unavailable(e) or time.monotonic() > until:
                     raise
-                log.info("the store of idempotency keys is away; asking again", extra={"error": repr(e)})
-            await asyncio.sleep(_ASK_AGAIN_S)
+                log.info("idempotency store is unavailable; retrying", extra={"error": repr(e)})
+            await asyncio.sleep(_STORE_RETRY_S)
 
     # The owner.
 
     async def _own(self, claim: Claim) -> None:
         self._claim = claim
         renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
-        ends = [asyncio.create_task(e.wait()) for e in (self._exchange.over, claim.lost)]
+        ends = [asyncio.create_task(e.wait()) for e in (self._request.completion.done, claim.lost)]
         try:
-            await self._begin(claim.entry)
+            await self._start(claim.entry)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await end(renewing, *ends)
-        if self._exchange.ended:
-            await self._settle(claim)
+        if self._request.completion.is_done:
+            await self._record_end(claim)
             return
         self._dispatcher.on_disowned(self._ticket, time.monotonic())
-        self._exchange.fail(
-            Unavailable("another gateway answers for this Idempotency-Key now; repeat the request", should_retry=True)
+        self._request.completion.fail(
+            Unavailable("Another gateway serves this Idempotency-Key now. Repeat the request", should_retry=True)
         )
 
-    async def _begin(self, entry: Entry) -> None:
+    async def _start(self, entry: Entry) -> None:
+        """Queue the request, or continue with the engine that the entry names."""
         dispatcher, now = self._dispatcher, time.monotonic()
         if not entry.reply:
-            dispatcher.on_request(self._ticket, self._exchange.card.spec.queue.max_waiting, now)
+            dispatcher.on_request(self._ticket, self._request.card.spec.queue.max_waiting, now)
             return
         dispatcher.on_adopted(self._ticket, entry.attempt_id, entry.instance_id, entry.node, now)
-        if self._listener.heard != entry.reply:
-            await self._patiently(partial(self._listener.listen, entry))
-        if self._exchange.refusal is not None:
-            dispatcher.on_refused(self._ticket, self._exchange.refusal, now)
-        elif self._exchange.lost is not None:
-            dispatcher.on_engine_lost(self._ticket, self._exchange.lost, now)
-        elif not self._exchange.ended and not await self._patiently(partial(self._store.stored, entry.reply)):
-            self._listener.also_end(await self._engines.ask_again(self._exchange, entry.reply))
+        if self._replay.subject != entry.reply:
+            await self._retry(partial(self._replay.read, entry))
+        attempt = self._request.attempt
+        if attempt.refusal is not None:
+            dispatcher.on_refused(self._ticket, attempt.refusal, now)
+        elif attempt.engine_loss is not None:
+            dispatcher.on_engine_lost(self._ticket, attempt.engine_loss, now)
+        elif not self._request.completion.is_done and not await self._retry(partial(self._store.captured_messages, entry.reply)):
+            message = self._request.infer_message()
+            self._replay.on_stop(await self._engines.send_again(message, self._request, entry.reply))
 
-    def send(self) -> None:
-        """The dispatcher has chosen an instance: write that down, then ask it. What the one before may still say comes too late."""
-        self._engines.forget(self._exchange)
-        self._sending = asyncio.create_task(self._send(self._ticket.attempt_id), name="idempotency send")
+    def send(self, route: Route) -> None:
+        """Record the instance that the dispatcher chose, then send the request to it."""
+        self._engines.forget(self._request.attempt.id)  # late replies of the previous attempt
+        self._sending = asyncio.create_task(self._send(self._ticket.attempt_id, route), name="idempotency send")
 
-    async def _send(self, attempt_id: str) -> None:
+    async def _send(self, attempt_id: str, route: Route) -> None:
         assert self._claim is not None
-        await self._listener.stop()
+        await self._replay.stop()
         reply, ticket, before = subjects.keyed_reply(self._gateway_id, attempt_id), self._ticket, self._claim.entry
-        parts = (*before.parts, Part(reply=before.reply, messages=self._exchange.received)) if self._exchange.continues else ()
-        route = self._dispatcher.routes.get(ticket.instance_id or "")
-        revision = route.status.revision if route is not None else ""
+        parts: tuple[ResponsePart, ...] = ()
+        if self._request.can_resume:
+            parts = (*before.parts, ResponsePart(reply=before.reply, messages=self._request.attempt.next_seq))
         try:
-            with reachable():
-                entry = partial(self._claim.sending, reply, attempt_id, ticket.instance_id or "", ticket.node, revision, parts)
-                await self._patiently(entry)
+            with store_errors_as_unavailable():
+                await self._retry(
+                    partial(
+                        self._claim.record_attempt,
+                        reply,
+                        attempt_id,
+                        ticket.instance_id or "",
+                        ticket.node,
+                        route.status.revision,
+                        parts,
+                    )
+                )
         except ClaimLost:
             return
         except Unavailable as e:
-            if not self._exchange.ended:
-                self._dispatcher.on_broken(self._ticket, e, time.monotonic())
+            if not self._request.completion.is_done:
+                self._dispatcher.on_abort(self._ticket, e, time.monotonic())
             return
         if self._ticket.attempt_id == attempt_id and self._ticket.stage is Stage.SENT:
-            self._engines.send(self._exchange, reply)
+            self._engines.forget(self._request.attempt.id)
+            self._request.begin_attempt(route, time.monotonic())
+            self._engines.send(self._request.infer_message(), self._request, reply)
 
-    async def _settle(self, claim: Claim) -> None:
+    async def _record_end(self, claim: Claim) -> None:
         try:
-            await self._patiently(partial(self._write_end, claim))
+            await self._retry(partial(self._write_end, claim))
         except ClaimLost:
-            log.info("an idempotency key was another gateway's when its request ended")
+            log.info("another gateway owned the idempotency key when its request ended")
         except (NatsError, TimeoutError) as e:
-            log.warning("the end of a request with an idempotency key could not be stored", extra={"error": repr(e)})
+            log.warning("failed to record the end of an idempotent request", extra={"error": repr(e)})
 
     async def _write_end(self, claim: Claim) -> None:
-        exchange = self._exchange
-        if self._handing_over:
-            await claim.hand_over()
-        elif not self._worth_keeping():
-            await claim.drop()
-        elif await self._store.until_stored(claim.entry.reply, exchange.received):
-            await claim.done(exchange.received, exchange.error)
+        request = self._request
+        messages = request.attempt.next_seq
+        if self._releases_key:
+            await claim.release()
+        elif not self._is_worth_keeping():
+            await claim.delete()
+        elif await self._store.wait_until_captured(claim.entry.reply, messages):
+            await claim.complete(messages, request.completion.error)
 
-    def _worth_keeping(self) -> bool:
-        """An answer is; and what a client has got of a stream that broke off: a repetition is to find that, and not another answer."""
-        exchange = self._exchange
-        if exchange.gone:
+    def _is_worth_keeping(self) -> bool:
+        """Whether a repetition of the request shall get this response.
+
+        It also gets a stream that broke off after the client received some of it, rather than
+        another response.
+        """
+        completion, response = self._request.completion, self._request.response
+        if completion.has_client_left:
             return False
-        if exchange.error is not None:
-            return exchange.told and self._claim is not None and bool(self._claim.entry.reply)
-        return exchange.relay is None or exchange.relay.kept
+        if completion.error is not None:
+            return response.has_started and self._claim is not None and bool(self._claim.entry.reply)
+        return response.passthrough is None or response.passthrough.is_cacheable
 
     def hand_over(self, error: ThawError) -> None:
-        """This gateway ends; the engine goes on for the one that the client turns to next."""
-        self._handing_over = True
+        """This gateway stops: the engine continues for the gateway that the client retries on."""
+        self._releases_key = True
         self._dispatcher.on_disowned(self._ticket, time.monotonic())
-        self._exchange.fail(error)
+        self._request.completion.fail(error)
 
     # The follower.
 
-    async def _follow(self, found: Found) -> Claim | Found | None:
-        """Until the answer has been read (None), or the key is free or ours."""
+    async def _follow(self, found: ExistingKey) -> Claim | ExistingKey | None:
+        """Replay the response of another request.
+
+        Returns:
+            None once it has been read; else the claim on the key, or the key to follow next.
+        """
         self._ticket.stage = Stage.FOLLOWING
-        self._exchange.replayed = True
-        over = asyncio.create_task(self._exchange.over.wait(), name="over")
+        self._request.response.is_replay = True
+        done = asyncio.create_task(self._request.completion.done.wait(), name="done")
         try:
-            async with self._store.waiting(found.key), self._store.watching(found.key) as watcher:
-                place = await self._follow_changes(found, watcher, over)
+            async with self._store.announce_waiter(found.key), self._store.watch(found.key) as watcher:
+                place = await self._follow_changes(found, watcher, done)
         finally:
-            over.cancel()
+            done.cancel()
         if isinstance(place, Claim):
-            self._exchange.replayed = bool(place.entry.reply)
+            self._request.response.is_replay = bool(place.entry.reply)
         return place
 
-    async def _follow_changes(self, found: Found, watcher: Any, over: asyncio.Task[bool]) -> Claim | Found | None:
-        seen = False
+    async def _follow_changes(self, found: ExistingKey, watcher: Any, done: asyncio.Task[bool]) -> Claim | ExistingKey | None:
+        has_entry = False
         while True:
-            patience = REPLAY_S if found.entry.state == "done" else LEASE_S
-            update = asyncio.create_task(watcher.updates(timeout=patience), name="idempotency key")
-            await asyncio.wait({over, update}, return_when=asyncio.FIRST_COMPLETED)
-            if over.done():
+            timeout_s = REPLAY_TIMEOUT_S if found.entry.state == "done" else LEASE_S
+            update = asyncio.create_task(watcher.updates(timeout=timeout_s), name="idempotency key")
+            await asyncio.wait({done, update}, return_when=asyncio.FIRST_COMPLETED)
+            if done.done():
                 await end(update)
                 return None
             try:
                 entry = update.result()
             except TimeoutError:
                 return await self._take_over(found)
-            if entry is None and seen:
+            if entry is None and has_entry:
                 continue
             if entry is None or entry.operation is not None:
-                return await self._anew(found.key)
-            seen = True
-            found = Found(found.key, Entry.model_validate_json(entry.value), entry.revision)
-            if not await self._listener.there(found.entry):
-                await self._store.forget(found)
-                return await self._anew(found.key)
+                return await self._restart(found.key)
+            has_entry = True
+            found = ExistingKey(found.key, Entry.model_validate_json(entry.value), entry.revision)
+            if not await self._replay.is_available(found.entry):
+                await self._store.delete(found)
+                return await self._restart(found.key)
             if found.entry.state == "running" and not found.entry.owner:
                 return await self._take_over(found)
-            await self._listener.follow(found.entry)
+            await self._replay.follow(found.entry)
 
-    async def _take_over(self, found: Found) -> Claim | Found:
+    async def _take_over(self, found: ExistingKey) -> Claim | ExistingKey:
+        """Claim a key whose owner stopped renewing it."""
         if found.entry.state == "done":
-            raise Unavailable("the answer to this Idempotency-Key could not be read in time", should_retry=True)
+            raise Unavailable(
+                "The response under this Idempotency-Key could not be read in time. Repeat the request", should_retry=True
+            )
         claim = await self._store.take_over(found)
         if claim is not None:
             log.info("took over an idempotency key", extra={"instance": found.entry.instance_id, "model": self._ticket.model})
             return claim
-        return joinable(await self._store.find(found.key, self._fresh), self._fresh.request)
+        return require_same_request(await self._store.claim_or_get(found.key, self._new_entry), self._new_entry.request)
 
-    async def _anew(self, key: str) -> Claim | Found:
-        """The key has been forgotten: its attempt failed."""
-        self._listener.require_unbegun()
-        self._exchange.restart()
-        await self._listener.stop()
-        return joinable(await self._store.find(key, self._fresh), self._fresh.request)
+    async def _restart(self, key: str) -> Claim | ExistingKey:
+        """The key was deleted, because its attempt failed: claim it."""
+        self._replay.require_restartable()
+        self._request.restart()
+        await self._replay.stop()
+        return require_same_request(await self._store.claim_or_get(key, self._new_entry), self._new_entry.request)
 
     # Clients.
 
     async def settled(self) -> None:
-        """Wait until the key says how the request ended, so that a client that comes back at once finds it so."""
+        """Wait until the key records how the request ended, so that an immediate retry finds it."""
         await self._settled.wait()
 
     async def client_left(self) -> None:
-        """End the exchange; but an answer that others wait for is finished."""
+        """End the request once no other client waits for its response."""
         claim = self._claim
         if claim is not None:
             try:
-                async with self._store.told_of_leaving(claim.key, lambda: self._leave_alone(claim.key)):
-                    while not self._exchange.ended:
-                        await self._leave_alone(claim.key)
+                async with self._store.on_waiter_left(claim.key, lambda: self._cancel_unless_awaited(claim.key)):
+                    while not self._request.completion.is_done:
+                        await self._cancel_unless_awaited(claim.key)
                         with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(self._exchange.over.wait(), RENEW_S)
+                            await asyncio.wait_for(self._request.completion.done.wait(), RENEW_S)
             except NatsError as e:
-                log.info("could not hear who waits for an idempotency key", extra={"error": repr(e)})
-        self._exchange.leave()
+                log.info("failed to watch the waiters of an idempotency key", extra={"error": repr(e)})
+        self._request.cancel()
 
-    async def _leave_alone(self, key: str) -> None:
-        if not await self._store.anybody_waits(key):
-            self._exchange.leave()
+    async def _cancel_unless_awaited(self, key: str) -> None:
+        if not await self._store.has_waiters(key):
+            self._request.cancel()

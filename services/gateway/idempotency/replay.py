@@ -1,4 +1,4 @@
-"""Reading what engines say under an Idempotency-Key, from the first message of the first part on."""
+"""Replay of the captured response of an idempotent request."""
 
 from __future__ import annotations
 
@@ -10,151 +10,161 @@ from typing import Any
 from nats.errors import Error as NatsError
 from pydantic_core import from_json
 
-from services.gateway.adapters.idempotency_store import Entry, IdempotencyStore, Part
-from services.gateway.requests.active_request import Exchange
+from services.gateway.adapters.idempotency_store import Entry, IdempotencyStore, ResponsePart
+from services.gateway.requests.active_request import ActiveRequest
 from shared.errors import EngineFailed, from_body
 
-REPLAY_S = 30.0
-"""Longest silence while an answer that is whole is read."""
-End = Callable[[], Awaitable[None]]
+REPLAY_TIMEOUT_S = 30.0
+"""Longest silence while a completed response is read."""
+Unsubscribe = Callable[[], Awaitable[None]]
 
 
-class Listener:
-    """Gives one exchange the messages of one subject after the other. `heard`: the present one; empty: none."""
+class Replay:
+    """Feed a request the captured messages of one reply subject after the other.
 
-    def __init__(self, store: IdempotencyStore, exchange: Exchange) -> None:
+    Attributes:
+        subject: The reply subject that is read; empty if none is.
+    """
+
+    def __init__(self, store: IdempotencyStore, request: ActiveRequest) -> None:
+        self.subject = ""
         self._store = store
-        self._exchange = exchange
-        self._ticket = exchange.ticket
-        self.heard = ""
+        self._request = request
+        self._ticket = request.ticket
         self._limit = 0
-        self._whole = asyncio.Event()
-        self._broken_off: Entry | None = None
-        self._ends: list[End] = []
+        self._limit_reached = asyncio.Event()
+        self._failed_entry: Entry | None = None
+        self._unsubscribes: list[Unsubscribe] = []
 
     async def follow(self, entry: Entry) -> None:
-        """The key's entry is so now: read what it names, and end as it did."""
-        self._broken_off = entry if entry.error is not None else None
-        if entry.reply and entry.reply != self.heard:
-            await self.listen(entry)
-        self._break_off()
+        """Read the response that the key's entry names, and fail as it failed."""
+        self._failed_entry = entry if entry.error is not None else None
+        if entry.reply and entry.reply != self.subject:
+            await self.read(entry)
+        self._fail_if_complete()
 
-    async def listen(self, entry: Entry) -> None:
-        """Read an attempt from its first message on; before it what it goes on from, as far as that has not been read."""
-        unread = self._unread(entry)
-        if not (unread and unread[0].reply == self.heard):
-            self.require_unbegun()
+    async def read(self, entry: Entry) -> None:
+        """Read an attempt from its first message on, after the parts that it continues."""
+        unread = self._unread_parts(entry)
+        if not (unread and unread[0].reply == self.subject):
+            self.require_restartable()
             await self.stop()
-            self._exchange.restart()
+            self._request.restart()
         for part in unread:
-            await self._hear(part.reply, entry)
-            too_many = await self._received(part)
+            await self._subscribe(part.reply, entry)
+            unconfirmed = await self._read_part(part)
             await self.stop()
-            self._exchange.go_on(too_many)
-        await self._hear(entry.reply, entry)
+            self._request.resume_after(unconfirmed)
+        await self._subscribe(entry.reply, entry)
 
-    async def there(self, entry: Entry) -> bool:
-        """Whether what was answered is still kept, as far as it has not been read yet."""
-        if entry.state == "running" or entry.reply == self.heard:
+    async def is_available(self, entry: Entry) -> bool:
+        """Whether the messages that have not been read are still stored."""
+        if entry.state == "running" or entry.reply == self.subject:
             return True
-        for part in self._unread(entry):
-            if await self._store.stored(part.reply) < part.messages:
+        for part in self._unread_parts(entry):
+            if await self._store.captured_messages(part.reply) < part.messages:
                 return False
-        return await self._store.stored(entry.reply) >= entry.messages
+        return await self._store.captured_messages(entry.reply) >= entry.messages
 
-    def require_unbegun(self) -> None:
-        """Raises `EngineFailed` if the client has some of an answer that cannot be read on."""
-        exchange = self._exchange
-        half = exchange.made.tokens and exchange.sink.streams and not exchange.sink.repeatable
-        if self._ticket.begun or half:
-            raise EngineFailed("the answer that this Idempotency-Key had begun to get was broken off; repeat the request")
+    def require_restartable(self) -> None:
+        """Check that the response can start again.
 
-    def also_end(self, end: End) -> None:
-        """Have `end` called with the next `stop`."""
-        self._ends.append(end)
+        Raises:
+            EngineFailed: The client has received some of a response that is no longer available.
+        """
+        sink = self._request.response.sink
+        has_forwarded = self._request.resume_state.tokens and sink.streams and not sink.is_repeatable
+        if self._ticket.is_committed or has_forwarded:
+            raise EngineFailed("The response under this Idempotency-Key broke off. Repeat the request")
+
+    def on_stop(self, unsubscribe: Unsubscribe) -> None:
+        """Call `unsubscribe` with the next `stop`."""
+        self._unsubscribes.append(unsubscribe)
 
     async def stop(self) -> None:
-        ends, self._ends, self.heard = self._ends, [], ""
-        for end in ends:
+        unsubscribes, self._unsubscribes, self.subject = self._unsubscribes, [], ""
+        for unsubscribe in unsubscribes:
             with contextlib.suppress(NatsError, TimeoutError):
-                await end()
+                await unsubscribe()
 
-    def _unread(self, entry: Entry) -> tuple[Part, ...]:
-        """Parts that have not been read whole; the first of them may have been begun."""
-        at = next((n for n, part in enumerate(entry.parts) if part.reply == self.heard), 0)
-        return entry.parts[at:]
+    def _unread_parts(self, entry: Entry) -> tuple[ResponsePart, ...]:
+        """Return the parts that have not been read to their end; the first may be in progress."""
+        first = next((n for n, part in enumerate(entry.parts) if part.reply == self.subject), 0)
+        return entry.parts[first:]
 
-    async def _hear(self, reply: str, entry: Entry) -> None:
-        """Take what an engine says or said, up to the limit that is set."""
-        if self.heard == reply:
+    async def _subscribe(self, subject: str, entry: Entry) -> None:
+        """Read a reply subject from its first message on, up to the limit that is set."""
+        if self.subject == subject:
             return
-        exchange, ticket = self._exchange, self._ticket
-        self.heard, ticket.attempt_id, exchange.revision = reply, entry.attempt_id, entry.revision
+        request, ticket = self._request, self._ticket
+        self.subject, ticket.attempt_id = subject, entry.attempt_id
+        request.attempt.revision = entry.revision
         self._limit = 0
-        self._whole.clear()
+        self._limit_reached.clear()
 
-        def take(data: bytes) -> None:
-            if self.heard != reply or ticket.attempt_id != entry.attempt_id or self._whole.is_set():
+        def on_message(data: bytes) -> None:
+            if self.subject != subject or ticket.attempt_id != entry.attempt_id or self._limit_reached.is_set():
                 return
-            exchange.on_message(data)
-            if 0 < self._limit <= exchange.received:
-                self._whole.set()
-            self._break_off()
+            request.on_message(data)
+            if 0 < self._limit <= request.attempt.next_seq:
+                self._limit_reached.set()
+            self._fail_if_complete()
 
         try:
-            self._ends.append(await self._store.follow(reply, take))
+            self._unsubscribes.append(await self._store.read_captured(subject, on_message))
         except BaseException:
-            self.heard = ""
+            self.subject = ""
             raise
 
-    async def _received(self, part: Part) -> list[dict[str, Any]]:
-        """Take the part's messages of what is heard and no more; those that have been taken beyond them: its owner did not hear them."""
-        exchange = self._exchange
-        if exchange.received > part.messages:
-            self._whole.set()
-            return await self._read(part.reply, part.messages, exchange.received)
+    async def _read_part(self, part: ResponsePart) -> list[dict[str, Any]]:
+        """Read the messages of a part, and no more.
+
+        Returns:
+            Messages beyond the part that were read already: its owner did not receive them.
+        """
+        request = self._request
+        if request.attempt.next_seq > part.messages:
+            self._limit_reached.set()
+            return await self._reread(part.reply, part.messages, request.attempt.next_seq)
         self._limit = part.messages
-        if exchange.received == part.messages:
-            self._whole.set()
-        await self._either(exchange.over, self._whole)
+        if request.attempt.next_seq == part.messages:
+            self._limit_reached.set()
+        await self._wait_for_any(request.completion.done, self._limit_reached)
         return []
 
-    async def _read(self, reply: str, first: int, end: int) -> list[dict[str, Any]]:
-        """Messages by their numbers, once more."""
+    async def _reread(self, subject: str, first: int, end: int) -> list[dict[str, Any]]:
+        """Read the messages `first` to `end` - 1 once more."""
         found: dict[int, dict[str, Any]] = {}
-        last = asyncio.Event()
+        has_last = asyncio.Event()
 
-        def take(data: bytes) -> None:
+        def on_message(data: bytes) -> None:
             message = from_json(data)
             found.setdefault(message["seq"], message)
             if end - 1 in found:
-                last.set()
+                has_last.set()
 
-        stop = await self._store.follow(reply, take)
+        unsubscribe = await self._store.read_captured(subject, on_message)
         try:
-            await self._either(self._exchange.over, last)
+            await self._wait_for_any(self._request.completion.done, has_last)
         finally:
-            await stop()
+            await unsubscribe()
         return [found[n] for n in range(first, end) if n in found]
 
     @staticmethod
-    async def _either(*events: asyncio.Event) -> None:
-        """Wait for one of them. Raises `TimeoutError`."""
+    async def _wait_for_any(*events: asyncio.Event) -> None:
+        """Wait until one event is set. Raises `TimeoutError`."""
         waits = [asyncio.create_task(e.wait()) for e in events]
         try:
-            async with asyncio.timeout(REPLAY_S):
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
 
-    def _break_off(self) -> None:
-        """End as the answer did, once all has been read that came of it."""
-        entry = self._broken_off
-        if (
-            entry is not None
-            and entry.error is not None
-            and entry.reply == self.heard
-            and self._exchange.received >= entry.messages
-        ):
-            self._exchange.fail(from_body(entry.error))
+    def _fail_if_complete(self) -> None:
+        """Fail as the response failed, once all of its output has been read."""
+        entry = self._failed_entry
+        if entry is None or entry.error is None or entry.reply != self.subject:
+            return
+        if self._request.attempt.next_seq >= entry.messages:
+            self._request.completion.fail(from_body(entry.error))

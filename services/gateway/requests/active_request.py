@@ -1,113 +1,189 @@
-"""One request's conversation with its engines and its client, from its validation to its record."""
+"""One request, from its validation to its log entry."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from services.gateway.requests.replay_filter import Surplus
-from services.gateway.requests.response_reader import Heard, Reading
-from shared.errors import ThawError, Unavailable, Unreachable
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.engine_request import EngineRequest
+from services.gateway.domain.route_table import Route
+from services.gateway.domain.ticket import Ticket
+from services.gateway.requests.client_response import ClientResponse
+from services.gateway.requests.completion import Completion
+from services.gateway.requests.handoff import Handoffs
+from services.gateway.requests.infer_message import InferMessage, encode_infer
+from services.gateway.requests.response_reader import Attempt, ResponseReader
+from services.gateway.requests.resume_state import ResumeState
+from services.gateway.requests.sink import TokenSink
+from services.gateway.requests.stats import RequestStats
+from shared.contracts.models import ModelCard
+from shared.errors import NotFound, ThawError, Unavailable, Unreachable
 
 
-class Exchange(Reading):
-    """Everything about one request. Only the gateway's loop touches it."""
+class IdempotencyGuard(Protocol):
+    """The idempotency key of a request, as the request and the gateway's loop use it."""
 
-    # Towards the engine.
+    def send(self, route: Route) -> None:
+        """Record the chosen instance under the key, then send the request to it."""
 
-    def sent(self, now: float) -> None:
-        """A (new) attempt begins: note the instance, and the start that the request waited for."""
-        move = self.move if self.move is not None and self.move.to == self.ticket.instance_id else None
-        self.resume = self._resume(move.prepared if move is not None else "")
-        self.handovers.sent(self.ticket, move, self.made.tokens if self.resume is not None else None, self.chunk_at, now)
-        if move is not None:
-            move.left.set()
-        if self.resume is None:
-            self.restart()
-            self.sent_at = now
-        else:
-            self._go_on()
-        route = self._dispatcher.routes.get(self.ticket.instance_id or "")
-        if route is None:
-            return
-        self.revision = route.status.revision
-        if self.resume is not None:
-            return
-        self.instance = route.status
-        self.cold_ready_at = None
-        if route.ready_since is not None and route.ready_since > self.ticket.arrived:
-            self.cold_ready_at = route.ready_since
-            self.heard.append(Heard(route.ready_since, route.start_phases))
-
-    def _resume(self, prepared: str = "") -> dict[str, Any] | None:
-        told = self.relay is None or self.relay.streams
-        return self.made.resume(prepared, self.surplus, told=told) if self.ticket.resumes else None
-
-    @property
-    def continues(self) -> bool:
-        """Whether the next attempt would go on from where this one is."""
-        return self._resume() is not None
-
-    def go_on(self, too_many: list[dict[str, Any]]) -> None:
-        """Expect what an engine says that goes on from here, or from before these messages."""
-        self.surplus = self.surplus.after(too_many)
-        self.resume = self._resume()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Expect the rest of an answer of which an engine has made a part."""
-        self._seq, self._progressed = 0, False
-        self.refusal = self.lost = None
-        if self.relay is not None and not self.relay.streams:
-            self.relay = None
-
-    def restart(self) -> None:
-        """Expect an answer from its first message on."""
-        self._seq, self._progressed = 0, False
-        self.made.reset()
-        self.resume = None
-        self.ticket.resumes = False
-        self.refusal = self.lost = None
-        self.surplus = Surplus()
-        self.relay = None
-        self.first_at = self.first_at if self.told else None
-        self.sink.reset()
-        self.heard.clear()
-
-    @property
-    def received(self) -> int:
-        """Messages of the present attempt that have been taken."""
-        return self._seq
-
-    def on_no_responders(self) -> None:
-        self._refused(Unreachable(f"nobody answers for instance {self.ticket.instance_id}"), time.monotonic())
-
-    def on_unsendable(self, error: ThawError) -> None:
-        self._break(error)
-
-    def requeued(self) -> None:
-        """It waits for an instance, having had one."""
-        self.give_up_move(Unavailable("the instance that it was to go to did not answer"))
-        if self.on_waiting is not None:
-            self.on_waiting()
-
-    # Towards the client.
+    def hand_over(self, error: ThawError) -> None:
+        """Give the key up for another gateway, and fail the request here with `error`."""
 
     async def client_left(self) -> None:
-        """The client is gone; whether that ends the request is for its Idempotency-Key to say, if it has one."""
-        if self.key is not None:
-            await self.key.client_left()
-        else:
-            self.leave()
+        """End the request, unless other clients wait for its response."""
 
     async def settled(self) -> None:
-        """Wait until a failed request may be repeated."""
-        if self.key is not None:
-            await self.key.settled()
+        """Wait until the key records how the request ended."""
 
-    def leave(self) -> None:
-        """The client is gone: leave the queue, or have the engine stop."""
-        if not self.ended:
-            self.gone = True
-            self._dispatcher.on_cancel(self.ticket, time.monotonic())
-            self._end(time.monotonic())
+
+class ActiveRequest:
+    """The parts of one request, and the steps that involve several of them.
+
+    Only the gateway's event loop uses it. Each part owns its state:
+
+    Attributes:
+        ticket: The dispatcher's state of the request.
+        reader: The present attempt, and the engine's messages.
+        response: What the client receives.
+        resume_state: What another engine needs to continue the response.
+        handoffs: Hand-offs to other instances.
+        stats: Timings and token counts.
+        completion: Whether and how the request ended.
+        idempotency: The request's Idempotency-Key; None without one.
+        on_requeued: Called when the request waits for another instance.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        card: ModelCard,
+        engine_request: EngineRequest,
+        sink: TokenSink,
+        dispatcher: Dispatcher,
+        buffer_limit_bytes: int,
+    ) -> None:
+        self.ticket = ticket
+        self.card = card
+        self.engine_request = engine_request
+        self.response = ClientResponse(sink, buffer_limit_bytes)
+        self.resume_state = ResumeState()
+        self.handoffs = Handoffs()
+        self.stats = RequestStats()
+        self.completion = Completion(self._on_done)
+        self.reader = ResponseReader(
+            ticket,
+            card.name,
+            dispatcher,
+            self.response,
+            self.resume_state,
+            self.handoffs,
+            self.stats,
+            self.completion,
+        )
+        self.idempotency: IdempotencyGuard | None = None
+        self.on_requeued: Callable[[], None] | None = None
+        self._dispatcher = dispatcher
+
+    def attach_idempotency(self, guard: IdempotencyGuard) -> None:
+        """Put the request under an idempotency key; its replies are read from a captured stream."""
+        self.idempotency = guard
+        self.reader.accepts_duplicates = True
+
+    # Attempts on engines.
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.reader.attempt
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether the next attempt continues the response instead of starting it again."""
+        return self._resume_fields() is not None
+
+    def begin_attempt(self, route: Route, now: float) -> None:
+        """Expect the response from the instance of `route`, which the ticket names."""
+        ordered = self.handoffs.ordered_to(self.ticket.instance_id)
+        fields = self._resume_fields(ordered.prepared if ordered is not None else "")
+        tokens = self.resume_state.tokens if fields is not None else None
+        self.handoffs.attempt_started(self.ticket, ordered, tokens, self.stats.last_token_at, now)
+        if fields is None:
+            self.restart()
+            self.stats.response_requested(route, self.ticket.arrived_at, now)
+        else:
+            self._resume(fields)
+        self.attempt.id, self.attempt.revision = self.ticket.attempt_id, route.status.revision
+
+    def infer_message(self) -> InferMessage:
+        """Encode the message that starts the present attempt."""
+        return encode_infer(self.ticket, self.engine_request, self.attempt.resume)
+
+    def restart(self) -> None:
+        """Expect a response from its beginning."""
+        self.reader.restart()
+        self.resume_state.restart()
+        self.ticket.is_resumable = False
+        self.stats.restart(keep_first_token=self.response.has_started)
+        self.response.restart()
+
+    def resume_after(self, unconfirmed: list[dict[str, Any]]) -> None:
+        """Expect the rest of the response from another engine.
+
+        Args:
+            unconfirmed: Messages read here that the next engine generates again.
+        """
+        self.resume_state.rewind(unconfirmed)
+        self._resume(self._resume_fields())
+
+    def _resume(self, fields: dict[str, Any] | None) -> None:
+        self.reader.resume(fields)
+        self.response.resume()
+
+    def _resume_fields(self, prepared: str = "") -> dict[str, Any] | None:
+        if not self.ticket.is_resumable:
+            return None
+        return self.resume_state.resume_fields(prepared, keeps_partial_output=self.response.keeps_partial_output)
+
+    # Events from the engine client and the dispatcher.
+
+    def on_message(self, data: bytes) -> None:
+        self.reader.on_message(data)
+
+    def on_no_responders(self) -> None:
+        error = Unreachable(f"No engine listens for instance {self.ticket.instance_id}")
+        self.reader.refused(error, time.monotonic())
+
+    def on_unsendable(self, error: ThawError) -> None:
+        self.reader.abort(error)
+
+    def requeued(self) -> None:
+        """The request lost its instance and waits for another one."""
+        self.handoffs.abandon(Unavailable("The destination of the hand-off did not answer"))
+        if self.on_requeued is not None:
+            self.on_requeued()
+
+    # The client.
+
+    async def client_left(self) -> None:
+        """The client disconnected: end the request, unless its idempotency key keeps it alive."""
+        if self.idempotency is not None:
+            await self.idempotency.client_left()
+        else:
+            self.cancel()
+
+    async def settled(self) -> None:
+        """Wait until the client may repeat the failed request."""
+        if self.idempotency is not None:
+            await self.idempotency.settled()
+
+    def cancel(self) -> None:
+        """End the request without a response: leave the queue, or stop the engine."""
+        if not self.completion.is_done:
+            self.completion.has_client_left = True
+            now = time.monotonic()
+            self._dispatcher.on_cancel(self.ticket, now)
+            self.completion.finish(now)
+
+    def _on_done(self) -> None:
+        self.handoffs.abandon(NotFound("The request has ended"))

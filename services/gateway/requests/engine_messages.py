@@ -1,27 +1,39 @@
-"""What engines' messages say, as they come off the wire."""
+"""Helpers for messages of engines, as decoded from the wire."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shared.contracts.inference import RESUME, Answered, EmbeddingsFinished, InferEnd, InferFinished, InferRaw
+from shared.contracts.inference import (
+    RESUME,
+    Answered,
+    EmbeddingsFinished,
+    InferEnd,
+    InferFinished,
+    InferRaw,
+)
 from shared.contracts.phases import PhaseSpan
 from shared.errors import Conflict
 
-_LAST: dict[str, type[Answered]] = {"finished": InferFinished, "embeddings": EmbeddingsFinished, "raw": InferRaw, "end": InferEnd}
+_FINAL: dict[str, type[Answered]] = {
+    "finished": InferFinished,
+    "embeddings": EmbeddingsFinished,
+    "raw": InferRaw,
+    "end": InferEnd,
+}
 
 
-def last_of(message: dict[str, Any]) -> Answered:
-    """The message that ends an answer. Raises `KeyError` for any other."""
-    return _LAST[message["kind"]].model_validate(message)
+def parse_final(message: dict[str, Any]) -> Answered:
+    """Parse the message that completes a response. Raises `KeyError` for any other kind."""
+    return _FINAL[message["kind"]].model_validate(message)
 
 
 def phases_of(message: dict[str, Any]) -> tuple[PhaseSpan, ...]:
     return tuple(PhaseSpan.model_validate(p) for p in message.get("phases") or ())
 
 
-def repeated(message: dict[str, Any]) -> bool:
-    """Whether an engine says that it is at this request already: it was asked twice, to be sure."""
+def is_duplicate_refusal(message: dict[str, Any]) -> bool:
+    """Whether an engine refuses the request because it serves it already."""
     if message["kind"] != "failed":
         return False
     return bool(message["error"]["code"] == Conflict.code and message["error"].get("param") != RESUME)

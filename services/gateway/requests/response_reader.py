@@ -1,11 +1,10 @@
-"""What an engine says of one request: numbered messages in, whatever the request's sink makes of them out."""
+"""Reader of the numbered messages that an engine sends for one request."""
 
 from __future__ import annotations
 
 import base64
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,268 +12,272 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.engine_request import Ask
 from services.gateway.domain.ticket import Ticket
-from services.gateway.requests.completion import Ending
-from services.gateway.requests.engine_messages import last_of, phases_of, repeated
-from services.gateway.requests.handoff import Move
-from services.gateway.requests.handoff_history import Handovers
-from services.gateway.requests.passthrough import Relay
-from services.gateway.requests.replay_filter import Surplus
-from services.gateway.requests.resume_state import Made
-from services.gateway.requests.sink import Diverged, Key, Sink
+from services.gateway.requests.client_response import ClientResponse
+from services.gateway.requests.completion import Completion
+from services.gateway.requests.engine_messages import is_duplicate_refusal, parse_final, phases_of
+from services.gateway.requests.handoff import Handoffs
+from services.gateway.requests.passthrough import PassthroughResponse
+from services.gateway.requests.resume_state import ResumeState
+from services.gateway.requests.sink import Diverged
+from services.gateway.requests.stats import RequestStats
 from shared.contracts.base import ErrorBody
-from shared.contracts.inference import (
-    InferEnd,
-    InferRaw,
-    InferResponse,
-    InferStarted,
-    Usage,
-)
-from shared.contracts.models import ModelCard
-from shared.contracts.node import InstanceStatus
-from shared.contracts.phases import PhaseSpan
-from shared.errors import EngineFailed, InstanceDraining, NotFound, ThawError, from_body
+from shared.contracts.inference import InferEnd, InferRaw, InferResponse, InferStarted, Usage
+from shared.errors import EngineFailed, InstanceDraining, ThawError, from_body
 
-_LARGEST_WHOLE = 256 * 1024 * 1024
-"""Bytes of an answer that is kept until it is whole."""
+_MAX_BUFFERED_BYTES = 256 * 1024 * 1024
+"""Largest HTTP body that is buffered until it is complete."""
 
 
 @dataclass(slots=True)
-class Heard:
-    """Phases that a message carried, and when it came."""
+class Attempt:
+    """The request's present attempt on one instance.
 
-    at: float
-    phases: tuple[PhaseSpan, ...]
+    Attributes:
+        id: Names the attempt on the mesh; empty before the first.
+        revision: Revision of the instance's weights.
+        resume: Fields of the `Resume` message; None if the attempt starts the response.
+        next_seq: Number of the next message, which is also the count of messages read.
+        has_output: The attempt has sent output.
+        refusal: Why the instance refused the attempt.
+        engine_loss: How the engine was lost, as its host reported.
+    """
+
+    id: str = ""
+    revision: str = ""
+    resume: dict[str, Any] | None = None
+    next_seq: int = 0
+    has_output: bool = False
+    refusal: ThawError | None = None
+    engine_loss: ThawError | None = None
 
 
-class Reading(Ending):
-    """The part of an `Exchange` that hears its engines.
+class ResponseReader:
+    """Apply an engine's messages to the parts of a request, and report events to the dispatcher.
 
-    An engine answers in tokens, of which `sink` makes the answer, or in HTTP's form, which is passed on by `relay`. `told`: the
-    client has got some of the answer.
+    Attributes:
+        attempt: The present attempt.
+        accepts_duplicates: Skip messages that arrive twice, as from a captured stream.
     """
 
     def __init__(
         self,
         ticket: Ticket,
-        card: ModelCard,
-        ask: Ask,
-        sink: Sink,
+        model: str,
         dispatcher: Dispatcher,
-        buffer_limit: int,
+        response: ClientResponse,
+        resume_state: ResumeState,
+        handoffs: Handoffs,
+        stats: RequestStats,
+        completion: Completion,
     ) -> None:
-        super().__init__()
-        self.ticket = ticket
-        self.card = card
-        self.ask = ask
-        self.sink = sink
-        self.relay: Relay | None = None
-        self.told = False
-        self.key: Key | None = None
-        self.replayed = False
-        self.refusal: ThawError | None = None
-        self.lost: ThawError | None = None
-        self.first_at: float | None = None
-        self.usage = Usage(prompt_tokens=0)
-        self.ignored: tuple[str, ...] = ()
-        self.heard: list[Heard] = []
-        self.instance: InstanceStatus | None = None
-        self.cold_ready_at: float | None = None
-        self.reply_token = ""
-        self.made = Made()
-        self.resume: dict[str, Any] | None = None
-        self.move: Move | None = None
-        self.handovers = Handovers()
-        self.surplus = Surplus()
-        self.on_waiting: Callable[[], None] | None = None
-        self.chunk_at = 0.0
-        self.sent_at = 0.0
-        self.fence = 0
+        self.attempt = Attempt()
+        self.accepts_duplicates = False
+        self._ticket = ticket
+        self._model = model
         self._dispatcher = dispatcher
-        self._buffer_limit = buffer_limit
-        self._seq = 0
-        self._progressed = False
-        self.revision = ""
+        self._response = response
+        self._resume_state = resume_state
+        self._handoffs = handoffs
+        self._stats = stats
+        self._completion = completion
+
+    def restart(self) -> None:
+        """Expect the first message of a response."""
+        self.attempt = Attempt(self.attempt.id, self.attempt.revision)
+
+    def resume(self, fields: dict[str, Any] | None) -> None:
+        """Expect the first message of an engine that continues the response.
+
+        Args:
+            fields: Fields of the `Resume` message.
+        """
+        self.attempt = Attempt(self.attempt.id, self.attempt.revision, fields)
 
     def on_message(self, data: bytes) -> None:
+        """Read one message. A malformed one fails the request."""
         try:
-            self._take(from_json(data))
+            self._read(from_json(data))
         except Diverged as e:
-            self._break(EngineFailed(f"{self.card.name} stopped while answering; its answer could not be continued: {e}"))
+            self.abort(
+                EngineFailed(f"{self._model} stopped before its response was complete, and the response cannot be resumed: {e}")
+            )
         except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as e:
-            self._break(EngineFailed(f"{self.card.name} sent a message that cannot be understood: {type(e).__name__}"))
+            self.abort(EngineFailed(f"The engine of {self._model} sent a malformed message: {type(e).__name__}"))
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if self.ended:
+    def abort(self, error: ThawError) -> None:
+        """Cancel the request on its instance, and fail it."""
+        if not self._completion.is_done:
+            self._dispatcher.on_abort(self._ticket, error, time.monotonic())
+
+    def refused(self, error: ThawError, now: float, *, cancel: bool = False) -> None:
+        """The instance does not serve the attempt. `cancel`: tell the instance to stop it."""
+        if self._handoffs.ordered_to(self._ticket.instance_id) is not None:
+            self._handoffs.abandon(error)
+        if cancel:
+            self._dispatcher.on_message_gap(self._ticket, error, now)
+        else:
+            self._dispatcher.on_refused(self._ticket, error, now)
+
+    def _read(self, message: dict[str, Any]) -> None:
+        if self._completion.is_done:
             return
-        now = time.monotonic()
-        if self.key is not None and (message["seq"] < self._seq or repeated(message)):
+        now, attempt = time.monotonic(), self.attempt
+        if self.accepts_duplicates and (message["seq"] < attempt.next_seq or is_duplicate_refusal(message)):
             return
-        if message["seq"] != self._seq:
-            lost = EngineFailed(f"messages of {self.card.name} were lost: number {self._seq} is missing")
-            self._dispatcher.on_gap(self.ticket, lost, now)
+        if message["seq"] != attempt.next_seq:
+            gap = EngineFailed(f"Messages of {self._model} were lost: number {attempt.next_seq} is missing")
+            self._dispatcher.on_message_gap(self._ticket, gap, now)
             return
-        self._seq += 1
-        self._dispatcher.on_heard(self.ticket, now)
+        attempt.next_seq += 1
+        self._dispatcher.on_message(self._ticket, now)
         kind = message["kind"]
         if kind == "chunk":
-            self._chunk(message, now)
+            self._on_chunk(message, now)
         elif kind == "started":
-            self._started(InferStarted.model_validate(message), now)
+            self._on_started(InferStarted.model_validate(message), now)
         elif kind == "data":
-            self._data(message, now)
+            self._on_data(message, now)
         elif kind == "response":
-            self._respond(InferResponse.model_validate(message), now)
+            self._on_response(InferResponse.model_validate(message), now)
         elif kind == "failed":
-            self._failed(from_body(ErrorBody.model_validate(message["error"])), now, lost=message.get("engine_lost") is True)
+            error = from_body(ErrorBody.model_validate(message["error"]))
+            self._on_failed(error, now, is_engine_lost=message.get("engine_lost") is True)
         elif kind == "yielded":
-            self._dispatcher.on_yielded(self.ticket, self.move.to if self.move is not None else None, now)
+            ordered = self._handoffs.ordered
+            self._dispatcher.on_yielded(self._ticket, ordered.destination if ordered else None, now)
         else:
-            self._finished(message, now)
+            self._on_final(message, now)
 
-    def _started(self, message: InferStarted, now: float) -> None:
-        self._begun(message)
-        if self.resume is not None:
+    # Responses in tokens.
+
+    def _on_started(self, message: InferStarted, now: float) -> None:
+        self._admitted(message)
+        if self.attempt.resume is not None:
             return
-        self.heard.append(Heard(now, message.phases))
-        self.usage = Usage(prompt_tokens=message.prompt_tokens)
-        self.ignored = message.ignored
-        self.sink.started(message)
+        self._stats.add_phases(now, message.phases)
+        self._stats.usage = Usage(prompt_tokens=message.prompt_tokens)
+        self._stats.ignored_parameters = message.ignored
+        self._response.sink.started(message)
 
-    def _begun(self, head: InferStarted | InferResponse) -> None:
-        """An engine has taken the answer on. What the client has of it may now be such that nobody else could go on."""
-        self.made.begin(head, self.revision)
-        self.ticket.revision, self.ticket.admitted = self.revision, True
-        if self.first_at is not None:
-            self._note_told()
-
-    def _note_told(self) -> None:
-        fixed, sink = bool(self.made.fixed), self.sink
-        streams = self.relay.streams if self.relay is not None else sink.streams and not sink.repeatable
-        self.ticket.begun, self.ticket.resumes = fixed and streams, not fixed
-
-    def _chunk(self, message: dict[str, Any], now: float) -> None:
-        sink, choices = self.sink, message["choices"]
-        if self.surplus:
-            choices = self.surplus.without(choices)
+    def _on_chunk(self, message: dict[str, Any], now: float) -> None:
+        response, choices, resume_state = self._response, message["choices"], self._resume_state
+        if resume_state.replay_filter:
+            choices = resume_state.replay_filter.remove_from(choices)
             if not choices:
                 return
-        if self.first_at is None or not self._progressed:
-            self._first(message, now)
-        self.chunk_at = now
+        if self._stats.first_token_at is None or not self.attempt.has_output:
+            self._on_first_output(message, now)
+        self._stats.last_token_at = now
+        sink = response.sink
         sink.chunk(choices)
-        self.made.add(choices)
-        if sink.pending > self._buffer_limit and not self.replayed:
-            self._unread()
-        else:
-            self.wake()
+        resume_state.add(choices)
+        self._forward(sink.pending)
 
-    def _first(self, message: dict[str, Any], now: float) -> None:
-        """The first words of an attempt."""
-        self._progressed = True
-        self._dispatcher.on_progress(self.ticket, now)
-        if self.first_at is None or self.resume is None:
-            self.first_at = self.first_at or now
-            self.heard.append(Heard(now, phases_of(message)))
-        self._note_told()
-        self._arrived(now)
+    # Responses in HTTP.
 
-    def _arrived(self, now: float) -> None:
-        """Something has come from where the request was sent."""
-        made = self.handovers.arrived(self.ticket.instance_id, now)
-        if made is not None and self.move is not None and self.move.to == made.to:
-            self.move.arrive(made.tokens, made.pause_ms or 0.0)
-            self.move = None
-
-    def _unread(self) -> None:
-        self._break(EngineFailed("the client reads more slowly than the model writes; its buffer is full", should_retry=False))
-
-    def _respond(self, head: InferResponse, now: float) -> None:
-        if self.resume is not None and self.relay is not None:
-            if not self.relay.takes(head):
-                self._refused(EngineFailed(f"the engine answered with status {head.status} instead of going on"), now, cancel=True)
+    def _on_response(self, head: InferResponse, now: float) -> None:
+        passthrough = self._response.passthrough
+        if self.attempt.resume is not None and passthrough is not None:
+            if not passthrough.matches(head):
+                error = EngineFailed(f"The engine answered with status {head.status} instead of resuming the response")
+                self.refused(error, now, cancel=True)
                 return
-            self._begun(head)
+            self._admitted(head)
             return
-        if self.relay is not None or self.told:
-            raise ValueError("an answer has one head, before its first bytes")
-        self.heard.append(Heard(now, head.phases))
-        self.relay = Relay(head)
-        self._begun(head)
+        if passthrough is not None or self._response.has_started:
+            raise ValueError("a response has one head, before its first bytes")
+        self._stats.add_phases(now, head.phases)
+        self._response.passthrough = PassthroughResponse(head)
+        self._admitted(head)
 
-    def _data(self, message: dict[str, Any], now: float) -> None:
-        relay = self.relay
-        if relay is None:
-            raise ValueError("data came before the answer's head")
-        if self.surplus and (progress := message.get("progress")) and self.surplus.covers(progress):
+    def _on_data(self, message: dict[str, Any], now: float) -> None:
+        passthrough, resume_state = self._response.passthrough, self._resume_state
+        if passthrough is None:
+            raise ValueError("data arrived before the head of its response")
+        progress = message.get("progress")
+        if progress and resume_state.replay_filter and resume_state.replay_filter.covers(progress):
             return
-        if self.first_at is None or not self._progressed:
-            self._first(message, now)
-        self.chunk_at = now
-        relay.add(base64.b64decode(message["data"], validate=True))
-        if progress := message.get("progress"):
-            self.made.add(progress)
-        if relay.streams:
-            if relay.size > self._buffer_limit and not self.replayed:
-                self._unread()
-            else:
-                self.wake()
-        elif relay.size > _LARGEST_WHOLE:
-            self._break(EngineFailed(f"the answer of {self.card.name} is over {_LARGEST_WHOLE} bytes", should_retry=False))
+        if self._stats.first_token_at is None or not self.attempt.has_output:
+            self._on_first_output(message, now)
+        self._stats.last_token_at = now
+        passthrough.add(base64.b64decode(message["data"], validate=True))
+        if progress:
+            resume_state.add(progress)
+        if passthrough.streams:
+            self._forward(passthrough.size)
+        elif passthrough.size > _MAX_BUFFERED_BYTES:
+            self.abort(
+                EngineFailed(
+                    f"The response of {self._model} is larger than {_MAX_BUFFERED_BYTES} bytes. Request it as a stream",
+                    should_retry=False,
+                )
+            )
 
-    def _finished(self, message: dict[str, Any], now: float) -> None:
-        last = last_of(message)
-        self.usage = last.usage
-        if self.first_at is None:
-            self.first_at = now
-        self._arrived(now)
-        if isinstance(last, InferRaw):
-            self._respond(InferResponse(status=200), now)
-        if self.relay is None:
-            self.sink.finished(last)
-        elif isinstance(last, InferRaw):
-            self.relay.add(json.dumps(last.body, ensure_ascii=False, separators=(",", ":")).encode())
-        elif not isinstance(last, InferEnd):
-            raise ValueError("an answer in HTTP's form ended as one of tokens")
-        self._end(now)
-        self._dispatcher.on_finished(self.ticket, now)
+    # Both forms.
 
-    def _failed(self, error: ThawError, now: float, *, lost: bool) -> None:
-        if isinstance(error, InstanceDraining) or (self.resume is not None and self._seq == 1 and not lost):
-            self.refusal = error
-            self._refused(error, now)
-            return
-        if lost:
-            self.lost = error
-            self._dispatcher.on_engine_lost(self.ticket, error, now)
-            return
-        self._dispatcher.on_finished(self.ticket, now)
-        self.fail(error)
+    def _admitted(self, head: InferStarted | InferResponse) -> None:
+        """An engine starts or resumes the response."""
+        self._resume_state.response_started(head, self.attempt.revision)
+        self._ticket.revision, self._ticket.is_admitted = self.attempt.revision, True
+        if self._stats.first_token_at is not None:
+            self._update_resumability()
 
-    def _refused(self, error: ThawError, now: float, *, cancel: bool = False) -> None:
-        if self.move is not None and self.move.to == self.ticket.instance_id:
-            self.give_up_move(error)
-        if cancel:
-            self._dispatcher.on_gap(self.ticket, error, now)
+    def _update_resumability(self) -> None:
+        is_fixed = bool(self._resume_state.not_resumable_reason)
+        self._ticket.is_committed = is_fixed and self._response.is_irrevocable
+        self._ticket.is_resumable = not is_fixed
+
+    def _on_first_output(self, message: dict[str, Any], now: float) -> None:
+        """The attempt sends its first output."""
+        stats = self._stats
+        self.attempt.has_output = True
+        self._dispatcher.on_progress(self._ticket, now)
+        if stats.first_token_at is None or self.attempt.resume is None:
+            stats.first_token_at = stats.first_token_at or now
+            stats.add_phases(now, phases_of(message))
+        self._update_resumability()
+        self._handoffs.output_arrived(self._ticket.instance_id, now)
+
+    def _forward(self, pending_bytes: int) -> None:
+        """Wake the response writer, or fail a client that reads too slowly."""
+        if self._response.overflows(pending_bytes):
+            self.abort(
+                EngineFailed(
+                    "The client reads more slowly than the model generates, and its buffer is full. Read the stream faster, "
+                    "or raise THAW_STREAM_BUFFER_BYTES",
+                    should_retry=False,
+                )
+            )
         else:
-            self._dispatcher.on_refused(self.ticket, error, now)
+            self._completion.wake()
 
-    def give_up_move(self, error: ThawError) -> None:
-        """The move, if there is one, has not come about; the request goes on as it can."""
-        move, self.move = self.move, None
-        if move is not None:
-            move.fail(error)
+    def _on_final(self, message: dict[str, Any], now: float) -> None:
+        final = parse_final(message)
+        self._stats.usage = final.usage
+        if self._stats.first_token_at is None:
+            self._stats.first_token_at = now
+        self._handoffs.output_arrived(self._ticket.instance_id, now)
+        if isinstance(final, InferRaw):
+            self._on_response(InferResponse(status=200), now)
+        passthrough = self._response.passthrough
+        if passthrough is None:
+            self._response.sink.finished(final)
+        elif isinstance(final, InferRaw):
+            passthrough.add(json.dumps(final.body, ensure_ascii=False, separators=(",", ":")).encode())
+        elif not isinstance(final, InferEnd):
+            raise ValueError("an HTTP response ended as a response in tokens")
+        self._completion.finish(now)
+        self._dispatcher.on_finished(self._ticket, now)
 
-    def _break(self, error: ThawError) -> None:
-        if not self.ended:
-            self._dispatcher.on_broken(self.ticket, error, time.monotonic())
-
-    def fail(self, error: ThawError) -> None:
-        if not self.ended:
-            self.error = error
-            self._end(time.monotonic())
-
-    def _end(self, now: float) -> None:
-        super()._end(now)
-        self.give_up_move(NotFound("the request is over"))
+    def _on_failed(self, error: ThawError, now: float, *, is_engine_lost: bool) -> None:
+        is_refusal_to_resume = self.attempt.resume is not None and self.attempt.next_seq == 1 and not is_engine_lost
+        if isinstance(error, InstanceDraining) or is_refusal_to_resume:
+            self.attempt.refusal = error
+            self.refused(error, now)
+        elif is_engine_lost:
+            self.attempt.engine_loss = error
+            self._dispatcher.on_engine_lost(self._ticket, error, now)
+        else:
+            self._dispatcher.on_finished(self._ticket, now)
+            self._completion.fail(error)

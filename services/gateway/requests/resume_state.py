@@ -1,45 +1,62 @@
-"""What an engine has made of an answer so far: enough for another engine to go on with it."""
+"""The state from which another engine can continue a response."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.gateway.requests.replay_filter import Surplus
+from services.gateway.requests.replay_filter import ReplayFilter
 from shared.contracts.inference import InferResponse, InferStarted
 
-UNKNOWN = "nothing has been heard of it yet"
+_NOT_STARTED = "the engine has not started it yet"
 
 
 @dataclass(slots=True)
-class MadeChoice:
-    """`chars`: of text that has been passed on."""
+class ResumeChoice:
+    """Output of one choice. `chars` counts text; it may lag behind the tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     chars: int = 0
     finish_reason: str | None = None
 
 
-class Made:
-    """`fixed`: why nobody else can go on with the answer; empty: another engine can, from its tokens."""
+class ResumeState:
+    """Tokens generated so far, and what else an engine needs to continue from them.
 
-    __slots__ = ("choices", "fixed", "head", "prompt_tokens", "revision", "seed")
+    Attributes:
+        not_resumable_reason: Why no other engine can continue; empty if one can.
+        revision: Revision of the weights that generated the tokens.
+        head: Fields common to all parts of an HTTP response, as its id.
+        replay_filter: Output that was forwarded and will be generated again.
+    """
+
+    __slots__ = (
+        "choices",
+        "head",
+        "not_resumable_reason",
+        "prompt_tokens",
+        "replay_filter",
+        "revision",
+        "seed",
+    )
 
     def __init__(self) -> None:
-        self.reset()
+        self.restart()
 
-    def reset(self) -> None:
-        """The answer begins anew."""
-        self.choices: dict[int, MadeChoice] = {}
-        self.fixed = UNKNOWN
+    def restart(self) -> None:
+        """Expect a response from its beginning."""
+        self.choices: dict[int, ResumeChoice] = {}
+        self.not_resumable_reason = _NOT_STARTED
         self.seed: int | None = None
         self.prompt_tokens = 0
         self.head: dict[str, Any] = {}
         self.revision = ""
+        self.replay_filter = ReplayFilter()
 
-    def begin(self, message: InferStarted | InferResponse, revision: str) -> None:
-        """An engine has taken the answer on, from its beginning or from where another one was."""
-        self.fixed = message.fixed
+    def response_started(self, message: InferStarted | InferResponse, revision: str) -> None:
+        """An engine has admitted the request, or continues it."""
+        self.not_resumable_reason = message.fixed
         self.seed = message.seed
         self.prompt_tokens = message.prompt_tokens
         self.revision = revision
@@ -47,12 +64,12 @@ class Made:
             self.head = message.resume_head
 
     def add(self, deltas: list[dict[str, Any]]) -> None:
-        """Note `ChoiceDelta`s as they came off the wire."""
+        """Add `ChoiceDelta`s, as decoded from the wire."""
         for delta in deltas:
             index = delta.get("index", 0)
             choice = self.choices.get(index)
             if choice is None:
-                choice = self.choices[index] = MadeChoice()
+                choice = self.choices[index] = ResumeChoice()
             choice.token_ids += delta.get("token_ids", ())
             choice.chars += len(delta.get("text", ""))
             if finish := delta.get("finish_reason"):
@@ -60,28 +77,39 @@ class Made:
 
     @property
     def tokens(self) -> int:
+        """Tokens generated so far, of all choices."""
         return sum(len(c.token_ids) for c in self.choices.values())
 
-    def resume(self, prepared: str, surplus: Surplus, *, told: bool) -> dict[str, Any] | None:
-        """The fields of a `Resume`; None if there is nothing to go on from, or nobody can. `told`: what was made is passed on as it comes, and
-        not kept until it is whole. The next engine is to say the `surplus` again."""
-        if self.fixed or not self.choices:
+    def rewind(self, messages: Iterable[dict[str, Any]]) -> None:
+        """Expect `messages`, which have been added, to be generated again."""
+        self.replay_filter = self.replay_filter.preceded_by(messages)
+
+    def resume_fields(self, prepared: str, *, keeps_partial_output: bool) -> dict[str, Any] | None:
+        """Build the fields of a `Resume` message.
+
+        Args:
+            prepared: Name of the KV cache that the next engine has computed ahead.
+            keeps_partial_output: The client keeps the text so far; otherwise it is sent anew.
+
+        Returns:
+            The fields, or None if there is no output or no other engine can continue it.
+        """
+        if self.not_resumable_reason or not self.choices:
             return None
-        choices = [self._choice(i, c, *surplus.of(i), told=told) for i, c in sorted(self.choices.items())]
         return {
             "revision": self.revision,
-            "choices": choices,
+            "choices": [self._choice_fields(index, choice, keeps_partial_output) for index, choice in sorted(self.choices.items())],
             "prompt_tokens": self.prompt_tokens,
             "seed": self.seed,
             "prepared": prepared,
             "head": self.head,
         }
 
-    @staticmethod
-    def _choice(index: int, made: MadeChoice, tokens: int, chars: int, finished: bool, *, told: bool) -> dict[str, Any]:
+    def _choice_fields(self, index: int, choice: ResumeChoice, keeps_partial_output: bool) -> dict[str, Any]:
+        tokens, chars, is_end_pending = self.replay_filter.pending(index)
         return {
             "index": index,
-            "token_ids": made.token_ids[: len(made.token_ids) - tokens],
-            "text_chars": made.chars - chars if told else 0,
-            "finish_reason": None if finished else made.finish_reason,
+            "token_ids": choice.token_ids[: len(choice.token_ids) - tokens],
+            "text_chars": choice.chars - chars if keeps_partial_output else 0,
+            "finish_reason": None if is_end_pending else choice.finish_reason,
         }

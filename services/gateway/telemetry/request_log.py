@@ -1,4 +1,7 @@
-"""What a request leaves behind: metrics, the end of its span, and a trace record published off the request path."""
+"""Records of finished requests: metrics, a span, a log entry, and a trace for `thaw trace`.
+
+Traces are published in the background, off the request path.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from dataclasses import dataclass, field
 from nats.errors import Error as NatsError
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
-from services.gateway.requests.active_request import Exchange
-from services.gateway.requests.handoff_history import Handover
+from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.requests.handoff import HandoffRecord
 from services.gateway.telemetry.metrics import Metrics
 from shared.contracts import subjects
 from shared.contracts.phases import Phase, PhaseSpan
@@ -24,100 +27,111 @@ from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import link_to, record_phases, trace_id
 
 log = logging.getLogger(__name__)
-_BACKLOG = 1_000
-OWN = "gateway"
+_MAX_PENDING = 1_000
+PROCESS = "gateway"
 CLIENT_CLOSED = 499
-"""nginx's status for a client that left before its answer; no client ever sees it."""
+"""nginx's status for a client that disconnected; no client ever receives it."""
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a request came from, for its record: `received` in Unix seconds, for people."""
+class RequestOrigin:
+    """Where a request came from.
+
+    Attributes:
+        arrived_at: Monotonic time.
+        received_at: Unix time, for people.
+        client_request_id: The client's own id; nothing is looked up by it.
+    """
 
     request_id: str
     span: Span
-    arrived: float
-    received: float = field(default_factory=time.time)
+    arrived_at: float
+    received_at: float = field(default_factory=time.time)
     client_request_id: str | None = None
-    """The client's own name for it, which nothing is looked up by."""
 
 
-def spans_of(exchange: Exchange) -> tuple[PhaseSpan, ...]:
-    """Every phase known of the request, in milliseconds since it arrived; those of its model's start are clipped by the critical path."""
-    timeline = Timeline(OWN)
-    ticket = exchange.ticket
+def phase_spans(request: ActiveRequest) -> tuple[PhaseSpan, ...]:
+    """Collect all phases of a request, in milliseconds since its arrival.
+
+    Phases of the model's start may begin earlier; the critical path clips them.
+    """
+    timeline, stats, ticket = Timeline(PROCESS), request.stats, request.ticket
     if ticket.attempts:
-        # A cold request waited for the start's own phases; only what it waited after that was for a slot.
-        timeline.add(Phase.QUEUE, exchange.cold_ready_at or ticket.arrived, exchange.sent_at)
-    for heard in exchange.heard:
-        timeline.absorb(heard.phases, heard.at)
-    return timeline.spans(ticket.arrived)
+        # A cold request waited for the phases of the start; it queued for a slot only after that.
+        timeline.add(Phase.QUEUE, stats.cold_ready_at or ticket.arrived_at, stats.sent_at)
+    for report in stats.phase_reports:
+        timeline.absorb(report.phases, report.received_at)
+    return timeline.spans(ticket.arrived_at)
 
 
-def critical_of(exchange: Exchange, spans: tuple[PhaseSpan, ...]) -> tuple[CriticalSegment, ...]:
-    if exchange.first_at is None:
+def critical_segments(request: ActiveRequest, spans: tuple[PhaseSpan, ...]) -> tuple[CriticalSegment, ...]:
+    first_token_at = request.stats.first_token_at
+    if first_token_at is None:
         return ()
-    return critical_path(spans, 0.0, (exchange.first_at - exchange.ticket.arrived) * 1e3)
+    return critical_path(spans, 0.0, (first_token_at - request.ticket.arrived_at) * 1e3)
 
 
-def server_timing(exchange: Exchange) -> str:
-    """The critical path as a Server-Timing value: milliseconds by phase, in order of first appearance."""
+def server_timing(request: ActiveRequest) -> str:
+    """Format the critical path as a Server-Timing value: milliseconds per phase."""
     totals: dict[str, float] = {}
-    for segment in critical_of(exchange, spans_of(exchange)):
+    for segment in critical_segments(request, phase_spans(request)):
         totals[segment.phase.value] = totals.get(segment.phase.value, 0.0) + segment.duration_ms
     return ", ".join(f"{phase};dur={ms:.1f}" for phase, ms in totals.items())
 
 
-def _told(handover: Handover, arrived: float) -> HandoverTrace:
+def _handover_trace(record: HandoffRecord, arrived_at: float) -> HandoverTrace:
+    last_output_at = record.last_output_at
     return HandoverTrace(
-        kind=handover.kind,
-        source_instance=handover.source,
-        instance_id=handover.to,
-        at_ms=(handover.at - arrived) * 1e3,
-        since_ms=(handover.since - arrived) * 1e3 if handover.since is not None else None,
-        tokens=handover.tokens,
-        pause_ms=handover.pause_ms,
-        migration_id=handover.migration_id,
+        kind=record.kind,
+        source_instance=record.source,
+        instance_id=record.destination,
+        at_ms=(record.started_at - arrived_at) * 1e3,
+        since_ms=(last_output_at - arrived_at) * 1e3 if last_output_at is not None else None,
+        tokens=record.tokens,
+        pause_ms=record.pause_ms,
+        migration_id=record.migration_id,
     )
 
 
-class Recorder:
-    """Keeps at most a thousand unsent traces; beyond, the oldest is dropped and counted."""
+def _status(request: ActiveRequest) -> int:
+    completion, passthrough = request.completion, request.response.passthrough
+    if completion.has_client_left:
+        return CLIENT_CLOSED
+    if completion.error is not None:
+        return completion.error.status
+    return passthrough.head.status if passthrough is not None else 200
+
+
+class RequestLog:
+    """Record finished requests. Of unpublished traces it keeps the latest thousand.
+
+    `dropped` counts the traces that were not published.
+    """
 
     def __init__(self, mesh: Mesh, metrics: Metrics) -> None:
-        self._mesh = mesh
         self.metrics = metrics
-        self._queue: asyncio.Queue[RequestTrace] = asyncio.Queue(_BACKLOG)
         self.dropped = 0
+        self._mesh = mesh
+        self._queue: asyncio.Queue[RequestTrace] = asyncio.Queue(_MAX_PENDING)
 
-    def record(self, exchange: Exchange, origin: Origin) -> None:
-        ended = time.monotonic()
-        error = exchange.error
-        answered = exchange.relay.head.status if exchange.relay is not None else 200
-        status = CLIENT_CLOSED if exchange.gone else error.status if error else answered
-        self.metrics.record(exchange, status, ended)
-        spans = spans_of(exchange)
-        # Others export their own phases; what the gateway measured is the wait in its queue.
-        own = [
-            s.model_copy(update={"start_ms": s.start_ms - (ended - exchange.ticket.arrived) * 1e3})
-            for s in spans
-            if s.process == OWN
-        ]
+    def record(self, request: ActiveRequest, origin: RequestOrigin) -> None:
+        now, error, status = time.monotonic(), request.completion.error, _status(request)
+        self.metrics.record(request, status, now)
+        spans = phase_spans(request)
+        # Other processes export their own phases; the gateway exports its queue.
+        age_ms = (now - request.ticket.arrived_at) * 1e3
+        own = [s.model_copy(update={"start_ms": s.start_ms - age_ms}) for s in spans if s.process == PROCESS]
         record_phases(own, set_span_in_context(origin.span))
-        self._end_span(exchange, origin, status)
-        if self._queue.full():
-            self._queue.get_nowait()
-            self._queue.task_done()
-            self.dropped += 1
-        trace = self._trace(exchange, origin, spans, status, ended)
-        self._queue.put_nowait(trace)
+        self._end_span(request, origin, status)
+        trace = self._trace(request, origin, spans, status, now)
+        self._enqueue(trace)
         log.info(
-            "answered",
+            "request finished",
             extra={
                 "model": trace.model,
                 "endpoint": trace.endpoint,
                 "status": status,
-                "error": exchange.error.code if exchange.error else None,
+                "error": error.code if error else None,
                 "cold": trace.cold,
                 "ttft_ms": round(trace.ttft_ms, 1) if trace.ttft_ms is not None else None,
                 "duration_ms": round(trace.duration_ms, 1),
@@ -126,80 +140,99 @@ class Recorder:
             },
         )
 
-    def _end_span(self, exchange: Exchange, origin: Origin, status: int) -> None:
-        span, usage = origin.span, exchange.usage
+    def _enqueue(self, trace: RequestTrace) -> None:
+        """Queue a trace for publication; drop the oldest if the queue is full."""
+        if self._queue.full():
+            self._queue.get_nowait()
+            self._queue.task_done()
+            self.dropped += 1
+        self._queue.put_nowait(trace)
+
+    def _end_span(self, request: ActiveRequest, origin: RequestOrigin, status: int) -> None:
+        span, stats, error = origin.span, request.stats, request.completion.error
+        is_cold = stats.cold_ready_at is not None
         span.set_attributes(
             {
-                "gen_ai.request.model": exchange.ticket.model,
-                "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": usage.completion_tokens,
+                "gen_ai.request.model": request.ticket.model,
+                "gen_ai.usage.input_tokens": stats.usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": stats.usage.completion_tokens,
                 "http.response.status_code": status,
-                "thaw.instance": exchange.ticket.instance_id or "",
-                "thaw.cold": exchange.cold_ready_at is not None,
+                "thaw.instance": request.ticket.instance_id or "",
+                "thaw.cold": is_cold,
                 "thaw.request_id": origin.request_id,
             }
         )
         if origin.client_request_id is not None:
             span.set_attribute("thaw.client_request_id", origin.client_request_id)
-        load = link_to(exchange.instance.traceparent) if exchange.instance is not None and exchange.cold_ready_at else None
+        load = link_to(stats.instance.traceparent) if stats.instance is not None and is_cold else None
         if load is not None:
             span.add_link(load.context, {"thaw.link": "model load"})
-        for handover in exchange.handovers:
-            told: dict[str, str | float] = {"thaw.from": handover.source, "thaw.to": handover.to, "thaw.tokens": handover.tokens}
-            span.add_event(handover.kind, told | ({"thaw.pause_ms": handover.pause_ms} if handover.pause_ms is not None else {}))
-            if handover.link is not None:
-                span.add_link(handover.link, {"thaw.link": "migration", "thaw.migration": handover.migration_id or ""})
-        if exchange.error is not None:
-            span.set_attribute("error.type", exchange.error.code)
-            span.set_status(Status(StatusCode.ERROR, exchange.error.message))
+        for record in request.handoffs:
+            attributes: dict[str, str | float] = {
+                "thaw.from": record.source,
+                "thaw.to": record.destination,
+                "thaw.tokens": record.tokens,
+            }
+            if record.pause_ms is not None:
+                attributes["thaw.pause_ms"] = record.pause_ms
+            span.add_event(record.kind, attributes)
+            if record.link is not None:
+                span.add_link(record.link, {"thaw.link": "migration", "thaw.migration": record.migration_id or ""})
+        if error is not None:
+            span.set_attribute("error.type", error.code)
+            span.set_status(Status(StatusCode.ERROR, error.message))
         span.end()
 
-    def _trace(self, exchange: Exchange, origin: Origin, spans: tuple[PhaseSpan, ...], status: int, ended: float) -> RequestTrace:
-        ticket, instance = exchange.ticket, exchange.instance
-        cold = exchange.cold_ready_at is not None
-        load = link_to(instance.traceparent) if instance is not None and cold else None
+    def _trace(
+        self, request: ActiveRequest, origin: RequestOrigin, spans: tuple[PhaseSpan, ...], status: int, now: float
+    ) -> RequestTrace:
+        ticket, stats, error = request.ticket, request.stats, request.completion.error
+        # The start of the instance, if the request waited for it.
+        start = stats.instance if stats.cold_ready_at is not None else None
+        load = link_to(start.traceparent) if start is not None else None
+        ttft_s = stats.first_token_at - ticket.arrived_at if stats.first_token_at is not None else None
         return RequestTrace(
             request_id=origin.request_id,
-            ticket_id=exchange.ticket.id,
+            ticket_id=ticket.id,
             trace_id=trace_id(origin.span),
             model=ticket.model,
-            endpoint=exchange.ask.endpoint,
-            received=origin.received,
+            endpoint=request.engine_request.endpoint,
+            received=origin.received_at,
             instance_id=ticket.instance_id,
-            cold=cold,
-            load_plan_id=instance.plan_id if instance is not None and cold else None,
+            cold=stats.cold_ready_at is not None,
+            load_plan_id=start.plan_id if start is not None else None,
             load_trace_id=format(load.context.trace_id, "032x") if load is not None else None,
             status=status,
-            error=exchange.error.message if exchange.error else None,
-            ttft_ms=(exchange.first_at - ticket.arrived) * 1e3 if exchange.first_at is not None else None,
-            duration_ms=(ended - ticket.arrived) * 1e3,
-            prompt_tokens=exchange.usage.prompt_tokens,
-            completion_tokens=exchange.usage.completion_tokens,
+            error=error.message if error else None,
+            ttft_ms=ttft_s * 1e3 if ttft_s is not None else None,
+            duration_ms=(now - ticket.arrived_at) * 1e3,
+            prompt_tokens=stats.usage.prompt_tokens,
+            completion_tokens=stats.usage.completion_tokens,
             spans=spans,
-            critical_path=critical_of(exchange, spans),
-            handovers=tuple(_told(h, ticket.arrived) for h in exchange.handovers),
+            critical_path=critical_segments(request, spans),
+            handovers=tuple(_handover_trace(r, ticket.arrived_at) for r in request.handoffs),
         )
 
     async def run(self) -> None:
-        """Publish traces until cancelled. A trace that cannot be stored is lost, never a request."""
-        ensured = False
+        """Publish traces until cancelled. One that cannot be stored is dropped."""
+        has_stream = False
         while True:
             trace = await self._queue.get()
             try:
                 js = self._mesh.nc.jetstream(timeout=2)
-                if not ensured:
+                if not has_stream:
                     await ensure_trace_stream(js, self._mesh.replicas)
-                    ensured = True
+                    has_stream = True
                 await js.publish(subjects.request_trace(trace.request_id), trace.model_dump_json().encode())
             except (NatsError, TimeoutError) as e:
-                ensured = False
+                has_stream = False
                 self.dropped += 1
-                log.info("a trace could not be stored", extra={"error": repr(e), "dropped": self.dropped})
+                log.info("failed to store a trace", extra={"error": repr(e), "dropped": self.dropped})
             finally:
                 self._queue.task_done()
 
-    async def flush(self, within: float) -> None:
-        """Wait until what has been recorded is stored, or `within` seconds are over."""
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until all recorded traces are stored, for `timeout_s` at most."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(timeout_s):
                 await self._queue.join()

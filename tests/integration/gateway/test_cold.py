@@ -6,7 +6,7 @@ import asyncio
 import json
 from functools import partial
 
-from services.gateway.domain.failover import MAX_LOST
+from services.gateway.domain.failover import MAX_MESSAGE_LOSSES
 from services.gateway.http.responses.event_stream import DONE
 from shared.contracts.demand import Demand
 from shared.contracts.node import InstanceState
@@ -193,7 +193,7 @@ async def test_lost_messages_are_noticed_and_the_request_asked_again_within_boun
     answer = await gateway.http.post(URL, json=chat())
     assert answer.status_code == 500
     assert "were lost" in answer.json()["error"]["message"]
-    await engine.until(lambda: len(engine.cancelled) == len(engine.requests) == MAX_LOST + 1)
+    await engine.until(lambda: len(engine.cancelled) == len(engine.requests) == MAX_MESSAGE_LOSSES + 1)
 
 
 async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node: FakeNode) -> None:

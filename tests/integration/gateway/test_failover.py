@@ -78,7 +78,7 @@ async def test_an_end_that_was_lost_is_missed_though_the_engine_is_busy(
     gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last messages do not come, and no later one shows the gap; the engine serves another request, and is never idle."""
-    monkeypatch.setattr(failover, "ASK_AFTER_S", 1.0)
+    monkeypatch.setattr(failover, "PROBE_AFTER_S", 1.0)
 
     def fall_silent(run: Run, said: int) -> None:
         if said == 9 and run.request.resume is None:

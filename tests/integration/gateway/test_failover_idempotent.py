@@ -85,13 +85,13 @@ async def test_a_gateway_that_takes_over_goes_on_from_the_parts(
 @pytest.fixture
 def hard_of_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways do not get what a first attempt says after its ninth token, though it is captured."""
-    take = engine_client.Engines._on_message
+    take = engine_client.EngineClient._on_message
 
-    async def listening(self: engine_client.Engines, message: Msg) -> None:
+    async def listening(self: engine_client.EngineClient, message: Msg) -> None:
         if not (message.subject.endswith("-1") and message.data and json.loads(message.data)["seq"] > 9):
             await take(self, message)
 
-    monkeypatch.setattr(engine_client.Engines, "_on_message", listening)
+    monkeypatch.setattr(engine_client.EngineClient, "_on_message", listening)
 
 
 @pytest.mark.usefixtures("hard_of_hearing")

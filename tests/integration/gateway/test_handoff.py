@@ -141,7 +141,7 @@ async def test_of_two_orders_at_once_one_is_carried_out(gateway: Served, node: F
         to, other = await destination(node), await destination(node)
         first = asyncio.create_task(move.order(to.id))
         await asked.wait()
-        with pytest.raises(Conflict, match="being moved already"):
+        with pytest.raises(Conflict, match="in progress"):
             await move.order(other.id, token=2, migration="n")
         again = asyncio.create_task(move.order(to.id))  # the same order, repeated meanwhile
         go_on.set()
@@ -187,7 +187,7 @@ async def test_a_source_that_dies_is_done_without(
     gateway: Served, node: FakeNode, dead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it is asked to stop, with the question in hand, and without ever having stopped."""
-    monkeypatch.setattr(move_request, "YIELDED_WITHIN_S", 0.3)
+    monkeypatch.setattr(move_request, "YIELD_TIMEOUT_S", 0.3)
     async with held(gateway, node) as move:
 
         async def last_words(run: Run | None) -> Message:

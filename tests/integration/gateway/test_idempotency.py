@@ -12,7 +12,7 @@ from nats.js.kv import KeyValue
 
 from services.gateway.adapters import idempotency_store
 from services.gateway.adapters.idempotency_store import Claim, Entry, IdempotencyStore, digest
-from services.gateway.authorization import Keys
+from services.gateway.authorization import Authorizer
 from services.gateway.idempotency import idempotent_request
 from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
@@ -26,7 +26,7 @@ from tests.support.servers import NatsServer, free_port
 URL = "/v1/chat/completions"
 TEXT = "".join(WORDS)
 KEY = {"idempotency-key": "k-1"}
-NAME = digest(Keys.of({}).encode(), URL.encode(), b"k-1")
+NAME = digest(Authorizer.key_hash({}).encode(), URL.encode(), b"k-1")
 
 
 async def test_the_second_request_gets_the_firsts_answer(gateway: Served, node: FakeNode) -> None:
@@ -200,7 +200,7 @@ async def _taken_over(node: FakeNode) -> bool:
 async def claimed(node: FakeNode, body: bytes) -> Claim:
     """A key as a gateway that then dies leaves it."""
     dead = IdempotencyStore(node.mesh, "dead", 3600.0, 2**24)
-    claim = await dead.find(NAME, Entry(request=digest(body), answer_id="chatcmpl-dead", created=1))
+    claim = await dead.claim_or_get(NAME, Entry(request=digest(body), answer_id="chatcmpl-dead", created=1))
     assert isinstance(claim, Claim)
     return claim
 
@@ -233,7 +233,7 @@ async def test_an_engine_that_may_not_have_been_asked_is_asked_again(gateway: Se
     request = gateway.http.build_request("POST", URL, json=chat(), headers=KEY)
     claim = await claimed(node, request.content)
     reply = subjects.keyed_reply("dead", "r-1")
-    await claim.sending(reply, "r-1", engine.id, node.name)
+    await claim.record_attempt(reply, "r-1", engine.id, node.name)
     if sent:
         ask = InferRequest(request_id="r-1", instance_id=engine.id, model="alpha", endpoint="chat", body=chat())
         await node.mesh.nc.publish(subjects.infer(engine.id), ask.model_dump_json().encode(), reply=reply)
@@ -248,7 +248,7 @@ async def test_an_engine_that_is_gone_too_is_replaced(gateway: Served, node: Fak
     engine = await node.engine("alpha")
     request = gateway.http.build_request("POST", URL, json=chat(), headers=KEY)
     claim = await claimed(node, request.content)
-    await claim.sending(subjects.keyed_reply("dead", "r-1"), "r-1", "0" * 32, "nowhere")
+    await claim.record_attempt(subjects.keyed_reply("dead", "r-1"), "r-1", "0" * 32, "nowhere")
     answer = await gateway.http.send(request)
     assert answer.json()["choices"][0]["message"]["content"] == TEXT
     assert len(engine.requests) == 1
@@ -315,7 +315,7 @@ async def test_the_last_of_several_clients_ends_the_generation(gateway: Served, 
 
 
 async def _waited_for(node: FakeNode) -> bool:
-    return await IdempotencyStore(node.mesh, "test", 3600.0, 2**24).anybody_waits(NAME)
+    return await IdempotencyStore(node.mesh, "test", 3600.0, 2**24).has_waiters(NAME)
 
 
 async def test_followers_hear_of_a_failure_once(gateway: Served, node: FakeNode) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.domain.failover import MAX_DEATHS
+from services.gateway.domain.failover import MAX_ENGINE_DEATHS
 from shared.contracts import subjects
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
@@ -275,7 +275,7 @@ async def test_a_host_whose_engine_breaks_down_again_and_again_is_believed(http:
     assert answer.status_code == 500
     assert answer.json()["error"]["message"].startswith("it ended (2 engines in a row died")
     assert answer.headers["x-should-retry"] == "false"
-    assert len(engine.requests) == MAX_DEATHS
+    assert len(engine.requests) == MAX_ENGINE_DEATHS
 
 
 async def test_what_no_client_has_seen_is_asked_of_another_engine(http: httpx.AsyncClient, node: FakeNode) -> None:

@@ -1,4 +1,4 @@
-"""Routes that only an engine understands: forwarded to those that declare them, and clearly refused where none does."""
+"""RouteTable that only an engine understands: forwarded to those that declare them, and clearly refused where none does."""
 
 from __future__ import annotations
 

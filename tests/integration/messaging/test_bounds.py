@@ -142,16 +142,16 @@ async def test_a_full_store_of_idempotency_keys_refuses_another_and_settles_thos
     claims: list[Claim] = []
 
     async def claim(number: int) -> None:
-        found = await store.find(str(number), Entry(request="r", answer_id="a", created=1))
+        found = await store.claim_or_get(str(number), Entry(request="r", answer_id="a", created=1))
         assert isinstance(found, Claim)
         claims.append(found)
 
     _, full = await filled(claim)
     assert "THAW_IDEMPOTENCY_TTL" in full.message
     assert SMALL / 2 < await used(mesh, f"KV_{subjects.IDEMPOTENCY_BUCKET}") <= SMALL
-    await claims[0].drop()
-    await claims[1].done(3, None)
-    again = await store.find("1", Entry(request="r", answer_id="a", created=1))
+    await claims[0].delete()
+    await claims[1].complete(3, None)
+    again = await store.claim_or_get("1", Entry(request="r", answer_id="a", created=1))
     assert not isinstance(again, Claim)
     assert again.entry.state == "done"
 

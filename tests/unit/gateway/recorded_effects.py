@@ -1,7 +1,8 @@
-"""The dispatcher's effects, recorded."""
+"""The dispatcher's effects, recorded, and builders of tickets and statuses."""
 
 from __future__ import annotations
 
+from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
@@ -9,15 +10,15 @@ from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, N
 from shared.errors import ThawError
 
 
-class Recorder:
+class RecordedEffects:
     def __init__(self) -> None:
         self.sent: list[tuple[str, str]] = []
         self.cancelled: list[str] = []
         self.failed: dict[str, ThawError] = {}
         self.demands: list[Demand] = []
-        self.inquired: list[str] = []
+        self.probed: list[str] = []
 
-    def send(self, ticket: Ticket) -> None:
+    def send(self, ticket: Ticket, route: Route) -> None:
         assert ticket.instance_id is not None
         self.sent.append((ticket.id, ticket.instance_id))
 
@@ -25,16 +26,16 @@ class Recorder:
         self.cancelled.append(ticket.id)
 
     def fail(self, ticket: Ticket, error: ThawError) -> None:
-        assert ticket.id not in self.failed, "answered twice"
+        assert ticket.id not in self.failed, "failed twice"
         self.failed[ticket.id] = error
 
-    def inquire(self, ticket: Ticket) -> None:
-        self.inquired.append(ticket.id)
+    def probe(self, ticket: Ticket) -> None:
+        self.probed.append(ticket.id)
 
     def requeued(self, ticket: Ticket) -> None:
-        """Nothing to be told."""
+        """Not recorded."""
 
-    def demand(self, demand: Demand) -> None:
+    def publish_demand(self, demand: Demand) -> None:
         self.demands.append(demand)
 
 

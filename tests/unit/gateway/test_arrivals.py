@@ -9,13 +9,13 @@ from services.gateway.domain.arrivals import WINDOWS, Arrivals
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import ARRIVALS_WINDOW_S
-from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 
 def came(*times: float) -> Arrivals:
     found = Arrivals()
     for at in times:
-        found.came(at)
+        found.record(at)
     return found
 
 
@@ -26,7 +26,7 @@ def test_the_window_slides_and_the_fullest_whole_one_is_remembered_for_a_while()
     assert (arrivals.window(12.5), arrivals.peak(12.5)) == (0, 3)
     assert arrivals.peak(10.0 + (WINDOWS + 0.5) * ARRIVALS_WINDOW_S) == 3
     assert arrivals.peak(10.0 + (WINDOWS + 1.5) * ARRIVALS_WINDOW_S) == 1
-    assert arrivals.idle(30.0)
+    assert arrivals.is_idle(30.0)
 
 
 @given(st.lists(st.floats(0.0, 3.0), max_size=60), st.floats(0.0, 20.0))
@@ -43,7 +43,7 @@ def test_it_counts_as_if_it_remembered_all(distances: list[float], after: float)
 
 
 def test_demand_tells_of_requests_that_were_served_at_once_too() -> None:
-    world = Recorder()
+    world = RecordedEffects()
     dispatcher = Dispatcher("gw", world)
     dispatcher.on_status(status(instance("i", capacity=1)), 0.0)
     for n in range(3):

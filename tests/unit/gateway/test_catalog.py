@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.domain.catalog import Catalog
-from services.gateway.domain.engine_request import Ask
+from services.gateway.domain.engine_request import EngineRequest
 from shared.contracts.inference import InferRequest
 from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelSpec
 from shared.errors import ModelNotFound
@@ -32,14 +32,14 @@ def catalog() -> Catalog:
 @pytest.mark.parametrize("name", ["sql", "db", "llama:sql", "chat:sql", "llama:db"])
 def test_an_adapter_is_answered_by_its_base(catalog: Catalog, name: str) -> None:
     assert catalog.resolve(name).name == "llama"
-    adapter = catalog.adapter(name)
+    adapter = catalog.lora_adapter(name)
     assert adapter is not None
     assert adapter.name == "sql"
 
 
 def test_a_model_is_no_adapter(catalog: Catalog) -> None:
     assert catalog.resolve("chat").name == "llama"
-    assert catalog.adapter("chat") is None
+    assert catalog.lora_adapter("chat") is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_all_else_does_not_exist(catalog: Catalog, name: str) -> None:
 
 
 def test_an_adapter_goes_to_the_engine_with_what_that_needs(catalog: Catalog) -> None:
-    ask = Ask("chat", b"{}", adapter=catalog.adapter("sql"))
+    ask = EngineRequest("chat", b"{}", lora_adapter=catalog.lora_adapter("sql"))
     fields = ask.envelope()
     told = InferRequest.model_validate({"request_id": "r", "instance_id": "i", "model": "llama", "body": {}, **fields}).adapter
     assert told is not None
@@ -59,4 +59,4 @@ def test_an_adapter_goes_to_the_engine_with_what_that_needs(catalog: Catalog) ->
     assert told.info.adapter is not None
     assert told.info.adapter.scale_of("q") == 2.5
     assert told.info.modules == told.info.adapter.modules == ()
-    assert "adapter" not in Ask("chat", b"{}").envelope()
+    assert "adapter" not in EngineRequest("chat", b"{}").envelope()

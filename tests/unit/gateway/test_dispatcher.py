@@ -22,16 +22,16 @@ from shared.errors import (
     ShuttingDown,
     Unreachable,
 )
-from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 
 @pytest.fixture
-def world() -> Recorder:
-    return Recorder()
+def world() -> RecordedEffects:
+    return RecordedEffects()
 
 
 @pytest.fixture
-def dispatcher(world: Recorder) -> Dispatcher:
+def dispatcher(world: RecordedEffects) -> Dispatcher:
     return Dispatcher("gw", world)
 
 
@@ -41,20 +41,20 @@ def ask(dispatcher: Dispatcher, name: str, now: float = 0.0, max_waiting: int = 
     return made
 
 
-def test_a_ready_instance_gets_the_request_at_once(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_ready_instance_gets_the_request_at_once(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     ask(dispatcher, "r")
     assert world.sent == [("r", "i")]
     assert world.demands == []
 
 
-def test_the_least_loaded_instance_is_chosen(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_the_least_loaded_instance_is_chosen(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("busy", capacity=4, active=6), instance("free", capacity=4, active=1)), 0)
     ask(dispatcher, "r")
     assert world.sent == [("r", "free")]
 
 
-def test_no_more_than_twice_the_capacity_is_sent(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_no_more_than_twice_the_capacity_is_sent(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i", capacity=2)), 0)
     tickets = [ask(dispatcher, f"r{i}", max_waiting=10) for i in range(6)]
     assert len(world.sent) == 2 * OVERCOMMIT
@@ -63,7 +63,7 @@ def test_no_more_than_twice_the_capacity_is_sent(dispatcher: Dispatcher, world: 
     assert dispatcher.waiting("m") == 1
 
 
-def test_waiting_is_told_at_once_then_each_second_then_once_at_its_end(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_waiting_is_told_at_once_then_each_second_then_once_at_its_end(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     first, second = ask(dispatcher, "a"), ask(dispatcher, "b")
     assert [d.waiting for d in world.demands] == [1]
     for tenth in range(1, 21):
@@ -77,10 +77,10 @@ def test_waiting_is_told_at_once_then_each_second_then_once_at_its_end(dispatche
     assert len(world.demands) == 4
 
 
-def test_the_queue_is_bounded_and_says_when_to_come_back(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_the_queue_is_bounded_and_says_when_to_come_back(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     for name in "ab":
         ask(dispatcher, name)
-    dispatcher.on_noted("m", DemandNoted(outlook="starting", eta_ms=7000), 0)
+    dispatcher.on_demand_reply("m", DemandNoted(outlook="starting", eta_ms=7000), 0)
     ask(dispatcher, "c", now=1.0)
     error = world.failed["c"]
     assert isinstance(error, QueueFull)
@@ -88,7 +88,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back(dispatcher: Dispatcher,
     assert "number 3" in error.message
 
 
-def test_waiters_go_in_order_when_an_instance_is_ready(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_waiters_go_in_order_when_an_instance_is_ready(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     for name in "ab":
         ask(dispatcher, name)
     dispatcher.on_status(status(instance("i", state=InstanceState.LOADING, capacity=8)), 1)
@@ -98,7 +98,7 @@ def test_waiters_go_in_order_when_an_instance_is_ready(dispatcher: Dispatcher, w
     assert world.demands[-1].waiting == 0
 
 
-def test_a_newcomer_does_not_pass_those_who_wait(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_newcomer_does_not_pass_those_who_wait(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     running = [ask(dispatcher, f"r{i}", max_waiting=10) for i in range(3)]
     ask(dispatcher, "late", max_waiting=10)
@@ -108,7 +108,7 @@ def test_a_newcomer_does_not_pass_those_who_wait(dispatcher: Dispatcher, world: 
 
 @pytest.mark.parametrize("error", [InstanceDraining(), Unreachable()])
 def test_a_refused_request_goes_back_to_the_head(
-    dispatcher: Dispatcher, world: Recorder, error: InstanceDraining | Unreachable
+    dispatcher: Dispatcher, world: RecordedEffects, error: InstanceDraining | Unreachable
 ) -> None:
     dispatcher.on_status(status(instance("i", capacity=1)), 0)
     refused = ask(dispatcher, "first")
@@ -122,7 +122,7 @@ def test_a_refused_request_goes_back_to_the_head(
     assert third.attempts == 1
 
 
-def test_an_instance_that_refuses_is_left_alone_for_a_growing_while(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_an_instance_that_refuses_is_left_alone_for_a_growing_while(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     refused = ask(dispatcher, "r")
     now, gaps = 0.0, []
@@ -138,7 +138,7 @@ def test_an_instance_that_refuses_is_left_alone_for_a_growing_while(dispatcher: 
     assert gaps[-1] > 4 * gaps[0]
 
 
-def test_endless_refusal_ends(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_endless_refusal_ends(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ticket("r", wait=1e6)
     dispatcher.on_request(made, 1, 0)
@@ -152,19 +152,19 @@ def test_endless_refusal_ends(dispatcher: Dispatcher, world: Recorder) -> None:
 
 
 @pytest.mark.parametrize("admitted", [True, False])
-def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher, world: Recorder, admitted: bool) -> None:
-    names = [f"i{n}" for n in range((failover.MAX_DEATHS if admitted else failover.MAX_UNHEARD + 1) + 1)]
+def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher, world: RecordedEffects, admitted: bool) -> None:
+    names = [f"i{n}" for n in range((failover.MAX_ENGINE_DEATHS if admitted else failover.MAX_LOSSES_BEFORE_ADMISSION + 1) + 1)]
     dispatcher.on_status(status(instance(names[0])), 0)
     made = ask(dispatcher, "r")
     for now, (dead, alive) in enumerate(itertools.pairwise(names), 1):
-        made.admitted = admitted
+        made.is_admitted = admitted
         dispatcher.on_status(status(instance(dead, state=InstanceState.FAILED), instance(alive)), now)
         dispatcher.on_tick(now + 0.1)
     assert world.sent == [("r", name) for name in names[:-1]]
     assert isinstance(world.failed["r"], EngineFailed)
 
 
-def test_those_who_lost_their_engine_keep_their_order(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_those_who_lost_their_engine_keep_their_order(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i", capacity=4)), 0)
     for n in range(4):
         dispatcher.on_request(ticket(f"r{n}", now=n / 10), 8, n / 10)
@@ -174,34 +174,34 @@ def test_those_who_lost_their_engine_keep_their_order(dispatcher: Dispatcher, wo
     assert [name for name, _ in world.sent] == ["r0", "r1", "r2", "r3"] * 2
 
 
-def test_a_request_that_brings_tokens_goes_on_longer(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_request_that_brings_tokens_goes_on_longer(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made, now = ticket("r", wait=1e6), 0.0
     dispatcher.on_status(status(instance("i")), now)
     dispatcher.on_request(made, 1, now)
     while not world.failed:
         now += 10
-        made.resumes = True
+        made.is_resumable = True
         dispatcher.on_status(status(instance("i")), now)
         dispatcher.on_progress(made, now)
         dispatcher.on_engine_lost(made, EngineFailed("it ended"), now)
     assert len(world.sent) == failover.MAX_LOSSES + 1
 
 
-def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     """It serves others meanwhile, so that it is never idle."""
     dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
     made = ask(dispatcher, "r")
-    dispatcher.on_heard(made, 1)
-    made.resumes = True
+    dispatcher.on_message(made, 1)
+    made.is_resumable = True
     for now in (5.0, 10.9):
         dispatcher.on_tick(now)
-    assert world.inquired == []
+    assert world.probed == []
     for now in (11.0, 11.1, 20.9):  # it has it: nothing follows, and it is asked again later
         dispatcher.on_status(status(instance("i", capacity=4, active=2)), now)
         dispatcher.on_tick(now)
-    assert world.inquired == ["r"]
+    assert world.probed == ["r"]
     dispatcher.on_tick(21.0)
-    assert world.inquired == ["r", "r"]
+    assert world.probed == ["r", "r"]
     dispatcher.on_missing(made, "another attempt", 21.0)
     dispatcher.on_missing(made, made.attempt_id, 21.0)
     dispatcher.on_tick(21.1)
@@ -211,35 +211,35 @@ def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispat
     assert world.cancelled == ["r"], "should it come there after all"
 
 
-def test_last_words_that_come_after_all_are_taken(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_last_words_that_come_after_all_are_taken(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
     made = ask(dispatcher, "r")
     dispatcher.on_missing(made, made.attempt_id, 21.0)
-    dispatcher.on_heard(made, 21.1)
+    dispatcher.on_message(made, 21.1)
     dispatcher.on_tick(22)
     assert len(world.sent) == 1
 
 
-def test_the_response_timeout_counts_all_that_is_gone_on_with(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_the_response_timeout_counts_all_that_is_gone_on_with(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6, response=100)
     dispatcher.on_status(status(instance("i", active=1)), 0)
     dispatcher.on_request(made, 1, 0)
-    made.resumes = True
+    made.is_resumable = True
     dispatcher.on_engine_lost(made, EngineFailed("it ended"), 60)
     dispatcher.on_status(status(instance("i", active=1)), 90)  # the wait is not the engine's
-    assert (made.spent, made.sent_at) == (60, 90)
-    dispatcher.on_heard(made, 129)
+    assert (made.elapsed_s, made.sent_at) == (60, 90)
+    dispatcher.on_message(made, 129)
     dispatcher.on_tick(129)
     assert not world.failed
     dispatcher.on_tick(131)
     assert world.failed["r"].status == 504
 
 
-def test_what_one_instance_cannot_go_on_with_another_may(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_what_one_instance_cannot_go_on_with_another_may(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6)
     dispatcher.on_status(status(instance("i"), instance("j")), 0)
     dispatcher.on_request(made, 1, 0)
-    made.resumes, made.revision = True, "0"
+    made.is_resumable, made.revision = True, "0"
     dispatcher.on_refused(made, Conflict("other weights", param="resume"), 1)
     assert world.sent == [("r", "i"), ("r", "j")]
     assert dispatcher.routes.get("i") is dispatcher.routes.choose("m", 1)  # nothing is wrong with it for others
@@ -247,33 +247,33 @@ def test_what_one_instance_cannot_go_on_with_another_may(dispatcher: Dispatcher,
     assert world.failed["r"].message == "other weights"
 
 
-def test_a_yielded_request_goes_where_it_was_to_go_or_back(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_yielded_request_goes_where_it_was_to_go_or_back(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6)
     dispatcher.on_status(status(instance("i", capacity=4), instance("j"), instance("k", active=1)), 0)
     dispatcher.on_request(made, 1, 0)
-    made.resumes = True
+    made.is_resumable = True
     dispatcher.on_yielded(made, "k", 1)
     dispatcher.on_refused(made, InstanceDraining(), 2)
     dispatcher.on_yielded(made, "gone", 3)
     assert [where for _, where in world.sent] == ["i", "k", "i", "i"]
 
 
-def test_a_dead_engines_request_fails_if_something_was_said(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_dead_engines_request_fails_if_something_was_said(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
-    dispatcher.on_heard(made, 0.5)
-    made.begun = True
+    dispatcher.on_message(made, 0.5)
+    made.is_committed = True
     dispatcher.on_status(status(instance("i", state=InstanceState.FAILED)), 1)
     dispatcher.on_tick(1)
     assert isinstance(world.failed["r"], EngineFailed)
 
 
-def test_a_restarted_nodeagent_has_time_to_adopt_its_engines(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_restarted_nodeagent_has_time_to_adopt_its_engines(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
     dispatcher.on_status(status(boot="new"), 1)
     dispatcher.on_tick(1)
-    dispatcher.on_heard(made, 2)
+    dispatcher.on_message(made, 2)
     dispatcher.on_tick(4)
     assert not world.failed
     dispatcher.on_status(status(instance("i", active=1), boot="new"), 4)
@@ -282,7 +282,7 @@ def test_a_restarted_nodeagent_has_time_to_adopt_its_engines(dispatcher: Dispatc
     assert len(world.sent) == 1
 
 
-def test_a_silent_node_gets_nothing_new_and_loses_nothing(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_silent_node_gets_nothing_new_and_loses_nothing(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i", active=1)), 0)
     ask(dispatcher, "r")
     dispatcher.on_tick(6)
@@ -293,17 +293,17 @@ def test_a_silent_node_gets_nothing_new_and_loses_nothing(dispatcher: Dispatcher
     assert [name for name, _ in world.sent] == ["r", "s"]
 
 
-def test_a_request_that_an_idle_engine_knows_nothing_of_is_lost(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_request_that_an_idle_engine_knows_nothing_of_is_lost(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
-    made.begun = True
+    made.is_committed = True
     for now in range(1, 12):
         dispatcher.on_status(status(instance("i")), now)
         dispatcher.on_tick(now)
     assert isinstance(world.failed["r"], EngineFailed)
 
 
-def test_waiters_time_out(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_waiters_time_out(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     ask(dispatcher, "r")
     dispatcher.on_tick(9.9)
     assert not world.failed
@@ -313,7 +313,7 @@ def test_waiters_time_out(dispatcher: Dispatcher, world: Recorder) -> None:
     assert world.demands[-1].waiting == 0
 
 
-def test_a_failed_load_fails_those_who_wait_for_it(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_failed_load_fails_those_who_wait_for_it(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     ask(dispatcher, "r")
     dispatcher.on_request(ticket("other", model="o"), 2, 0)
     dispatcher.on_load_failed(LoadFailed(model="m", error=CheckpointInvalid("torn").body()), 1)
@@ -321,17 +321,17 @@ def test_a_failed_load_fails_those_who_wait_for_it(dispatcher: Dispatcher, world
     assert "other" not in world.failed
 
 
-def test_a_running_request_has_a_deadline(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_a_running_request_has_a_deadline(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
-    dispatcher.on_heard(made, 99)
+    dispatcher.on_message(made, 99)
     dispatcher.on_status(status(instance("i", active=1)), 99.9)
     dispatcher.on_tick(100)
     assert world.failed["r"].status == 504
     assert world.cancelled == ["r"]
 
 
-def test_closing_takes_nothing_new_and_drops_nothing(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_closing_takes_nothing_new_and_drops_nothing(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     ask(dispatcher, "old")
     dispatcher.on_closing()
     ask(dispatcher, "new")
@@ -340,7 +340,7 @@ def test_closing_takes_nothing_new_and_drops_nothing(dispatcher: Dispatcher, wor
     assert world.sent == [("old", "i")]
 
 
-def test_an_overtaken_status_is_dropped(dispatcher: Dispatcher, world: Recorder) -> None:
+def test_an_overtaken_status_is_dropped(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     old = status(instance("i"))
     dispatcher.on_status(status(instance("i", state=InstanceState.STOPPED)), 0)
     dispatcher.on_status(old, 0)

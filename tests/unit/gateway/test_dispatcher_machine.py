@@ -13,7 +13,7 @@ from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.demand import LoadFailed
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, InstanceDraining, Unreachable
-from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 MODELS = ("m", "n")
 INSTANCES = ("i", "j", "k")
@@ -25,7 +25,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = Recorder()
+        self.world = RecordedEffects()
         self.dispatcher = Dispatcher("gw", self.world)
         self.now = 0.0
         self.names = itertools.count()
@@ -53,8 +53,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(request=requests)
     def begin(self, request: Ticket) -> None:
         if request.stage is Stage.SENT:
-            self.dispatcher.on_heard(request, self.now)
-            request.begun = True
+            self.dispatcher.on_message(request, self.now)
+            request.is_committed = True
 
     @rule(request=consumes(requests))
     def finish(self, request: Ticket) -> None:
@@ -64,7 +64,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(request=requests, draining=st.booleans())
     def refuse(self, request: Ticket, draining: bool) -> None:
-        if not request.begun:
+        if not request.is_committed:
             self.dispatcher.on_refused(request, InstanceDraining() if draining else Unreachable(), self.now)
 
     @rule(request=consumes(requests))

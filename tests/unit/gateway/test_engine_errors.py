@@ -7,13 +7,13 @@ import json
 import pytest
 
 from services.gateway.http.error_formats import Anthropic, OpenAI
-from services.gateway.http.responses.engine_errors import relayed_error
-from services.gateway.requests.passthrough import Relay
+from services.gateway.http.responses.engine_errors import convert_error
+from services.gateway.requests.passthrough import PassthroughResponse
 from shared.contracts.inference import InferResponse
 
 
-def relay(status: int, **headers: str) -> Relay:
-    return Relay(InferResponse(seq=0, status=status, content_type="application/json", headers=headers))
+def relay(status: int, **headers: str) -> PassthroughResponse:
+    return PassthroughResponse(InferResponse(seq=0, status=status, content_type="application/json", headers=headers))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def relay(status: int, **headers: str) -> Relay:
     ],
 )
 def test_errors_of_other_forms_are_put_into_the_apis(status: int, body: bytes, words: str, code: str) -> None:
-    error = relayed_error(relay(status), body, OpenAI())
+    error = convert_error(relay(status), body, OpenAI())
     assert error is not None
     assert error["error"]["message"] == f"The engine answered with status {status}: {words}"
     assert error["error"]["code"] == code
@@ -37,12 +37,12 @@ def test_errors_of_other_forms_are_put_into_the_apis(status: int, body: bytes, w
 
 def test_errors_in_the_apis_form_and_answers_pass_as_they_are() -> None:
     sound = json.dumps({"error": {"message": "no", "type": "x", "code": "y"}}).encode()
-    assert relayed_error(relay(400), sound, OpenAI()) is None
-    assert relayed_error(relay(200), b'{"detail":"x"}', OpenAI()) is None
-    assert relayed_error(relay(400, **{"Content-Encoding": "gzip"}), b"\x1f\x8b", OpenAI()) is None
+    assert convert_error(relay(400), sound, OpenAI()) is None
+    assert convert_error(relay(200), b'{"detail":"x"}', OpenAI()) is None
+    assert convert_error(relay(400, **{"Content-Encoding": "gzip"}), b"\x1f\x8b", OpenAI()) is None
 
 
 def test_messages_clients_get_their_own_form() -> None:
-    error = relayed_error(relay(404), b'{"detail":"Not Found"}', Anthropic())
+    error = convert_error(relay(404), b'{"detail":"Not Found"}', Anthropic())
     assert error is not None
     assert (error["type"], error["error"]["type"]) == ("error", "not_found_error")

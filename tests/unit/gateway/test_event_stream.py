@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.http.responses.buffered import Collected
+from services.gateway.http.responses.buffered import BufferedCompletion
 from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
 from shared.contracts.inference import InferFinished, Usage
@@ -31,7 +31,7 @@ def test_events_rebuild_the_answer(deltas: list[tuple[int, str]], chat: bool, to
     stream = EventStream(
         Head("id", "chat.completion.chunk" if chat else kind, 1, "m"), include_usage=usage, token_ids=token_ids, logprobs=False
     )
-    whole = Collected(Head("id", kind, 1, "m"), 1, token_ids)
+    whole = BufferedCompletion(Head("id", kind, 1, "m"), 1, token_ids)
     taken = b""
     for number, (index, text) in enumerate(deltas):
         for sink in (stream, whole):
@@ -51,7 +51,7 @@ def test_events_rebuild_the_answer(deltas: list[tuple[int, str]], chat: bool, to
         choice = event["choices"][0]
         piece = choice["delta"].get("content", "") if chat else choice["text"]
         texts[choice["index"]] = texts.get(choice["index"], "") + piece
-    answer = whole.answer()
+    answer = whole.body()
     expected = {c["index"]: c["message"]["content"] if chat else c["text"] for c in answer["choices"]}
     assert {i: t for i, t in texts.items() if t} == {i: t for i, t in expected.items() if t}
     assert events[-1]["choices"][0]["finish_reason"] == "length"

@@ -1,4 +1,4 @@
-"""Engines that die, yield, refuse, or lose messages anywhere: the client gets event for event what it would have got undisturbed."""
+"""EngineClient that die, yield, refuse, or lose messages anywhere: the client gets event for event what it would have got undisturbed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.engine_request import Ask
+from services.gateway.domain.engine_request import EngineRequest
+from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage, Ticket
-from services.gateway.http.responses.buffered import Collected
+from services.gateway.http.responses.buffered import BufferedCompletion
 from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
-from services.gateway.requests.active_request import Exchange
+from services.gateway.requests.active_request import ActiveRequest
 from shared.contracts.inference import InferFailed, InferFinished, InferYielded, Resume
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, InstanceDraining
 from tests.support.fake_engine import card_of
 from tests.support.telling import Script
-from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 Fault = Literal["lost", "gap", "yield", "silent"]
 FAULTS: tuple[Fault, ...] = ("lost", "gap", "yield", "silent")
@@ -31,39 +32,37 @@ CUTS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(FAULTS), st.boolea
 KINDS = st.sampled_from(["plain", "full", "whole"])
 
 
-class World(Recorder):
+class World(RecordedEffects):
     """One request and its engine. A cut says after how many messages of an attempt which fault comes, and whether the next instance refuses."""
 
-    def __init__(self, script: Script, sink: EventStream | Collected, cuts: list[tuple[int, Fault, bool]]) -> None:
+    def __init__(self, script: Script, sink: EventStream | BufferedCompletion, cuts: list[tuple[int, Fault, bool]]) -> None:
         super().__init__()
         self.script, self.cuts, self.now = script, list(cuts), time.monotonic()
         self.dispatcher = Dispatcher("gw", self)
         self.hear(InstanceState.READY)
         self.ticket = ticket("r", "alpha", self.now, wait=1e9, response=1e9)
-        self.exchange = Exchange(self.ticket, card_of("alpha"), Ask("chat", b"{}"), sink, self.dispatcher, 1 << 30)
+        self.request = ActiveRequest(self.ticket, card_of("alpha"), EngineRequest("chat", b"{}"), sink, self.dispatcher, 1 << 30)
         self.refuses = False
         self.dispatcher.on_request(self.ticket, 1, self.now)
 
     def hear(self, first: InstanceState) -> None:
         """Two instances; `first` becomes of the one that the request is on."""
-        here = self.exchange.handovers.instance_id if hasattr(self, "exchange") else ""
+        here = self.request.handoffs.instance_id if hasattr(self, "request") else ""
         states = {name: first if name == here else InstanceState.READY for name in ("i", "j")}
         made = [instance(name, "alpha", state, capacity=8) for name, state in states.items()]
         self.dispatcher.on_status(status(*made), self.now)
 
-    def send(self, ticket: Ticket) -> None:
-        super().send(ticket)
-        if hasattr(self, "exchange"):
-            self.exchange.sent(self.now)
+    def send(self, ticket: Ticket, route: Route) -> None:
+        super().send(ticket, route)
+        self.request.begin_attempt(route, self.now)
 
     def fail(self, ticket: Ticket, error: Any) -> None:
         super().fail(ticket, error)
-        self.exchange.fail(error)
+        self.request.completion.fail(error)
 
     def run(self) -> None:
-        self.exchange.sent(self.now)
         for _ in range(100):
-            if self.exchange.ended:
+            if self.request.completion.is_done:
                 return
             if self.ticket.stage is Stage.SENT:
                 self.attempt()
@@ -74,30 +73,30 @@ class World(Recorder):
         raise AssertionError("it never ended")
 
     def attempt(self) -> None:
-        exchange = self.exchange
+        request = self.request
         if self.refuses:
             self.refuses = False
-            exchange.on_message(InferFailed(seq=0, error=InstanceDraining().body()).model_dump_json().encode())
+            request.on_message(InferFailed(seq=0, error=InstanceDraining().body()).model_dump_json().encode())
             return
         at, fault, refuses = self.cuts.pop(0) if self.cuts else (1000, "lost", False)
-        resume = Resume.model_validate(exchange.resume) if exchange.resume is not None else None
+        resume = Resume.model_validate(request.attempt.resume) if request.attempt.resume is not None else None
         for seq, message in enumerate(self.script.answer(resume)):
             if seq == at and not isinstance(message, InferFinished):
                 self.refuses = refuses
                 self.disturb(fault, seq, message.model_copy(update={"seq": seq + 1}).model_dump_json().encode())
                 return
-            exchange.on_message(message.model_copy(update={"seq": seq}).model_dump_json().encode())
+            request.on_message(message.model_copy(update={"seq": seq}).model_dump_json().encode())
 
     def disturb(self, fault: Fault, seq: int, late: bytes) -> None:
-        exchange = self.exchange
+        request = self.request
         match fault:
             case "lost":
                 failed = InferFailed(seq=seq, error=EngineFailed("it ended").body(), engine_lost=True)
-                exchange.on_message(failed.model_dump_json().encode())
+                request.on_message(failed.model_dump_json().encode())
             case "gap":
-                exchange.on_message(late)
+                request.on_message(late)
             case "yield":
-                exchange.on_message(InferYielded(seq=seq).model_dump_json().encode())
+                request.on_message(InferYielded(seq=seq).model_dump_json().encode())
             case _:
                 self.now += 1
                 self.hear(InstanceState.FAILED)
@@ -105,9 +104,9 @@ class World(Recorder):
                 self.dispatcher.on_tick(self.now)
 
 
-def sink_of(kind: str, choices: int) -> EventStream | Collected:
+def sink_of(kind: str, choices: int) -> EventStream | BufferedCompletion:
     if kind == "whole":
-        return Collected(Head("id", "chat.completion", 1, "m"), choices, True)
+        return BufferedCompletion(Head("id", "chat.completion", 1, "m"), choices, True)
     head = Head("id", "chat.completion.chunk", 1, "m")
     return EventStream(head, include_usage=True, token_ids=kind == "full", logprobs=kind == "full")
 
@@ -116,10 +115,10 @@ def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]]) -> 
     sink = sink_of(kind, len(script.texts))
     world = World(script, sink, cuts)
     world.run()
-    assert world.exchange.error is None, world.exchange.error
+    assert world.request.completion.error is None, world.request.completion.error
     assert world.dispatcher.in_flight("alpha") == world.dispatcher.waiting("alpha") == 0
-    told = by_choice(sink.take()) if isinstance(sink, EventStream) else sink.answer()
-    return told, world.exchange.usage, world.exchange.made.tokens
+    told = by_choice(sink.take()) if isinstance(sink, EventStream) else sink.body()
+    return told, world.request.stats.usage, world.request.resume_state.tokens
 
 
 @settings(max_examples=400, deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.gateway.http.parsing import cooperative
 from services.gateway.http.parsing.multipart import is_form, text_fields
-from services.gateway.requests.passthrough import Relay
+from services.gateway.requests.passthrough import PassthroughResponse
 from shared.contracts.inference import InferResponse
 from shared.errors import InvalidRequest
 
@@ -107,8 +107,8 @@ async def test_the_loop_runs_while_a_large_form_is_read(monkeypatch: pytest.Monk
     ],
 )
 def test_a_comment_goes_between_events_only(data: tuple[bytes, ...], between: bool, events: int) -> None:
-    relay = Relay(InferResponse(status=200, content_type="text/event-stream"))
+    relay = PassthroughResponse(InferResponse(status=200, content_type="text/event-stream"))
     for part in data:
         relay.add(part)
         relay.take()
-    assert (relay.between_events, relay.events) == (between, events)
+    assert (relay.is_between_events, relay.events) == (between, events)

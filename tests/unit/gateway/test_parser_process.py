@@ -13,7 +13,7 @@ import pytest
 
 from services.gateway.http.parsing import parser_process
 from services.gateway.http.parsing.parser_process import LARGE_BYTES, ParserProcess
-from services.gateway.http.parsing.request_parser import Parsed
+from services.gateway.http.parsing.request_parser import ParsedRequest
 from shared.contracts.openai import ChatCompletionRequest
 from shared.errors import InvalidRequest, PayloadTooLarge, Unavailable
 
@@ -24,7 +24,7 @@ def chat(content: object = TEXT) -> bytes:
     return json.dumps({"model": "one", "messages": [{"role": "user", "content": content}], "seed": 7}).encode()
 
 
-async def ask(parsers: ParserProcess, body: bytes) -> Parsed:
+async def ask(parsers: ParserProcess, body: bytes) -> ParsedRequest:
     return await parsers.parse("chat", body, "/v1/chat/completions", "", {"content-type": "application/json"})
 
 
@@ -57,7 +57,7 @@ async def test_a_large_body_is_the_same_from_either_process(parsers: ParserProce
     assert there == here
     assert isinstance(there.request, ChatCompletionRequest)
     assert there.request.messages[0].content == TEXT
-    assert there.ask.body == chat()
+    assert there.engine_request.body == chat()
     assert psutil.Process(pid).cpu_times().user > 0
     assert parsers.pid == pid
 
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_spoils_no_other_body(parsers: ParserProcess)
             await asyncio.sleep(0)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    assert (await ask(parsers, chat())).ask.body == chat()
+    assert (await ask(parsers, chat())).engine_request.body == chat()
     await ready(parsers)
     parsed = await ask(parsers, chat("b" * LARGE_BYTES))
     assert isinstance(parsed.request, ChatCompletionRequest)

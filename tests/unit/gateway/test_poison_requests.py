@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.failover import MAX_LOST
+from services.gateway.domain.failover import MAX_MESSAGE_LOSSES
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, EngineKilled, ShuttingDown, ThawError
-from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 ENDED = EngineFailed("it ended")
 
@@ -15,7 +15,7 @@ class World:
     """A gateway whose engines have room for four; one after the other dies under what it serves."""
 
     def __init__(self) -> None:
-        self.seen = Recorder()
+        self.seen = RecordedEffects()
         self.dispatcher = Dispatcher("gw", self.seen)
         self.tickets = {name: ticket(name, wait=1e6) for name in ("a", "b", "poison")}
         self.now = 0.0
@@ -61,11 +61,11 @@ def test_engines_that_were_killed_are_not_its_doing() -> None:
     world = World()
     world.ready("e0")
     world.ask("poison")
-    for n in range(MAX_LOST):
+    for n in range(MAX_MESSAGE_LOSSES):
         world.dies(f"e{n}", EngineKilled("killed by signal 9"))
         assert "poison" not in world.seen.failed
         world.ready(f"e{n + 1}")
-    world.dies(f"e{MAX_LOST}", EngineKilled("killed by signal 9"))
+    world.dies(f"e{MAX_MESSAGE_LOSSES}", EngineKilled("killed by signal 9"))
     assert "poison" in world.seen.failed, "not for ever either"
 
 
@@ -123,7 +123,7 @@ def test_engines_that_were_told_to_end_did_not_die_of_it() -> None:
     world = World()
     world.ready("i0")
     world.ask("a")
-    for n in range(MAX_LOST):
+    for n in range(MAX_MESSAGE_LOSSES):
         world.dies(f"i{n}", ShuttingDown("the engine was stopped while it was answering"))
         world.ready(f"i{n + 1}")
     assert not world.seen.failed

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.gateway.adapters.chat_template import ChatTemplate, Unrenderable
-from services.gateway.adapters.prompt_length import Counter, Lengths
-from services.gateway.adapters.tokenizer_files import NAMES, ModelFiles
+from services.gateway.adapters.prompt_length import PromptLengthChecker, TokenCounter
+from services.gateway.adapters.tokenizer_files import NAMES, TokenizerFiles
 from services.loader.adapters.small_files import read_part
 from shared.contracts.loader import ModelFilePart, ReadModelFile
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest
@@ -77,22 +77,22 @@ async def test_a_conversation_has_as_many_tokens_as_in_the_engine(
     if template is not None:
         (model / "chat_template.jinja").write_text(template)
     request = ChatCompletionRequest.model_validate({"model": "m"} | conversation)
-    counter = Counter.of({name: (model / name).read_bytes() for name in NAMES if (model / name).exists()})
+    counter = TokenCounter.from_files({name: (model / name).read_bytes() for name in NAMES if (model / name).exists()})
     assert counter is not None
-    assert counter.chat(request, "") == engines_count(AutoTokenizer.from_pretrained(model), request)
+    assert counter.count_chat(request, "") == engines_count(AutoTokenizer.from_pretrained(model), request)
 
 
 async def test_what_cannot_be_rendered_is_left_to_the_engine(model: Path) -> None:
     (model / "chat_template.jinja").write_text(TRICKY)
-    template = ChatTemplate.of({"chat_template.jinja": TRICKY.encode()})
+    template = ChatTemplate.from_files({"chat_template.jinja": TRICKY.encode()})
     assert template is not None
     picture = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
     refused = {"model": "m", "messages": [{"role": "system", "content": "x"}], "chat_template_kwargs": {"style": 1}}
     for body in (picture, refused):
         with pytest.raises(Unrenderable):
             template.render(ChatCompletionRequest.model_validate(body))
-    assert ChatTemplate.of({"chat_template.jinja": b"{% for %}"}) is None
-    escape = ChatTemplate.of({"chat_template.jinja": b"{{ messages.__class__.__mro__[1].__subclasses__() }}"})
+    assert ChatTemplate.from_files({"chat_template.jinja": b"{% for %}"}) is None
+    escape = ChatTemplate.from_files({"chat_template.jinja": b"{{ messages.__class__.__mro__[1].__subclasses__() }}"})
     assert escape is not None
     with pytest.raises(Unrenderable):
         escape.render(ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}]}))
@@ -119,11 +119,11 @@ class FarMesh:
 
 async def test_the_files_come_through_the_mesh_in_parts_and_once(model: Path) -> None:
     mesh = FarMesh(model)
-    files = ModelFiles(mesh, lambda: [".0", "one"])  # type: ignore[arg-type]  # only `request` and `max_body` are used
+    files = TokenizerFiles(mesh, lambda: [".0", "one"])  # type: ignore[arg-type]  # only `request` and `max_body` are used
     got = await files.read("/nowhere/here")
     assert got["tokenizer.json"] == (model / "tokenizer.json").read_bytes()
     assert set(got) == {name for name in NAMES if (model / name).exists()}
-    lengths, card = Lengths(files), card_of("m", context=64)
+    lengths, card = PromptLengthChecker(files), card_of("m", context=64)
     asked = mesh.asked
     for _ in range(2):
         with pytest.raises(ContextLengthExceeded):

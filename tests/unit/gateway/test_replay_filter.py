@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.requests.replay_filter import Surplus
+from services.gateway.requests.replay_filter import ReplayFilter
 from services.gateway.requests.sink import Diverged
 
 TEXT = "Where does the ice go?"
@@ -36,43 +36,43 @@ def test_all_that_is_new_comes_through_once(known: int, before: list[int], after
     for piece in first:
         piece.pop("finish_reason", None)
     heard = [{"kind": "chunk", "choices": [p]} for p in first]
-    surplus = Surplus(heard)
-    got = [rest for piece in deltas(TEXT, after) for rest in surplus.without([piece])]
+    surplus = ReplayFilter(heard)
+    got = [rest for piece in deltas(TEXT, after) for rest in surplus.remove_from([piece])]
     text, tokens, ends = told(got)
     assert (text, tokens, ends) == (TEXT[known:], [ord(c) for c in TEXT[known:]], 1)
     assert not surplus
 
 
 def test_an_end_that_was_heard_is_not_told_again() -> None:
-    surplus = Surplus([{"choices": deltas("ab", [1])}])
-    assert surplus.of(0) == (2, 2, True)
-    assert [surplus.without([p]) for p in deltas("ab", [1])] == [[], []]
+    surplus = ReplayFilter([{"choices": deltas("ab", [1])}])
+    assert surplus.pending(0) == (2, 2, True)
+    assert [surplus.remove_from([p]) for p in deltas("ab", [1])] == [[], []]
     assert not surplus
 
 
 def test_each_choice_has_its_own() -> None:
-    surplus = Surplus([{"choices": deltas("ab", [])}])
-    assert surplus.without(deltas("cd", [], index=1)) == deltas("cd", [], index=1)
+    surplus = ReplayFilter([{"choices": deltas("ab", [])}])
+    assert surplus.remove_from(deltas("cd", [], index=1)) == deltas("cd", [], index=1)
     assert surplus
 
 
 def test_other_tokens_are_told_apart() -> None:
-    surplus = Surplus([{"choices": [{"text": "ab", "token_ids": [97, 98]}]}])
+    surplus = ReplayFilter([{"choices": [{"text": "ab", "token_ids": [97, 98]}]}])
     with pytest.raises(Diverged):
-        surplus.without([{"text": "ac", "token_ids": [97, 99]}])
+        surplus.remove_from([{"text": "ac", "token_ids": [97, 99]}])
 
 
 def test_what_is_heard_too_much_once_more_comes_before_what_is_left() -> None:
-    surplus = Surplus([{"choices": [{"text": "abcd", "token_ids": [1, 2, 3, 4]}]}])
-    surplus.without([{"text": "ab", "token_ids": [1, 2]}])
-    both = surplus.after([{"choices": [{"text": "b", "token_ids": [2]}]}])
-    assert both.of(0) == (3, 3, False)
-    assert both.without([{"text": "bcde", "token_ids": [2, 3, 4, 5]}]) == [{"text": "e", "token_ids": [5]}]
+    surplus = ReplayFilter([{"choices": [{"text": "abcd", "token_ids": [1, 2, 3, 4]}]}])
+    surplus.remove_from([{"text": "ab", "token_ids": [1, 2]}])
+    both = surplus.preceded_by([{"choices": [{"text": "b", "token_ids": [2]}]}])
+    assert both.pending(0) == (3, 3, False)
+    assert both.remove_from([{"text": "bcde", "token_ids": [2, 3, 4, 5]}]) == [{"text": "e", "token_ids": [5]}]
 
 
 def test_bytes_are_left_out_whole_or_not_at_all() -> None:
-    surplus = Surplus([{"progress": [{"text": "ab", "token_ids": [1, 2]}]}])
+    surplus = ReplayFilter([{"progress": [{"text": "ab", "token_ids": [1, 2]}]}])
     assert surplus.covers([{"text": "a", "token_ids": [1]}])
     with pytest.raises(Diverged):
         surplus.covers([{"text": "bc", "token_ids": [2, 3]}])
-    assert not Surplus().covers([{"text": "c", "token_ids": [3]}])
+    assert not ReplayFilter().covers([{"text": "c", "token_ids": [3]}])

@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.failover import MAX_DEATHS
+from services.gateway.domain.failover import MAX_ENGINE_DEATHS
 from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
 from services.gateway.requests.sink import Diverged
 from shared.contracts.inference import InferFinished, Usage
 from shared.errors import EngineFailed
-from tests.unit.gateway.recorded_effects import Recorder, instance, status, ticket
+from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 LAST = InferFinished(seq=0, usage=Usage(prompt_tokens=3, completion_tokens=4))
 CUTS = st.lists(st.integers(1, 5), max_size=12)
@@ -23,7 +23,7 @@ CUTS = st.lists(st.integers(1, 5), max_size=12)
 
 def stream() -> EventStream:
     head = Head("id", "chat.completion.chunk", 1, "m")
-    return EventStream(head, include_usage=False, token_ids=False, logprobs=False, repeats=True)
+    return EventStream(head, include_usage=False, token_ids=False, logprobs=False, is_repeatable=True)
 
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
@@ -79,17 +79,17 @@ def test_another_answer_is_noticed_before_any_of_it_is_said(text: str, other: st
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_instance_that_says_its_engine_broke_down_is_believed_within_bounds(begun: bool) -> None:
-    world = Recorder()
+    world = RecordedEffects()
     dispatcher = Dispatcher("gw", world)
     dispatcher.on_status(status(instance("i"), instance("j")), 0)
     made = ticket("r", now=0)
     dispatcher.on_request(made, 2, 0)
-    made.begun, made.admitted = begun, True
+    made.is_committed, made.is_admitted = begun, True
     dispatcher.on_engine_lost(made, EngineFailed("it ended"), 1)
     if not begun:
         assert world.sent == [("r", "i"), ("r", "j")]
-        made.admitted = True
+        made.is_admitted = True
         dispatcher.on_engine_lost(made, EngineFailed("it ended"), 10)
-        assert len(world.sent) == MAX_DEATHS
+        assert len(world.sent) == MAX_ENGINE_DEATHS
     assert world.failed["r"].message.startswith("it ended")
     assert dispatcher.in_flight("m") == 0

@@ -9,15 +9,15 @@ import pytest
 from pydantic import ValidationError
 
 from services.gateway.domain.admission import Admission, ByteLimits
-from services.gateway.domain.request_limits import Bounds
+from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.http.parsing import json_cost
-from services.gateway.http.parsing.json_cost import require_light
+from services.gateway.http.parsing.json_cost import check_json_cost
 from services.gateway.http.parsing.request_parser import parse
 from shared.contracts.inference import Endpoint
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest
 from shared.errors import InvalidRequest, PayloadTooLarge, QueueFull
 
-BOUNDS = Bounds(prompts=4, choices=8, messages=3, content_parts=4, tools=2, stops=3, biases=2)
+BOUNDS = RequestLimits(prompts=4, choices=8, messages=3, content_parts=4, tools=2, stops=3, biases=2)
 USER: dict[str, Any] = {"role": "user", "content": "x"}
 PART = {"type": "text", "text": "x"}
 
@@ -54,7 +54,7 @@ def completion(**fields: Any) -> dict[str, Any]:
 )
 def test_each_count_has_a_bound(endpoint: Endpoint, allowed: dict[str, Any], refused: dict[str, Any], param: str) -> None:
     BOUNDS.check(parse(endpoint, json.dumps(allowed).encode()).request)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="at most") as error:
+    with pytest.raises(InvalidRequest, match="the limit is") as error:
         BOUNDS.check(parse(endpoint, json.dumps(refused).encode()).request)  # type: ignore[arg-type]
     assert error.value.param == param
 
@@ -103,10 +103,10 @@ TEXT = ',[{"' * 20_000
 async def test_a_body_of_too_many_values_is_not_parsed(body: str, light: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_cost, "SLICE_BYTES", 4096)
     if light:
-        await require_light(body.encode(), 10_000)
+        await check_json_cost(body.encode(), 10_000)
     else:
         with pytest.raises(PayloadTooLarge, match="THAW_MAX_BODY_VALUES"):
-            await require_light(body.encode(), 10_000)
+            await check_json_cost(body.encode(), 10_000)
 
 
 def test_open_requests_are_bounded_in_bytes() -> None:

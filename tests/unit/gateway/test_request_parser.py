@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.http.parsing.request_parser import REQUESTS, check, parse, path_in
+from services.gateway.http.parsing.request_parser import REQUESTS, check_model, parse, path_in
 from shared.contracts.inference import Endpoint
 from shared.errors import InvalidRequest, ThawError
 from tests.support.fake_engine import card_of
@@ -32,7 +32,7 @@ def test_any_body_is_taken_or_refused(endpoint: Endpoint, body: dict[str, Any]) 
     try:
         parsed = parse(endpoint, json.dumps(body).encode())
         for card in CARDS:
-            check(parsed, card)
+            check_model(parsed, card)
     except ThawError as e:
         refusal = e
     else:

@@ -1,4 +1,4 @@
-"""The admin API: each route one request to the scheduler, its typed reply as JSON; and the traces."""
+"""The admin API: each route sends one request to the scheduler, or reads keys or traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
-from services.gateway.http.parsing.request_parser import validated
+from services.gateway.http.parsing.request_parser import validate_body
 from services.gateway.loop import Gateway
 from shared.contracts import subjects
 from shared.contracts.admin import (
@@ -47,11 +47,12 @@ from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDo
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
 _MAX_BODY = 4 * 1024 * 1024
 _MAX_KEY_BODY = 64 * 1024
-_MOST_TRACES = 1000
-"""In one page."""
+_MAX_PAGE_TRACES = 1000
 
 
 class Admin:
+    """Handlers of `/admin/v1`."""
+
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
@@ -80,99 +81,105 @@ class Admin:
             Route(f"{at}/traces/{{request_id}}", self.request_trace, methods=["GET"]),
         ]
 
-    async def _ask(self, message: MeshRequest, reply: type[Message]) -> Response:
+    async def _request_scheduler(self, message: MeshRequest, reply: type[Message]) -> Response:
         try:
             answer = await self._gateway.mesh.request(subjects.ADMIN, message, reply)
         except Unreachable as e:
             raise Unreachable(
-                "No scheduler leads: it is stopped, starting, or PostgreSQL refuses it. The scheduler's log (`thaw logs scheduler`) says which"
+                "No scheduler is the leader: it is stopped, starting, or PostgreSQL refuses it. See `thaw logs scheduler`"
             ) from e
         return json_response(answer.model_dump(mode="json"))
 
     async def cluster(self, request: Request) -> Response:
-        return await self._ask(ViewCluster(), ClusterView)
+        return await self._request_scheduler(ViewCluster(), ClusterView)
 
     async def add_models(self, request: Request) -> Response:
         limit = min(_MAX_BODY, self._gateway.mesh.max_body)
-        asked = validated(AddModels, await read_body(request.scope, request.receive, limit))
-        if not self._gateway.keys.guards_admin:
-            _refuse_commands(asked.specs)
-        return await self._ask(AddModels(specs=asked.specs, prune=asked.prune, reread=asked.reread), ModelsAdded)
+        body = validate_body(AddModels, await read_body(request.scope, request.receive, limit))
+        if not self._gateway.authorizer.guards_admin:
+            _refuse_commands(body.specs)
+        return await self._request_scheduler(AddModels(specs=body.specs, prune=body.prune, reread=body.reread), ModelsAdded)
 
     async def remove_model(self, request: Request) -> Response:
-        """`?adapters=true`: and its adapters."""
-        name, too = request.path_params["name"], request.query_params.get("adapters") == "true"
-        return await self._ask(RemoveModel(name=name, with_adapters=too), Done)
+        """Remove a model; with `?adapters=true` its LoRA adapters too."""
+        with_adapters = request.query_params.get("adapters") == "true"
+        message = RemoveModel(name=request.path_params["name"], with_adapters=with_adapters)
+        return await self._request_scheduler(message, Done)
 
     async def wake(self, request: Request) -> Response:
-        """It may wait for minutes; a gateway that ends does not: another one answers a retry."""
+        """Wake a model, which may take minutes.
+
+        A gateway that shuts down does not wait: the client retries on another one.
+        """
         message = WakeModel(deadline_ms=_deadline(request, WakeModel), name=request.path_params["name"])
-        asking = asyncio.ensure_future(self._ask(message, ModelAwake))
-        closing = asyncio.ensure_future(self._gateway.closes.wait())
-        waits: set[asyncio.Future[Any]] = {asking, closing}
+        reply = asyncio.ensure_future(self._request_scheduler(message, ModelAwake))
+        closing = asyncio.ensure_future(self._gateway.closing.wait())
+        waits: set[asyncio.Future[Any]] = {reply, closing}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            if not reply.done():
                 raise ShuttingDown
-            return asking.result()
+            return reply.result()
         finally:
-            asking.cancel()
+            reply.cancel()
             closing.cancel()
 
     async def sleep(self, request: Request) -> Response:
-        return await self._ask(
+        return await self._request_scheduler(
             SleepModel(deadline_ms=_deadline(request, SleepModel), name=request.path_params["name"]), ModelAsleep
         )
 
     async def keys(self, request: Request) -> Response:
-        keys = self._gateway.keys
-        found = KeyList(keys=tuple(keys.store.all()), configured=len(keys.configured), required=keys.required)
-        return json_response(found.model_dump(mode="json"))
+        authorizer = self._gateway.authorizer
+        listed = KeyList(keys=tuple(authorizer.store.all()), configured=len(authorizer.configured), required=authorizer.required)
+        return json_response(listed.model_dump(mode="json"))
 
     async def add_key(self, request: Request) -> Response:
-        asked = validated(NewKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
-        if asked.scope == "admin" and not self._gateway.keys.guards_admin:
+        body = validate_body(NewKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        if body.scope == "admin" and not self._gateway.authorizer.guards_admin:
             raise PermissionDenied(
-                "An admin API without a key makes no admin keys. Start the gateway with THAW_ADMIN_KEY, and bring that key.",
+                "An admin API without a key cannot create admin keys. Start the gateway with THAW_ADMIN_KEY, and send that key.",
                 param="scope",
             )
-        key = ApiKey(name=asked.name, scope=asked.scope, created=int(time.time()))
-        await self._gateway.keys.store.add(asked.sha256, key)
+        key = ApiKey(name=body.name, scope=body.scope, created=int(time.time()))
+        await self._gateway.authorizer.store.add(body.sha256, key)
         return json_response(key.model_dump(mode="json"))
 
     async def revoke_key(self, request: Request) -> Response:
-        return json_response((await self._gateway.keys.store.revoke(request.path_params["name"])).model_dump(mode="json"))
+        return json_response((await self._gateway.authorizer.store.revoke(request.path_params["name"])).model_dump(mode="json"))
 
     async def explain(self, request: Request) -> Response:
-        """`?model=NAME`, `?plan=ID`, `?request=ID`, or `?about=` any of them."""
-        given = {name: request.query_params.get(name) or None for name in ("model", "plan", "request", "about")}
-        if not any(given.values()):
-            raise InvalidRequest("explain needs a model, a plan or a request: ?model=NAME, ?plan=ID or ?request=ID", param="model")
-        asked = ExplainPlan(
-            model=given["model"],
-            plan_id=given["plan"],
-            request_id=given["request"],
-            about=given["about"],
+        """Explain `?model=NAME`, `?plan=ID`, `?request=ID`, or `?about=` any of them."""
+        subject = {name: request.query_params.get(name) or None for name in ("model", "plan", "request", "about")}
+        if not any(subject.values()):
+            raise InvalidRequest(
+                "explain needs a model, a plan or a request. Add ?model=NAME, ?plan=ID or ?request=ID", param="model"
+            )
+        query = ExplainPlan(
+            model=subject["model"],
+            plan_id=subject["plan"],
+            request_id=subject["request"],
+            about=subject["about"],
         )
-        return await self._ask(asked, PlanExplained)
+        return await self._request_scheduler(query, PlanExplained)
 
     async def what_if(self, request: Request) -> Response:
-        """The same with a body, which may assume another cluster."""
-        asked = validated(ExplainPlan, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
-        return await self._ask(asked.model_copy(update={"deadline_ms": ExplainPlan.usual_ms()}), PlanExplained)
+        """Explain with a body, which may assume another cluster."""
+        body = validate_body(ExplainPlan, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        return await self._request_scheduler(body.model_copy(update={"deadline_ms": ExplainPlan.usual_ms()}), PlanExplained)
 
     async def migrate(self, request: Request) -> Response:
-        """Answers when it is over; with `wait` false once it is ordered."""
-        asked = validated(Migrate, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
-        return await self._ask(asked.model_copy(update={"deadline_ms": _deadline(request, Migrate)}), MigrationsViewed)
+        """Migrate a model, and wait for the end unless `wait` is false."""
+        body = validate_body(Migrate, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        return await self._request_scheduler(body.model_copy(update={"deadline_ms": _deadline(request, Migrate)}), MigrationsViewed)
 
     async def migrations(self, request: Request) -> Response:
-        """`?limit=`: so many at most, the latest first."""
+        """List migrations, the latest first; `?limit=` at most."""
         limit = request.query_params.get("limit", "50")
         if not limit.isdigit() or not 0 < int(limit) <= 1000:
             raise InvalidRequest("limit must be a number from 1 to 1000", param="limit")
         view = ViewMigrations(migration_id=request.path_params.get("migration_id"), limit=int(limit))
-        return await self._ask(view, MigrationsViewed)
+        return await self._request_scheduler(view, MigrationsViewed)
 
     async def cordon(self, request: Request) -> Response:
         return await self._change_node(request, "cordon")
@@ -185,7 +192,7 @@ class Admin:
 
     async def _change_node(self, request: Request, action: str) -> Response:
         fields = {"node": request.path_params["node"], "action": action}
-        return await self._ask(_ACTION.validate_python(fields), Done)
+        return await self._request_scheduler(_ACTION.validate_python(fields), Done)
 
     async def request_trace(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
@@ -199,8 +206,9 @@ class Admin:
         return await self._trace(f"{subjects.PREFIX}.traces.request.*", "No request has been traced yet")
 
     async def traces(self, request: Request) -> Response:
-        """`?from=SEQUENCE&limit=N`: a page of what is kept, the oldest first."""
-        begin, limit = _whole(request, "from", 1, most=2**62), _whole(request, "limit", 200, most=_MOST_TRACES)
+        """List stored traces, the oldest first; `?from=SEQUENCE&limit=N` selects a page."""
+        begin = _integer(request, "from", 1, maximum=2**62)
+        limit = _integer(request, "limit", 200, maximum=_MAX_PAGE_TRACES)
         js = self._gateway.mesh.nc.jetstream(timeout=5)
         found: list[RequestTrace] = []
         every = f"{subjects.PREFIX}.traces.request.*"
@@ -212,47 +220,51 @@ class Admin:
         except NotFoundError:
             return json_response(TracePage(traces=tuple(found)).model_dump(mode="json"))
         except (NatsError, TimeoutError) as e:
-            raise Unavailable(f"the traces cannot be read now: {type(e).__name__}", should_retry=True) from e
+            raise Unavailable(f"The traces cannot be read now ({type(e).__name__}). Repeat the request", should_retry=True) from e
         return json_response(TracePage(traces=tuple(found), next=begin).model_dump(mode="json"))
 
-    async def _trace(self, subject: str, absent: str) -> Response:
+    async def _trace(self, subject: str, not_found: str) -> Response:
         js = self._gateway.mesh.nc.jetstream(timeout=5)
         try:
             found = await js.get_last_msg(subjects.TRACE_STREAM, subject)
         except NotFoundError as e:
-            raise NotFound(absent) from e
+            raise NotFound(not_found) from e
         except (NatsError, TimeoutError) as e:
-            raise Unavailable(f"the traces cannot be read now: {type(e).__name__}", should_retry=True) from e
+            raise Unavailable(f"The traces cannot be read now ({type(e).__name__}). Repeat the request", should_retry=True) from e
         return json_response(json.loads(found.data or b"null"))
 
 
 def _refuse_commands(specs: Iterable[ModelSpec]) -> None:
-    """What a node is to run is the operator's to say: an admin API that is open to whoever reaches its port takes no commands, and no code
-    that comes with a model. Options of other engines can name code as well (vLLM's plug-ins and middleware)."""
+    """Refuse specs that make a node run commands or code of the caller.
+
+    An admin API without a key is open to everyone who reaches its port; only the operator decides
+    what nodes run. Options of engines can name code as well (vLLM's plug-ins and middleware).
+    """
     for spec in specs:
-        if named := code_fields(spec):
+        if fields := code_fields(spec):
             raise PermissionDenied(
-                f"{spec.name}: an admin API without a key takes no {' and no '.join(named)}. Start the gateway with THAW_ADMIN_KEY.",
-                param=named[0],
+                f"{spec.name}: an admin API without a key accepts no {' and no '.join(fields)}. "
+                "Start the gateway with THAW_ADMIN_KEY.",
+                param=fields[0],
             )
 
 
-def _whole(request: Request, name: str, default: int, most: int) -> int:
-    given = request.query_params.get(name, str(default))
-    if not given.isdecimal() or not 1 <= int(given) <= most:
-        raise InvalidRequest(f"{name}={given!r} is not a whole number from 1 to {most}", param=name)
-    return int(given)
+def _integer(request: Request, name: str, default: int, maximum: int) -> int:
+    value = request.query_params.get(name, str(default))
+    if not value.isdecimal() or not 1 <= int(value) <= maximum:
+        raise InvalidRequest(f"{name}={value!r} is not an integer from 1 to {maximum}", param=name)
+    return int(value)
 
 
 def _deadline(request: Request, kind: type[MeshRequest]) -> int:
-    """`?timeout=SECONDS`, or the message's own deadline, in milliseconds."""
-    given = request.query_params.get("timeout")
-    if given is None:
+    """Return `?timeout=SECONDS`, or the default of the message, in milliseconds."""
+    value = request.query_params.get("timeout")
+    if value is None:
         return kind.usual_ms()
     try:
-        seconds = float(given)
+        seconds = float(value)
     except ValueError as e:
-        raise InvalidRequest(f"timeout={given!r} is not a number of seconds", param="timeout") from e
+        raise InvalidRequest(f"timeout={value!r} is not a number of seconds", param="timeout") from e
     if not 0 < seconds <= 86_400:
         raise InvalidRequest("timeout must be between 0 and 86400 seconds", param="timeout")
     return max(1, int(seconds * 1e3))

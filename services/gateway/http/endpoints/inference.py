@@ -1,35 +1,35 @@
-"""POST /v1/chat/completions, /v1/completions, /v1/embeddings, and whatever else an engine declares."""
+"""POST /v1/chat/completions, /v1/completions, /v1/embeddings, and routes of engines."""
 
 from __future__ import annotations
 
 import logging
 import time
 import uuid
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from opentelemetry.trace import SpanKind
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.adapters.engine_client import ENVELOPE_BYTES
-from services.gateway.adapters.idempotency_store import Claim, Entry, Found, digest
-from services.gateway.authorization import Keys
+from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, digest
+from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Reservation
-from services.gateway.http.error_formats import dialect_of
+from services.gateway.http.error_formats import error_format_of
 from services.gateway.http.parsing.body import read_body
-from services.gateway.http.parsing.idempotency_key import key_of, repeatable
+from services.gateway.http.parsing.idempotency_key import idempotency_key_of, with_seed
 from services.gateway.http.parsing.multipart import is_form
 from services.gateway.http.parsing.parser_process import ParserProcess
-from services.gateway.http.parsing.request_parser import Parsed, check
-from services.gateway.http.responses.buffered import Collected, Embedded, NoTokens, Whole
+from services.gateway.http.parsing.request_parser import ParsedRequest, check_model
+from services.gateway.http.responses.buffered import BufferedCompletion, BufferedEmbeddings, BufferedSink, PassthroughOnly
 from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
-from services.gateway.http.responses.response_writer import Answer
-from services.gateway.http.responses.wait_comments import progress_of
-from services.gateway.idempotency.idempotent_request import joinable
+from services.gateway.http.responses.response_writer import ResponseWriter
+from services.gateway.http.responses.wait_comments import describe_wait
+from services.gateway.idempotency.idempotent_request import require_same_request
 from services.gateway.loop import Gateway
-from services.gateway.requests.active_request import Exchange
-from services.gateway.telemetry.request_log import Origin
+from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.telemetry.request_log import RequestOrigin
 from shared.contracts.inference import FORWARDED, Endpoint
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest, prompts_of
@@ -41,14 +41,22 @@ _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-", "embedding": "embd-", "ot
 _SPAN = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings", "other": "other"}
 
 
+@dataclass(frozen=True, slots=True)
+class _IdempotencyKey:
+    """The request's key as the store has it, and the entry to create if it is deleted."""
+
+    place: Claim | ExistingKey
+    new_entry: Entry
+
+
 def client_of(scope: Scope) -> str:
-    """Whose share of the gateway's memory a request takes: its key's, or, without one, its address's."""
-    key = Keys.of(Headers(scope=scope))
+    """Name the client for admission control: by its API key, or, without one, by its address."""
+    key = Authorizer.key_hash(Headers(scope=scope))
     client = scope.get("client")
     return key or (f"address {client[0]}" if client else "")
 
 
-class Generate:
+class Inference:
     """The ASGI endpoint of one kind of request."""
 
     def __init__(self, gateway: Gateway, endpoint: Endpoint, parsers: ParserProcess) -> None:
@@ -57,71 +65,77 @@ class Generate:
         self._endpoint: Endpoint = endpoint
 
     def body_limit(self, scope: Scope) -> int:
-        """What goes into one message besides its envelope; bytes that are no JSON take a third more there than here."""
-        carried = self._gateway.mesh.max_body - ENVELOPE_BYTES
+        """Compute the largest body whose message to the engine is within NATS's limit.
+
+        Bytes that are not JSON are sent in base64, which takes a third more.
+        """
+        payload_bytes = self._gateway.mesh.max_body - ENVELOPE_BYTES
         if self._endpoint == "other":
             headers = Headers(scope=scope)
-            carried -= 6 * (len(scope["query_string"]) + sum(len(headers.get(name, "")) for name in FORWARDED))
+            payload_bytes -= 6 * (len(scope["query_string"]) + sum(len(headers.get(name, "")) for name in FORWARDED))
             if is_form(headers.get("content-type", "")):
-                carried = carried * 3 // 4
+                payload_bytes = payload_bytes * 3 // 4
         settings = self._gateway.settings
-        together = min(settings.max_open_bytes, settings.max_open_bytes_per_key, settings.max_open_bytes_per_model)
-        return max(0, min(settings.max_body_bytes, together, carried))
+        admitted_bytes = min(settings.max_open_bytes, settings.max_open_bytes_per_key, settings.max_open_bytes_per_model)
+        return max(0, min(settings.max_body_bytes, admitted_bytes, payload_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived, gateway = time.monotonic(), self._gateway
-        with gateway.admission.begin(client_of(scope)) as held:
-            body = await read_body(scope, receive, self.body_limit(scope), held, gateway.settings.body_timeout)
+        arrived_at, gateway = time.monotonic(), self._gateway
+        with gateway.admission.begin(client_of(scope)) as reservation:
+            body = await read_body(scope, receive, self.body_limit(scope), reservation, gateway.settings.body_timeout)
             parsed = await self._parse(scope, body)
-            await self._generate(parsed, held, arrived, scope, receive, send)
+            await self._infer(parsed, reservation, arrived_at, scope, receive, send)
 
-    async def _generate(
-        self, parsed: Parsed, held: Reservation, arrived: float, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        card = self._gateway.catalog.resolve(parsed.request.model)
-        held.name_model(card.name)
-        if (adapter := self._gateway.catalog.adapter(parsed.request.model)) is not None:
-            parsed = replace(parsed, ask=replace(parsed.ask, adapter=adapter))
-        check(parsed, card)
-        if not isinstance(parsed.request, OtherRequest):
-            self._gateway.bounds.check(parsed.request)
-            await self._gateway.lengths.check(parsed.request, card)
-        answer_id, created = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time())
-        key: tuple[Claim | Found, Entry] | None = None
-        if (name := key_of(scope)) is not None:
-            fresh = Entry(
-                request=digest(parsed.ask.body, *filter(None, [scope["query_string"]])), answer_id=answer_id, created=created
-            )
-            place = joinable(await self._gateway.idempotency.find(name, fresh), fresh.request)
-            key, answer_id, created = (place, fresh), place.entry.answer_id, place.entry.created
-            parsed = repeatable(parsed, name)
-        sink = self._sink(parsed, answer_id, created, keyed=key is not None)
-        await self._answer(parsed, card, arrived, sink, key, scope, receive, send)
-
-    async def _parse(self, scope: Scope, body: bytes) -> Parsed:
+    async def _parse(self, scope: Scope, body: bytes) -> ParsedRequest:
         headers = Headers(scope=scope)
         route = scope["path"]
         names = {name: headers[name] for name in (*FORWARDED, "content-type") if name in headers}
         try:
             return await self._parsers.parse(self._endpoint, body, route, scope["query_string"].decode("latin-1"), names)
         except InvalidRequest:
-            # A route that no engine serves is a better answer than what is wrong with the body.
+            # If no model serves the route, the route is wrong, rather than the body.
             if self._endpoint != "other" or any(route in card.routes for card in self._gateway.catalog.cards()):
                 raise
             raise NotFound(f"Invalid URL ({scope['method']} {route})") from None
 
-    async def _answer(
+    async def _infer(
+        self, parsed: ParsedRequest, reservation: Reservation, arrived_at: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        gateway = self._gateway
+        card = gateway.catalog.resolve(parsed.request.model)
+        reservation.name_model(card.name)
+        if (adapter := gateway.catalog.lora_adapter(parsed.request.model)) is not None:
+            parsed = replace(parsed, engine_request=replace(parsed.engine_request, lora_adapter=adapter))
+        check_model(parsed, card)
+        if not isinstance(parsed.request, OtherRequest):
+            gateway.request_limits.check(parsed.request)
+            await gateway.prompt_lengths.check(parsed.request, card)
+        response_id, created, key = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time()), None
+        if (name := idempotency_key_of(scope)) is not None:
+            key = await self._find_key(name, parsed, scope, response_id, created)
+            response_id, created = key.place.entry.answer_id, key.place.entry.created
+            parsed = with_seed(parsed, name)
+        sink = self._sink(parsed, response_id, created, is_repeatable=key is not None)
+        await self._respond(parsed, card, arrived_at, sink, key, scope, receive, send)
+
+    async def _find_key(self, name: str, parsed: ParsedRequest, scope: Scope, response_id: str, created: int) -> _IdempotencyKey:
+        request = digest(parsed.engine_request.body, *filter(None, [scope["query_string"]]))
+        new_entry = Entry(request=request, answer_id=response_id, created=created)
+        place = await self._gateway.idempotency.claim_or_get(name, new_entry)
+        return _IdempotencyKey(require_same_request(place, request), new_entry)
+
+    async def _respond(
         self,
-        parsed: Parsed,
+        parsed: ParsedRequest,
         card: ModelCard,
-        arrived: float,
-        sink: EventStream | Whole,
-        key: tuple[Claim | Found, Entry] | None,
+        arrived_at: float,
+        sink: EventStream | BufferedSink,
+        key: _IdempotencyKey | None,
         scope: Scope,
         receive: Receive,
         send: Send,
     ) -> None:
-        gateway = self._gateway
+        gateway, engine_request = self._gateway, parsed.engine_request
         span = tracer.start_span(
             f"{_SPAN[self._endpoint]} {card.name}",
             context=context_of(Headers(scope=scope).get("traceparent")),
@@ -129,38 +143,42 @@ class Generate:
             attributes={"gen_ai.operation.name": _SPAN[self._endpoint], "gen_ai.provider.name": "thaw"},
         )
         if gateway.settings.log_prompts:
-            body = parsed.ask.body.decode(errors="replace") if parsed.ask.is_json else parsed.ask.content_type
-            log.info("a request", extra={"model": card.name, "body": body})
+            body = engine_request.body.decode(errors="replace") if engine_request.is_json else engine_request.content_type
+            log.info("request received", extra={"model": card.name, "body": body})
             span.set_attribute("thaw.request.body", body)
-        origin = Origin(scope["thaw.request_id"], span, arrived, client_request_id=scope.get("thaw.client_request_id"))
-        exchange = gateway.open(parsed.ask, card, sink, origin, key)
+        client_request_id = scope.get("thaw.client_request_id")
+        origin = RequestOrigin(scope["thaw.request_id"], span, arrived_at, client_request_id=client_request_id)
+        request = gateway.open(engine_request, card, sink, origin, (key.place, key.new_entry) if key is not None else None)
         try:
-            dialect = dialect_of(scope["path"])
-            answer = Answer(exchange, sink, gateway.settings, self._progress, dialect, events=parsed.stream)
-            await answer.write(scope, receive, send)
+            error_format = error_format_of(scope["path"])
+            writer = ResponseWriter(
+                request, sink, gateway.settings, self._describe_wait, error_format, accepts_events=parsed.stream
+            )
+            await writer.write(scope, receive, send)
         finally:
-            gateway.close(exchange, origin)
+            gateway.close(request, origin)
 
-    def _progress(self, exchange: Exchange) -> str:
-        return progress_of(exchange, self._gateway.dispatcher)
+    def _describe_wait(self, request: ActiveRequest) -> str:
+        return describe_wait(request, self._gateway.dispatcher)
 
-    def _sink(self, parsed: Parsed, answer_id: str, created: int, keyed: bool) -> EventStream | Whole:
+    def _sink(self, parsed: ParsedRequest, response_id: str, created: int, *, is_repeatable: bool) -> EventStream | BufferedSink:
         request = parsed.request
         if isinstance(request, OtherRequest):
-            return NoTokens()
+            return PassthroughOnly()
         if isinstance(request, EmbeddingRequest):
-            return Embedded(request.model, request.encoding_format == "float")
+            return BufferedEmbeddings(request.model, request.encoding_format == "float")
         kind = "chat.completion" if isinstance(request, ChatCompletionRequest) else "text_completion"
         if parsed.stream:
             chunk = "chat.completion.chunk" if isinstance(request, ChatCompletionRequest) else kind
             include_usage = request.stream_options is not None and request.stream_options.include_usage
             logprobs = request.logprobs is not None and request.logprobs is not False
             return EventStream(
-                Head(answer_id, chunk, created, request.model),
+                Head(response_id, chunk, created, request.model),
                 include_usage=include_usage,
                 token_ids=request.return_token_ids,
                 logprobs=logprobs,
-                repeats=keyed,
+                is_repeatable=is_repeatable,
             )
         prompts = len(prompts_of(request.prompt)) if isinstance(request, CompletionRequest) else 1
-        return Collected(Head(answer_id, kind, created, request.model), prompts * (request.n or 1), request.return_token_ids)
+        choices = prompts * (request.n or 1)
+        return BufferedCompletion(Head(response_id, kind, created, request.model), choices, request.return_token_ids)

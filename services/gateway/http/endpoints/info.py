@@ -1,4 +1,4 @@
-"""What can be asked without an engine: models, health, metrics, the API's description; and the answer for routes that nobody serves."""
+"""Routes without inference: models, health, metrics, the API's description, unknown routes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.errors import MethodNotAllowed, NotFound
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
-    """`root` and `parent` as vLLM has them: where the weights come from, and an adapter's base."""
+    """Describe a model. As in vLLM, `root` is its source, and `parent` a LoRA adapter's base."""
     return {
         "id": card.name,
         "object": "model",
@@ -33,6 +33,8 @@ def model_object(card: ModelCard) -> dict[str, Any]:
 
 
 class Info:
+    """Handlers that need no engine."""
+
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._started = time.monotonic()
@@ -47,19 +49,19 @@ class Info:
         return json_response({"status": "ok", "uptime_s": round(time.monotonic() - self._started, 1)})
 
     async def ready(self, request: Request) -> Response:
-        """Ready: the mesh is there, what it knows has been read, and new requests are taken."""
-        faults = self._gateway.faults()
+        """Report whether new requests are accepted."""
+        faults = self._gateway.not_ready_reasons()
         state = {"status": "ready" if not faults else "not ready", "faults": faults, "models": len(self._gateway.catalog)}
         return json_response(state, 503 if faults else 200)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._gateway.recorder.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._gateway.request_log.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, request: Request) -> Response:
         return json_response(document())
 
-    async def elsewhere(self, request: Request) -> Response:
-        """Any other route of the API; those with a body that may name a model are `Generate`'s."""
+    async def unknown_route(self, request: Request) -> Response:
+        """Refuse any other route. A POST goes to `Inference`, since its body may name a model."""
         path = request.url.path
         if path in POSTS:
             raise MethodNotAllowed(f"Not allowed to {request.method} on {path}")

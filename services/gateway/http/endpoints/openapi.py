@@ -1,4 +1,4 @@
-"""/openapi.json: made from the models that requests are validated with."""
+"""/openapi.json, generated from the models that validate requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""uvicorn's HTTP protocol with bounds: on connections, on a request's head in bytes and time, on pipelining, on clients that do not read.
+"""uvicorn's HTTP protocol with limits on connections, headers, pipelining and slow clients.
 
-uvicorn has no option for these with httptools. What is refused here has no request yet, so it is written to the socket in OpenAI's shape.
+uvicorn has no options for these with httptools. A connection refused here has no request yet, so
+the response is written to the socket directly, in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from services.gateway.http.error_formats import OPENAI
 from shared.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ThawError, TooManyConnections, Unavailable
 
 _MAX_PIPELINED = 16
-"""Requests that one connection may have waiting: each costs a task, and 40 bytes to send."""
+"""Requests that may wait on one connection. Each costs a task here, and its client 40 bytes."""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Times are seconds. `head`: a request's line and headers."""
+    """Limits of connections. Timeouts are seconds; a head is a request line with its headers."""
 
     connections: int
     per_address: int
@@ -41,13 +42,13 @@ class Connections:
     by_address: Counter[str] = field(default_factory=Counter)
 
     def enter(self, address: str) -> ThawError | None:
-        """Count a connection in; the error if it is one too many."""
+        """Count a new connection. Returns the error if it exceeds a limit."""
         self.total += 1
         self.by_address[address] += 1
         if self.total > self.limits.connections:
-            return Unavailable("The gateway has as many connections as it may. Repeat the request later")
+            return Unavailable("The gateway has reached its limit of connections. Repeat the request later")
         if self.by_address[address] > self.limits.per_address:
-            return TooManyConnections("This address has as many connections as it may. Close some, or reuse them")
+            return TooManyConnections("This address has reached its limit of connections. Close some, or reuse them")
         return None
 
     def leave(self, address: str) -> None:
@@ -58,15 +59,19 @@ class Connections:
 
 
 class _Refused(Exception):
-    """Ends the parsing of a request that has been refused."""
+    """Stop parsing a request that was refused."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Its phases: reading a head (`_head_timer` runs), serving, idle (uvicorn's keep-alive timer runs)."""
+    """One connection.
+
+    It reads a head while `_head_timer` runs, then serves the request, then idles while uvicorn's
+    keep-alive timer runs.
+    """
 
     def __init__(self, *, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
-        self._all = connections
+        self._connections = connections
         self._limits = connections.limits
         self._address: str | None = None
         self._received_bytes = self._head_bytes = self._head_fields = 0
@@ -77,10 +82,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # The connection.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows the type
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
-        self._refusal = self._all.enter(self._address)
+        self._refusal = self._connections.enter(self._address)
         if self._refusal is not None:
             self.send_400_response("")
         else:
@@ -88,7 +93,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._address is not None:
-            self._all.leave(self._address)
+            self._connections.leave(self._address)
             self._address = None
         self._stop_head_timer()
         self._stop_write_timer()
@@ -103,16 +108,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_head:
             self._received_bytes += len(data)
             if self._received_bytes > self._limits.head_bytes:
-                self._refuse(HeadersTooLarge(f"The headers are over the limit of {self._limits.head_bytes} bytes"))
-        elif self.timeout_keep_alive_task is None and not self._answering:
-            self._start_head_timer()  # bytes that begin no request have ended the keep-alive timer
+                self._refuse(HeadersTooLarge(f"The headers exceed the limit of {self._limits.head_bytes} bytes. Send fewer"))
+        elif self.timeout_keep_alive_task is None and not self._is_responding:
+            self._start_head_timer()  # bytes that start no request have stopped the keep-alive timer
 
     # A request's head.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if len(self.pipeline) >= _MAX_PIPELINED:
-            self._refusal = InvalidRequest(f"More than {_MAX_PIPELINED} requests are pipelined. Wait for answers")
+            self._refusal = InvalidRequest(f"More than {_MAX_PIPELINED} requests are pipelined. Wait for responses")
             raise _Refused
         self._in_head = True
         self._received_bytes = self._head_bytes = self._head_fields = 0
@@ -125,7 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_fields += 1
         if self._head_fields > self._limits.headers:
-            self._refusal = HeadersTooLarge(f"The request has more than {self._limits.headers} headers, the limit")
+            self._refusal = HeadersTooLarge(f"The request has more than {self._limits.headers} headers. Send fewer")
             raise _Refused
         self._count(len(name) + len(value) + 4)
         super().on_header(name, value)
@@ -133,7 +138,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > self._limits.head_bytes:
-            self._refusal = HeadersTooLarge(f"The headers are over the limit of {self._limits.head_bytes} bytes")
+            self._refusal = HeadersTooLarge(f"The headers exceed the limit of {self._limits.head_bytes} bytes. Send fewer")
             raise _Refused
 
     def on_headers_complete(self) -> None:
@@ -143,22 +148,24 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._limits.head_timeout, self._head_late)
+            self._head_timer = self.loop.call_later(self._limits.head_timeout, self._on_head_timeout)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _head_late(self) -> None:
+    def _on_head_timeout(self) -> None:
         self._head_timer = None
         if self._in_head:
-            self._refuse(RequestTimeout(f"The headers were not complete within {self._limits.head_timeout:g} s"))
+            self._refuse(
+                RequestTimeout(f"The headers were not complete within {self._limits.head_timeout:g} s. Repeat the request")
+            )
         elif not self.transport.is_closing():
             self.transport.close()
 
     @property
-    def _answering(self) -> bool:
+    def _is_responding(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
 
@@ -169,11 +176,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self.send_400_response(error.message)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot become a request, and close; uvicorn calls it with its own words."""
+        """Refuse a malformed request, and close; uvicorn calls it with its own message."""
         if self.transport.is_closing():
             return
         error = self._refusal = self._refusal or InvalidRequest(msg)
-        if self._answering:  # an earlier request of this connection: words in between would be taken for its answer's
+        if self._is_responding:  # an earlier request is being answered: bytes would be taken for part of its response
             self.transport.close()
             return
         body = json.dumps(OPENAI.body(error)).encode()

@@ -1,8 +1,9 @@
-"""Which requests are taken at all: those of web pages that would drive a local mesh are refused, and what may be read without a key is set.
+"""Protection of a local gateway against web pages, and of monitoring routes without a key.
 
-A gateway on loopback is open to every program of the machine, browsers included. A page of another site can send requests there: under a
-name of its own (DNS rebinding; the Host header tells), or without asking first (a form or plain text; the Origin header and the content
-type tell).
+A gateway on loopback is open to every program of the machine, browsers included. A page of another
+site can send requests to it in two ways: under a name of its own (DNS rebinding; the Host header
+shows it), or without a preflight (a form or plain text; the Origin header and the content type
+show it).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from services.gateway.authorization import Keys, hash_key
+from services.gateway.authorization import Authorizer, hash_key
 from services.gateway.http.parsing.multipart import is_form
 from services.gateway.settings import Exposure, GatewaySettings
 from shared.errors import AuthenticationFailed, NotFound, PermissionDenied, UnsupportedMediaType
@@ -22,30 +23,38 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a Host header's name can only be this machine: a name that some page's owner could point here is not."""
+    """Whether a name in a Host header always means this machine, whatever DNS says."""
     return host in _LOCAL or host.endswith(".localhost") or (host.startswith("127.") and host.replace(".", "").isdigit())
 
 
-def listed(text: str) -> frozenset[str]:
+def parse_list(text: str) -> frozenset[str]:
     return frozenset(part.strip().lower() for part in text.split(",") if part.strip())
 
 
-class Guard:
-    """Checks a request before anything is made of it. `loopback`: the gateway listens on this machine only."""
+class RequestGuard:
+    """Check the headers of a request before its body is read."""
 
-    def __init__(self, settings: GatewaySettings, keys: Keys, *, loopback: bool) -> None:
+    def __init__(self, settings: GatewaySettings, authorizer: Authorizer, *, is_loopback: bool) -> None:
+        """Create a guard; `is_loopback` if the gateway listens on loopback only."""
         self._settings = settings
-        self._keys = keys
-        self._loopback = loopback
-        self._hosts = listed(settings.allowed_hosts)
-        self._origins = listed(settings.cors_origins)
+        self._authorizer = authorizer
+        self._is_loopback = is_loopback
+        self._hosts = parse_list(settings.allowed_hosts)
+        self._origins = parse_list(settings.cors_origins)
 
     def check(self, scope: Scope) -> None:
-        """Raise `PermissionDenied`, `UnsupportedMediaType`, `NotFound` or `AuthenticationFailed` for a request that is not taken."""
+        """Check one request.
+
+        Raises:
+            PermissionDenied: A web page of another site may have sent it.
+            UnsupportedMediaType: The body is not JSON or a form.
+            NotFound: The route is disabled.
+            AuthenticationFailed: The route needs a key.
+        """
         headers, path = Headers(scope=scope), scope["path"]
-        if self._loopback or self._hosts:
+        if self._is_loopback or self._hosts:
             self._check_host(headers)
-        if self._loopback and scope["method"] in _CHANGING:
+        if self._is_loopback and scope["method"] in _CHANGING:
             self._check_origin(headers)
             self._check_kind(headers)
         if path == "/metrics":
@@ -55,9 +64,9 @@ class Guard:
 
     def _check_host(self, headers: Headers) -> None:
         host = _name_of(headers.get("host", ""))
-        if not host or "*" in self._hosts or host in self._hosts or (self._loopback and is_local_name(host)):
+        if not host or "*" in self._hosts or host in self._hosts or (self._is_loopback and is_local_name(host)):
             return
-        raise PermissionDenied(f"This gateway is not known as {host[:200]!r}. Name the host in THAW_ALLOWED_HOSTS if it should be")
+        raise PermissionDenied(f"The Host {host[:200]!r} is not allowed. Add it to THAW_ALLOWED_HOSTS if it should be")
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin", "").lower()
@@ -65,9 +74,7 @@ class Guard:
             return
         if origin.partition("://")[2] == headers.get("host", "").lower():
             return
-        raise PermissionDenied(
-            f"Pages of {origin[:200]!r} may not use this gateway. List the origin in THAW_CORS_ORIGINS if they should"
-        )
+        raise PermissionDenied(f"The origin {origin[:200]!r} is not allowed. Add it to THAW_CORS_ORIGINS if it should be")
 
     @staticmethod
     def _check_kind(headers: Headers) -> None:
@@ -76,21 +83,23 @@ class Guard:
             return
         kind = given.partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json") and not is_form(given):
-            raise UnsupportedMediaType(f"The body is {kind[:100]!r}. Send JSON, with the header Content-Type: application/json")
+            raise UnsupportedMediaType(
+                f"The content type {kind[:100]!r} is not supported. Send JSON, with the header Content-Type: application/json"
+            )
 
     def _check_exposure(self, exposure: Exposure, path: str, headers: Headers) -> None:
         if exposure == "off":
-            raise NotFound(f"{path} is switched off here")
-        if exposure == "open" or (exposure == "auto" and self._loopback):
+            raise NotFound(f"{path} is disabled on this gateway")
+        if exposure == "open" or (exposure == "auto" and self._is_loopback):
             return
         admin = self._settings.admin_key
-        known = self._keys.configured | self._keys.store.hashes("inference") | self._keys.store.hashes("admin")
-        if Keys.of(headers) not in known | ({hash_key(admin.get_secret_value())} if admin is not None else set()):
-            raise AuthenticationFailed(f"{path} needs a key beyond loopback: Authorization: Bearer <key>, or another setting")
+        known = self._authorizer.configured | self._authorizer.store.hashes("inference") | self._authorizer.store.hashes("admin")
+        if Authorizer.key_hash(headers) not in known | ({hash_key(admin.get_secret_value())} if admin is not None else set()):
+            raise AuthenticationFailed(f"{path} needs a key. Send Authorization: Bearer <key>, or change its setting")
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -18,10 +18,11 @@ def new_request_id() -> str:
 
 
 class RequestIds:
-    """The outermost layer: every answer has an `x-request-id` of the gateway's making, by which traces, moves and explanations name it.
+    """Add an `x-request-id` to every response; traces and commands refer to requests by it.
 
-    A client's own id (`x-client-request-id`, or `x-request-id` as proxies send it) names nothing here, so that nobody can take another
-    request's: it is sent back as `x-client-request-id` and noted in the request's span and record.
+    A client's own id (`x-client-request-id`, or `x-request-id` as proxies send it) is returned as
+    `x-client-request-id` and recorded in the span and the trace. Nothing is looked up by it, so
+    that one client cannot take another's id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -32,17 +33,17 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get("x-client-request-id") or headers.get("x-request-id", "")
-        client_id = given if _SAFE_ID.fullmatch(given) else None
+        client_value = headers.get("x-client-request-id") or headers.get("x-request-id", "")
+        client_id = client_value if _SAFE_ID.fullmatch(client_value) else None
         request_id = new_request_id()
         scope["thaw.request_id"], scope["thaw.client_request_id"] = request_id, client_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                answered = MutableHeaders(scope=message)
-                answered["x-request-id"] = request_id
+                response_headers = MutableHeaders(scope=message)
+                response_headers["x-request-id"] = request_id
                 if client_id is not None:
-                    answered["x-client-request-id"] = client_id
+                    response_headers["x-client-request-id"] = client_id
             await send(message)
 
         token = log_request_id.set(request_id)

@@ -15,59 +15,65 @@ _BODY_TIMEOUT_S = 120.0
 
 
 async def read_body(
-    scope: Scope, receive: Receive, limit: int, held: Reservation | None = None, within: float = _BODY_TIMEOUT_S
+    scope: Scope,
+    receive: Receive,
+    limit: int,
+    reservation: Reservation | None = None,
+    timeout_s: float = _BODY_TIMEOUT_S,
 ) -> bytes:
-    """Read the whole body. One over a limit is refused after the client has had a chance to send it: a connection closed while a body is
-    on its way loses the answer too.
+    """Read a whole body.
+
+    A body over a limit is refused only after the client has had a chance to send it: closing the
+    connection during the transfer would lose the response too.
 
     Args:
-        limit: Most bytes of the body.
-        held: The account of the gateway's memory that the bytes are added to.
-        within: Seconds that the body may take.
+        limit: Maximum bytes of the body.
+        reservation: Counts the bytes against the gateway's memory.
+        timeout_s: Time that the body may take.
 
     Raises:
-        PayloadTooLarge: The body is over `limit` bytes.
-        QueueFull: The gateway holds as many bytes of requests as it may.
+        PayloadTooLarge: The body exceeds `limit` bytes.
+        QueueFull: The gateway has no room for more bytes of requests.
         RequestTimeout: The body was not complete in time.
     """
-    body = _Body(limit, held)
+    body = _Body(limit, reservation)
     message = await receive()
     if not body.add(message):
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(timeout_s):
                 while not body.add(await receive()):
                     pass
         except TimeoutError:
-            raise RequestTimeout(f"The body was not complete within {within:g} s, so it was given up") from None
+            raise RequestTimeout(f"The body was not complete within {timeout_s:g} s. Repeat the request") from None
     return body.whole()
 
 
 class _Body:
-    """What has come of a body; the bytes of one that is refused are passed over."""
+    """The parts of a body. Those of a refused body are discarded."""
 
-    def __init__(self, limit: int, held: Reservation | None) -> None:
+    def __init__(self, limit: int, reservation: Reservation | None) -> None:
         self._limit = limit
-        self._held = held
+        self._reservation = reservation
         self._parts: list[bytes] = []
         self._size = 0
         self._refusal: ThawError | None = None
 
     def add(self, message: Message) -> bool:
-        """Take a message of the server's; True: it was the last."""
+        """Add a message of the server. Returns whether it was the last."""
         if message["type"] == "http.disconnect":
-            raise InvalidRequest("The client left before its request was whole")
+            raise InvalidRequest("The client disconnected before its request was complete")
         part = message.get("body", b"")
         self._size += len(part)
         if self._size > self._limit:
-            self._refuse(PayloadTooLarge(f"The body is over the limit of {self._limit} bytes"))
+            self._refuse(PayloadTooLarge(f"The body exceeds the limit of {self._limit} bytes. Send a smaller one"))
         elif self._refusal is None:
             self._keep(part)
         return self._size > self._limit + _DISCARDED_BYTES or not message.get("more_body", False)
 
     def _keep(self, part: bytes) -> None:
         try:
-            if self._held is not None:
-                self._held.grow(len(part))
+            if self._reservation is not None:
+                self._reservation.grow(len(part))
             self._parts.append(part)
         except ThawError as e:
             self._refuse(e)
@@ -77,6 +83,7 @@ class _Body:
         self._parts.clear()
 
     def whole(self) -> bytes:
+        """Return the body, or raise its refusal."""
         if self._refusal is not None:
             raise self._refusal
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)

@@ -1,4 +1,4 @@
-"""The Idempotency-Key header: one name for what a client means by it, and a request that comes out the same when it is run again."""
+"""The Idempotency-Key header."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from services.gateway.adapters.idempotency_store import digest
-from services.gateway.authorization import Keys
-from services.gateway.http.parsing.request_parser import Parsed
+from services.gateway.authorization import Authorizer
+from services.gateway.http.parsing.request_parser import ParsedRequest
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest
 from shared.errors import InvalidRequest
 
@@ -18,23 +18,26 @@ HEADER = "idempotency-key"
 _VALID = re.compile(r"[\x21-\x7e]{1,255}")
 
 
-def key_of(scope: Scope) -> str | None:
-    """The name of the request's Idempotency-Key, other for each API key and route; None without one."""
+def idempotency_key_of(scope: Scope) -> str | None:
+    """Hash the Idempotency-Key with the API key and the route; None without the header."""
     headers = Headers(scope=scope)
-    given = headers.get(HEADER)
-    if given is None:
+    header = headers.get(HEADER)
+    if header is None:
         return None
-    if not _VALID.fullmatch(given):
-        raise InvalidRequest("Idempotency-Key must be 1 to 255 printable characters")
-    return digest(Keys.of(headers).encode(), scope["path"].encode(), given.encode())
+    if not _VALID.fullmatch(header):
+        raise InvalidRequest("Idempotency-Key must have 1 to 255 printable characters without spaces")
+    return digest(Authorizer.key_hash(headers).encode(), scope["path"].encode(), header.encode())
 
 
-def repeatable(parsed: Parsed, name: str) -> Parsed:
-    """A stream that was to be sampled without a seed gets one, made of its key: should its engine die midway, another generates the same
-    and the stream goes on."""
+def with_seed(parsed: ParsedRequest, key: str) -> ParsedRequest:
+    """Give a sampled stream without a seed one that is derived from its idempotency key.
+
+    If its engine dies midway, another engine then generates the same text, and the stream continues.
+    """
     request = parsed.request
     if not isinstance(request, ChatCompletionRequest | CompletionRequest) or not request.stream or request.seed is not None:
         return parsed
-    # The last of several equal names counts, so this also replaces a null.
-    body = b'%b,"seed":%d}' % (parsed.ask.body.rstrip().removesuffix(b"}"), int(name[:8], 16))
-    return replace(parsed, ask=replace(parsed.ask, body=body))
+    # JSON parsers take the last of equal names, so this also replaces a null.
+    engine_request = parsed.engine_request
+    body = b'%b,"seed":%d}' % (engine_request.body.rstrip().removesuffix(b"}"), int(key[:8], 16))
+    return replace(parsed, engine_request=replace(engine_request, body=body))

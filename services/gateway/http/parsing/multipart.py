@@ -1,4 +1,7 @@
-"""Fields of a multipart form, found without taking its files apart: the gateway reads `model` and `stream`, the engine all of it."""
+"""Text fields of a multipart form, read without decoding its files.
+
+The gateway needs `model` and `stream`; the engine reads the whole form.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import TYPE_CHECKING
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from services.gateway.http.parsing.cooperative import Pace
+from services.gateway.http.parsing.cooperative import TimeSlice
 from shared.errors import InvalidRequest
 
-if TYPE_CHECKING:  # the library has it only there
+if TYPE_CHECKING:  # the library defines it for type checkers only
     from python_multipart.multipart import MultipartCallbacks
 
 MULTIPART = "multipart/form-data"
-_LONGEST_FIELD_BYTES = 64 * 1024
+_MAX_FIELD_BYTES = 64 * 1024
 _SLICE_BYTES = 16 * 1024
 _MAX_PARTS = 128
 _MAX_HEADERS = 8
@@ -27,30 +30,32 @@ def is_form(content_type: str) -> bool:
 
 
 async def text_fields(content_type: str, body: bytes) -> dict[str, str]:
-    """The fields of a form that are no files, each by its last value; the event loop runs between slices of a large body.
+    """Parse the fields of a form that are not files; the last of equal names counts.
+
+    The event loop runs between slices of a large body.
 
     Raises:
-        InvalidRequest: The body is not such a form, is not complete, or has too many or too large parts.
+        InvalidRequest: The body is not a form, is incomplete, or has too many or too large parts.
     """
     boundary = parse_options_header(content_type)[1].get(b"boundary") if len(content_type) <= _MAX_TYPE_BYTES else None
     if not boundary:
-        raise InvalidRequest("The Content-Type of a multipart form has no boundary. Send one, as HTTP clients do by themselves")
+        raise InvalidRequest("The Content-Type of the multipart form has no boundary. Let the HTTP client set the header")
     fields = _Fields()
-    pace = Pace()
+    time_slice = TimeSlice()
     try:
         parser = MultipartParser(boundary, fields.callbacks(), max_header_count=_MAX_HEADERS, max_header_size=_MAX_HEADER_BYTES)
         for at in range(0, len(body), _SLICE_BYTES):
             parser.write(body[at : at + _SLICE_BYTES])
-            await pace.rest()
+            await time_slice.pause()
     except FormParserError as e:
-        raise InvalidRequest(f"The body is not the multipart form that its Content-Type announces: {e}") from e
+        raise InvalidRequest(f"The body is not a valid multipart form: {e}. Check its Content-Type") from e
     if not fields.complete:
-        raise InvalidRequest("The multipart form is not complete: its closing boundary is missing")
+        raise InvalidRequest("The multipart form is incomplete: its closing boundary is missing. Send the whole body")
     return fields.values
 
 
 class _Fields:
-    """Collects the parser's events; the bytes of files are passed over."""
+    """Handler of the parser's events. The bytes of files are skipped."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -74,7 +79,7 @@ class _Fields:
     def _begin_part(self) -> None:
         self._parts += 1
         if self._parts > _MAX_PARTS:
-            raise InvalidRequest(f"The multipart form has more than {_MAX_PARTS} parts, which is the limit")
+            raise InvalidRequest(f"The multipart form has more than {_MAX_PARTS} parts. Send fewer")
         self._name = None
         self._value.clear()
 
@@ -95,8 +100,8 @@ class _Fields:
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if self._name is None:
             return
-        if len(self._value) + end - start > _LONGEST_FIELD_BYTES:
-            self._name = None  # not one that the gateway reads
+        if len(self._value) + end - start > _MAX_FIELD_BYTES:
+            self._name = None  # the gateway reads no field of that size
             return
         self._value += data[start:end]
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 
 from services.gateway.http.parsing.parser_worker import LENGTH, Job
-from services.gateway.http.parsing.request_parser import Parsed, parse_body
+from services.gateway.http.parsing.request_parser import ParsedRequest, parse_body
 from shared.contracts.base import ErrorBody
 from shared.contracts.inference import Endpoint
 from shared.errors import Unavailable, from_body
@@ -46,7 +46,7 @@ class ParserProcess:
         """The worker's process id once it takes jobs."""
         return self._worker.pid if self._worker is not None and self._is_ready else None
 
-    async def parse(self, endpoint: Endpoint, body: bytes, route: str, query: str, headers: Mapping[str, str]) -> Parsed:
+    async def parse(self, endpoint: Endpoint, body: bytes, route: str, query: str, headers: Mapping[str, str]) -> ParsedRequest:
         """Return the parsed request.
 
         Raises:
@@ -60,7 +60,7 @@ class ParserProcess:
             result = await self._run(job)
         if isinstance(result, ErrorBody):
             raise from_body(result)
-        return Parsed(result.request, result.ask.with_body(body))
+        return ParsedRequest(result.request, result.engine_request.with_body(body))
 
     async def close(self) -> None:
         """End the worker process."""
@@ -97,7 +97,7 @@ class ParserProcess:
         self._is_ready = True
         self._await_idle()
 
-    async def _run(self, job: Job) -> Parsed | ErrorBody:
+    async def _run(self, job: Job) -> ParsedRequest | ErrorBody:
         worker = self._worker
         if worker is None or not self._is_ready:  # ended while this body waited for its turn
             raise _worker_ended()
@@ -113,14 +113,14 @@ class ParserProcess:
             await self._end()  # its result would be taken for the next job's
             raise
 
-    async def _exchange(self, worker: asyncio.subprocess.Process, job: Job) -> Parsed | ErrorBody:
+    async def _exchange(self, worker: asyncio.subprocess.Process, job: Job) -> ParsedRequest | ErrorBody:
         assert worker.stdin is not None
         message = pickle.dumps(job, pickle.HIGHEST_PROTOCOL)
         worker.stdin.write(LENGTH.pack(len(message)))
         worker.stdin.write(message)
         await worker.stdin.drain()
         result = pickle.loads(await self._receive(worker))
-        assert isinstance(result, Parsed | ErrorBody)
+        assert isinstance(result, ParsedRequest | ErrorBody)
         return result
 
     async def _receive(self, worker: asyncio.subprocess.Process) -> bytes:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from services.gateway.http.parsing.request_parser import Parsed, parse_body
+from services.gateway.http.parsing.request_parser import ParsedRequest, parse_body
 from shared.contracts.base import ErrorBody
 from shared.contracts.inference import Endpoint
 from shared.errors import ThawError
@@ -37,13 +37,13 @@ class Job:
     headers: Mapping[str, str]
 
 
-def run_job(job: Job) -> Parsed | ErrorBody:
+def run_job(job: Job) -> ParsedRequest | ErrorBody:
     """Return the parsed request without its body, which the gateway has, or the error that refuses it."""
     try:
         parsed = asyncio.run(parse_body(job.endpoint, job.body, job.max_values, job.route, job.query, job.headers))
     except ThawError as e:
         return e.body()
-    return replace(parsed, ask=replace(parsed.ask, body=b""))
+    return replace(parsed, engine_request=replace(parsed.engine_request, body=b""))
 
 
 def main() -> None:

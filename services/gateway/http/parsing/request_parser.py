@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked request; every fault names the parameter as OpenAI does."""
+"""Parsing and validation of request bodies. Errors name the parameter as OpenAI's do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from services.gateway.domain.engine_request import Ask
+from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.request_validation import check_supported
-from services.gateway.http.parsing.json_cost import require_light
+from services.gateway.http.parsing.json_cost import check_json_cost
 from services.gateway.http.parsing.multipart import is_form, text_fields
 from shared.contracts.inference import FORWARDED, Endpoint
 from shared.contracts.models import ModelCard
@@ -29,11 +29,11 @@ REQUESTS: dict[Endpoint, type[AnyRequest]] = {
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """A request that has been checked as far as can be without its model."""
+class ParsedRequest:
+    """A valid request; its model has not been looked up yet."""
 
     request: AnyRequest
-    ask: Ask
+    engine_request: EngineRequest
 
     @property
     def stream(self) -> bool:
@@ -42,7 +42,7 @@ class Parsed:
 
 async def parse_body(
     endpoint: Endpoint, body: bytes, max_values: int, route: str, query: str, headers: Mapping[str, str]
-) -> Parsed:
+) -> ParsedRequest:
     """Parse and validate a body.
 
     Args:
@@ -56,57 +56,62 @@ async def parse_body(
         PayloadTooLarge: The body holds too many values.
     """
     if not is_form(headers.get("content-type", "")):
-        await require_light(body, max_values)
+        await check_json_cost(body, max_values)
     if endpoint != "other":
         return parse(endpoint, body)
-    return await parse_other(body, route, query, headers)
+    return await parse_passthrough(body, route, query, headers)
 
 
-def parse(endpoint: Endpoint, body: bytes) -> Parsed:
-    return Parsed(validated(REQUESTS[endpoint], body), Ask(endpoint, body))
+def parse(endpoint: Endpoint, body: bytes) -> ParsedRequest:
+    return ParsedRequest(validate_body(REQUESTS[endpoint], body), EngineRequest(endpoint, body))
 
 
-async def parse_other(body: bytes, route: str, query: str, headers: Mapping[str, str]) -> Parsed:
-    """A request of a route that is not ours: JSON or a multipart form, with a model in it."""
+async def parse_passthrough(body: bytes, route: str, query: str, headers: Mapping[str, str]) -> ParsedRequest:
+    """Parse a request of a route that only engines serve: JSON or a form that names a model."""
     forwarded = {name: headers[name] for name in FORWARDED if name in headers}
-    kind = headers.get("content-type", "")
-    if not is_form(kind):
-        return Parsed(validated(OtherRequest, body), Ask("other", body, route, query, forwarded))
-    fields = await text_fields(kind, body)
+    content_type = headers.get("content-type", "")
+    if not is_form(content_type):
+        return ParsedRequest(validate_body(OtherRequest, body), EngineRequest("other", body, route, query, forwarded))
+    fields = await text_fields(content_type, body)
     if not fields.get("model"):
         raise InvalidRequest("Missing required parameter: 'model'.", param="model")
     request = OtherRequest(model=fields["model"], stream=fields.get("stream", "").lower() in ("true", "1"))
-    return Parsed(request, Ask("other", body, route, query, forwarded, kind))
+    return ParsedRequest(request, EngineRequest("other", body, route, query, forwarded, content_type))
 
 
-def check(parsed: Parsed, card: ModelCard) -> None:
-    """Whether the model and its engine can do what is asked."""
+def check_model(parsed: ParsedRequest, card: ModelCard) -> None:
+    """Check that the model and its engine can serve the request."""
     if not isinstance(parsed.request, OtherRequest):
         check_supported(parsed.request, card)
-    elif parsed.ask.route not in card.routes:
-        raise NotFound(f"The engine of {card.name} ({card.spec.engine}) does not serve {parsed.ask.route}", param="model")
+    elif parsed.engine_request.route not in card.routes:
+        raise NotFound(
+            f"The engine of {card.name} ({card.spec.engine}) does not serve {parsed.engine_request.route}", param="model"
+        )
 
 
-def validated(kind: type[M], body: bytes) -> M:
+def validate_body(kind: type[M], body: bytes) -> M:
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
-        raise fault(e, body) from e
+        raise to_invalid_request(e, body) from e
 
 
-def fault(error: ValidationError, body: bytes) -> InvalidRequest:
-    """One fault of a body, told the way OpenAI tells it: of the first field at fault the deepest, since each branch of a union
-    complains and the one that got furthest, or at least liked the type, is the one that was meant."""
-    faults = error.errors(include_url=False)
-    first = faults[0]
+def to_invalid_request(error: ValidationError, body: bytes) -> InvalidRequest:
+    """Convert a validation error to one error in OpenAI's wording.
+
+    Every branch of a union reports an error. The deepest one of the first invalid field, or at
+    least one whose type matched, is the branch that the client meant.
+    """
+    errors = error.errors(include_url=False)
+    first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not valid JSON: {first['msg']}")
     data = from_json(body)
 
-    def meant(f: Any) -> tuple[int, bool]:
-        return path_in(data, f["loc"]).count("["), not f["type"].endswith("_type")
+    def relevance(e: Any) -> tuple[int, bool]:
+        return path_in(data, e["loc"]).count("["), not e["type"].endswith("_type")
 
-    first = max((f for f in faults if f["loc"][:1] == first["loc"][:1]), key=meant)
+    first = max((e for e in errors if e["loc"][:1] == first["loc"][:1]), key=relevance)
     path = path_in(data, first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
@@ -115,7 +120,7 @@ def fault(error: ValidationError, body: bytes) -> InvalidRequest:
 
 
 def path_in(data: Any, location: tuple[int | str, ...]) -> str:
-    """A pydantic location as a path in `data`: what names a branch of a union is not in the data and is left out."""
+    """Convert a pydantic location to a path in `data`; branches of unions are left out."""
     path = ""
     last = len(location) - 1
     for i, part in enumerate(location):

@@ -1,4 +1,4 @@
-"""Sinks of answers in tokens that are sent whole: chat and text completions, and embeddings."""
+"""Sinks of responses that are sent as one JSON body: completions and embeddings."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class _Choice:
         self.finish_reason = delta.get("finish_reason") or self.finish_reason
 
 
-class _Whole:
-    """Nothing of it leaves before it is complete, so that it can begin again at any time."""
+class _Buffered:
+    """Nothing is sent before the response is complete, so that it can always start again."""
 
     pending = 0
     streams = False
-    repeatable = True
+    is_repeatable = True
 
 
-class Collected(_Whole):
-    """Everything a generating engine said."""
+class BufferedCompletion(_Buffered):
+    """A chat or text completion."""
 
     def __init__(self, head: Head, choices: int, token_ids: bool) -> None:
         self._head = head
@@ -46,7 +46,7 @@ class Collected(_Whole):
         self.reset()
 
     def reset(self) -> None:
-        """Forget what has come."""
+        """Discard the output."""
         self._choices = {i: _Choice() for i in range(self._count)}
 
     def started(self, message: InferStarted) -> None:
@@ -59,12 +59,12 @@ class Collected(_Whole):
     def finished(self, message: Answered) -> None:
         self._usage = usage(message.usage)
 
-    def answer(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         make = self._chat if self._head.object == "chat.completion" else self._completion
-        answer = self._head.fields() | {"choices": [make(i, c) for i, c in sorted(self._choices.items())], "usage": self._usage}
+        body = self._head.fields() | {"choices": [make(i, c) for i, c in sorted(self._choices.items())], "usage": self._usage}
         if self._token_ids and self._head.object == "chat.completion":
-            answer["prompt_token_ids"] = self._prompt_ids
-        return answer
+            body["prompt_token_ids"] = self._prompt_ids
+        return body
 
     def _chat(self, index: int, choice: _Choice) -> dict[str, Any]:
         shape: dict[str, Any] = {
@@ -85,7 +85,7 @@ class Collected(_Whole):
         return shape | {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_ids} if self._token_ids else shape
 
 
-class Embedded(_Whole):
+class BufferedEmbeddings(_Buffered):
     """Vectors, as base64 or as numbers."""
 
     def __init__(self, model: str, as_floats: bool) -> None:
@@ -94,20 +94,20 @@ class Embedded(_Whole):
         self._last: EmbeddingsFinished | None = None
 
     def reset(self) -> None:
-        """There is nothing before the vectors."""
+        """No-op: vectors arrive in one message."""
 
     def started(self, message: InferStarted) -> None:
-        """Nothing of it is shown."""
+        """No-op: the response shows nothing of it."""
 
     def chunk(self, choices: list[Delta]) -> None:
-        raise ValueError("an embedding has no chunks")
+        raise ValueError("embeddings have no chunks")
 
     def finished(self, message: Answered) -> None:
         if not isinstance(message, EmbeddingsFinished):
             raise ValueError("an embedding request ended without vectors")
         self._last = message
 
-    def answer(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         if self._last is None:
             raise ValueError("not finished")
         vectors: list[Any] = [_floats(v) for v in self._last.vectors] if self._as_floats else list(self._last.vectors)
@@ -119,26 +119,26 @@ class Embedded(_Whole):
         }
 
 
-class NoTokens(_Whole):
-    """For the routes that only an engine understands: it answers in HTTP's form."""
+class PassthroughOnly(_Buffered):
+    """For routes that only an engine understands: it must answer in HTTP."""
 
     def reset(self) -> None:
-        """Nothing is kept here."""
+        """No-op: nothing is kept here."""
 
     def started(self, message: InferStarted) -> None:
-        """Nothing of it is shown."""
+        """No-op: the response shows nothing of it."""
 
     def chunk(self, choices: list[Delta]) -> None:
-        raise ValueError("an answer of this route has no tokens")
+        raise ValueError("a response of this route has no tokens")
 
     def finished(self, message: Answered) -> None:
-        raise ValueError("the request ended without an answer")
+        raise ValueError("the request ended without a response")
 
-    def answer(self) -> Any:
-        raise ValueError("there is none")
+    def body(self) -> Any:
+        raise ValueError("there is no body")
 
 
-Whole = Collected | Embedded | NoTokens
+BufferedSink = BufferedCompletion | BufferedEmbeddings | PassthroughOnly
 
 
 def _floats(vector: str) -> list[float]:

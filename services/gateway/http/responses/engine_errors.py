@@ -1,4 +1,4 @@
-"""Errors of engines in the form of the API that the client speaks."""
+"""Conversion of engines' errors to the form of the API that the client uses."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from services.gateway.http.error_formats import Dialect
-from services.gateway.requests.passthrough import Relay
+from services.gateway.http.error_formats import ErrorFormat
+from services.gateway.requests.passthrough import PassthroughResponse
 from shared.errors import EngineFailed, InvalidRequest, NotFound, ThawError
 
-_LONGEST = 2000
-"""Characters of an engine's words that are passed on."""
+_MAX_TEXT_CHARS = 2000
+"""Length of an engine's error text that is passed on."""
 
 
-def relayed_error(relay: Relay, body: bytes, dialect: Dialect) -> dict[str, Any] | None:
-    """The engine's error as the client's library reads it; None if `body` is no error or has that form already.
+def convert_error(passthrough: PassthroughResponse, body: bytes, error_format: ErrorFormat) -> dict[str, Any] | None:
+    """Convert an engine's error to one that the client's library can parse.
 
-    FastAPI answers `{"detail": ...}`, Ollama `{"error": "words"}`, older vLLM `{"object": "error", "message": ...}`, and proxies HTML:
-    clients print a bare status for each of them.
+    FastAPI sends `{"detail": ...}`, Ollama `{"error": "text"}`, older vLLM `{"object": "error",
+    "message": ...}`, and proxies HTML. Clients print a bare status for each of them.
+
+    Returns:
+        The body, or None if `body` is not an error or has the right form already.
     """
-    if relay.head.status < 400 or any(name.lower() == "content-encoding" for name in relay.head.headers):
+    if passthrough.head.status < 400 or any(name.lower() == "content-encoding" for name in passthrough.head.headers):
         return None
     try:
         data = from_json(body)
@@ -29,22 +32,22 @@ def relayed_error(relay: Relay, body: bytes, dialect: Dialect) -> dict[str, Any]
     error = data.get("error") if isinstance(data, dict) else None
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return None
-    return dialect.body(_error(relay.head.status, _words(data, body)))
+    return error_format.body(_error(passthrough.head.status, _text_of(data, body)))
 
 
-def _error(status: int, words: str) -> ThawError:
+def _error(status: int, text: str) -> ThawError:
     kind = NotFound if status == 404 else InvalidRequest if status < 500 else EngineFailed
-    return kind(f"The engine answered with status {status}: {words}")
+    return kind(f"The engine answered with status {status}: {text}")
 
 
-def _words(data: Any, body: bytes) -> str:
-    """What the engine said, as text."""
+def _text_of(data: Any, body: bytes) -> str:
+    """Extract the text of an error."""
     if isinstance(data, dict):
         for name in ("error", "message", "detail"):
             if isinstance(value := data.get(name), str) and value:
-                return value[:_LONGEST]
+                return value[:_MAX_TEXT_CHARS]
         if isinstance(faults := data.get("detail"), list):
             texts = [f"{'.'.join(map(str, f.get('loc', ())))}: {f.get('msg')}" for f in faults if isinstance(f, dict)]
             if texts:
-                return "; ".join(texts)[:_LONGEST]
-    return body[:_LONGEST].decode(errors="replace").strip() or "no text"
+                return "; ".join(texts)[:_MAX_TEXT_CHARS]
+    return body[:_MAX_TEXT_CHARS].decode(errors="replace").strip() or "no text"

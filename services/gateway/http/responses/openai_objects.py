@@ -1,4 +1,4 @@
-"""The objects that OpenAI's API answers with, in its own field order."""
+"""Objects of OpenAI's API, in its field order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from shared.contracts.inference import Usage
 
 Delta = dict[str, Any]
-"""A `ChoiceDelta` as it came off the wire."""
+"""A `ChoiceDelta`, as decoded from the wire."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What every object of one answer repeats."""
+    """Fields common to all objects of one response."""
 
     id: str
     object: str
@@ -48,7 +48,7 @@ def _chat_token(token: dict[str, Any]) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: list[dict[str, Any]] | None, offset: int) -> tuple[dict[str, Any] | None, int]:
-    """The older shape of /v1/completions; `text_offset` counts on from `offset`, and the new offset is returned."""
+    """Build the log-probabilities of /v1/completions, and return them with the next text offset."""
     if tokens is None:
         return None, offset
     offsets = []

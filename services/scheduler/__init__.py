@@ -1,1 +1,1 @@
-"""The scheduler: one leader that owns the cluster's state and decides who sits on which device."""
+"""The scheduler: one leader that owns the cluster's state and places models on devices."""

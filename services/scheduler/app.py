@@ -1,7 +1,9 @@
-"""Wires the scheduler: stands by, leads when its turn comes, stands by again.
+"""Wires the scheduler: standby, one term of leadership, standby again.
 
-A term: migrate → take the lock → read the state back → listen → ask every node for its status → decide, until the lock, the database or the
-mesh is lost, a newer epoch shows, or the process is told to stop. Then: stop listening, drop the state.
+A term: migrate the schema, take the lock, read the state, listen, ask every node for its status,
+and
+decide, until the lock, the database or the mesh is lost, a newer epoch appears, or the process is
+asked to stop. Then stop listening and drop the state.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _TROUBLE = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSEr
 
 
 async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
-    """Exit status: 0 when told to stop, 1 when the mesh is lost."""
+    """Run until `stop`; return exit status 0 on request, 1 when the mesh is lost."""
     name = settings.scheduler_name or f"{socket.gethostname()}-{os.getpid()}"
     mesh = Mesh(settings, f"scheduler-{name}")
     engine = connect(settings.database_url.get_secret_value())
@@ -73,7 +75,7 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
 
 
 async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, name: str, metrics: Metrics) -> None:
-    """Lead, again and again. What goes wrong with a server ends the term; the next one begins when it is back."""
+    """Lead, repeatedly. A server's failure ends the term; the next one begins when it is back."""
     await mesh.start()
     above = 0
     migrated = False
@@ -94,7 +96,7 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
 
 
 async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, term: Term, name: str, metrics: Metrics) -> int:
-    """One term. Returns the epoch that the next one must exceed."""
+    """Run one term; return the epoch that the next one must exceed."""
     repository = Repository(engine)
     policy = settings.rules()
     loads = LoadTraces(metrics.plan)
@@ -138,7 +140,7 @@ def _batches(names: list[str], size: int) -> list[list[str]]:
 
 @contextlib.asynccontextmanager
 async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrations: Migrations) -> AsyncIterator[None]:
-    """What goes on beside a term: timers, and the watch on migrations."""
+    """Run the tasks beside a term: timers, and the watch on migrations."""
 
     async def tick() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Answers why: the plan of a model, of a request or by its id, where the model stands in the queue, and what would be decided if."""
+"""Explain decisions: the plan of a model or request, its place in the queue, and what-if plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Explainer:
-    """Reads the loop's state, and what is older from the database and the stream of traces; changes nothing."""
+    """Reads the loop's state, and older records from the database and the trace stream."""
 
     def __init__(self, mesh: Mesh, state: ClusterState, repository: Repository, policy: Policy, migrations: Migrations) -> None:
         self._mesh = mesh
@@ -36,7 +36,12 @@ class Explainer:
         self._policy = policy
 
     async def explain(self, asked: ExplainPlan) -> PlanExplained:
-        """Raises `InvalidRequest` if nothing is asked about, `NotFound` if it is not known."""
+        """Answer an explain request.
+
+        Raises:
+            InvalidRequest: It names nothing to explain.
+            NotFound: What it names is unknown.
+        """
         if asked.about is not None:
             return await self._about(asked, asked.about)
         if asked.plan_id is not None:
@@ -48,7 +53,7 @@ class Explainer:
         return await self._of_model(asked, asked.model)
 
     async def _about(self, asked: ExplainPlan, name: str) -> PlanExplained:
-        """1. A model. 2. A plan. 3. A request."""
+        """Explain a name: 1. a model, 2. a plan, 3. a request."""
         if self._state.serving_model(name) is not None:
             return await self._of_model(asked, name)
         if await self._find(name) is not None:
@@ -69,7 +74,7 @@ class Explainer:
         return found
 
     async def _of_known_request(self, asked: ExplainPlan, request_id: str) -> PlanExplained | None:
-        """1. Of one that is over. 2. Of one that a gateway holds. None: it is neither."""
+        """Explain a request: 1. a finished one, 2. a running one. None: it is unknown."""
         if (trace := await self._trace(request_id)) is not None:
             return await self._of_trace(asked, trace)
         if (running := await self._migrations.found(request_id)) is not None:
@@ -77,7 +82,7 @@ class Explainer:
         return None
 
     async def _of_running(self, asked: ExplainPlan, request_id: str, running: RequestFound) -> PlanExplained:
-        """The plan that started what serves it; while it waits, what was decided for its model last."""
+        """Explain the plan that started its instance; while it waits, the model's last decision."""
         plan = None
         if running.instance_id is not None:
             instance = self._state.instances.get(running.instance_id)
@@ -87,7 +92,7 @@ class Explainer:
         return explained.model_copy(update={"running": running.model_copy(update={"request_id": request_id})})
 
     async def _of_trace(self, asked: ExplainPlan, trace: RequestTrace) -> PlanExplained:
-        """The plan that the request waited for; of one that met a ready instance, the plan that had started it."""
+        """Explain the plan that the request waited for, else the plan that started its instance."""
         plan = await self._find(trace.load_plan_id) if trace.load_plan_id else None
         if plan is None and trace.instance_id is not None:
             plan = await self._repository.plan_of_instance(trace.instance_id)

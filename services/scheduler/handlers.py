@@ -1,4 +1,4 @@
-"""What reaches the leader over the mesh, made into events for its loop; and its answers."""
+"""Messages to the leader, turned into events for its loop, and their answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _FIND_LOADER_S = 10.0
 
 
 class Handlers:
-    """One leader's term on the mesh."""
+    """The message handlers of one term."""
 
     def __init__(
         self, mesh: Mesh, loop: SchedulerLoop, repository: Repository, policy: Policy, name: str, migrations: Migrations
@@ -78,7 +78,7 @@ class Handlers:
         self._responders: list[Responder] = []
 
     async def start(self) -> None:
-        """Hear nodes first, then what others ask."""
+        """Subscribe to node status first, then to requests."""
         self._responders = [
             self._mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, self._node_status),
             self._mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, self._loader_status),
@@ -90,7 +90,7 @@ class Handlers:
         await self._mesh.nc.flush()
 
     async def stop(self) -> None:
-        """Hear no more; whoever still waits for an answer is told to ask again."""
+        """Stop listening; pending requests get a retryable error."""
         self._over = True
         error = Unavailable("this scheduler leads no longer; ask again", retry_after_ms=500, should_retry=True)
         for future in self._waiting.values():
@@ -108,7 +108,7 @@ class Handlers:
             future.set_result(effect.answer)
 
     async def _ask(self, event: Callable[[str], Event]) -> Message:
-        """Post an event that names a waiter; its answer."""
+        """Post an event that names a waiter, and return its answer."""
         if self._over:
             raise Unavailable("this scheduler leads no longer; ask again", retry_after_ms=500, should_retry=True)
         waiter = f"w{next(self._numbers)}"
@@ -174,8 +174,11 @@ class Handlers:
         return await self._ask(lambda w: MigrationRequested(at, w, instance_id, name, *to, request.wait))
 
     async def _add(self, request: AddModels) -> Message:
-        """Read the files of new models first, on some node, then have the loop register all of them or none. `reread`: of all models, but one
-        that is known stays as it is while its source cannot be reached."""
+        """Have a loader read the files of new models, then register all models or none.
+
+        `reread`: read the files of all models; a known model stays as it is while its source is
+        unreachable.
+        """
         check_names(self._loop.state, request.specs, request.prune)
         infos = {}
         needed = needs_inspection(self._loop.state, request.specs)
@@ -200,7 +203,7 @@ class Handlers:
         raise Unavailable(f"no loader could read {spec.public_source} for {spec.name}", should_retry=True) from missing
 
     async def _loaders(self) -> list[str]:
-        """Nodes with a live loader; waits a little for the first."""
+        """Return the nodes with a live loader, after waiting a short time for the first."""
         deadline = clock.now() + _FIND_LOADER_S
         while True:
             now = clock.now()

@@ -23,7 +23,7 @@ from shared.tasks import end
 
 log = logging.getLogger(__name__)
 DECISIONS_PER_TURN = 16
-"""Decisions made before other work of the process has its turn."""
+"""Decisions made before other tasks of the process run."""
 MAX_UNCOMMITTED = 512
 """Decisions that may wait for the database."""
 
@@ -37,7 +37,7 @@ class SteppedDown(Exception):
 
 
 def merge_demand(events: list[Event]) -> list[Event]:
-    """`events`, those in a row that tell of demand as one: they are decided together, not first come only."""
+    """Merge consecutive demand events, so that they are decided together."""
     found: list[Event] = []
     for is_demand, run in groupby(events, key=lambda e: isinstance(e, DemandReceived)):
         some = list(run)
@@ -51,7 +51,7 @@ def merge_demand(events: list[Event]) -> list[Event]:
 
 @dataclass
 class _Decided:
-    """Decisions that were applied in memory and are not in the database yet."""
+    """Decisions that are applied in memory and not in the database yet."""
 
     events: list[Event] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
@@ -59,9 +59,14 @@ class _Decided:
 
 
 class SchedulerLoop:
-    """Events are decided one after the other, each on the state that the one before has left. What was decided while a transaction was under
-    way is committed in the next one, together; only then its effects are carried out, in order. So nothing is told to anybody that a crash
-    could take back: a term that ends before its commit takes its state with it."""
+    """Decides events one after the other, and commits decisions in groups.
+
+    Decisions made during a transaction are committed together in the next one. Effects are carried
+    out
+    after their commit, in order, so that nothing leaves the scheduler that a crash could undo: a
+    term
+    that ends before its commit loses its state with it.
+    """
 
     def __init__(self, state: ClusterState, repository: Repository, loads: LoadTraces, policy: Policy) -> None:
         self.state = state
@@ -79,11 +84,17 @@ class SchedulerLoop:
         self._events.put_nowait(event)
 
     async def idle(self) -> None:
-        """Return when nothing waits to be decided or committed."""
+        """Return when no event waits to be decided or committed."""
         await self._events.join()
 
     async def run(self, outbox: Outbox) -> None:
-        """Until cancelled. Raises `SteppedDown`, `StaleEpoch` or the database's error when this leader's term is over."""
+        """Run until cancelled.
+
+        Raises:
+            SteppedDown: A newer epoch was seen.
+            StaleEpoch: Another leader was elected.
+            SQLAlchemyError: The database failed.
+        """
         tasks = [
             asyncio.create_task(self._decide_all(), name="decide events"),
             asyncio.create_task(self._keep_all(outbox), name="keep decisions"),
@@ -106,7 +117,7 @@ class SchedulerLoop:
                 self._decide(event)
             if len(self._decided.events) >= MAX_UNCOMMITTED:
                 self._few.clear()
-            await asyncio.sleep(0)  # a transaction may be over
+            await asyncio.sleep(0)  # a transaction may have finished
 
     async def _keep_all(self, outbox: Outbox) -> None:
         while True:
@@ -127,7 +138,7 @@ class SchedulerLoop:
         self._some.set()
         try:
             decision = decide(self.state, event, clock.now(), self._policy)
-        except Exception as e:  # the state is as before: one event must not end the mesh
+        except Exception as e:  # the state is unchanged: one event must not end the mesh
             log.exception("an event could not be decided", extra={"event": type(event).__name__})
             for each in event.demands if isinstance(event, DemandBatch) else (event,):
                 waiter = getattr(each, "waiter", None)

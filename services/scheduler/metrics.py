@@ -1,4 +1,4 @@
-"""What /metrics of a scheduler shows: of every plan that came to its end its prediction, its outcome and the error, as Prometheus text."""
+"""Prometheus metrics of plans: prediction, outcome and error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Metrics:
         self._phases = seconds("thaw.plan.phase", "Measured phases of plans.")
 
     def plan(self, plan: PlanRecord) -> None:
-        """A plan came to its end."""
+        """Record a plan that has ended."""
         chosen = plan.chosen
         names = {"gen_ai.request.model": plan.model, "thaw.trigger": plan.trigger}
         if chosen is not None:
@@ -60,7 +60,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def served(self, host: str, port: int) -> Iterator[int]:
-        """At http://host:port/metrics; yields the port (0: a free one)."""
+        """Serve http://host:port/metrics and yield the port (0: a free one)."""
         server, thread = start_http_server(port, host, self._registry)
         try:
             yield server.server_port

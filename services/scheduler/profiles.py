@@ -1,4 +1,4 @@
-"""Profiles by name: the scheduler's own, and those that other packages register."""
+"""Scheduling profiles by name: Thaw's own, and those that other packages register."""
 
 from __future__ import annotations
 

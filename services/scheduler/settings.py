@@ -1,4 +1,4 @@
-"""What a scheduler can be told by its environment."""
+"""Settings of the scheduler from its environment."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SchedulerSettings(CommonSettings):
             raise ValueError(e.message) from None
 
     def rules(self) -> Policy:
-        """What decisions depend on."""
+        """Return the policy for decisions."""
         return Policy(
             profile=profile_named(self.policy),
             preempt_after_s=self.preempt_after,

@@ -1,4 +1,4 @@
-"""What operators see of the cluster: read from the loop's state, changing nothing."""
+"""The operators' view of the cluster, read from the loop's state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _node(state: ClusterState, node: Node, now: float, policy: Policy) -> NodeVi
 
 
 def _claim(i: Instance) -> InstanceStatus:
-    """A start that waits for its victims to leave: no nodeagent knows of it yet."""
+    """Return the view of a claim, which no nodeagent knows yet."""
     return InstanceStatus(
         instance_id=i.instance_id,
         plan_id=i.plan_id,

@@ -1,4 +1,7 @@
-"""The catalogue of models in NATS' key-value store: what gateways watch. Postgres is its source; the leader writes it."""
+"""The model catalogue in NATS' key-value store, which gateways watch.
+
+Postgres is its source; the leader writes it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _FULL = (
 )
 _NEXT_ENTRY_S = 5.0
 _AT_A_STRETCH = 100
-"""Cards compared before other work of the process has its turn."""
+"""Cards compared before other tasks of the process run."""
 
 
 class JetStreamMissing(NatsError):
@@ -35,7 +38,7 @@ class JetStreamMissing(NatsError):
 
 
 async def ensure_streams(js: JetStreamContext, replicas: int = 1) -> None:
-    """Make the stream of traces and the bucket of models unless they are there."""
+    """Create the trace stream and the model bucket if they are missing."""
     try:
         await ensure_trace_stream(js, replicas)
         await catalog_bucket(js, replicas, owner=True)
@@ -51,7 +54,7 @@ class Catalog:
         self._replicas = replicas
         self._bucket: KeyValue | None = None
         self._unwritten: dict[str, ModelCard] = {}
-        """Cards that had no room, by model."""
+        """Cards without room in the bucket, by model."""
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:
@@ -59,7 +62,11 @@ class Catalog:
         return self._bucket
 
     async def put(self, card: ModelCard) -> None:
-        """Write a card. Raises `StoreFull`; the card is then written as soon as the removal of another one makes room."""
+        """Write a card.
+
+        Raises:
+            StoreFull: The bucket is full. The card is written once a removal makes room.
+        """
         with full_as(_FULL.format(name=card.name)):
             self._unwritten[card.name] = card
             await (await self._open()).put(subjects.token(card.name), card.model_dump_json().encode())
@@ -75,7 +82,7 @@ class Catalog:
                 return
 
     async def read(self) -> dict[str, ModelCard]:
-        """What is there now, by key; an unreadable entry is left out."""
+        """Return the present cards by key, without unreadable entries."""
         found = {}
         for key, value in (await self._entries()).items():
             try:
@@ -85,7 +92,9 @@ class Catalog:
         return found
 
     async def _entries(self) -> dict[str, bytes]:
-        """The whole bucket, as one stream: a request for each of ten thousand keys would take seconds."""
+        """Read the whole bucket as one stream: one request per key takes seconds for ten thousand
+        models.
+        """
         found: dict[str, bytes] = {}
         async with watching(await self._open(), ignore_deletes=True) as watcher:
             while (entry := await watcher.updates(timeout=_NEXT_ENTRY_S)) is not None:
@@ -93,7 +102,7 @@ class Catalog:
         return found
 
     async def reconcile(self, cards: Iterable[ModelCard]) -> None:
-        """Make the bucket hold exactly `cards`; what is right already is not written again."""
+        """Make the bucket contain exactly `cards`, writing differences only."""
         bucket = await self._open()
         present = await self._entries()
         wanted = {subjects.token(c.name): c for c in cards}

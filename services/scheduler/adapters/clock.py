@@ -1,4 +1,4 @@
-"""The loop's clock: reads like Unix time, never goes back."""
+"""The loop's clock: starts at Unix time and is monotonic."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _START = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Seconds: Unix time when the process started plus monotonic time since."""
+    """Return seconds: Unix time at the process's start plus monotonic time since."""
     return _START + time.monotonic()

@@ -1,4 +1,4 @@
-"""Connections to Postgres, and the migrations that run at start."""
+"""Connections to Postgres, and the schema migrations at start."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ _MIGRATIONS = Path(__file__).parent.parent / "migrations"
 
 
 def plain_url(url: str) -> str:
-    """The URL as PostgreSQL's own clients take it; `postgresql+asyncpg://` and `postgres://` are accepted too."""
+    """Return the URL for PostgreSQL's own clients, from any of the accepted schemes."""
     return f"postgresql://{url.split('://', 1)[1]}"
 
 
 def hosts_of(url: str) -> list[str]:
-    """One URL for each server of `postgresql://user:password@host:port,host:port/name`."""
+    """Return one URL for each server of `postgresql://user:password@host:port,host:port/name`."""
     parts = urlsplit(plain_url(url))
     user, at, hosts = parts.netloc.rpartition("@")
     return [urlunsplit(parts._replace(netloc=f"{user}{at}{host}")) for host in hosts.split(",")]
 
 
 async def open_connection(url: str, **options: Any) -> asyncpg.Connection:
-    """Connect to the first of the URL's servers that takes writes: the primary, wherever it is now.
+    """Connect to the URL's first server that accepts writes: the present primary.
 
-    asyncpg's own list of servers ends at the first one that answers with an error, as one does that is starting.
+    asyncpg's own list of servers stops at the first one that answers with an error, for example
+    while it
+    is starting.
 
     Raises:
-        OSError, asyncpg.PostgresError or asyncpg.InterfaceError: what the last server said, if none of them accepts writes.
+        OSError, asyncpg.PostgresError or asyncpg.InterfaceError: The last server's error, if none
+        accepts
+            writes.
     """
     *others, last = hosts_of(url)
     for server in others:
@@ -59,7 +63,7 @@ async def _primary(server: str, options: dict[str, Any]) -> asyncpg.Connection:
 
 
 def refused_login(error: BaseException) -> str | None:
-    """What to correct if PostgreSQL refuses the user, the password or the database; None for every other trouble."""
+    """Return what to correct if PostgreSQL refuses user, password or database; else None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError):
@@ -84,12 +88,12 @@ def connect(url: str) -> AsyncEngine:
 
 
 def _to_json(value: object) -> str:
-    """Contracts are written as they are, without a dictionary of each in between."""
+    """Serialize contracts directly, without an intermediate dictionary."""
     return to_json(value).decode()
 
 
 async def migrate(engine: AsyncEngine) -> None:
-    """Bring the schema up to date. Schedulers that start together do it one after the other, in one transaction each."""
+    """Upgrade the schema. Concurrent schedulers take turns, in one transaction each."""
     async with engine.begin() as connection:
         await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
         await connection.run_sync(_upgrade)

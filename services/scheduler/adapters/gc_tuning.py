@@ -1,8 +1,9 @@
-"""Python's cycle collector, kept out of the way of decisions.
+"""Keep Python's garbage collector out of the way of decisions.
 
-The state of a large cluster is millions of objects without cycles: reference counts free what is replaced, and a full collection only
-walks it all, for a third of a second at 8,000 devices. So collections of the oldest generation are made here, at times of the loop's
-choosing, and what has survived one is not looked at again until the term ends.
+The state of a large cluster is millions of objects without cycles: reference counts free what is
+replaced, and a full collection only traverses them, for a third of a second at 8,000 devices.
+Therefore the oldest generation is collected here, when the loop is idle, and survivors are frozen
+until the term ends.
 """
 
 from __future__ import annotations
@@ -12,26 +13,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG = (5_000, 5, 1_000_000)
-"""Thresholds: the two young generations as usual but larger, the oldest never by itself."""
+"""Thresholds: larger young generations, and no automatic collection of the oldest one."""
 _DEFAULT = gc.get_threshold()
 
 
 def freeze_heap() -> None:
-    """Collect what is not settled yet, and count what survives as settled. Takes as long as there are objects made since the last time."""
+    """Collect the unfrozen objects and freeze the survivors.
+
+    Takes time in proportion to the objects created since the last call.
+    """
     gc.set_threshold(*YOUNG)
     gc.collect()
     gc.freeze()
 
 
 def unfreeze_heap() -> None:
-    """Everything is collected as usual again."""
+    """Restore ordinary garbage collection."""
     gc.unfreeze()
     gc.set_threshold(*_DEFAULT)
 
 
 @contextmanager
 def growing_heap() -> Iterator[None]:
-    """Nothing is collected while a large state is made, of which nothing can be garbage yet."""
+    """Disable garbage collection while a large state is built."""
     collecting = gc.isenabled()
     gc.disable()
     try:

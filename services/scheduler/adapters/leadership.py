@@ -1,8 +1,9 @@
-"""One leader: whoever holds a Postgres advisory lock, on a connection of its own that falls within three seconds of its host.
+"""Leader election by a Postgres advisory lock, on a connection of its own.
 
-A standby waits inside `pg_advisory_lock`, so it leads the moment the lock is free. A leader whose host vanishes leaves a connection that
-nobody closes: both ends probe it every second and give it up after 1.5 s without an answer (`TCP_USER_TIMEOUT`), so the lock falls
-and the old leader knows. What it may still write meanwhile is refused by its epoch.
+A standby waits inside `pg_advisory_lock` and leads as soon as the lock is free. If a leader's host
+vanishes, both ends probe the connection every second and close it after 1.5 s without an answer
+(`TCP_USER_TIMEOUT`): the lock is free within three seconds, and the old leader notices. Its later
+writes are refused by their epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SERVER_SIDE = {
 
 @dataclass
 class Term:
-    """One spell of leading. `lost` is set when the lock's connection is gone."""
+    """One term of leadership. `lost` is set when the lock's connection is closed."""
 
     epoch: int
     lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,9 +45,10 @@ class Term:
 
 @contextlib.asynccontextmanager
 async def leadership(url: str, above: int = 0) -> AsyncIterator[Term]:
-    """Wait until this process leads, then lead under a new epoch, larger than every earlier one and than `above`.
+    """Wait for the lock, then lead under a new epoch, larger than every earlier one and `above`.
 
-    Raises OSError or asyncpg.PostgresError if the database cannot be reached or goes away while waiting.
+    Raises:
+        OSError or asyncpg.PostgresError: The database is unreachable, or was lost while waiting.
     """
     connection = await open_connection(url, server_settings=_SERVER_SIDE)
     try:
@@ -60,13 +62,13 @@ async def leadership(url: str, above: int = 0) -> AsyncIterator[Term]:
         log.info("leading", extra={"epoch": term.epoch})
         yield term
     finally:
-        # Closing the connection frees the lock whatever state it is in.
+        # Closing the connection frees the lock in any state.
         connection.terminate()
 
 
 def _probe(connection: asyncpg.Connection) -> None:
-    """Have the kernel notice a server that is silently gone."""
-    transport = connection._transport  # asyncpg offers no public way to its socket
+    """Have the kernel detect a peer that vanished."""
+    transport = connection._transport  # asyncpg has no public access to its socket
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return

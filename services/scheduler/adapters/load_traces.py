@@ -1,4 +1,4 @@
-"""The trace of each model load: a root span of its own, linked with those who wait, and a record for `thaw trace`."""
+"""The trace of each model load: a root span linked with its requests, and a `thaw trace` record."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ _OUTCOMES = {"ready": "ready", "failed": "failed"}
 
 
 class LoadTraces:
-    """Open load spans by plan. A span does not survive its leader; its trace id, stored with the plan, does."""
+    """Open load spans by plan.
+
+    A span ends with its leader; its trace id is stored with the plan.
+    """
 
     def __init__(self, told: Callable[[PlanRecord], None] | None = None) -> None:
-        """`told`: hears of every plan that has come to its end."""
+        """`plan_ended`: called with every plan that has ended."""
         self._told = told
         self._open: dict[str, tuple[Span, tuple[str, ...]]] = {}
         self._parents: dict[str, str] = {}
 
     def started(self, effect: LoadStarted) -> str | None:
-        """Open the load's root span; its traceparent."""
+        """Open the load's root span and return its traceparent."""
         span = tracer.start_span(
             f"load {effect.model}",
             context=Context(),
@@ -51,7 +54,7 @@ class LoadTraces:
         return self._parents.get(instance_id)
 
     def ended(self, effect: LoadEnded) -> LoadTrace:
-        """Close the load's span, with the scheduler's own phases as its children; the record of the whole load."""
+        """Close the load's span with the scheduler's own phases as children; return the load's record."""
         plan = effect.plan
         if self._told is not None:
             self._told(plan)
@@ -79,7 +82,7 @@ class LoadTraces:
         )
 
     def close(self) -> None:
-        """The term is over: what is under way goes on under the next leader."""
+        """End the open spans; the loads continue under the next leader."""
         for span, _ in self._open.values():
             span.set_attribute("thaw.outcome", "handed over")
             span.end()

@@ -1,4 +1,4 @@
-"""The bucket of migrations as the leader uses it: it writes orders, hears what becomes of them, and finds the engine that serves a request."""
+"""The leader's side of the migration bucket: orders, updates, and the search for a request's engine."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _AGAIN_S = 0.25
 
 
 class Migrations:
-    """Implements the watcher's copy. `post` gives the loop what was heard; what is not of a running migration only once."""
+    """The watcher's copy of the bucket. `post` receives each change."""
 
     def __init__(self, mesh: Mesh, post: Callable[[Event], None]) -> None:
         self._mesh = mesh
         self._post = post
         self._records: dict[str, MigrationRecord] = {}
         self._heard: dict[str, float] = {}
-        """When each last changed (seconds of the loop's clock), the longest ago first."""
+        """When each record last changed (seconds of the loop's clock), the oldest first."""
 
     async def _open(self) -> KeyValue:
         return await migrations_bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas, owner=True)
 
     async def watch(self) -> None:
-        """Follow the bucket until cancelled."""
+        """Watch the bucket until cancelled."""
         await BucketWatcher(self._mesh, partial(migrations_bucket, owner=True), self).run()
 
     def replace(self, entries: dict[str, bytes]) -> None:
@@ -65,7 +65,7 @@ class Migrations:
             self._forget(now - MIGRATION_KEPT_S)
 
     def _forget(self, before: float) -> None:
-        """What the bucket has let go for its age, which no watcher is told."""
+        """Remove records that the bucket has expired; watchers get no event for that."""
         while (key := next(iter(self._heard))) and self._heard[key] < before:
             self.remove(key)
 
@@ -76,12 +76,12 @@ class Migrations:
             self._post(MigrationUpdated(clock.now(), record.model_copy(update={"state": "cancelled"})))
 
     def latest(self, migration_id: str | None, limit: int) -> tuple[MigrationRecord, ...]:
-        """The latest first."""
+        """Return the latest records first."""
         found = [r for r in self._records.values() if migration_id in (None, r.migration_id)]
         return tuple(sorted(found, key=lambda r: -r.created)[:limit])
 
     async def order(self, record: MigrationRecord) -> None:
-        """Write a new record. While JetStream does not answer, again."""
+        """Write a new record, with retries while JetStream does not answer."""
         while True:
             try:
                 bucket = await self._open()
@@ -94,7 +94,7 @@ class Migrations:
                 await asyncio.sleep(_AGAIN_S)
 
     async def call_off(self, migration_id: str, error: ErrorBody) -> None:
-        """Cancel an order, if nobody has begun with it."""
+        """Cancel an order that no migrator has claimed."""
         try:
             bucket = await self._open()
             entry = await bucket.get(migration_id)
@@ -104,12 +104,12 @@ class Migrations:
             cancelled = record.model_copy(update={"state": "cancelled", "error": error})
             await bucket.update(migration_id, cancelled.model_dump_json().encode(), last=entry.revision)
         except (KeyNotFoundError, KeyWrongLastSequenceError):
-            return  # it is gone, or somebody has just begun
+            return  # it is gone, or a migrator has just claimed it
         except (NatsError, TimeoutError) as e:
             log.warning("a migration cannot be called off now", extra={"migration_id": migration_id, "error": repr(e)})
 
     async def found(self, request_id: str) -> RequestFound | None:
-        """Where a request is that its client knows by that id. None: no gateway has it (any more)."""
+        """Return where the request with that client-side id is; None: no gateway has it."""
         try:
             return await self._mesh.request(
                 subjects.FIND_REQUEST, FindRequest(request_id=request_id, deadline_ms=_LIST_MS), RequestFound
@@ -118,7 +118,7 @@ class Migrations:
             return None
 
     async def find(self, request_id: str, instances: Iterable[str]) -> str | None:
-        """The instance that serves a request, by its name between gateways and engines."""
+        """Return the instance that serves a request, by its id between gateways and engines."""
 
         async def serves(instance_id: str) -> str | None:
             try:
@@ -134,6 +134,6 @@ class Migrations:
 
 
 def _same(attempt: str, request_id: str) -> bool:
-    """Gateways number the attempts at a request behind its id."""
+    """True if `attempt` is an attempt at the request: gateways append a number to its id."""
     base, _, number = attempt.rpartition("-")
     return attempt == request_id or (base == request_id and number.isdigit())

@@ -1,7 +1,8 @@
-"""Carries out effects: the one port through which the scheduler acts on the world.
+"""The effects port: everything that the scheduler sends leaves here.
 
-Commands to one node go over one lane, in order and one at a time: a nodeagent refuses a token older than one it has seen, so they must
-not overtake each other. A lane waits for a node that does not answer until its next status, for `patience` seconds in all.
+Commands to a node go through one lane, in order and one at a time, because a nodeagent refuses a
+token that is older than one it has seen. If a node does not answer, its lane waits for the node's
+next status, for `patience` seconds in all.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 Job = Callable[[], Awaitable[None]]
 _RETRY_S = 0.25
 _WAITED_S = 0.1
-"""A plan made this much after its demand was heard had to wait for something."""
+"""A plan made this long after its demand arrived had to wait for something."""
 
 
 @dataclass
@@ -64,7 +65,7 @@ class _Lane:
 
 
 class Outbox:
-    """`post` takes back what became of commands; `reply` answers requests."""
+    """Carries out effects. `post` receives the results of commands; `reply` answers requests."""
 
     def __init__(
         self,
@@ -93,12 +94,12 @@ class Outbox:
         self._lane("catalogue", partial(_surely, partial(self._catalog.reconcile, list(cards))))
 
     def heard(self, node: str) -> None:
-        """A status of the node came: whoever waits for it may try again."""
+        """Let lanes that wait for the node retry: it has sent a status."""
         if (event := self._heard.pop(node, None)) is not None:
             event.set()
 
     def carry_out(self, effects: Iterable[Effect], committed_at: float) -> None:
-        """Queue `effects`, whose changes were committed at `committed_at`; returns at once."""
+        """Queue `effects`, whose changes were committed at `committed_at`; return at once."""
         catalogued = False
         refused: list[StoreFull] = []
         for effect in effects:
@@ -129,10 +130,10 @@ class Outbox:
                 case ReplyTo():
                     self._reply(effect)
                 case LoadStarted() | StepDown():
-                    pass  # the loop's own: they come before the commit
+                    pass  # carried out by the loop, before the commit
 
     async def close(self) -> None:
-        """Stop every lane; what has not been sent is the next leader's business."""
+        """Stop every lane; the next leader sends what is left."""
         await end(*(lane.task for lane in self._lanes.values()))
 
     def _lane(self, name: str, job: Job) -> None:
@@ -187,7 +188,8 @@ class Outbox:
                 parent = command.traceparent or self._loads.parent(command.instance_id)
                 await self._mesh.request(subject, command.model_copy(update={"traceparent": parent}), Done)
             except ThawError as e:
-                # Only a head start is lost: the engine asks its loader itself, and failure comes back through the nodeagent.
+                # Only a head start is lost: the engine asks its loader itself, and the nodeagent
+                # reports failures.
                 log.info("the loader did not take a command", extra={"node": effect.node, "error": e.message})
 
         return tell
@@ -202,7 +204,7 @@ class Outbox:
         return publish
 
     async def _put_card(self, card: ModelCard, refused: list[StoreFull]) -> None:
-        """Write a card to the catalogue; a catalogue that is full is the answer to whoever registered the model."""
+        """Write a card; a full catalogue is reported to the operator who registered the model."""
         try:
             await _surely(partial(self._catalog.put, card))
         except StoreFull as e:
@@ -213,7 +215,7 @@ class Outbox:
         self._reply(ReplyTo(effect.waiter, refused[0].body()) if refused else effect)
 
     async def _persist(self, node: str, send: Callable[[], Awaitable[Message]]) -> None:
-        """Send until the node answers, trying again at each sign of life of it."""
+        """Send until the node answers, retrying at each of its messages."""
         deadline = clock.now() + self._patience
         while True:
             try:
@@ -230,7 +232,10 @@ class Outbox:
 
 
 async def _surely(write: Job) -> None:
-    """Write to the catalogue; while JetStream does not answer, again (the next leader reconciles what is left undone)."""
+    """Write to the catalogue, with retries while JetStream does not answer.
+
+    The next leader reconciles what is left.
+    """
     while True:
         try:
             await write()
@@ -245,12 +250,12 @@ async def _work(name: str, jobs: asyncio.Queue[Job]) -> None:
         job = await jobs.get()
         try:
             await job()
-        except Exception:  # a lane outlives whatever is wrong with one job
+        except Exception:  # a failed job must not end its lane
             log.exception("an effect failed", extra={"lane": name})
 
 
 def _before(effect: SendStart | SendResume, committed_at: float) -> tuple[PhaseSpan, ...]:
-    """What the load waited for until now, relative to now: the decision itself (schedule), and bytes that others held (reserve)."""
+    """Return the phases before the start, relative to now: schedule, and reserve."""
     sent = clock.now()
     spans = []
 

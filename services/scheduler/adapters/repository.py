@@ -1,4 +1,7 @@
-"""The durable part of the cluster's state. Every write is fenced by the leader's epoch, in the transaction that makes it."""
+"""The durable part of the cluster's state.
+
+Every write is fenced by the leader's epoch in its own transaction.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
     MeasuredMemory: (tables.profiles, "model"),
 }
 _REMEMBERED_PLANS = 1000
-"""Plans read back for `thaw explain` without a database call."""
+"""Plans in memory for `thaw explain` without a database call."""
 PRUNE_BATCH = 1000
 """Plans deleted in one transaction."""
 _PLAN_FIELDS = tuple(PlanRecord.model_fields)
@@ -57,7 +60,11 @@ class Repository:
         self._engine = engine
 
     async def commit(self, epoch: int, changes: Iterable[Change]) -> None:
-        """Write the durable ones of `changes` in one transaction. Raises `StaleEpoch` if `epoch` is not the present one."""
+        """Write the durable ones of `changes` in one transaction.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
+        """
         puts, drops, traced = _net(changes)
         if not (puts or drops or traced):
             return
@@ -72,7 +79,7 @@ class Repository:
                 await connection.execute(_TRACE_INSTANCE, [{"key": c.instance_id, "parent": c.traceparent} for c in traced])
 
     async def load(self, epoch: int, now: float) -> ClusterState:
-        """The state as the last leader left it, for a term that begins at `now`."""
+        """Return the state as the last leader left it, for a term that begins at `now`."""
         state = ClusterState(epoch=epoch, recovered_at=now)
         with growing_heap():
             async with self._engine.connect() as connection:
@@ -81,7 +88,7 @@ class Repository:
                 found: list[Entity] = [Model(_card(r["card"]), r["error"], r["resting"]) for r in rows]
                 rows = (await connection.execute(select(tables.instances))).mappings()
                 found += [_instance(dict(r), now) for r in rows]
-                # After their instances, so that each device is reckoned once.
+                # after their instances, so that each device is computed once
                 rows = (await connection.execute(select(tables.nodes))).mappings()
                 found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
                 rows = (await connection.execute(select(tables.profiles))).mappings()
@@ -93,7 +100,11 @@ class Repository:
         return state
 
     async def keep_loaders(self, epoch: int, loaders: Iterable[LoaderPresence]) -> None:
-        """What these loaders told last, in place of what was known of their nodes. Raises `StaleEpoch` as `commit` does."""
+        """Replace the stored status of these loaders' nodes.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
+        """
         async with self._engine.begin() as connection:
             await _fence(connection, epoch)
             await write_loaders(connection, loaders)
@@ -106,7 +117,7 @@ class Repository:
         return await self._one_plan(newest)
 
     async def plan_of_instance(self, instance_id: str) -> PlanRecord | None:
-        """The last plan that started or resumed the instance."""
+        """Return the last plan that started or resumed the instance."""
         plans = tables.plans.c
         return await self._one_plan(
             select(tables.plans).where(plans.instance_id == instance_id).order_by(plans.created.desc()).limit(1)
@@ -118,10 +129,15 @@ class Repository:
         return _plan(dict(row)) if row else None
 
     async def prune(self, epoch: int, now: float) -> int:
-        """Delete plans over seven days old or beyond the newest ten thousand, but none that is pending; how many were deleted.
+        """Delete plans over seven days old or beyond the newest ten thousand, except pending ones.
 
-        Deletes PRUNE_BATCH rows in each transaction, so that decisions wait for none of them for long.
-        Raises `StaleEpoch` if `epoch` is not the present one.
+        Deletes PRUNE_BATCH rows in each transaction, so that decisions do not wait long.
+
+        Returns:
+            The number of deleted plans.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
         """
         async with self._engine.begin() as connection:
             await _fence(connection, epoch)
@@ -141,7 +157,7 @@ class Repository:
 
 
 async def _fence(connection: AsyncConnection, epoch: int) -> None:
-    """No other leader begins before this transaction is over."""
+    """Keep other leaders from starting before this transaction has ended."""
     guard = select(tables.leadership.c.epoch).where(tables.leadership.c.epoch == epoch).with_for_update(read=True)
     if (await connection.execute(guard)).first() is None:
         raise StaleEpoch(f"epoch {epoch} is over")
@@ -154,7 +170,7 @@ def durable(changes: Iterable[Change]) -> bool:
 def _net(
     changes: Iterable[Change],
 ) -> tuple[dict[type[Any], dict[str, Entity]], dict[type[Any], list[str]], list[Traced]]:
-    """What is left to write when every entity is written once: the last word on each. A trace goes with the rows that are written anyhow."""
+    """Return the last write of every entity, the deletions, and the traces without such a write."""
     last: dict[tuple[type[Any], str], Entity | None] = {}
     traced = []
     for change in changes:
@@ -177,7 +193,7 @@ def _net(
 
 
 def _trace(last: dict[tuple[type[Any], str], Entity | None], change: Traced) -> bool:
-    """Note the trace in the rows that are written anyhow; whether both are."""
+    """Add the trace to rows that are written anyway; return True if both are."""
     plan, instance = last.get((PlanRecord, change.plan_id)), last.get((Instance, change.instance_id))
     if not isinstance(plan, PlanRecord) or not isinstance(instance, Instance):
         return False
@@ -201,8 +217,8 @@ async def _upsert(connection: AsyncConnection, kind: type[Any], entities: dict[s
         await write_estimates(connection, (e for e in entities.values() if isinstance(e, Estimate)))
         return
     table, column = _KEYS[kind]
-    # One statement for any number of rows, prepared once: rows in the statement's text would be compiled anew for every number of them, and
-    # end at PostgreSQL's 32,767 parameters.
+    # One statement for any number of rows, prepared once: with the rows in its text it would be
+    # compiled for every number of them, up to PostgreSQL's limit of 32,767 parameters.
     rows = [_row(e) for e in entities.values()]
     statement = insert(table)
     others = {c.name: statement.excluded[c.name] for c in table.columns if c.name != column}
@@ -239,7 +255,7 @@ def _row(entity: Entity) -> dict[str, Any]:
 
 
 def _fields(entity: Node | Instance | MeasuredMemory) -> dict[str, Any]:
-    """As `dataclasses.asdict`, which copies every value: these are frozen, or made into JSON at once."""
+    """Return the fields without copying: the values are frozen, or become JSON at once."""
     return {f.name: getattr(entity, f.name) for f in fields(entity)}
 
 
@@ -256,13 +272,13 @@ async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:
 
 
 def _instance(row: dict[str, Any], now: float) -> Instance:
-    """No time of another host's clock is taken for later than now."""
+    """Clip times of another host's clock to now."""
     times = {t: min(row[t], now) for t in ("requested_at", "planned_at", "stop_at", "sent_at", "ready_at") if row[t] is not None}
     return Instance(**{**row, **times, "device_ids": tuple(row["device_ids"]), "state": InstanceState(row["state"])})
 
 
 def _card(row: Any) -> ModelCard:
-    """With the routes that its engine declares in this version, whatever they were when the model was registered."""
+    """Return the card with the routes that its engine declares in this version."""
     card = ModelCard.model_validate(row)
     routes = routes_of(card.spec)
     return card if card.routes == routes else card.model_copy(update={"routes": routes})

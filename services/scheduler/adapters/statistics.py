@@ -1,7 +1,9 @@
-"""Parameters learned and what loaders told last, in the database. Both survive a leader; neither is needed to be right.
+"""Learned parameters and loaders' last status, in the database.
 
-Parameters are written with the plan that taught them. What loaders tell changes every second, and a new leader hears it again within two: it
-is written now and then, beside the loop, for the nodes that changed, so that the first decisions of a term and `thaw explain` know it.
+They speed up a new leader and are not needed for correctness. Parameters are written with the plan
+that taught them. Loader status changes every second, and a new leader receives it within two; it is
+written from time to time for the nodes that changed, for the first decisions of a term and for
+`thaw explain`.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ async def read_estimates(connection: AsyncConnection) -> list[Estimate]:
 
 
 async def write_loaders(connection: AsyncConnection, loaders: Iterable[LoaderPresence]) -> None:
-    """In place of what was known of their nodes."""
+    """Replace what is stored of these loaders' nodes."""
     known = list(loaders)
     names = [x.node for x in known]
     for table in (tables.residency, tables.links):
@@ -75,7 +77,7 @@ async def write_loaders(connection: AsyncConnection, loaders: Iterable[LoaderPre
 
 
 def persisted_part(x: LoaderPresence) -> tuple[object, ...]:
-    """What of a loader's report is kept: a later one that tells the same need not be written."""
+    """Return the part of a loader's status that is stored; unchanged parts are not written again."""
     status = x.status
     held = tuple((s.weights_id, s.loaded_bytes >= s.total_bytes, tuple(s.on_devices.items())) for s in status.segments)
     return (held, status.cached, status.links)
@@ -99,7 +101,7 @@ def _links(x: LoaderPresence) -> list[dict[str, Any]]:
 
 
 async def read_loaders(connection: AsyncConnection, now: float) -> list[LoaderPresence]:
-    """As they were when they were written: their loaders count as silent until they are heard."""
+    """Return the stored loaders; they count as silent until their first message."""
     cached: dict[str, list[CachedModel]] = {}
     links: dict[str, list[LinkStatus]] = {}
     heard: dict[str, float] = {}
@@ -107,7 +109,7 @@ async def read_loaders(connection: AsyncConnection, now: float) -> list[LoaderPr
         cached.setdefault(row.node, []).append(CachedModel(weights_id=row.weights_id, tier=row.tier, nbytes=row.nbytes))
         heard[row.node] = min(now, row.heard_at)
     for row in await connection.execute(select(tables.links)):
-        # Its queue is over by now, or is told anew.
+        # its queue has passed by now, or is reported again
         links.setdefault(row.node, []).append(LinkStatus(link=row.link, bytes_per_second=row.bytes_per_second))
         heard[row.node] = min(now, row.heard_at)
     return [
@@ -119,6 +121,6 @@ async def read_loaders(connection: AsyncConnection, now: float) -> list[LoaderPr
 
 
 async def forget_unknown(connection: AsyncConnection) -> None:
-    """What belongs to models and nodes that are gone."""
+    """Delete rows of models and nodes that are gone."""
     for statement in _FORGET_UNKNOWN:
         await connection.execute(statement)

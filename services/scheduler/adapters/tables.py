@@ -1,4 +1,4 @@
-"""The scheduler's tables. Entities lie in columns where they are asked for, in JSONB otherwise."""
+"""The scheduler's tables: columns for what is queried, JSONB for the rest."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ parameters = Table(
     Column("count", Integer, nullable=False),
     Column("updated", Float, nullable=False, server_default=text("extract(epoch from clock_timestamp())")),
 )
-"""What was learned; an empty model or node stands for all of them."""
+"""Learned parameters; an empty model or node stands for all of them."""
 profiles = Table(
     "profiles",
     metadata,
@@ -101,7 +101,7 @@ profiles = Table(
     Column("engine", Text, nullable=False),
     Column("by_kind", JSONB, nullable=False),
 )
-"""What an instance of a model was measured to need, by kind of device."""
+"""Measured memory of a model's instance, by kind of device."""
 residency = Table(
     "residency",
     metadata,
@@ -111,7 +111,7 @@ residency = Table(
     Column("nbytes", BigInteger, nullable=False),
     Column("heard_at", Float, nullable=False),
 )
-"""As loaders told last. The tier is dram, ssd, or a device."""
+"""Loaders' last status. The tier is dram, ssd, or a device."""
 links = Table(
     "links",
     metadata,

@@ -121,11 +121,11 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
                 await asyncio.wait((deciding, lost), return_when=asyncio.FIRST_COMPLETED)
                 if deciding.done():
                     deciding.result()
-                log.warning("the leader's lock is lost", extra={"epoch": term.epoch})
+                log.warning("lost the leader lock", extra={"epoch": term.epoch})
             finally:
                 await end(deciding, lost)
     except SteppedDown as e:
-        log.warning("stepping down: a newer epoch was seen", extra={"mine": term.epoch, "seen": e.epoch})
+        log.warning("stepping down: a newer epoch exists", extra={"mine": term.epoch, "seen": e.epoch})
         return e.epoch
     finally:
         await handlers.stop()
@@ -152,7 +152,7 @@ async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrat
             try:
                 await repository.prune(epoch, clock.now())
             except (SQLAlchemyError, OSError, StaleEpoch) as e:
-                log.warning("old plans were not pruned", extra={"error": repr(e)})
+                log.warning("failed to prune old plans", extra={"error": repr(e)})
             await asyncio.sleep(PRUNE_PERIOD_S)
 
     async def settle() -> None:
@@ -172,7 +172,7 @@ async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrat
                     await repository.keep_loaders(epoch, [x for n in some if (x := loop.state.loaders.get(n)) is not None])
                     written |= {n: now[n] for n in some}
             except (SQLAlchemyError, OSError, StaleEpoch) as e:
-                log.warning("what loaders told was not kept", extra={"error": repr(e)})
+                log.warning("failed to persist loader status", extra={"error": repr(e)})
 
     timers = {"tick": tick(), "prune": prune(), "settle": settle(), "remember": remember(), "migrations": migrations.watch()}
     tasks = [asyncio.create_task(timer, name=name) for name, timer in timers.items()]

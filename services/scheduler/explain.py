@@ -49,7 +49,7 @@ class Explainer:
         if asked.request_id is not None:
             return await self._of_request(asked, asked.request_id)
         if asked.model is None:
-            raise InvalidRequest("say which: a model, a plan_id or a request_id")
+            raise InvalidRequest("the request names nothing to explain. Give a model, a plan_id or a request_id")
         return await self._of_model(asked, asked.model)
 
     async def _about(self, asked: ExplainPlan, name: str) -> PlanExplained:
@@ -112,7 +112,7 @@ class Explainer:
         model, now = self._state.models.get(plan.model), clock.now()
         if model is None:
             if asked.what_if:
-                raise NotFound(f"{plan.model} is not registered any more, so that nothing would be decided for it")
+                raise NotFound(f"{plan.model} is no longer registered. Register it first")
             return PlanExplained(plan=plan)
         queue = queue_position(self._state, model, now)
         if not asked.what_if:
@@ -131,4 +131,4 @@ class Explainer:
         except (NotFoundError, ValidationError):
             return None
         except (NatsError, TimeoutError) as e:
-            raise Unavailable(f"the traces cannot be read now: {type(e).__name__}", should_retry=True) from e
+            raise Unavailable(f"failed to read the traces: {type(e).__name__}", should_retry=True) from e

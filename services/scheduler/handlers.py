@@ -92,7 +92,7 @@ class Handlers:
     async def stop(self) -> None:
         """Stop listening; pending requests get a retryable error."""
         self._over = True
-        error = Unavailable("this scheduler leads no longer; ask again", retry_after_ms=500, should_retry=True)
+        error = Unavailable("this scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -110,7 +110,7 @@ class Handlers:
     async def _ask(self, event: Callable[[str], Event]) -> Message:
         """Post an event that names a waiter, and return its answer."""
         if self._over:
-            raise Unavailable("this scheduler leads no longer; ask again", retry_after_ms=500, should_retry=True)
+            raise Unavailable("this scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
         waiter = f"w{next(self._numbers)}"
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[waiter] = future
@@ -156,7 +156,7 @@ class Handlers:
 
     async def _migrate(self, request: Migrate) -> Message:
         if (request.request_id is None) == (request.instance_id is None):
-            raise InvalidRequest("say which: a request_id or an instance_id")
+            raise InvalidRequest("the request names no source. Give a request_id or an instance_id")
         source, name = request.instance_id, request.request_id
         if name is not None:
             found = await self._migrations.found(name)
@@ -188,7 +188,7 @@ class Handlers:
             except Unavailable as e:
                 if spec in needed:
                     raise
-                log.warning("a model's files could not be read again", extra={"model": spec.name, "error": e.message})
+                log.warning("failed to read a model's files again", extra={"model": spec.name, "error": e.message})
         at = clock.now()
         return await self._ask(lambda w: AddModelsRequested(at, w, request.specs, infos, request.prune))
 

@@ -139,7 +139,7 @@ class SchedulerLoop:
         try:
             decision = decide(self.state, event, clock.now(), self._policy)
         except Exception as e:  # the state is unchanged: one event must not end the mesh
-            log.exception("an event could not be decided", extra={"event": type(event).__name__})
+            log.exception("failed to decide an event", extra={"event": type(event).__name__})
             for each in event.demands if isinstance(event, DemandBatch) else (event,):
                 waiter = getattr(each, "waiter", None)
                 if waiter is not None:

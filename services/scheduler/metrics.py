@@ -33,7 +33,7 @@ class Metrics:
         self._took = seconds("thaw.plan.took", "From decision to ready, as measured.")
         self._error = seconds("thaw.plan.error", "Absolute difference between the two.")
         self._bias = meter.create_counter("thaw.plan.late", "s", "Time by which plans took longer than predicted.")
-        self._outcomes = meter.create_counter("thaw.plan.outcomes", "{plan}", "Plans that came to their end, by outcome.")
+        self._outcomes = meter.create_counter("thaw.plan.outcomes", "{plan}", "Finished plans, by outcome.")
         self._phases = seconds("thaw.plan.phase", "Measured phases of plans.")
 
     def plan(self, plan: PlanRecord) -> None:

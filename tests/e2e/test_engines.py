@@ -139,7 +139,7 @@ async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> 
                 assert waits.memory.reserved == 0
                 assert await asked == "t0 "
                 assert [i["instance_id"] for i in mesh.instances("patient")] == [waits.instance_id]
-        assert "a start was refused" not in "".join(p.read_text() for p in mesh.home.rglob("scheduler*.log"))
+        assert "start command refused" not in "".join(p.read_text() for p in mesh.home.rglob("scheduler*.log"))
     finally:
         await nc.close()
 

@@ -43,9 +43,7 @@ async def ensure_streams(js: JetStreamContext, replicas: int = 1) -> None:
         await ensure_trace_stream(js, replicas)
         await catalog_bucket(js, replicas, owner=True)
     except (ServiceUnavailableError, NoRespondersError) as e:
-        raise JetStreamMissing(
-            "JetStream does not answer: start nats-server with -js (or a jetstream block), then this leads"
-        ) from e
+        raise JetStreamMissing("JetStream does not answer. Start nats-server with -js (or a jetstream block)") from e
 
 
 class Catalog:
@@ -114,6 +112,6 @@ class Catalog:
                 try:
                     await self.put(card)
                 except StoreFull as e:
-                    log.error("a model is not in the catalogue", extra={"model": card.name, "error": e.message})
+                    log.error("failed to write a model to the catalogue", extra={"model": card.name, "error": e.message})
             elif number % _AT_A_STRETCH == 0:
                 await asyncio.sleep(0)

@@ -54,7 +54,7 @@ class Migrations:
         try:
             record = MigrationRecord.model_validate_json(value)
         except ValidationError as e:
-            log.warning("a migration is not understood", extra={"key": key, "error": str(e)})
+            log.warning("failed to parse a migration record", extra={"key": key, "error": str(e)})
             return
         if self._records.get(key) != record:
             now = clock.now()
@@ -90,7 +90,9 @@ class Migrations:
             except KeyWrongLastSequenceError:
                 return  # it is there: a confirmation was lost
             except (NatsError, TimeoutError) as e:
-                log.warning("a migration cannot be ordered now", extra={"migration_id": record.migration_id, "error": repr(e)})
+                log.warning(
+                    "failed to write a migration order; retrying", extra={"migration_id": record.migration_id, "error": repr(e)}
+                )
                 await asyncio.sleep(_AGAIN_S)
 
     async def call_off(self, migration_id: str, error: ErrorBody) -> None:
@@ -106,7 +108,7 @@ class Migrations:
         except (KeyNotFoundError, KeyWrongLastSequenceError):
             return  # it is gone, or a migrator has just claimed it
         except (NatsError, TimeoutError) as e:
-            log.warning("a migration cannot be called off now", extra={"migration_id": migration_id, "error": repr(e)})
+            log.warning("failed to cancel a migration", extra={"migration_id": migration_id, "error": repr(e)})
 
     async def found(self, request_id: str) -> RequestFound | None:
         """Return where the request with that client-side id is; None: no gateway has it."""
@@ -125,7 +127,7 @@ class Migrations:
                 asked = ListRequests(deadline_ms=_LIST_MS)
                 listed = await self._mesh.request(subjects.engine_control(instance_id), asked, RequestsListed)
             except ThawError as e:
-                log.info("an engine does not tell what it serves", extra={"instance_id": instance_id, "error": e.message})
+                log.info("failed to list the requests of an engine", extra={"instance_id": instance_id, "error": e.message})
                 return None
             return instance_id if any(_same(r.request_id, request_id) for r in listed.requests) else None
 

@@ -157,7 +157,7 @@ class Outbox:
                     ),
                 )
             except ThawError as e:
-                log.warning("a start was refused", extra={"instance_id": command.instance_id, "error": e.message})
+                log.warning("start command refused", extra={"instance_id": command.instance_id, "error": e.message})
                 self._post(StartRefused(clock.now(), command.instance_id, e.body()))
             else:
                 self._post(CommandAccepted(clock.now(), command.instance_id))
@@ -190,7 +190,7 @@ class Outbox:
             except ThawError as e:
                 # Only a head start is lost: the engine asks its loader itself, and the nodeagent
                 # reports failures.
-                log.info("the loader did not take a command", extra={"node": effect.node, "error": e.message})
+                log.info("loader command failed", extra={"node": effect.node, "error": e.message})
 
         return tell
 
@@ -199,7 +199,7 @@ class Outbox:
             try:
                 await self._js.publish(subjects.load_trace(trace.plan_id), trace.model_dump_json().encode(), timeout=5)
             except (NatsError, TimeoutError) as e:
-                log.warning("a load's trace was not kept", extra={"plan_id": trace.plan_id, "error": repr(e)})
+                log.warning("failed to publish a load trace", extra={"plan_id": trace.plan_id, "error": repr(e)})
 
         return publish
 
@@ -208,7 +208,7 @@ class Outbox:
         try:
             await _surely(partial(self._catalog.put, card))
         except StoreFull as e:
-            log.error("a model is not in the catalogue", extra={"model": card.name, "error": e.message})
+            log.error("failed to write a model to the catalogue", extra={"model": card.name, "error": e.message})
             refused.append(e)
 
     async def _reply_job(self, effect: ReplyTo, refused: list[StoreFull]) -> None:
@@ -241,7 +241,7 @@ async def _surely(write: Job) -> None:
             await write()
             return
         except (NatsError, TimeoutError) as e:
-            log.warning("the catalogue cannot be written now", extra={"error": repr(e)})
+            log.warning("failed to write the catalogue; retrying", extra={"error": repr(e)})
             await asyncio.sleep(_RETRY_S)
 
 
@@ -251,7 +251,7 @@ async def _work(name: str, jobs: asyncio.Queue[Job]) -> None:
         try:
             await job()
         except Exception:  # a failed job must not end its lane
-            log.exception("an effect failed", extra={"lane": name})
+            log.exception("failed to carry out an effect", extra={"lane": name})
 
 
 def _before(effect: SendStart | SendResume, committed_at: float) -> tuple[PhaseSpan, ...]:

@@ -251,7 +251,7 @@ def _row(entity: Entity) -> dict[str, Any]:
                 "predicted_ms": entity.chosen.predicted_ms if entity.chosen else None,
                 "error_ms": entity.chosen.error_ms if entity.chosen else None,
             }
-    raise TypeError(f"{type(entity).__name__} is not kept in the database")
+    raise TypeError(f"{type(entity).__name__} is not a durable entity")
 
 
 def _fields(entity: Node | Instance | MeasuredMemory) -> dict[str, Any]:

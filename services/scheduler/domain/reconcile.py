@@ -115,4 +115,4 @@ def _give_up_hopeless_claims(tx: Transaction, node: str, device: str) -> None:
     for i in reversed(claims_on(tx.state, node, device)):
         if booking_of(tx.state, node, device).free_soon_bytes >= 0:
             return
-        stop_instance(tx, i, "drain", "its room is not coming free")
+        stop_instance(tx, i, "drain", "its memory is not becoming free")

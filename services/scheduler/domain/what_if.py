@@ -84,7 +84,7 @@ def _one_more(state: ClusterState, model: Model, running: list[Instance], now: f
         way=placement.way,
         chosen=placement.chosen,
         candidates=placement.candidates,
-        reason=f"it runs already ({there}), so that nothing would be started; one more: {placement.reason}",
+        reason=f"it already runs ({there}), so nothing would start; one more: {placement.reason}",
     )
 
 
@@ -102,10 +102,10 @@ def _changes(state: ClusterState, assumption: Assumption, now: float) -> tuple[l
 
 def _added(state: ClusterState, a: AssumeNode, now: float) -> tuple[list[Change], str]:
     if a.node in state.nodes:
-        raise Conflict(f"there is a node {a.node!r} already; to change it: budget={a.node}/DEVICE:BYTES", param="what_if")
+        raise Conflict(f"node {a.node!r} already exists. To change it, write budget={a.node}/DEVICE:BYTES", param="what_if")
     like = next((n for _, n in sorted(state.nodes.items()) if n.devices), None)
     if like is None and (a.devices is None or a.nbytes is None):
-        raise NotFound("there is no node that the new one could be like: say add-node=NAME:DEVICES:BYTES", param="what_if")
+        raise NotFound("no node exists to copy. Write add-node=NAME:DEVICES:BYTES", param="what_if")
     kind = like.devices[0].kind if like is not None else "cuda"
     budget = a.nbytes if a.nbytes is not None else like.devices[0].budget_bytes if like is not None else 0
     count = a.devices if a.devices is not None else len(like.devices) if like is not None else 1

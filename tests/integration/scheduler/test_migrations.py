@@ -102,7 +102,7 @@ async def test_the_leader_ends_in_the_middle(site: Site) -> None:
     stop, task = site.schedulers[0]
     stop.set()
     await task
-    with pytest.raises(Unavailable, match="leads no longer"):
+    with pytest.raises(Unavailable, match="no longer the leader"):
         await asking
     site.scheduler(scheduler_name="second")
     await site.until(lambda: _leads(site, "second"))

@@ -75,7 +75,7 @@ def test_of_one_that_runs_it_says_where_one_more_would_go() -> None:
     w.model("a")
     w.up("a")
     found = ask(w, "a", AssumeNode(node="n2"))
-    assert found.plan.reason.startswith("it runs already (")
+    assert found.plan.reason.startswith("it already runs (")
     assert found.plan.chosen is not None
     assert found.plan.chosen.node == "n2"
 

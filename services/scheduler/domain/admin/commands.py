@@ -146,7 +146,7 @@ def _card(tx: Transaction, old: Model | None, spec: ModelSpec, infos: dict[str, 
     if info is None and old is not None and not _reads_differently(old.card.spec, spec):
         info = old.card.info
     if info is None:
-        raise Unavailable(f"{spec.name} was changed by someone else meanwhile; try again", should_retry=True)
+        raise Unavailable(f"{spec.name} was changed by a concurrent command. Try again", should_retry=True)
     if old is None:
         return ModelCard(spec=spec, info=info, created=int(tx.now), routes=routes_of(spec))
     restart = not same_content(info, old.card.info) or any(getattr(spec, f) != getattr(old.card.spec, f) for f in RESTART_FIELDS)
@@ -216,7 +216,7 @@ def _sleep(tx: Transaction, event: SleepRequested) -> None:
     if (base := model.card.spec.base) is not None:
         raise InvalidRequest(f"{model.key} is an adapter of {base} and has no instance of its own: thaw sleep {base}", param="name")
     tx.put(replace(model, sleep_requested=True))
-    _call_off_wakes(tx, model, Conflict(f"{model.key} was told to sleep while it was being woken"))
+    _call_off_wakes(tx, model, Conflict(f"{model.key} was put to sleep while it was being woken"))
     there = [i for i in tx.state.of_model(model.key) if not i.state.parked]
     critical_phases = tuple(i.instance_id for i in there if not i.is_claim)
     tx.put(Waiter(event.waiter, "sleep", model.key, event.at, critical_phases))
@@ -224,7 +224,7 @@ def _sleep(tx: Transaction, event: SleepRequested) -> None:
         back = (
             i.state is InstanceState.RESUMING and not i.is_claim
         )  # an instance that was suspended can be suspended again after it has resumed
-        stop_instance(tx, i, "suspend" if back else prefer_suspend(tx, i, "drain"), "told to sleep")
+        stop_instance(tx, i, "suspend" if back else prefer_suspend(tx, i, "drain"), "put to sleep by an operator")
 
 
 def _change_node(tx: Transaction, event: ChangeNodeRequested) -> None:

@@ -48,7 +48,7 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
     if i.trigger == TRIGGER and may_ask and (order := _parks(tx, i)) is not None:
         return order
     if not ready:
-        return ("drain", "nobody waits for it any more") if _unwanted(tx, i, model) else None
+        return ("drain", "no request waits for it") if _unwanted(tx, i, model) else None
     if may_ask and idle is not None and _idle_too_long(tx, i, model, idle):
         return prefer_suspend(tx, i, "if_idle") if resumes_faster(tx.state, i) else "if_idle", "idle for longer than keep_alive"
     return None
@@ -65,7 +65,7 @@ def _parks(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
     if seen is None or tx.state.waiting_count(i.model) or seen.status.load.completed:  # 1
         return None
     if seen.status.suspension.possible:  # 2
-        return "suspend_if_idle", "parked ahead of its first request"
+        return "suspend_if_idle", "parked before its first request"
     if i.ready_at is not None and tx.now - i.ready_at > tx.policy.park_timeout_s:  # 3
         reason = seen.status.suspension.reason or "its node cannot suspend it"
         record_park_impossible(tx, i.model, reason)

@@ -44,10 +44,10 @@ def _placed(tx: Transaction, model: Model, wish: ScaleUp) -> Placement:
     """Place a replica on a node without the model if one has room, for availability and bandwidth."""
     waited, kept = wish.waited_s(tx.now), wish.trigger == "min_replicas"
     if tx.state.live_instances(model):
-        alone = place(tx, model, waited, extra=wish.is_extra, kept_up_only=kept, apart=True)
+        alone = place(tx, model, waited, extra=wish.is_extra, min_replicas_only=kept, spread=True)
         if alone.chosen is not None:
             return alone
-    return place(tx, model, waited, extra=wish.is_extra, kept_up_only=kept)
+    return place(tx, model, waited, extra=wish.is_extra, min_replicas_only=kept)
 
 
 def _note(tx: Transaction, wish: ScaleUp, placement: Placement) -> PlanRecord:

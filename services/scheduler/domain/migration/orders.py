@@ -36,7 +36,7 @@ AT_ONCE = ("drain", "placement")
 TRIGGER = "migrate"
 UNCLAIMED_S = 10.0
 """An order that no migrator has claimed by then is cancelled."""
-NO_MIGRATOR = "no migrator takes it up; start one: python -m services.migrator"
+NO_MIGRATOR = "no migrator claims the order. Start one: python -m services.migrator"
 RETRY_S = 5.0
 """A drained node's instance is not asked to migrate again before this."""
 
@@ -73,13 +73,11 @@ def _check(tx: Transaction, source: Instance, event: MigrationRequested) -> Mode
     """
     model = tx.state.models.get(source.model)
     if source.state is not InstanceState.READY and source.state is not InstanceState.DRAINING:
-        raise Conflict(f"{source.label} is {source.state.value} and serves nothing that could move", param="instance_id")
+        raise Conflict(f"{source.label} is {source.state.value} and serves no request", param="instance_id")
     if model is None or source.generation != model.card.generation:
-        raise Conflict(
-            f"{source.model} was changed or removed: what the old instance serves is finished there", param="instance_id"
-        )
+        raise Conflict(f"{source.model} was changed or removed. The old instance finishes its requests", param="instance_id")
     if not _can_move(model):
-        raise UnsupportedParameter(f"{model.card.spec.engine} cannot go on with what another engine began: {model.key} cannot move")
+        raise UnsupportedParameter(f"{model.card.spec.engine} cannot continue another engine's response: {model.key} cannot move")
     if event.node:
         node = tx.state.nodes.get(event.node)
         if node is None:
@@ -89,7 +87,7 @@ def _check(tx: Transaction, source: Instance, event: MigrationRequested) -> Mode
         if event.node == source.node and (not event.device or source.device_ids == (event.device,)):
             raise InvalidRequest(f"{source.label} is on {event.node} already", param="node")
     elif event.device:
-        raise InvalidRequest("a device needs its node: --to NODE:DEVICE", param="device")
+        raise InvalidRequest("the destination names a device without its node. Write --to NODE:DEVICE", param="device")
     for other in tx.state.migrations.values():
         if event.request_id is None and other.is_whole_instance and other.source == source.instance_id:
             raise Conflict(f"{source.label} is just being moved ({other.migration_id})")
@@ -254,7 +252,7 @@ def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -
     """Start a new destination. Without room an operator's request fails, and a drain waits."""
     if move.destination:  # it was started, and has gone since
         why = model.error or "it did not become ready"
-        if _refuse(tx, move, Unavailable(f"{model.key} could not be started where it was to move: {why}").body()):
+        if _refuse(tx, move, Unavailable(f"{model.key} could not be started at the destination: {why}").body()):
             return None
         move = replace(move, destination="", waiting_reason=why)
         tx.put(move)
@@ -262,7 +260,7 @@ def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -
         return None
     placement = place(tx, model, 0.0, only=(move.node, move.device) if move.node else None)
     if placement.chosen is None:
-        if not _refuse(tx, move, InsufficientMemory(f"{model.key} has no room where it was to move: {placement.reason}").body()):
+        if not _refuse(tx, move, InsufficientMemory(f"{model.key} has no room at the destination: {placement.reason}").body()):
             tx.put(replace(move, waiting_reason=placement.reason))
             tx.put(Cooldown(_pause(move.source), tx.now + tx.policy.refusal_cooldown_s))
         return None

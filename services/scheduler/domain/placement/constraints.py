@@ -25,13 +25,13 @@ Excludes = Callable[[Booking], str]
 """Returns why a model may not run on a device; empty: it may."""
 
 
-def placement_rule(state: ClusterState, model: Model, *, apart: bool = False) -> Excludes | None:
+def placement_rule(state: ClusterState, model: Model, *, spread: bool = False) -> Excludes | None:
     """Return the check of devices for the model; None: no rule applies.
 
-    `apart`: as if the model had the spread rule.
+    `spread`: as if the model had the spread rule.
     """
     rules = model.card.spec.placement
-    if apart and not rules.spread:
+    if spread and not rules.spread:
         rules = rules.model_copy(update={"spread": True})
     if not rules.any and not state.anti_affine:
         return None
@@ -52,7 +52,7 @@ def confine_to(node: str, device: str, further: Excludes | None) -> Excludes:
 
     def excludes(b: Booking) -> str:
         if b.node != node or (device and b.device_id != device):
-            return "it is wanted elsewhere"
+            return "the destination is another node or device"
         return further(b) if further is not None else ""
 
     return excludes
@@ -70,7 +70,7 @@ def _node(state: ClusterState, model: Model, rules: PlacementRules, name: str) -
     for label, value in rules.labels.items():  # 1
         if label not in labels or value not in ("*", labels[label]):
             has = f"it is {labels[label]}" if label in labels else "the node has no such label"
-            return f"placement.labels wants {label}={value}: {has}"
+            return f"placement.labels requires {label}={value}: {has}"
     for pattern in rules.anti_affinity:  # 3
         label, is_label, value = pattern.partition("=")
         if is_label and label in labels and value in ("*", labels[label]):

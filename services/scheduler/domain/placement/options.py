@@ -10,42 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from services.scheduler.domain.cost.cost import Cost, Way
-from services.scheduler.domain.estimates.start_times import Forecast, Prediction
+from services.scheduler.domain.estimates.start_times import Prediction
 from services.scheduler.domain.formatting import gib
-from services.scheduler.domain.placement.constraints import Excludes
-from services.scheduler.domain.placement.victims import Asking, clear_device, device_view
-from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Clearance, DeviceView, Option, Profile
+from services.scheduler.domain.placement.request import PlacementRequest
+from services.scheduler.domain.placement.victims import clear_device, device_view
+from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Clearance, DeviceView, Option
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.device_memory import per_device_bytes, resume_need_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.values import replace, value
+from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import Candidate
 from shared.contracts.plans import Way as PlanWay
 
 _SEVERITY = ("none", "leaving", "evict", "suspend", "migrate", "preempt")
 _LEAVING = Clearance("leaving")
-
-
-@value(frozen=True, slots=True)
-class PlacementRequest:
-    """A placement to decide.
-
-    Attributes:
-        need: Bytes on each of its `devices`.
-        avoid: Devices (node/device) where the model has just failed.
-    """
-
-    asking: Asking
-    profile: Profile
-    need: int
-    devices: int
-    avoid: tuple[str, ...]
-    forecast: Forecast
-    any_paused: bool
-    excludes: Excludes | None
 
 
 class FeasiblePlacement(NamedTuple):
@@ -92,39 +73,41 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
     clearance = combine([f.clearance for f in fits])
     if clearance.moves and _in_each_others_way(clearance, devices):
         return excluded_candidate(
-            devices[0], r.need, f"needs {gib(r.need)} of each device, and those that serve there have nowhere else to go on"
+            devices[0],
+            r.need_bytes,
+            f"needs {gib(r.need_bytes)} on each device, and the serving instances there have no migration target",
         )
     prediction = r.forecast.predict(devices[0], leaving=clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, tuple([f.device for f in fits]), prediction, clearance)
     ids = tuple([b.device_id for b in devices])
-    return FeasiblePlacement(option, devices[0].node, ids, r.need, prediction, max([f.short_bytes for f in fits]))
+    return FeasiblePlacement(option, devices[0].node, ids, r.need_bytes, prediction, max([f.short_bytes for f in fits]))
 
 
 def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | FeasiblePlacement:
     if (
-        r.need <= b.free_bytes and not (b.closed_reason or r.any_paused) and r.excludes is None
+        r.need_bytes <= b.free_bytes and not (b.closed_reason or r.has_cooldowns) and r.excludes is None
     ):  # the usual case, without the general path
         prediction = r.forecast.predict(b, leaving=False)
         view = DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, has_failed=b.key in r.avoid)
-        return FeasiblePlacement(_load(tx, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), r.need, prediction)
+        return FeasiblePlacement(_load(tx, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), r.need_bytes, prediction)
     fit = _open_for(tx, r, b)
     if isinstance(fit, Candidate):
         return fit
     prediction = r.forecast.predict(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, (fit.device,), prediction, fit.clearance)
-    return FeasiblePlacement(option, b.node, (b.device_id,), r.need, prediction, fit.short_bytes)
+    return FeasiblePlacement(option, b.node, (b.device_id,), r.need_bytes, prediction, fit.short_bytes)
 
 
 def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | DeviceFit:
     """Return how one device gets room for its share of the model, or why it does not."""
     if b.closed_reason:
-        return excluded_candidate(b, r.need, b.closed_reason)
+        return excluded_candidate(b, r.need_bytes, b.closed_reason)
     if r.excludes is not None and (why := r.excludes(b)):
-        return excluded_candidate(b, r.need, why)
-    if r.need > b.budget_bytes:
-        return excluded_candidate(b, r.need, f"needs {gib(r.need)}, its budget is {gib(b.budget_bytes)}", "impossible")
-    fit = _fit(tx, r, b, r.need)
-    return excluded_candidate(b, r.need, fit) if isinstance(fit, str) else fit
+        return excluded_candidate(b, r.need_bytes, why)
+    if r.need_bytes > b.budget_bytes:
+        return excluded_candidate(b, r.need_bytes, f"needs {gib(r.need_bytes)}, its budget is {gib(b.budget_bytes)}", "impossible")
+    fit = _fit(tx, r, b, r.need_bytes)
+    return excluded_candidate(b, r.need_bytes, fit) if isinstance(fit, str) else fit
 
 
 def _load(tx: Transaction, devices: tuple[DeviceView, ...], prediction: Prediction, clearance: Clearance) -> Option:
@@ -169,7 +152,7 @@ def resume_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidat
 
 def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceFit | str:
     """Return how one device gets room for `need` bytes, or why it does not."""
-    if r.any_paused and tx.is_cooling_down(b.key):
+    if r.has_cooldowns and tx.is_cooling_down(b.key):
         return "its nodeagent has just refused a reservation"
     failed = b.key in r.avoid
     if need <= b.free_bytes:
@@ -177,7 +160,7 @@ def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceF
     if need <= b.free_soon_bytes:
         return DeviceFit(device_view(b, failed=failed), _LEAVING, 0)
     short = need - b.free_soon_bytes
-    view, clearance = clear_device(tx, r.asking, b, short, r.profile.clear, failed=failed)
+    view, clearance = clear_device(tx, r, b, short, failed=failed)
     if isinstance(clearance, str):
         return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}"
     return DeviceFit(view, clearance, short)
@@ -246,4 +229,7 @@ def _rank(tx: Transaction, r: PlacementRequest, b: Booking) -> tuple[int, bool]:
         b.budget_bytes,
     )
     open_ = not b.closed_reason and not tx.is_cooling_down(b.key) and not (r.excludes is not None and r.excludes(b))
-    return (next((n for n, room in enumerate(steps) if r.need <= room), len(steps)) if open_ else len(steps) + 1, b.key in r.avoid)
+    return (
+        next((n for n, room in enumerate(steps) if r.need_bytes <= room), len(steps)) if open_ else len(steps) + 1,
+        b.key in r.avoid,
+    )

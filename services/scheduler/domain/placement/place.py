@@ -29,9 +29,9 @@ from services.scheduler.domain.estimates.memory_needs import device_count, start
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.constraints import confine_to, placement_rule
-from services.scheduler.domain.placement.options import FeasiblePlacement, PlacementRequest, device_sets, load_option, resume_option
+from services.scheduler.domain.placement.options import FeasiblePlacement, device_sets, load_option, resume_option
+from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.placement.shortlist import SHORTLIST_SIZE, shortlists
-from services.scheduler.domain.placement.victims import Asking
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask
 from services.scheduler.domain.state.booking import Booking, device_key
@@ -69,9 +69,9 @@ def place(
     waited: float,
     *,
     extra: bool = False,
-    kept_up_only: bool = False,
+    min_replicas_only: bool = False,
     only: tuple[str, str] | None = None,
-    apart: bool = False,
+    spread: bool = False,
 ) -> Placement:
     """Decide for `model`.
 
@@ -80,12 +80,12 @@ def place(
         model: The model.
         waited: Seconds that it has waited.
         extra: One more replica, which no request needs.
-        kept_up_only: Only `replicas.min` needs it.
+        min_replicas_only: Only `replicas.min` needs it.
         only: The node and device (empty: any of the node) that it is confined to.
-        apart: Not on a node that runs an instance of it.
+        spread: Not on a node that runs an instance of it.
     """
     trouble = tx.state.failures.get(model.key)
-    if kept_up_only and trouble and trouble.not_before > tx.now:  # 1
+    if min_replicas_only and trouble and trouble.not_before > tx.now:  # 1
         return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
     if not any(alive(p) for p in tx.state.presence.values()):  # 2
         reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
@@ -95,9 +95,11 @@ def place(
     devices = device_count(model.card)
     whole = start_bytes(tx.state, model.card)
     need = -(-whole // devices)
-    excludes = placement_rule(tx.state, model, apart=apart)
+    excludes = placement_rule(tx.state, model, spread=spread)
     request = PlacementRequest(
-        Asking(model, ask_of(tx, model, whole, waited, extra=extra), not extra and waited >= tx.policy.preempt_after_s, extra),
+        model,
+        ask_of(tx, model, whole, waited, extra=extra),
+        not extra and waited >= tx.policy.preempt_after_s,
         thaw.PROFILE if starving(tx, waited) else tx.policy.profile,
         need,
         devices,
@@ -124,7 +126,7 @@ def place(
 def _shortlists(tx: Transaction, r: PlacementRequest) -> Iterator[list[tuple[Booking, ...]]]:
     """Yield groups of devices, or of device sets, until one contains an option."""
     if r.devices == 1:
-        for devices in shortlists(tx, r.need, r.avoid, r.forecast, r.excludes):
+        for devices in shortlists(tx, r.need_bytes, r.avoid, r.forecast, r.excludes):
             yield [(b,) for b in devices]
         return
     sets = device_sets(tx, r)
@@ -169,10 +171,10 @@ def starving(tx: Transaction, waited: float) -> bool:
 def _chosen(
     tx: Transaction, r: PlacementRequest, possible: list[FeasiblePlacement], considered: list[Candidate | FeasiblePlacement]
 ) -> Placement:
-    seed = f"{tx.state.epoch}/{tx.numbers_issued()}/{r.asking.model.key}"
-    option = r.profile.choose(r.asking.ask, [p.option for p in possible], seed)
+    seed = f"{tx.state.epoch}/{tx.numbers_issued()}/{r.model.key}"
+    option = r.profile.choose(r.ask, [p.option for p in possible], seed)
     if option is None:
-        reason = f"the policy {r.profile.name} takes none of the ways that there are"
+        reason = f"the policy {r.profile.name} accepts none of the options"
         return Placement("wait", reason, _candidates(considered))
     best = next(p for p in possible if p.option is option)
     chosen = _recorded(best)
@@ -266,14 +268,14 @@ def _elsewhere(p: FeasiblePlacement, like: Candidate) -> Candidate:
 def _why(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
     if best.resume is not None:
-        gone = f" once these have left: {labels}" if labels else ""
+        gone = f" once these are evicted: {labels}" if labels else ""
         return f"{best.resume} is suspended on {at} and comes back soonest{gone}"
     match best.option.clearance.how:
         case "none":
             return f"{at} has room and is predicted to be ready soonest"
         case "leaving":
-            return f"{at} has room once those already leaving have left"
+            return f"{at} has room once the stopping instances are gone"
         case "preempt" | "migrate":
-            return f"waited too long: on {at} these are drained though they serve: {labels}"
+            return f"waited too long: these serving instances on {at} are drained: {labels}"
         case _:
-            return f"{at} has room once these idle instances have left: {labels}"
+            return f"{at} has room once these idle instances are evicted: {labels}"

@@ -86,7 +86,7 @@ def _regret(tx: Transaction, wish: ScaleUp) -> float:
 
     Infinity with one place only, negative without any.
     """
-    placement = place(tx, wish.model, wish.waited_s(tx.now), extra=wish.is_extra, kept_up_only=wish.trigger == "min_replicas")
+    placement = place(tx, wish.model, wish.waited_s(tx.now), extra=wish.is_extra, min_replicas_only=wish.trigger == "min_replicas")
     if placement.chosen is None:
         return -1.0
     costs = sorted(c.predicted_ms + c.others_ms for c in placement.candidates if c.excluded is None and c.predicted_ms is not None)

@@ -2,7 +2,7 @@
 
 Never a victim: an instance that is pinned, kept by `replicas.min`, starting, stopping, or that has
 just refused; and one younger than `min_active_s` whose own requests are on their way. Without
-`preempt`: one that serves, unless its requests can migrate. Stopping instances, claims and the
+`may_preempt`: one that serves, unless its requests can migrate. Stopping instances, claims and the
 model's own instances are left out: the device's booking accounts for them.
 """
 
@@ -12,38 +12,25 @@ from services.scheduler.domain.cost.formulas import reuse_odds
 from services.scheduler.domain.estimates.migration_times import resume_requests_s
 from services.scheduler.domain.estimates.start_times import restart_s
 from services.scheduler.domain.placement.migration_targets import migration_targets
-from services.scheduler.domain.policies.port import Ask, Clear, Clearance, DeviceView, Resident
+from services.scheduler.domain.placement.request import PlacementRequest
+from services.scheduler.domain.policies.port import Clearance, DeviceView, Resident
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.device_memory import can_suspend, held_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance, Model
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
 
-@value(frozen=True, slots=True)
-class Asking:
-    """The model that needs room.
-
-    `preempt`: serving instances may be drained. `extra`: models with demand keep their instances.
-    """
-
-    model: Model
-    ask: Ask
-    preempt: bool
-    extra: bool
-
-
 def clear_device(
-    tx: Transaction, asking: Asking, b: Booking, short: int, clear: Clear, *, failed: bool
+    tx: Transaction, request: PlacementRequest, b: Booking, short: int, *, failed: bool
 ) -> tuple[DeviceView, Clearance | str]:
     """Return the device, and the victims that free `short` bytes, or why there are too few."""
-    view = device_view(b, failed=failed, residents=residents(tx, asking, b))
-    clearance = clear(asking.ask, view, short, tx.now)
-    if clearance is not None and _holds(view, clearance, short, preempt=asking.preempt):
+    view = device_view(b, failed=failed, residents=residents(tx, request, b))
+    clearance = request.profile.clear(request.ask, view, short, tx.now)
+    if clearance is not None and _holds(view, clearance, short, preempt=request.may_preempt):
         return view, clearance
     obstacles = "; ".join(f"{r.model} ({r.key}) {r.protected_reason}" for r in view.residents if r.protected_reason)
-    return view, obstacles or "nothing there can leave"
+    return view, obstacles or "no instance there can be evicted"
 
 
 def device_view(b: Booking, *, failed: bool, residents: tuple[Resident, ...] = ()) -> DeviceView:
@@ -54,15 +41,15 @@ NOISE_S = 0.05
 """Two measurements of one start differ by this much: of equal instances the longest idle goes."""
 
 
-def residents(tx: Transaction, asking: Asking, b: Booking) -> tuple[Resident, ...]:
+def residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[Resident, ...]:
     """Return the instances that hold memory of the device and could leave."""
     there = tx.state.on_device(b.node, b.device_id)
     return tuple(
-        [_resident(tx, i, asking, b) for i in there if not i.is_claim and i.leaving == "no" and i.model != asking.model.key]
+        [_resident(tx, i, request, b) for i in there if not i.is_claim and i.leaving == "no" and i.model != request.model.key]
     )
 
 
-def _resident(tx: Transaction, i: Instance, asking: Asking, b: Booking) -> Resident:
+def _resident(tx: Transaction, i: Instance, request: PlacementRequest, b: Booking) -> Resident:
     owner = tx.state.models.get(i.model)
     seen = tx.state.reports.get(i.instance_id)
     load = seen.status.load if seen is not None else None
@@ -79,7 +66,7 @@ def _resident(tx: Transaction, i: Instance, asking: Asking, b: Booking) -> Resid
         state, used = "idle", idle
     waiting = tx.state.waiting_count(i.model)
     wanted = waiting > 0
-    moves = migration_targets(tx, i, owner, b) if state == "serving" and owner is not None and not asking.extra else ()
+    moves = migration_targets(tx, i, owner, b) if state == "serving" and owner is not None and not request.ask.is_extra else ()
     return Resident(
         key=i.instance_id,
         model=i.model,
@@ -96,7 +83,7 @@ def _resident(tx: Transaction, i: Instance, asking: Asking, b: Booking) -> Resid
         resume_s=resume_requests_s(tx.state, i) if state == "serving" else None,
         moves=moves,
         replicas=_copies(tx, owner),
-        protected_reason=_protected(tx, i, owner, asking, wanted=wanted, moves=bool(moves)) or "",
+        protected_reason=_protected(tx, i, owner, request, wanted=wanted, moves=bool(moves)) or "",
     )
 
 
@@ -119,7 +106,9 @@ def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
     return anew if resume_ms is None else min(anew, resume_ms / 1e3)
 
 
-def _protected(tx: Transaction, i: Instance, owner: Model | None, asking: Asking, *, wanted: bool, moves: bool) -> str | None:
+def _protected(
+    tx: Transaction, i: Instance, owner: Model | None, request: PlacementRequest, *, wanted: bool, moves: bool
+) -> str | None:
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
     if tx.state.inbound_migration(i.instance_id) is not None:
@@ -134,14 +123,14 @@ def _protected(tx: Transaction, i: Instance, owner: Model | None, asking: Asking
     if owner is not None and kept and i.generation == owner.card.generation:
         ready = sum(1 for other in tx.state.live_instances(owner) if other.state is InstanceState.READY)
         if ready <= owner.card.spec.replicas.min:
-            return "is kept up by replicas.min"
-    if not asking.preempt and not moves and tx.is_cooling_down(i.instance_id):
+            return "is kept by replicas.min"
+    if not request.may_preempt and not moves and tx.is_cooling_down(i.instance_id):
         return "is serving"
-    if asking.extra and wanted:
+    if request.ask.is_extra and wanted:
         return "is wanted"
     if i.trigger != "park" and tx.now - i.ready_at < tx.policy.min_active_s and (wanted or _never_served(tx, i)):
-        return "has just become ready for those who wait for it"
-    if not asking.preempt and not moves and tx.idle_since(i.instance_id) is None:
+        return "has just become ready for its waiting requests"
+    if not request.may_preempt and not moves and tx.idle_since(i.instance_id) is None:
         return "is serving"
     return None
 

@@ -245,5 +245,5 @@ PROFILE = Profile(
     scale=scale,
     uses=frozenset({"sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate"}),
     slo_queue=True,
-    about="Thaw's own: every way there is, the least time for all under the cost model.",
+    about="Thaw's own policy: the least total time under the cost model.",
 )

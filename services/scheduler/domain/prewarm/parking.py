@@ -104,7 +104,7 @@ def _placed(tx: Transaction, model: Model, rooms: list[FreeDevice]) -> Placement
         spread_ms=prediction.cost.spread_s * 1e3,
         queued_ms=prediction.queued_ms,
     )
-    return Placement("load", f"parked ahead of its first request: {_names(best)} has room", (chosen,), chosen)
+    return Placement("load", f"parked before its first request: {_names(best)} has room", (chosen,), chosen)
 
 
 def device_sets_of(rooms: list[FreeDevice], devices: int) -> list[FreeDevices]:
@@ -125,11 +125,11 @@ def device_sets_of(rooms: list[FreeDevice], devices: int) -> list[FreeDevices]:
 def requests_have_priority(state: ClusterState, now: float, policy: Policy) -> str:
     """Return why nothing is started for parking now; empty: something may be."""
     if now - state.recovered_at < policy.demand_grace_s:
-        return "the scheduler has just begun"
+        return "the scheduler has just started"
     if any(m.waiting for m in state.demand.values()) or any(w.kind == "wake" for w in state.waiters.values()):
         return "requests come first"
     if any(i.state.starting and i.trigger != TRIGGER for i in state.instances.values()):
-        return "starts that somebody waits for come first"
+        return "starts for waiting requests come first"
     return ""
 
 
@@ -213,7 +213,7 @@ def park_view(state: ClusterState, model: Model, now: float, policy: Policy) -> 
         return ParkView(state="parked")
     if any(not is_parking(i) for i in there):
         up = any(i.state is InstanceState.READY for i in there)
-        return ParkView(state="up" if up else "queued", reason="" if up else "it is being started or is leaving")
+        return ParkView(state="up" if up else "queued", reason="" if up else "it is starting or stopping")
     if there:
         return ParkView(state="starting" if there[0].state.starting else "suspending")
     trouble = state.park_failures.get(model.key)
@@ -234,7 +234,7 @@ def _waits(state: ClusterState, model: Model, now: float, policy: Policy) -> Par
         return ParkView(state="queued", reason=first)
     rooms, need = find_free_devices(state, now, policy), start_bytes(state, model.card)
     if any(is_parking(i) for i in state.instances.values()):
-        return ParkView(state="queued", reason="others are being parked")
+        return ParkView(state="queued", reason="other models are being parked")
     excludes, count = placement_rule(state, model), device_count(model.card)
     sets = device_sets_of(rooms, count)
     reasons = [park_obstacle(s, model.card, need, excludes) for s in sets]
@@ -242,4 +242,4 @@ def _waits(state: ClusterState, model: Model, now: float, policy: Policy) -> Par
         return ParkView(state="waiting", reason=f"no node has {count} devices that may be used now")
     if sets and all(reasons):
         return ParkView(state="waiting", reason="; ".join(reasons))
-    return ParkView(state="queued", reason="" if rooms else "no node may be used now")
+    return ParkView(state="queued", reason="" if rooms else "no node accepts starts now")

@@ -290,6 +290,6 @@ def test_replicas_min_brings_back_what_is_suspended(w: World) -> None:
     w.sleep("a")
     w.finish_stops()
     w.tick(3)
-    assert running.state is SUSPENDED, "told to sleep"
+    assert running.state is SUSPENDED, "put to sleep by an operator"
     w.demand("a")
     assert running.state is InstanceState.RESUMING

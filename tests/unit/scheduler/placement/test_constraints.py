@@ -44,13 +44,13 @@ def test_labels_choose_nodes() -> None:
     w = world()
     assert placed(w, "any", labels={"zone": "*"}) in ZONES
     assert placed(w, "first", labels={"zone": "a"}) == "n1"
-    assert excluded(w, "first")["n2"] == "placement.labels wants zone=a: it is b"
+    assert excluded(w, "first")["n2"] == "placement.labels requires zone=a: it is b"
 
 
 def test_nowhere_to_go_waits_and_says_why_of_each_node() -> None:
     w = world()
     assert placed(w, "m", labels={"gpu": "h200"}) == ""
-    assert set(excluded(w, "m").values()) == {"placement.labels wants gpu=h200: the node has no such label"}
+    assert set(excluded(w, "m").values()) == {"placement.labels requires gpu=h200: the node has no such label"}
     w.agents["n3"].labels = {"gpu": "h200"}
     w.tick(1)
     w.tick(0.25)

@@ -68,7 +68,7 @@ def test_a_device_that_is_taken_keeps_it_off_the_node_until_all_have_room() -> N
     w.tick(3)
     noted = w.demand("wide")
     assert noted.outlook == "waiting"
-    assert "have nowhere else to go on" in noted.reason
+    assert "have no migration target" in noted.reason
     assert booking_of(w.state, "n0", "cuda:0").claimed_bytes == booking_of(w.state, "n0", "cuda:1").claimed_bytes == 0
     small.active = 0
     w.tick(3)

@@ -1,0 +1,38 @@
+"""The request of one placement decision."""
+
+from __future__ import annotations
+
+from services.scheduler.domain.estimates.start_times import Forecast
+from services.scheduler.domain.placement.constraints import Excludes
+from services.scheduler.domain.policies.port import Ask, Profile
+from services.scheduler.domain.state.entities import Model
+from services.scheduler.domain.values import value
+
+
+@value(frozen=True, slots=True)
+class PlacementRequest:
+    """A model that needs one more instance, and what limits where it may go.
+
+    Attributes:
+        model: The model.
+        ask: The policy's view of it.
+        may_preempt: Serving instances may be drained for it.
+        profile: The policy that chooses.
+        need_bytes: Bytes on each of its `devices`.
+        devices: Number of devices of one node.
+        avoid: Devices (node/device) where the model has just failed.
+        forecast: Its predicted start times.
+        has_cooldowns: Some instance or device is cooling down.
+        excludes: Placement rules; None: no rule applies.
+    """
+
+    model: Model
+    ask: Ask
+    may_preempt: bool
+    profile: Profile
+    need_bytes: int
+    devices: int
+    avoid: tuple[str, ...]
+    forecast: Forecast
+    has_cooldowns: bool
+    excludes: Excludes | None

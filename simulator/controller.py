@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from services.scheduler.domain.policies import torpor_queue
 from services.scheduler.domain.policies.port import Ask, Option, Usage
 from simulator.departures import Departures
-from simulator.hardware import SimDevice
-from simulator.instances import Instance, Run
+from simulator.instances import Instance, Run, SimDevice, SimModel
 from simulator.migrations import Migrations
-from simulator.models import SimModel
 from simulator.options import Options
 from simulator.pipelines import Pipelines
 from simulator.report import Outcome, Served

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from services.scheduler.domain.policies.port import Clearance
 from simulator.clock import Timer
 from simulator.config import GB
-from simulator.hardware import SimDevice
-from simulator.instances import Instance, Run
+from simulator.instances import Instance, Run, SimDevice
 from simulator.migrations import Migrations
 from simulator.options import Options
 from simulator.starts import Starts

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from simulator.controller import Controller
-from simulator.hardware import SimNode
-from simulator.instances import Instance, Run
+from simulator.instances import Instance, Run, SimNode
 from simulator.world import World
 
 Fail = Callable[[SimNode, float], None]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from simulator.hardware import SimNode
+from simulator.instances import SimNode
 from simulator.links import Flow, Link
 
 Key = tuple[str, str, int, int]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Literal
+from typing import Generic, Literal, TypeVar
 
+from services.scheduler.domain.policies.port import DeviceView
 from simulator.clock import Clock
 from simulator.config import GB, NodeGroup
 from simulator.links import Link, Network
 
-if TYPE_CHECKING:
-    from services.scheduler.domain.policies.port import DeviceView
-    from simulator.instances import Instance
-
 Tier = Literal["dram", "ssd", "remote"]
+InstanceT = TypeVar("InstanceT")
+"""Instances, which this module only stores (instances.py)."""
 
 
 class Cache:
@@ -80,7 +79,7 @@ class Kept:
         self.model, self.nbytes, self.last_used = model, nbytes, last_used
 
 
-class SimDevice:
+class Device(Generic[InstanceT]):
     """`booked`: bytes that instances hold; `promised`: bytes that planned ones will, once there is room; `kept`: weights left behind."""
 
     __slots__ = (
@@ -105,15 +104,15 @@ class SimDevice:
         "view_of",
     )
 
-    def __init__(self, node: SimNode, index: int, group: NodeGroup) -> None:
+    def __init__(self, node: Node[InstanceT], index: int, group: NodeGroup) -> None:
         self.key, self.node, self.index = f"{node.name}/{index}", node, index
         self.budget = int(group.device_gb * GB)
         self.booked = self.promised = self.kept_bytes = 0
-        self.instances: dict[str, Instance] = {}
+        self.instances: dict[str, InstanceT] = {}
         self.kept: dict[str, Kept] = {}
         self.link = Link(f"{self.key} device", group.links.device * GB, "device" in group.links.sequential)
         self.bus: Link | None = None
-        self.neighbours: tuple[SimDevice, ...] = ()
+        self.neighbours: tuple[Device[InstanceT], ...] = ()
         self.loading: dict[str, bool] = {}
         """Instances that load over the bus, and whether they are heavy."""
         self.busy, self.busy_since, self.busy_s = 0, 0.0, 0.0
@@ -160,7 +159,7 @@ class SimDevice:
             self.busy_s += now - self.busy_since
 
 
-class SimNode:
+class Node(Generic[InstanceT]):
     def __init__(self, name: str, group: NodeGroup, clock: Clock) -> None:
         self.name, self.group, self.alive = name, group, True
         self.network = Network(clock)
@@ -169,7 +168,7 @@ class SimNode:
         self.nic = Link(f"{name} remote", links.remote * GB, "remote" in links.sequential)
         self.disk = Link(f"{name} ssd", links.ssd * GB, "ssd" in links.sequential)
         self.peers: dict[tuple[int, int], Link] = {}
-        self.devices = tuple(SimDevice(self, n, group) for n in range(group.devices))
+        self.devices = tuple(Device(self, n, group) for n in range(group.devices))
         if links.bus is not None:
             for first in range(0, group.devices, links.bus_devices):
                 neighbours = self.devices[first : first + links.bus_devices]
@@ -189,7 +188,7 @@ class SimNode:
             return ()
         return (self.disk,) if tier == "ssd" else (self.nic,)
 
-    def peer(self, source: SimDevice, target: SimDevice) -> Link | None:
+    def peer(self, source: Device[InstanceT], target: Device[InstanceT]) -> Link | None:
         speed = self.group.links.between(source.index, target.index)
         if speed <= 0:
             return None

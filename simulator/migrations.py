@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from simulator.hardware import SimDevice
-from simulator.instances import Instance, Run
+from simulator.instances import Instance, Run, SimDevice
 from simulator.starts import Start, Starts
 from simulator.world import World
 

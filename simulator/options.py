@@ -9,8 +9,7 @@ from dataclasses import replace
 from services.scheduler.domain.cost.cost import Cost, Way
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Capability, Clearance, Option
 from simulator.config import Batching
-from simulator.hardware import SimDevice
-from simulator.models import SimModel
+from simulator.instances import SimDevice, SimModel
 from simulator.policies import hydraserve
 from simulator.policies.hydraserve_ledger import Ledger, accepts, begun, ended, share
 from simulator.world import World

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.scheduler.domain.policies.port import Option
-from simulator.hardware import SimDevice, SimNode, Tier
-from simulator.instances import Instance, Part
+from simulator.hardware import Tier
+from simulator.instances import Instance, Part, SimDevice, SimModel, SimNode
 from simulator.links import Flow
-from simulator.models import SimModel
 from simulator.options import Options
 from simulator.world import World
 

@@ -10,9 +10,7 @@ from services.scheduler.domain.policies.port import Ask, Capability, Demand, Dev
 from simulator.clock import Clock
 from simulator.config import ClusterFile, ModelGroup, names_of
 from simulator.fetches import Fetches
-from simulator.hardware import SimDevice, SimNode
-from simulator.instances import Instance
-from simulator.models import SimModel
+from simulator.instances import Instance, SimDevice, SimModel, SimNode
 from simulator.report import Outcome
 
 HORIZON_S = 60.0

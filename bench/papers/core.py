@@ -14,8 +14,7 @@ from services.scheduler.domain.policies.port import Profile, Resident
 from simulator.config import ClusterFile, ModelGroup
 from simulator.controller import Controller
 from simulator.failures import schedule
-from simulator.hardware import SimDevice
-from simulator.instances import Instance
+from simulator.instances import Instance, SimDevice
 from simulator.report import Outcome
 from simulator.workloads.request import Request
 from simulator.world import World

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from shared.contracts.demand import ARRIVALS_WINDOW_S, DEMAND_INTERVAL_S, Demand
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.telemetry.critical_path import critical_path
-from simulator.instances import Run
+from simulator.instances import Run, SimModel
 from simulator.mesh.machine import MeshInstance
-from simulator.models import SimModel
 from simulator.report import Served
 from simulator.workloads.request import Request
 from simulator.world import World

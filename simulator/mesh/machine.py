@@ -10,8 +10,7 @@ from shared.contracts.engine import EngineLoad
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus, StartInstance, Suspension
 from shared.contracts.phases import Phase, PhaseSpan
-from simulator.hardware import SimDevice, SimNode
-from simulator.instances import Instance
+from simulator.instances import Instance, SimDevice, SimNode
 from simulator.links import Flow, Link
 
 

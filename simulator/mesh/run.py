@@ -40,8 +40,7 @@ from shared.contracts.node import NODE_LOST_AFTER_S, STATUS_INTERVAL_S
 from shared.contracts.phases import Phase
 from simulator.config import GB, ClusterFile, ModelGroup
 from simulator.failures import drawn
-from simulator.hardware import SimNode
-from simulator.instances import Run
+from simulator.instances import Run, SimNode
 from simulator.mesh.agents import Agents, Recorded, Spans, StartTimes
 from simulator.mesh.gateway import Gateway
 from simulator.mesh.machine import MeshNode

@@ -48,7 +48,7 @@ def test_a_sleep_calls_off_the_wake_before_it(w: World) -> None:
     waiter = w.wake("a")
     w.sleep("a")
     told = w.answer(waiter)
-    assert (told.code, "put to sleep by an operator" in told.message) == ("conflict", True)
+    assert (told.code, "was put to sleep" in told.message) == ("conflict", True)
     w.finish_stops()
     w.tick(5)
     assert len(w.starts("a")) == 1

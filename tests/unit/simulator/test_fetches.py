@@ -9,7 +9,7 @@ from services.scheduler.domain.policies.port import Profile
 from simulator.clock import Clock
 from simulator.config import ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup
 from simulator.fetches import Fetches
-from simulator.hardware import SimNode
+from simulator.instances import SimNode
 from simulator.simulate import simulate
 from simulator.workloads.request import Request
 

@@ -23,7 +23,7 @@ from simulator.config import (
 )
 from simulator.controller import Controller
 from simulator.failures import schedule
-from simulator.hardware import SimDevice
+from simulator.instances import SimDevice
 from simulator.links import Link, Network
 from simulator.policies import PROFILES
 from simulator.workloads.synthetic import Synthetic, synthetic

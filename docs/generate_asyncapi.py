@@ -55,7 +55,7 @@ def _operation(channel: Channel) -> dict[str, Any]:
     found: dict[str, Any] = {
         "action": "receive",
         "channel": {"$ref": f"#/channels/{channel.name}"},
-        "summary": f"Heard by: {channel.listener}. {channel.summary}",
+        "summary": f"Subscribed by: {channel.listener}. {channel.summary}",
         "messages": refs(channel.messages),
     }
     if channel.replies:

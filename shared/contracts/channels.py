@@ -162,6 +162,7 @@ CHANNELS: tuple[Channel, ...] = (
             inference.InferStarted,
             inference.InferChunk,
             inference.InferFinished,
+            inference.EmbeddingsPart,
             inference.EmbeddingsFinished,
             inference.InferResponse,
             inference.InferData,

@@ -3,7 +3,8 @@
 The gateway publishes `InferRequest` on the instance's `infer` subject with `reply = subjects.reply(gateway, request_id)`. Everything
 returns there, numbered from 0 without gaps by `seq`, in one of two forms, whichever the engine has:
 
-Tokens (`chat`, `completion`, `embedding`): one `InferStarted`, any number of `InferChunk`, then `InferFinished` or `EmbeddingsFinished`.
+Tokens (`chat`, `completion`, `embedding`): one `InferStarted`, any number of `InferChunk` or `EmbeddingsPart`, then `InferFinished` or
+`EmbeddingsFinished`.
 HTTP (any endpoint; the only form of `other`): one `InferResponse`, any number of `InferData`, then `InferEnd`. The client gets status, content
 type and bytes as they are, an error status too. `InferStarted` may precede it. `InferRaw` is the short form of all three.
 
@@ -149,6 +150,15 @@ class InferFinished(Message):
     usage: Usage
 
 
+class EmbeddingsPart(Message):
+    """The first vectors of an answer that is too large for one message; `EmbeddingsFinished` has the last ones. A gateway of the previous version
+    does not understand it: such an answer failed there before, too."""
+
+    kind: Literal["vectors"] = "vectors"
+    seq: int
+    vectors: tuple[str, ...]
+
+
 class EmbeddingsFinished(Message):
     kind: Literal["embeddings"] = "embeddings"
     seq: int
@@ -220,6 +230,7 @@ class InferYielded(Message):
 Answered = InferFinished | EmbeddingsFinished | InferRaw | InferEnd
 """The last message of a request that went well."""
 InferReply = Annotated[
-    InferStarted | InferChunk | InferResponse | InferData | Answered | InferYielded | InferFailed, Field(discriminator="kind")
+    InferStarted | InferChunk | EmbeddingsPart | InferResponse | InferData | Answered | InferYielded | InferFailed,
+    Field(discriminator="kind"),
 ]
 INFER_REPLY: TypeAdapter[InferReply] = TypeAdapter(InferReply)

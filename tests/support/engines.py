@@ -17,7 +17,16 @@ from nats.aio.msg import Msg
 
 from shared.contracts import subjects
 from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineReport, EngineStart, ZygoteFailure
-from shared.contracts.inference import INFER_REPLY, Endpoint, InferChunk, InferReply, InferRequest, InferStarted, Resume
+from shared.contracts.inference import (
+    INFER_REPLY,
+    EmbeddingsPart,
+    Endpoint,
+    InferChunk,
+    InferReply,
+    InferRequest,
+    InferStarted,
+    Resume,
+)
 from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
 
@@ -82,7 +91,7 @@ class Stream:
 
     async def last(self) -> Any:
         """The last message, when it has come."""
-        return (await self.until(lambda r: bool(r) and not isinstance(r[-1], InferStarted | InferChunk)))[-1]
+        return (await self.until(lambda r: bool(r) and not isinstance(r[-1], InferStarted | InferChunk | EmbeddingsPart)))[-1]
 
     def text(self, index: int = 0) -> str:
         return "".join(d.text for r in self.replies if isinstance(r, InferChunk) for d in r.choices if d.index == index)

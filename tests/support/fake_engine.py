@@ -22,7 +22,6 @@ from shared.contracts.base import Done, ErrorBody, Failure, Message
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import (
-    Answered,
     ChoiceDelta,
     EmbeddingsFinished,
     InferChunk,
@@ -31,10 +30,10 @@ from shared.contracts.inference import (
     InferFailed,
     InferFinished,
     InferRaw,
+    InferReply,
     InferRequest,
     InferResponse,
     InferStarted,
-    InferYielded,
     Usage,
 )
 from shared.contracts.migration import RequestsListed, RunningRequest
@@ -78,9 +77,7 @@ class Run:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     yielding: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def say(
-        self, message: InferStarted | InferChunk | InferResponse | InferData | Answered | InferYielded | InferFailed
-    ) -> None:
+    async def say(self, message: InferReply) -> None:
         numbered = message.model_copy(update={"seq": self.seq})
         self.seq += 1
         await self.engine.nc.publish(self.reply, numbered.model_dump_json().encode())

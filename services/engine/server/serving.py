@@ -21,6 +21,7 @@ from services.engine.server.streams import Stream, not_resumable_reason
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import (
     EmbeddingsFinished,
+    EmbeddingsPart,
     InferChunk,
     InferFinished,
     InferRequest,
@@ -45,6 +46,11 @@ from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
 _INLINE_BYTES = 16 * 1024
+_PART_BYTES = 1 << 20
+"""Most bytes of one `EmbeddingsPart`."""
+_EMBEDDINGS_HEAD_BYTES = 1024
+"""Room for everything but the vectors in a message of them."""
+_QUOTES_BYTES = 3
 """Larger bodies are tokenised in a thread, so that the event loop stays responsive."""
 
 
@@ -238,6 +244,9 @@ class Serving(RequestServer[Stream]):
     def _embedded(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
         vectors = tuple(base64.b64encode(v).decode() for v in event.vectors)
         usage = Usage(prompt_tokens=request.prompt_tokens)
+        first, vectors = split_vectors(vectors, self._mesh.max_body)
+        for part in first:
+            self._send(stream, EmbeddingsPart(seq=stream.seq, vectors=part))
         self._send(stream, EmbeddingsFinished(seq=stream.seq, dimensions=event.dimensions, vectors=vectors, usage=usage))
         if self.streams.get(stream.request_id) is stream:
             self._finish(stream)
@@ -277,3 +286,21 @@ class Serving(RequestServer[Stream]):
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def split_vectors(vectors: tuple[str, ...], max_body: int) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """Divide the vectors of one answer among messages.
+
+    Args:
+        vectors: Base64, all of one length.
+        max_body: Bytes that one message may have.
+
+    Returns:
+        The vectors of each `EmbeddingsPart`, and those of the last message; no parts where one message holds all.
+    """
+    size = len(vectors[0]) + _QUOTES_BYTES if vectors else 1
+    if len(vectors) * size + _EMBEDDINGS_HEAD_BYTES <= max_body:
+        return [], vectors
+    count = max(1, (min(max_body, _PART_BYTES) - _EMBEDDINGS_HEAD_BYTES) // size)
+    parts = [vectors[i : i + count] for i in range(0, len(vectors), count)]
+    return parts[:-1], parts[-1]

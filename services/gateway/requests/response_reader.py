@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,6 +39,7 @@ class Attempt:
         resume: Fields of the `Resume` message; None if the attempt starts the response.
         next_seq: Number of the next message, which is also the count of messages read.
         has_output: The attempt has sent output.
+        vectors: First vectors of an answer that comes in several messages.
         refusal: Why the instance refused the attempt.
         engine_loss: How the engine was lost, as its host reported.
     """
@@ -48,6 +49,7 @@ class Attempt:
     resume: dict[str, Any] | None = None
     next_seq: int = 0
     has_output: bool = False
+    vectors: list[str] = field(default_factory=list)
     refusal: ThawError | None = None
     engine_loss: ThawError | None = None
 
@@ -138,6 +140,8 @@ class ResponseReader:
             self._on_started(InferStarted.model_validate(message), now)
         elif kind == "data":
             self._on_data(message, now)
+        elif kind == "vectors":
+            self._on_vectors(message, now)
         elif kind == "response":
             self._on_response(InferResponse.model_validate(message), now)
         elif kind == "failed":
@@ -173,6 +177,17 @@ class ResponseReader:
         sink.chunk(choices)
         resume_state.add(choices)
         self._forward(sink.pending)
+
+    def _on_vectors(self, message: dict[str, Any], now: float) -> None:
+        vectors = self.attempt.vectors
+        vectors += message["vectors"]
+        self._stats.last_token_at = now
+        if sum(map(len, vectors)) > _MAX_BUFFERED_BYTES:
+            self.abort(
+                EngineFailed(
+                    f"The response of {self._model} is larger than {_MAX_BUFFERED_BYTES} bytes. Send fewer inputs", should_retry=False
+                )
+            )
 
     # Responses in HTTP.
 
@@ -253,6 +268,8 @@ class ResponseReader:
             self._completion.wake()
 
     def _on_final(self, message: dict[str, Any], now: float) -> None:
+        if self.attempt.vectors:
+            message["vectors"] = [*self.attempt.vectors, *message["vectors"]]
         final = parse_final(message)
         self._stats.usage = final.usage
         if self._stats.first_token_at is None:

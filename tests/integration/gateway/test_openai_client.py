@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import struct
 from typing import Any
 
 import openai
 import pytest
 
 from services.gateway.authorization import hash_key
+from shared.contracts.inference import EmbeddingsFinished, EmbeddingsPart, Usage
 from shared.errors import (
     Conflict,
     ContextLengthExceeded,
@@ -84,6 +87,34 @@ async def test_embeddings(gateway: Served, node: FakeNode, encoding: Any) -> Non
         assert vectors == [[0.0, 0.5, -1.0], [1.0, 0.5, -1.0]]
     else:
         assert all(isinstance(v, str) for v in vectors)
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_embeddings_in_several_messages(gateway: Served, node: FakeNode, encoding: Any) -> None:
+    """What came of an engine that died is not part of the answer."""
+    runs = 0
+
+    async def in_parts(run: Run) -> None:
+        nonlocal runs
+        runs += 1
+        inputs = range(len(run.request.body["input"]))
+        vectors = [base64.b64encode(struct.pack("<2f", i, runs)).decode() for i in inputs]
+        await run.start()
+        for i in inputs[:-100:100]:
+            await run.say(EmbeddingsPart(seq=0, vectors=tuple(vectors[i : i + 100])))
+        if runs == 1:
+            await run.fail(EngineFailed("it died"), engine_lost=True)
+        else:
+            await run.say(EmbeddingsFinished(seq=0, dimensions=2, vectors=tuple(vectors[-100:]), usage=Usage(prompt_tokens=7)))
+
+    await node.engine("vectors", in_parts)
+    async with client_of(gateway) as client:
+        answer = await client.embeddings.create(model="vectors", input=["x"] * 1000, encoding_format=encoding)
+    assert runs == 2
+    assert [d.index for d in answer.data] == list(range(1000))
+    vectors: list[Any] = [d.embedding for d in answer.data]
+    floats = vectors if encoding == "float" else [list(struct.unpack("<2f", base64.b64decode(v))) for v in vectors]
+    assert floats == [[float(i), 2.0] for i in range(1000)]
 
 
 async def test_models(gateway: Served) -> None:

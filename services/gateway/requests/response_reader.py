@@ -185,7 +185,8 @@ class ResponseReader:
         if sum(map(len, vectors)) > _MAX_BUFFERED_BYTES:
             self.abort(
                 EngineFailed(
-                    f"The response of {self._model} is larger than {_MAX_BUFFERED_BYTES} bytes. Send fewer inputs", should_retry=False
+                    f"The response of {self._model} is larger than {_MAX_BUFFERED_BYTES} bytes. Send fewer inputs",
+                    should_retry=False,
                 )
             )
 

@@ -1,7 +1,7 @@
-"""The HTTP server: uvicorn in the service's own event loop, with an acceptor that shares the loop.
+"""The HTTP server: uvicorn in the service's event loop, with an acceptor that shares the loop.
 
-uvloop accepts every connection of the backlog in one turn of the loop: 2,048 connections that arrive together stall all requests for 0.1 to
-0.2 s. The acceptor takes a few in each turn.
+uvloop accepts every connection of the backlog in one turn of the loop: 2,048 connections that
+arrive together stall all requests for 0.1 to 0.2 s. The acceptor takes a few in each turn.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 _ACCEPTS_PER_TURN = 16
 _MAX_HANDSHAKES = 512
-"""Connections that are being set up, with TLS the slow part. Beyond it connections wait in the kernel's backlog."""
+"""Connections in setup, of which TLS is the slow part. Others wait in the kernel's backlog."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 _MANY_CONNECTIONS = 1_000
 _RETRY_DELAY_S = 0.5
-"""Pause after the process or the machine ran out of files."""
+"""Pause after the process or the machine ran out of file descriptors."""
 _OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Acceptor:
-    """Accepts connections of a listening socket, at most `_ACCEPTS_PER_TURN` in one turn of the event loop.
+    """Accept connections, at most `_ACCEPTS_PER_TURN` in one turn of the event loop.
 
     Args:
         listener: Bound, listening and non-blocking. The caller closes it.
@@ -49,7 +49,7 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Stop accepting. Connections that exist go on."""
+        """Stop accepting. Existing connections continue."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -101,8 +101,8 @@ class Acceptor:
         timeout = _HANDSHAKE_TIMEOUT_S if self._tls is not None else None
         try:
             await self._loop.connect_accepted_socket(self._factory, connection, ssl=self._tls, ssl_handshake_timeout=timeout)
-        except (OSError, ssl.SSLError) as e:  # the client left, or speaks no TLS
-            log.debug("a connection was not set up", extra={"error": repr(e)})
+        except (OSError, ssl.SSLError) as e:  # the client disconnected, or does not use TLS
+            log.debug("failed to set up a connection", extra={"error": repr(e)})
             connection.close()
         except asyncio.CancelledError:
             connection.close()
@@ -110,7 +110,7 @@ class Acceptor:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers and its way of accepting connections.
+    """uvicorn without its signal handlers and its acceptor.
 
     Args:
         config: uvicorn's configuration.
@@ -128,7 +128,10 @@ class HttpServer(uvicorn.Server):
         yield
 
     def activity(self) -> int | None:
-        """Return the number of requests so far, or None while one is in flight or many connections are open."""
+        """Return the number of requests so far, or None while the server is busy.
+
+        It is busy while a request is in flight or many connections are open.
+        """
         state = self.server_state
         return None if state.tasks or len(state.connections) > _MANY_CONNECTIONS else state.total_requests
 

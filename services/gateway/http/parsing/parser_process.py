@@ -1,8 +1,9 @@
-"""Parsing of large bodies outside the gateway's process.
+"""Parsing of large bodies in a worker process.
 
-A JSON parser holds the interpreter lock for the whole of a body: 1 MB made to be slow delays every other request by 20 ms. Bodies of
-`LARGE_BYTES` or more go to one worker process, in order. It starts with the first large body, which is parsed here and waits for nothing;
-the next ones wait until it is ready. It ends when no large body arrived for a while.
+A JSON parser holds the interpreter lock for a whole body: 1 MB made to be slow delays every other
+request by 20 ms. Bodies of `LARGE_BYTES` or more go to one worker process, in order. It starts with
+the first large body, which the gateway parses itself without waiting; the next ones wait until the
+worker is ready. The worker ends when no large body has arrived for a while.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_RESULT_BYTES = 1 << 30
 
 
 class ParserProcess:
-    """Parses request bodies, large ones in a worker process."""
+    """Parse request bodies, large ones in a worker process."""
 
     def __init__(self, max_values: int, *, idle_s: float = _IDLE_S) -> None:
         self._max_values = max_values
@@ -43,7 +44,7 @@ class ParserProcess:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id once it takes jobs."""
+        """The worker's process id once it accepts jobs."""
         return self._worker.pid if self._worker is not None and self._is_ready else None
 
     async def parse(self, endpoint: Endpoint, body: bytes, route: str, query: str, headers: Mapping[str, str]) -> ParsedRequest:
@@ -72,8 +73,11 @@ class ParserProcess:
         await self._end()
 
     async def _has_worker(self) -> bool:
-        """Return whether a worker takes jobs, after waiting for one that starts; begin to start one if there is none."""
-        while self._starting is not None and not self._starting.done():  # another body may begin the next start meanwhile
+        """Whether a worker accepts jobs.
+
+        Waits for one that is starting, and starts one if there is none.
+        """
+        while self._starting is not None and not self._starting.done():  # another body may start the next worker meanwhile
             await asyncio.shield(self._starting)
         if self._is_ready and self._worker is not None and self._worker.returncode is None:
             return True
@@ -91,7 +95,7 @@ class ParserProcess:
             async with asyncio.timeout(_START_S):
                 await self._receive(self._worker)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as e:
-            log.warning("failed to start the parser process; large bodies are parsed by the gateway", extra={"error": repr(e)})
+            log.warning("failed to start the parser process; the gateway parses large bodies", extra={"error": repr(e)})
             await self._end()
             return
         self._is_ready = True
@@ -106,11 +110,11 @@ class ParserProcess:
             async with asyncio.timeout(_JOB_S):
                 return await self._exchange(worker, job)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as e:
-            log.warning("the parser process failed", extra={"error": repr(e), "body_bytes": len(job.body)})
+            log.warning("parser process failed", extra={"error": repr(e), "body_bytes": len(job.body)})
             await self._end()
             raise _worker_ended() from e
         except asyncio.CancelledError:
-            await self._end()  # its result would be taken for the next job's
+            await self._end()  # its result would be read as that of the next job
             raise
 
     async def _exchange(self, worker: asyncio.subprocess.Process, job: Job) -> ParsedRequest | ErrorBody:
@@ -136,7 +140,7 @@ class ParserProcess:
         self._idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
 
     def _retire(self) -> None:
-        """End the worker by the end of its input, unless a job is under way."""
+        """Close the worker's input, which ends it, unless a job is in progress."""
         if self._turn.locked() or self._worker is None or self._worker.stdin is None:
             self._await_idle()
             return
@@ -153,7 +157,7 @@ class ParserProcess:
 
 
 def parser_module() -> str:
-    """The worker's module, run by this interpreter."""
+    """Return the name of the worker's module."""
     return "services.gateway.http.parsing.parser_worker"
 
 

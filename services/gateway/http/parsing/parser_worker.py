@@ -1,7 +1,7 @@
-"""The process that parses large bodies for a gateway: `python -m services.gateway.http.parsing.parser_worker`.
+"""Worker process that parses large bodies for a gateway.
 
-It reads a job from standard input (its length in 8 bytes, then a pickle), writes the result to standard output in the same form, and ends
-with its input, so that it never outlives its gateway.
+It reads a job from standard input (the length in 8 bytes, then a pickle), writes the result to
+standard output in the same form, and ends with its input, so that it never outlives its gateway.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shared.errors import ThawError
 
 LENGTH = struct.Struct("!Q")
 _NICENESS = 5
-"""Small bodies, parsed by the gateway itself, come first where processors are scarce."""
+"""Small bodies, which the gateway parses itself, take precedence."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A body, and what its parsing depends on."""
+    """A body, and the request fields that its parsing depends on."""
 
     endpoint: Endpoint
     body: bytes
@@ -38,7 +38,11 @@ class Job:
 
 
 def run_job(job: Job) -> ParsedRequest | ErrorBody:
-    """Return the parsed request without its body, which the gateway has, or the error that refuses it."""
+    """Parse a job.
+
+    Returns:
+        The request without its body, which the gateway has, or the error that refuses it.
+    """
     try:
         parsed = asyncio.run(parse_body(job.endpoint, job.body, job.max_values, job.route, job.query, job.headers))
     except ThawError as e:
@@ -48,7 +52,7 @@ def run_job(job: Job) -> ParsedRequest | ErrorBody:
 
 def main() -> None:
     """Serve jobs until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the gateway ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by a terminal; the gateway ends this process
     os.nice(_NICENESS)
     jobs, results = sys.stdin.buffer, sys.stdout.buffer
     results.write(LENGTH.pack(0))  # ready

@@ -35,7 +35,7 @@ ENVELOPE_BYTES = 64 * 1024
 
 
 class ReplyReceiver(Protocol):
-    """Receives what comes back for one request."""
+    """Receiver of the replies to one request."""
 
     def on_message(self, data: bytes) -> None: ...
     def on_no_responders(self) -> None:

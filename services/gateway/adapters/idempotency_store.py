@@ -6,7 +6,7 @@ read the response from its first message on, during generation and afterwards.
 
 An entry that is not renewed for `LEASE_S` (on the waiter's own clock), or that has no owner, goes
 to the first waiter that replaces exactly that revision. An attempt of which no client received
-output deletes its entry when it fails: the next request starts anew. See docs/adr/0011-idempotency.md
+output deletes its entry when it fails, so that the next request starts again. See docs/adr/0011-idempotency.md
 and docs/adr/0015.
 """
 

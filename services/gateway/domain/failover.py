@@ -39,13 +39,13 @@ def is_instance_gone(ticket: Ticket, route: Route | None, now: float, *, is_node
 
 
 def has_crashed(status: InstanceStatus) -> bool:
-    """Whether the engine died by itself; one that was killed says nothing about its requests."""
+    """Whether the engine died by itself; a killed one is no evidence against its requests."""
     was_killed = status.error is not None and status.error.code == EngineKilled.code
     return status.state is InstanceState.FAILED and not was_killed
 
 
 def is_missing(ticket: Ticket, now: float) -> bool:
-    """Whether the instance reported that it lacks the request, and no message has come since."""
+    """Whether the instance reported that it lacks the request, and has sent no message since."""
     reported_at = ticket.reported_missing_at
     return reported_at > ticket.last_activity_at and now - reported_at >= GONE_GRACE_S
 

@@ -18,7 +18,7 @@ PrefetchTarget = tuple[str, ModelCard]
 
 @dataclass
 class _Loading:
-    """A loading instance, and the revisions of adapters that it was told to load."""
+    """A loading instance, and the revisions of adapters that it was ordered to load."""
 
     model: str
     ordered: set[str] = field(default_factory=set)

@@ -70,7 +70,7 @@ class ModelQueue:
     def reinsert(self, ticket: Ticket) -> None:
         """Insert a request that lost its instance, in order of arrival.
 
-        Among requests that arrived at the same time, those that had an instance come first.
+        Among requests that arrived at the same time, those that had an instance precede the others.
         """
         self.waiting[ticket.id] = ticket
         for later in [t for t in self.waiting.values() if (t.arrived_at, not t.attempts) > (ticket.arrived_at, False)]:

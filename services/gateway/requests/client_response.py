@@ -24,7 +24,7 @@ class ClientResponse:
 
     @property
     def keeps_partial_output(self) -> bool:
-        """Whether output survives a hand-off; a buffered HTTP body is generated anew."""
+        """Whether output survives a hand-off; a buffered HTTP body is generated again."""
         return self.passthrough is None or self.passthrough.streams
 
     @property

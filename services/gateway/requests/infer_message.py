@@ -40,7 +40,7 @@ def encode_infer(ticket: Ticket, request: EngineRequest, resume: dict[str, Any] 
     }
     if resume is not None:
         envelope["resume"] = resume
-    # The validated JSON is embedded as it came: encoding it again would cost more than all the rest.
+    # The validated JSON is embedded unchanged: encoding it again would cost more than all the rest.
     body = b'"body":%b' % request.body if request.is_json else b'"data":"%b"' % base64.b64encode(request.body)
     payload = b"%b,%b}" % (json.dumps(envelope).encode()[:-1], body)
     return InferMessage(ticket.attempt_id, instance_id, payload, ticket.traceparent)

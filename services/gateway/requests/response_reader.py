@@ -113,7 +113,7 @@ class ResponseReader:
             self._dispatcher.on_abort(self._ticket, error, time.monotonic())
 
     def refused(self, error: ThawError, now: float, *, cancel: bool = False) -> None:
-        """The instance does not serve the attempt. `cancel`: tell the instance to stop it."""
+        """The instance does not serve the attempt; `cancel` has it stop the work."""
         if self._handoffs.ordered_to(self._ticket.instance_id) is not None:
             self._handoffs.abandon(error)
         if cancel:

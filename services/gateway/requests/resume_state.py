@@ -89,7 +89,7 @@ class ResumeState:
 
         Args:
             prepared: Name of the KV cache that the next engine has computed ahead.
-            keeps_partial_output: The client keeps the text so far; otherwise it is sent anew.
+            keeps_partial_output: The client keeps the text so far; otherwise it is sent again.
 
         Returns:
             The fields, or None if there is no output or no other engine can continue it.

@@ -35,7 +35,7 @@ CLIENT_CLOSED = 499
 
 @dataclass(frozen=True)
 class RequestOrigin:
-    """Where a request came from.
+    """The origin of a request.
 
     Attributes:
         arrived_at: Monotonic time.

@@ -64,7 +64,7 @@ async def cancel_on_disconnect(request: ActiveRequest, receive: Receive) -> Asyn
 
 
 def ignored_names(request: ActiveRequest) -> str:
-    """List the ignored parameters; names come from the client, so unsafe characters are replaced."""
+    """List the ignored parameters, with unsafe characters of the client's names replaced."""
     return ", ".join(_UNSAFE.sub("?", name)[:64] for name in request.stats.ignored_parameters[:32])
 
 

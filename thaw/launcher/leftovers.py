@@ -52,7 +52,7 @@ def _processes(home: Home) -> list[Identity]:
     supervisor = status.supervisor if status else None
     found = {p.pid: p for p in marked(home.root)}
     roots = [p for p in (status.processes() if status else []) if p.alive()]
-    if (postmaster := _postmaster(home)) is not None:  # PostgreSQL overwrites its environment with its process titles
+    if (postmaster := running_postgres(home)) is not None:  # PostgreSQL overwrites its environment with its process titles
         roots.append(postmaster)
     for root in [*roots, *found.values()]:
         for process in (root, *descendants(root)):
@@ -62,7 +62,7 @@ def _processes(home: Home) -> list[Identity]:
     return list(found.values())
 
 
-def _postmaster(home: Home) -> Identity | None:
+def running_postgres(home: Home) -> Identity | None:
     """Return the PostgreSQL server that holds our data directory, if its pid file names a living postgres."""
     for data in postgres_directories(home):
         try:

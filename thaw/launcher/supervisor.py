@@ -22,7 +22,7 @@ from pathlib import Path
 import thaw
 from thaw.errors import CommandError
 from thaw.launcher.home import Home, write_private
-from thaw.launcher.leftovers import forget, sweep
+from thaw.launcher.leftovers import forget, running_postgres, sweep
 from thaw.launcher.lifecycle import (
     Abort,
     Event,
@@ -46,6 +46,7 @@ from thaw.launcher.processes import MARK, Identity, descendants, identify
 from thaw.launcher.servers import Postgres, locate_postgres, prepare_postgres, write_nats_config
 from thaw.launcher.services import Program, programs_of
 from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
+from thaw.launcher.survivors import find_survivors
 from thaw.launcher.watching import LOOK_S, Watcher, limits_of
 
 log = logging.getLogger("thaw.supervisor")
@@ -166,6 +167,7 @@ class Supervisor:
         identity = identify(child.pid)
         if identity is not None:
             self._processes[program.name] = identity
+            self._write_status()  # at once: this supervisor may be killed while it launches the others
         self._watcher.begin(program, child.pid)
         log.info("started %s (pid %d)", program.name, child.pid)
         self._watch(program, child.wait)
@@ -215,7 +217,8 @@ class Supervisor:
         services = {
             s.name: ServiceStatus(
                 status=s.status,
-                process=self._processes.get(s.name),
+                # A survivor that waits for its turn stays known: this supervisor may be killed too.
+                process=self._processes.get(s.name) or self._survivors.get(s.name),
                 restarts=s.restarts,
                 failures=s.failures,
                 last_exit=s.last_exit,
@@ -259,7 +262,7 @@ def _environment(program: Program) -> dict[str, str]:
     source = str(Path(thaw.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     path = source if not inherited else f"{source}{os.pathsep}{inherited}"
-    return {**os.environ, "PYTHONPATH": path, **program.environment}
+    return {**os.environ, "PYTHONPATH": path, **program.environment, MARK: program.name}
 
 
 def _self() -> Identity:
@@ -278,10 +281,7 @@ def _prepare(home: Home, plan: MeshPlan) -> Postgres | None:
     if plan.database_url is not None:
         return None
     postgres = locate_postgres(home)
-    postmaster_runs = (status := read_status(home)) is not None and (
-        (known := status.services.get("postgres")) is not None and known.process is not None and known.process.alive()
-    )
-    if not postmaster_runs:
+    if running_postgres(home) is None:
         prepare_postgres(postgres, plan)
     return postgres
 
@@ -302,11 +302,11 @@ def main() -> int:
 def _supervise(home: Home) -> int:
     try:
         before = read_status(home)
-        survivors = {n: s.process for n, s in before.services.items() if s.process and s.process.alive()} if before else {}
         plan = read_plan(home)
         bound_logs(home)
         postgres = _prepare(home, plan)
         programs = programs_of(home, plan, postgres)
+        survivors = find_survivors(home, programs, before)
         limits = limits_of({**os.environ, **plan.environment})
     except CommandError as e:
         log.error("%s %s", e.what, e.remedy)

@@ -34,7 +34,7 @@ _Request = tuple[bool, float, dict[str, float]]
 class Measured:
     """Seconds, means over the recorded run: means of phases add up to the mean of their sum, medians do not.
 
-    `gateway`: from a request's arrival to its demand being heard. `message`: from a command's sending to its taking effect. `decision`: until
+    `gateway`: from a request's arrival to its demand being has_reported. `message`: from a command's sending to its taking effect. `decision`: until
     the command is sent. `container`, `init`: as recorded.
     `warm_up`: as recorded. `more`: from then to the gateway's sending the request, and what a first prompt takes longer than others. `leave`: what
     the scheduler waited for bytes whose holders served nobody. `reply`: of a warm TTFT, what is neither waiting

@@ -1,4 +1,4 @@
-"""Parts 1 and 2 of the benchmark of moving: the pause by context, and what a move costs everybody else."""
+"""EffectPorts 1 and 2 of the benchmark of moving: the pause by context, and what a move costs everybody else."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ async def term(url: str, repository: Repository, catalog: Catalog, cluster: Clus
                 state = await repository.load(lead.epoch, NOW)
             with timed(times, "catalogue"):
                 await catalog.reconcile([m.card for m in state.models.values()])
-            heard: list[Entity] = [*cluster.state.presence.values(), *cluster.state.reports.values()]
-            apply(state, [Put(e) for e in heard])
+            has_reported: list[Entity] = [*cluster.state.presence.values(), *cluster.state.reports.values()]
+            apply(state, [Put(e) for e in has_reported])
             with timed(times, "first"):
                 _first(state, cluster)
         if (len(state.instances), len(state.models)) != (len(cluster.state.instances), len(cluster.state.models)):

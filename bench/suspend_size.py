@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Self
 
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.cgroups import Groups, open_groups
-from services.nodeagent.suspend.cpu import CpuWay
+from services.nodeagent.suspend.cgroups import Cgroups, open_cgroups
+from services.nodeagent.suspend.cpu import PageOut
 from services.nodeagent.suspend.port import Target
 
 GIB = 1 << 30
@@ -79,8 +79,8 @@ class Ballast:
 
 def sizes(add: Add, rounds: int) -> None:
     """`add` hears each figure."""
-    groups = open_groups(f"b{uuid.uuid4().hex[:6]}")
-    way = CpuWay(groups)
+    groups = open_cgroups(f"b{uuid.uuid4().hex[:6]}")
+    way = PageOut(groups)
     if why := way.unavailable():
         print(f"sizes are left out: {why}", file=sys.stderr)
         return
@@ -95,7 +95,7 @@ def sizes(add: Add, rounds: int) -> None:
                 add(f"disk_{jobs}_writers_mib_per_s", speed / (1 << 20))
 
 
-async def _there_and_back(way: CpuWay, groups: Groups, size: float, add: Add) -> None:
+async def _there_and_back(way: PageOut, groups: Cgroups, size: float, add: Add) -> None:
     ballast = await asyncio.to_thread(Ballast.of, int(size * GIB))
     try:
         target = Target("i", "ballast", ("cpu:0",), groups.gather("i", ballast.process.pid, include_host=True))

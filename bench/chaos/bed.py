@@ -1,6 +1,6 @@
 """The mesh of a campaign: two nodes under `thaw up`, a second gateway and a second scheduler beside them, a balancer before the gateways.
 
-The second gateway and scheduler are what an operator adds on another host; a keeper here starts them again when they end, as systemd would. A
+The second gateway and scheduler are what an operator adds on another host; a suspender here starts them again when they end, as systemd would. A
 supervisor that was killed is started again by `thaw up`, as an operator's unit would do.
 """
 
@@ -40,7 +40,7 @@ _BUILTIN = {"one": "test", "two": "test", "three": "test", "five": "5m"}
 _MAKE_GGUF = ROOT / "tests" / "integration" / "engines_real" / "make_gguf.py"
 
 
-class Keeper:
+class Suspender:
     """A process beside the supervisor's, started again when it ends."""
 
     def __init__(self, name: str, service: str, environment: dict[str, str], log: Path) -> None:
@@ -50,7 +50,7 @@ class Keeper:
         self._environment = environment
         self._log = log
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"keeper {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"suspender {name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -79,10 +79,10 @@ class Bed(Thaw):
         super().__init__(**environment)
         self.hosted = "none"
         self.needs: dict[str, int] = {}
-        self.keepers: dict[str, Keeper] = {}
+        self.keepers: dict[str, Suspender] = {}
 
     def begin(self, *, hosted: bool = True) -> None:
-        self.environment["THAW_DRAM_BYTES"] = "0"  # memory that no instance holds is a fault in the books
+        self.environment["THAW_DRAM_BYTES"] = "0"  # memory that no instance holds is a fault in the set_ledger
         self.hosted, model = self._hosted_model() if hosted else ("none", None)
         specs = {n: self._demo(n, size, i) for i, (n, size) in enumerate(_BUILTIN.items())}
         adapter = write_adapter(self.home / "adapters" / "style", Path(specs["one"].source))
@@ -137,8 +137,8 @@ class Bed(Thaw):
 
     def _end_own(self) -> None:
         """The keepers' processes and the balancer."""
-        for keeper in self.keepers.values():
-            keeper.close()
+        for suspender in self.keepers.values():
+            suspender.close()
         if self.keepers:
             self.keepers = {}
             self.balancer.close()
@@ -181,9 +181,9 @@ class Bed(Thaw):
             "max_model_len": 512,
         }
 
-    def _keep(self, service: str, **more: str) -> Keeper:
+    def _keep(self, service: str, **more: str) -> Suspender:
         own = {"THAW_NATS_URL": self.endpoints["nats_url"], "THAW_ADMIN_KEY": self.endpoints["admin_key"], "PYTHONUNBUFFERED": "1"}
-        return Keeper(f"{service}.2", service, self.environment | own | more, self.home / "logs" / f"{service}.2.log")
+        return Suspender(f"{service}.2", service, self.environment | own | more, self.home / "logs" / f"{service}.2.log")
 
     # What there is.
 
@@ -300,7 +300,7 @@ class Bed(Thaw):
         return faults
 
     def settle(self, within_s: float) -> list[str]:
-        """The faults in the books that are there still after `within_s` without load."""
+        """The faults in the set_ledger that are there still after `within_s` without load."""
         deadline = time.monotonic() + within_s
         while (faults := self.faults_in_the_books()) and time.monotonic() < deadline:
             time.sleep(0.25)

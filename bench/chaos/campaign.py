@@ -23,7 +23,7 @@ import psutil
 
 from bench.chaos.bed import Bed
 from bench.chaos.faults import STOP_S, Fault, Strike
-from bench.chaos.load import PROMPTS, Asker, Client, Served, ask_again, jobs
+from bench.chaos.load import PROMPTS, Asker, Client, Served, jobs, retry_deferred
 from bench.chaos.verdict import BAD, Answer, Exchange, Fate, Job, Reference, judge
 
 PAUSE_S, PACE_S = 1.0, 4.0
@@ -63,14 +63,14 @@ class Findings:
     exchanges: list[Exchange] = field(default_factory=list)
     fates: list[Fate] = field(default_factory=list)
     overbooked: list[str] = field(default_factory=list)
-    books: list[str] = field(default_factory=list)
+    set_ledger: list[str] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)
 
     def failures(self) -> list[str]:
         """What a campaign must not see, in words."""
         found = [f"{f}: {e.job} {e.answer} {e.broken or ''}" for e, f in zip(self.exchanges, self.fates, strict=True) if f in BAD]
         found += [f"not recovered within {_RECOVERED_WITHIN_S:.0f} s: {s.fault}" for s in self.struck if s.recovered is None]
-        found += [f"booked twice: {o}" for o in self.overbooked] + [f"books: {b}" for b in self.books]
+        found += [f"booked twice: {o}" for o in self.overbooked] + [f"set_ledger: {b}" for b in self.set_ledger]
         return found + [f"left behind: {kind} {name}" for kind, names in self.left.items() for name in names]
 
 
@@ -99,7 +99,7 @@ class Campaign:
         self._waker: threading.Thread | None = None
 
     def run(self, plan: tuple[Fault, ...], until_s: float | None = None) -> Findings:
-        """Carry out the plan, `until_s` seconds at most, then let everything come to rest and compare the books."""
+        """Carry out the plan, `until_s` seconds at most, then let everything come to rest and compare the set_ledger."""
         self._learn()
         begun = time.monotonic()
         watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
@@ -114,7 +114,7 @@ class Campaign:
             self._end()
             self._stopped.set()
             watcher.join(60)
-        self._findings.books = self._bed.settle(_SETTLE_S)
+        self._findings.set_ledger = self._bed.settle(_SETTLE_S)
         return self._findings
 
     def close_bed(self) -> None:
@@ -231,7 +231,7 @@ class Campaign:
         )
 
     def _find(self, strike: Strike) -> psutil.Process | None:
-        """A living process of the kind. One that is just being started again is waited for; an engine is asked for, and looked for later."""
+        """A living process of the kind. One that is just being started again is waited for; an engine is asked for, and is_assessed for later."""
         deadline = time.monotonic() + _REPLACED_S
         while True:
             if found := self._bed.victims(strike.victim):
@@ -312,7 +312,7 @@ class Campaign:
         self._probes += 1
         job = Job(self._probes, served.name, PROMPTS[0], served.tokens[0], False, engine=served.engine)
         exchange = Exchange(job, time.monotonic())
-        exchange.answer = ask_again(exchange, asker, self._was_struck)
+        exchange.answer = retry_deferred(exchange, asker, self._was_struck)
         exchange.statuses = [s for s in asker.statuses if s >= 400]
         exchange.server_errors = sum(s >= 500 for s in asker.statuses)
         asker.close()

@@ -203,10 +203,10 @@ class Client(threading.Thread):
         return twin
 
     def _ask(self, exchange: Exchange, asker: Asker) -> Answer:
-        return ask_again(exchange, asker, self._struck)
+        return retry_deferred(exchange, asker, self._struck)
 
 
-def ask_again(exchange: Exchange, asker: Asker, struck: Struck) -> Answer:
+def retry_deferred(exchange: Exchange, asker: Asker, struck: Struck) -> Answer:
     """Asks, and again where the connection broke together with its gateway: a stream at once, a whole answer after the package's retries."""
     while True:
         begun = time.monotonic()

@@ -82,7 +82,7 @@ def summary(findings: Findings) -> str:
         [
             f"{findings.duration_s:.0f} s; hosted engine: {findings.hosted}; requests by kind: {dict(sorted(kinds.items()))}",
             f"strikes skipped for want of a victim: {len(findings.skipped)}",
-            f"looks that saw memory booked twice: {len(findings.overbooked)}; faults in the books at the end: {len(findings.books)}",
+            f"looks that saw memory booked twice: {len(findings.overbooked)}; faults in the set_ledger at the end: {len(findings.set_ledger)}",
             f"left behind: {left}",
         ]
     )
@@ -93,7 +93,7 @@ def figures(findings: Findings) -> dict[str, float]:
     found |= {f"left.{kind}": float(len(names)) for kind, names in findings.left.items()}
     return found | {
         "booked_twice": float(len(findings.overbooked)),
-        "books_at_the_end": float(len(findings.books)),
+        "books_at_the_end": float(len(findings.set_ledger)),
         "skipped": float(len(findings.skipped)),
         "seconds": findings.duration_s,
     }

@@ -1,1 +1,1 @@
-"""One per node: owns its devices and their memory, starts, watches and stops engine processes, and says what is alive."""
+"""The agent of one node: owns its devices and their memory, runs engine processes, and publishes the node's status."""

@@ -1,4 +1,4 @@
-"""`python -m services.nodeagent`."""
+"""Run a nodeagent: `python -m services.nodeagent`."""
 
 import sys
 

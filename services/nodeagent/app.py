@@ -1,9 +1,10 @@
-"""Wires a nodeagent and sees to its order of start and end.
+"""Wiring of a nodeagent, and its order of start and shutdown.
 
-Start: records read → devices → mesh connected → what runs is adopted and shown → commands taken.
-Clean end (SIGTERM): told to the mesh → engines drain, or are ended when their time is over → weights released, memory proved →
-commands no longer taken → zygote ended → records removed. If NATS is lost for good it ends at once and leaves the engines alone:
-the next agent takes them over.
+Start: read records, open devices, connect to the mesh, adopt running engines, publish their status, accept commands.
+
+Shutdown on SIGTERM: announce it, drain engines (or end them at the deadline), release weights, verify that memory is free, refuse
+commands, stop the zygote, remove records. If NATS is lost for good the agent exits at once and leaves the engines running; the next agent
+adopts them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from services.nodeagent.devices.weights import weights_on_gpu
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import NodeState, Policy, Process
-from services.nodeagent.effects import Parts, Performer
+from services.nodeagent.effects import EffectPorts, EffectRunner
 from services.nodeagent.engines.by_engine import LauncherByEngine
 from services.nodeagent.engines.direct import DirectLauncher
 from services.nodeagent.engines.exits import explain_exit, keep_logs_bounded
 from services.nodeagent.engines.launcher import Launcher, engine_environment
-from services.nodeagent.engines.process import find_writer
+from services.nodeagent.engines.process import find_log_writer
 from services.nodeagent.engines.spares import Spares
 from services.nodeagent.engines.zygote import MAX_SOCKET_PATH, ZygoteLauncher
 from services.nodeagent.loop import Loop
@@ -35,7 +36,7 @@ from services.nodeagent.publisher import Publisher
 from services.nodeagent.records import Record, Records
 from services.nodeagent.settings import NodeagentSettings
 from services.nodeagent.settings_syntax import labels
-from services.nodeagent.suspend.factory import open_keeper, snapshot_budget
+from services.nodeagent.suspend.factory import open_suspender, snapshot_budget
 from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
 from shared.contracts.base import Done
@@ -53,7 +54,7 @@ _ADOPTED_WITHIN_S = 5.0
 
 
 async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
-    """Exit status: 0 stopped, 1 lost NATS, 2 a setting that cannot work here."""
+    """Run a nodeagent. Exit status: 0 stopped, 1 lost NATS, 2 invalid settings."""
     agent_directory = settings.node_state / "agent"
     socket_path = agent_directory / "zygote.sock"
     if settings.zygote and len(str(socket_path).encode()) > MAX_SOCKET_PATH:
@@ -78,7 +79,7 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
 
 
 class Nodeagent:
-    """The parts of one nodeagent, put together."""
+    """The parts of one nodeagent."""
 
     def __init__(self, settings: NodeagentSettings, records: Records, devices: dict[str, Device], tasks: asyncio.TaskGroup) -> None:
         self.settings = settings
@@ -87,15 +88,15 @@ class Nodeagent:
         self.launcher = _launcher(settings)
         ledger = Ledger({d: device.info.budget_bytes for d, device in devices.items()})
         policy = Policy(kill_grace_s=settings.kill_grace, adopt_s=settings.adopt_timeout)
-        self.keeper = open_keeper(settings, devices, self.mesh)
+        self.suspender = open_suspender(settings, devices, self.mesh)
         state = NodeState(
             ledger,
             policy,
             newest_epoch=records.epoch(),
             snapshot_budget=snapshot_budget(settings),
-            spills=self.keeper.can_spill(),
+            spills=self.suspender.can_spill(),
         )
-        self.loop = Loop(state, lambda effect: self.performer.perform(effect))
+        self.loop = Loop(state, lambda effect: self.effects.perform(effect))
         self.meter = Meter(
             devices,
             lambda: self.loop.state,
@@ -110,10 +111,10 @@ class Nodeagent:
             lambda: self.loop.state,
             self.meter,
             self.timelines,
-            lambda: (*(found := self.keeper.capabilities()), *weights_on_gpu({d.info.kind for d in devices.values()}, found)),
+            lambda: (*(found := self.suspender.capabilities()), *weights_on_gpu({d.info.kind for d in devices.values()}, found)),
         )
-        self.performer = Performer(
-            Parts(self.mesh, self.launcher, records, self.timelines, self.meter, self.publisher, self.keeper),
+        self.effects = EffectRunner(
+            EffectPorts(self.mesh, self.launcher, records, self.timelines, self.meter, self.publisher, self.suspender),
             settings.node,
             settings.node_state / "logs",
             engine_environment(settings),
@@ -124,7 +125,7 @@ class Nodeagent:
         self._background: list[asyncio.Task[None]] = []
 
     async def serve(self, known: list[Record], stop: asyncio.Event) -> int:
-        """From the start to the end of this agent; returns the process's exit status."""
+        """Run the agent from start to shutdown, and return the exit status."""
         self._run("launcher", self.launcher.run())
         self._run("logs", keep_logs_bounded(self.settings.node_state / "logs", self.settings.engine_log_bytes))
         self._run("loop", self.loop.run())
@@ -133,20 +134,20 @@ class Nodeagent:
         self.mesh.listen(subjects.loader_status(node), LoaderStatus, self._on_loader)
         self.mesh.listen(subjects.STATUS_WANTED, StatusWanted, self._on_wanted)
         if not await self.mesh.start_unless(stop):
-            log.warning("stopped before NATS was there; engines are left as they are", extra={"engines": len(known)})
+            log.warning("stopped before NATS was reachable; engines keep running", extra={"engines": len(known)})
             await self.launcher.close()
             return 0
         for record in known:
-            _adopt(record, self.loop, self.performer, self.timelines)
+            _adopt(record, self.loop, self.effects, self.timelines)
         await self.loop.until(lambda state: len(state.instances) >= len(known), _ADOPTED_WITHIN_S)
-        await self.keeper.reap_strays(frozenset(i.instance_id for i in self.loop.state.live()))
+        await self.suspender.reap_strays(frozenset(i.instance_id for i in self.loop.state.live()))
         commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
         await commands.start()
         publishing = self._run("publisher", self.publisher.run())
         self._run("meter", self.meter.run())
         await first(self.mesh.lost, stop)
         if self.mesh.lost.is_set():
-            log.error("NATS is lost; ending without touching the engines")
+            log.error("lost NATS; exiting without stopping engines")
             return 1
         await self._end()
         await end(publishing)
@@ -156,8 +157,8 @@ class Nodeagent:
         return 0
 
     async def give_up(self) -> None:
-        """Give up everything that runs in this process; engines are left as they are."""
-        await self.performer.give_up()
+        """Cancel everything that runs in this process. Engines keep running."""
+        await self.effects.give_up()
         await end(*self._background)
 
     def _run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -166,16 +167,16 @@ class Nodeagent:
         return task
 
     async def _on_report(self, report: EngineReport) -> None:
-        self.performer.heard(report)
+        self.effects.on_report(report)
 
     async def _on_loader(self, status: LoaderStatus) -> None:
-        self.loop.post(e.LoaderHeard(self.meter.loader_said(status)))
+        self.loop.post(e.LoaderReported(self.meter.on_loader_status(status)))
 
     async def _on_wanted(self, _: StatusWanted) -> None:
         self.publisher.changed(urgent=True)
 
     async def _on_command(self, command: NodeCommand) -> Done:
-        reply, answer = self.performer.expect_reply()
+        reply, answer = self.effects.expect_reply()
         if isinstance(command, StartInstance):
             if command.instance_id not in self.loop.state.instances:
                 self.timelines.of(command.instance_id).received(command.phases, time.monotonic())
@@ -196,20 +197,20 @@ class Nodeagent:
                 self.timelines.forget(command.instance_id)
 
     async def _end(self) -> None:
-        """Have every engine leave, within bounds, and tell of it to the last."""
+        """Drain every engine within its deadline, and publish the final status."""
         loop, settings = self.loop, self.settings
         loop.post(e.Shutdown(settings.stop_timeout))
         await loop.until(lambda s: s.stopping, _ADOPTED_WITHIN_S)
         await self.publisher.publish()
         ended_within = settings.stop_timeout + 2 * settings.kill_grace
         if not await loop.until(lambda s: all(i.process is Process.GONE for i in s.live()), ended_within):
-            log.error("engines are left that could not be ended", extra={"instances": [i.instance_id for i in loop.state.live()]})
+            log.error("failed to end all engines", extra={"instances": [i.instance_id for i in loop.state.live()]})
         if not await loop.until(lambda s: not s.live(), _RELEASES_WITHIN_S):
-            # Their records stay: the next agent of this node releases them.
-            log.warning("the loader did not release all weights", extra={"instances": [i.instance_id for i in loop.state.live()]})
+            # Their records stay, so that the next agent of this node releases the weights.
+            log.warning("failed to release all weights", extra={"instances": [i.instance_id for i in loop.state.live()]})
         for instance in loop.state.instances.values():
             if instance.ended_at is not None:
-                self.performer.perform(e.Forget(instance.instance_id))
+                self.effects.perform(e.Forget(instance.instance_id))
         await self.publisher.publish()
 
 
@@ -228,20 +229,20 @@ def _builtin_launcher(settings: NodeagentSettings, specs: Path) -> Launcher:
     return ZygoteLauncher(socket_path, log_path, engine_environment(settings), settings.zygote_module)
 
 
-def _adopt(record: Record, loop: Loop, performer: Performer, timelines: Timelines) -> None:
-    """Take over an instance of an earlier agent: alive only if the process of that pid is the one that was started then."""
+def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelines) -> None:
+    """Adopt an instance of an earlier agent. It is alive only if the process of its pid has the recorded start time."""
     instance = record.instance
     timelines.of(instance.instance_id).restore(record.phases)
-    log_path = performer.log_path(instance.instance_id)
+    log_path = effects.log_path(instance.instance_id)
     if instance.process is Process.FORKING:
-        # The earlier agent ended between the fork and its note of it.
-        instance = instance.model_copy(update={"pid": find_writer(log_path)})
+        # The earlier agent exited after the fork and before it recorded the pid.
+        instance = instance.model_copy(update={"pid": find_log_writer(log_path)})
     alive = False
     if instance.process is not Process.GONE and instance.pid is not None:
-        started = performer.processes.watch(instance.instance_id, instance.pid, instance.process_start)
+        started = effects.processes.watch(instance.instance_id, instance.pid, instance.process_start)
         alive = started is not None
         instance = instance.model_copy(update={"process_start": started if alive else instance.process_start})
-    frozen = performer.frozen(instance.instance_id)
+    frozen = effects.frozen(instance.instance_id)
     error = explain_exit(instance.pid or 0, None, (None, None), log_path)
-    log.info("instance found", extra={"instance": instance.instance_id, "pid": instance.pid, "alive": alive})
+    log.info("adopted an instance", extra={"instance": instance.instance_id, "pid": instance.pid, "alive": alive})
     loop.post(e.Adopted(instance, alive, error, frozen))

@@ -1,4 +1,4 @@
-"""Carries out what the domain decides: the one port through which effects leave."""
+"""Performs the effects of the domain's decisions: the only port through which they leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.nodeagent.loop import Loop
 from services.nodeagent.meter import Meter
 from services.nodeagent.publisher import Publisher
 from services.nodeagent.records import Records
-from services.nodeagent.suspend.suspender import Keeper
+from services.nodeagent.suspend.suspender import Suspender
 from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
 from shared.contracts.base import Done, ErrorBody, Message, Request
@@ -38,8 +38,8 @@ _CLEAN_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What effects go out through."""
+class EffectPorts:
+    """The adapters that effects use."""
 
     mesh: Mesh
     launcher: Launcher
@@ -47,12 +47,14 @@ class Parts:
     timelines: Timelines
     meter: Meter
     publisher: Publisher
-    keeper: Keeper
+    suspender: Suspender
 
 
-class Performer:
+class EffectRunner:
+    """Performs effects; slow ones run as tasks and post their outcome as an event."""
+
     def __init__(
-        self, parts: Parts, node: str, logs: Path, environment: dict[str, str], loop: Loop, tasks: asyncio.TaskGroup
+        self, parts: EffectPorts, node: str, logs: Path, environment: dict[str, str], loop: Loop, tasks: asyncio.TaskGroup
     ) -> None:
         self._mesh = parts.mesh
         self._launcher = parts.launcher
@@ -60,7 +62,7 @@ class Performer:
         self._timelines = parts.timelines
         self._meter = parts.meter
         self._publisher = parts.publisher
-        self._keeper = parts.keeper
+        self._suspender = parts.suspender
         self._node = node
         self._logs = logs
         self._environment = environment
@@ -72,7 +74,7 @@ class Performer:
         self.processes = Processes(self._exited)
 
     def expect_reply(self) -> tuple[int, asyncio.Future[Done]]:
-        """A number for a command's reply, and the future that the reply resolves."""
+        """Register a command. Returns a number for its `Reply` effect, and the future that the reply resolves."""
         future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         number = id(future)
         self._replies[number] = future
@@ -96,9 +98,9 @@ class Performer:
                 self._spawn("fork", effect.instance_id, self._fork(effect.instance_id))
             case e.Ping():
                 self._spawn("ping", effect.instance_id, self._ping(effect.instance_id))
-            case e.AskDrain():
+            case e.RequestDrain():
                 self._spawn("drain", effect.instance_id, self._drain(effect))
-            case e.AskHold():
+            case e.PauseEngine():
                 self._spawn("hold", effect.instance_id, self._hold(effect))
             case e.Suspend():
                 self._spawn("suspend", effect.instance_id, self._suspend(effect))
@@ -110,7 +112,7 @@ class Performer:
                 self._spawn("assess", effect.instance_id, self._assess(effect))
             case e.Measure():
                 self._spawn("measure", effect.instance_id, self._measure(effect))
-            case e.ProveMemory():
+            case e.VerifyMemoryFreed():
                 self._spawn("prove", effect.instance_id, self._prove(effect.instance_id))
             case e.Release():
                 self._spawn("release", effect.instance_id, self._release(effect.instance_id))
@@ -118,7 +120,7 @@ class Performer:
                 self._forget(effect.instance_id)
 
     async def give_up(self) -> None:
-        """Give up what is under way; engines are left as they are."""
+        """Cancel running effects. Engines keep running."""
         await end(*self._running)
         self.processes.close()
 
@@ -126,8 +128,8 @@ class Performer:
         return self._logs / f"{instance_id}.engine.log"
 
     def frozen(self, instance_id: str) -> bool:
-        """Whether the processes of an instance stand still."""
-        return self._keeper.groups.frozen(instance_id)
+        """True if the instance's processes are frozen."""
+        return self._suspender.cgroups.frozen(instance_id)
 
     def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.create_task(work, name=f"{what} {instance_id}")
@@ -136,7 +138,7 @@ class Performer:
 
     def _reply(self, number: int, error: ErrorBody | None) -> None:
         future = self._replies.get(number)
-        if future is None or future.done():  # the asker's deadline is over
+        if future is None or future.done():  # the deadline of the command has passed
             return
         if error is None:
             future.set_result(Done())
@@ -155,17 +157,17 @@ class Performer:
             traceparent=command.traceparent,
             log_path=str(self.log_path(instance_id)),
             environment=self._environment,
-            cgroup_procs=self._keeper.group_for(self._loop.state.instances[instance_id]),
+            cgroup_procs=self._suspender.group_for(self._loop.state.instances[instance_id]),
         )
         self._timelines.of(instance_id).forking(self._launcher.name_for(start))
         try:
             pid = await self._launcher.launch(start)
         except ThawError as error:
-            log.error("an engine could not be started", extra={"instance": instance_id, "error": error.message})
+            log.error("failed to start an engine", extra={"instance": instance_id, "error": error.message})
             self._post(e.ForkFailed(instance_id, error.body()))
             return
         started = self.processes.watch(instance_id, pid)
-        self._keeper.started(self._loop.state.instances[instance_id], pid)
+        self._suspender.started(self._loop.state.instances[instance_id], pid)
         log.info("engine started", extra={"instance": instance_id, "pid": pid, "model": command.card.name})
         self._post(e.EngineForked(instance_id, pid, started or 0))
         if started is None:
@@ -176,34 +178,34 @@ class Performer:
 
     async def _explain(self, instance_id: str, pid: int) -> None:
         status = await self._launcher.exit_status(pid, _EXIT_STATUS_WITHIN_S)
-        await self._keeper.ended(instance_id)
+        await self._suspender.ended(instance_id)
         error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
-        log.info("engine ended", extra={"instance": instance_id, "pid": pid, "status": status})
+        log.info("engine exited", extra={"instance": instance_id, "pid": pid, "status": status})
         self._post(e.EngineExited(instance_id, pid, status, error))
 
     async def _ask(self, subject: str, request: Request, reply: type[R]) -> R:
-        """`Mesh.request`, with a connection that is not there now as one more typed error."""
+        """As `Mesh.request`, but a missing connection raises `Unavailable`."""
         try:
             return await self._mesh.request(subject, request, reply)
         except NatsError as fault:
-            raise Unavailable(f"NATS is not there now: {fault}") from fault
+            raise Unavailable(f"NATS is unreachable: {fault}") from fault
 
     async def _ping(self, instance_id: str) -> None:
         try:
             report = await self._ask(subjects.engine_control(instance_id), PingEngine(deadline_ms=2_000), EngineReport)
         except ThawError as error:
-            log.debug("an engine does not answer yet", extra={"instance": instance_id, "error": error.message})
+            log.debug("an engine does not answer a ping yet", extra={"instance": instance_id, "error": error.message})
             return
-        self.heard(report)
+        self.on_report(report)
 
-    def heard(self, report: EngineReport) -> None:
-        """An engine has told about itself."""
+    def on_report(self, report: EngineReport) -> None:
+        """Handle a status report of an engine."""
         instance = self._loop.state.instances.get(report.instance_id)
         if instance is not None and instance.state.starting and instance.state is not InstanceState.RESUMING:
             self._timelines.of(report.instance_id).reported(report, instance.command.traceparent)
         self._post(e.EngineReported(report))
 
-    async def _drain(self, effect: e.AskDrain) -> None:
+    async def _drain(self, effect: e.RequestDrain) -> None:
         error: ErrorBody | None = None
         request = DrainEngine(only_if_idle=effect.only_if_idle, reason=effect.reason, deadline_ms=3_000)
         try:
@@ -215,35 +217,37 @@ class Performer:
     def _signal(self, effect: e.Signal) -> None:
         self.processes.send(effect.instance_id, effect.signal)
         if effect.signal == "kill":
-            self._keeper.groups.kill(effect.instance_id)
+            self._suspender.cgroups.kill(effect.instance_id)
 
-    async def _hold(self, effect: e.AskHold) -> None:
+    async def _hold(self, effect: e.PauseEngine) -> None:
         error: ErrorBody | None = None
         try:
-            await self._keeper.hold(effect.instance_id)
+            await self._suspender.hold(effect.instance_id)
         except ThawError as refused:
             error = refused.body()
-        self._post(e.HoldAnswered(effect.instance_id, effect.only_if_idle, error))
+        self._post(e.PauseAnswered(effect.instance_id, effect.only_if_idle, error))
 
     async def _suspend(self, effect: e.Suspend) -> None:
         instance = self._loop.state.instances[effect.instance_id]
         try:
-            taken = await self._keeper.suspend(instance, effect.way)
+            taken = await self._suspender.suspend(instance, effect.way)
         except ThawError as error:
-            log.warning("not suspended", extra={"instance": effect.instance_id, "way": effect.way, "error": error.message})
+            log.warning(
+                "failed to suspend an instance", extra={"instance": effect.instance_id, "way": effect.way, "error": error.message}
+            )
             self._post(e.SuspendFailed(effect.instance_id, error.body()))
             return
         self._post(e.Suspended(effect.instance_id, taken.freed_bytes, taken.left_bytes, taken.used_bytes, taken.snapshot_bytes))
-        await self._meter.measure_and_tell(instance)
+        await self._meter.measure_and_publish(instance)
 
     async def _spill(self, effect: e.Spill) -> None:
         try:
-            freed = await self._keeper.spill(self._loop.state.instances[effect.instance_id], effect.way)
+            freed = await self._suspender.spill(self._loop.state.instances[effect.instance_id], effect.way)
         except ThawError as error:
-            log.warning("a snapshot stays in host memory", extra={"instance": effect.instance_id, "error": error.message})
+            log.warning("failed to spill a snapshot to swap", extra={"instance": effect.instance_id, "error": error.message})
             self._post(e.Spilled(effect.instance_id, error=error.body()))
             return
-        log.info("a snapshot went to swap", extra={"instance": effect.instance_id, "bytes": freed})
+        log.info("spilled a snapshot to swap", extra={"instance": effect.instance_id, "bytes": freed})
         self._post(e.Spilled(effect.instance_id, freed))
 
     async def _resume(self, effect: e.Resume) -> None:
@@ -251,10 +255,10 @@ class Performer:
         timeline = self._timelines.of(effect.instance_id)
         timeline.restoring(effect.way or "held")
         try:
-            used = await self._keeper.resume(instance, effect.way)
+            used = await self._suspender.resume(instance, effect.way)
         except ThawError as error:
             log.error(
-                "a restore failed; starting it cold",
+                "failed to resume an instance; starting it cold",
                 extra={"instance": effect.instance_id, "way": effect.way, "error": error.message},
             )
             self._post(e.ResumeFailed(effect.instance_id, error.body()))
@@ -267,30 +271,30 @@ class Performer:
         await asyncio.sleep(effect.after_s)
         instance = self._loop.state.instances.get(effect.instance_id)
         if instance is not None and (not effect.after_s or instance.state is InstanceState.READY):
-            outlook, used = await self._keeper.assess(instance)
+            outlook, used = await self._suspender.assess(instance)
             self._post(e.Assessed(effect.instance_id, outlook, used))
 
     async def _measure(self, effect: e.Measure) -> None:
         instance = self._loop.state.instances[effect.instance_id]
         await asyncio.sleep(effect.after_s)
-        await self._meter.measure_and_tell(self._loop.state.instances.get(effect.instance_id, instance))
+        await self._meter.measure_and_publish(self._loop.state.instances.get(effect.instance_id, instance))
 
     async def _prove(self, instance_id: str) -> None:
         instance = self._loop.state.instances[instance_id]
         while True:
             try:
-                # Also after an earlier agent's death: what its engine left behind is this one's to end.
-                await self._keeper.ended(instance_id)
+                # An earlier agent may have died before it cleaned up after this engine.
+                await self._suspender.ended(instance_id)
                 await self._launcher.clean_up(instance_id, instance.command.card)
-                freed = await self._meter.prove_gone(instance)
+                freed = await self._meter.wait_memory_freed(instance)
             except ThawError as fault:
-                log.error("what an engine left behind is not gone yet", extra={"instance": instance_id, "error": fault.message})
+                log.error("failed to clean up after an engine; retrying", extra={"instance": instance_id, "error": fault.message})
                 await asyncio.sleep(_CLEAN_AGAIN_S)
                 continue
             except TimeoutError as late:
-                log.error("memory of an ended engine is not free yet", extra={"instance": instance_id, "error": str(late)})
+                log.error("memory of an exited engine is not free yet", extra={"instance": instance_id, "error": str(late)})
                 continue
-            self._post(e.MemoryProved(instance_id, freed))
+            self._post(e.MemoryFreed(instance_id, freed))
             return
 
     async def _release(self, instance_id: str) -> None:
@@ -299,15 +303,15 @@ class Performer:
             before = await self._meter.loader_holds(instance_id)
             released = await self._ask(subjects.loader_command(self._node), request, WeightsReleased)
         except ThawError as error:
-            log.warning("weights not released yet; trying again", extra={"instance": instance_id, "error": error.message})
+            log.warning("failed to release weights; retrying", extra={"instance": instance_id, "error": error.message})
             self._post(e.ReleaseFailed(instance_id, error.body()))
             return
         freed = released.freed_bytes
         if released.device_bytes:
-            if await self._meter.prove_returned(instance_id, before, released.device_bytes):
+            if await self._meter.wait_memory_returned(instance_id, before, released.device_bytes):
                 freed += released.device_bytes
             else:
-                log.warning("GPU memory that the loader gave back is not seen to be free", extra={"instance": instance_id})
+                log.warning("GPU memory that the loader freed still shows as used", extra={"instance": instance_id})
         self._post(e.WeightsReleased(instance_id, freed))
 
     def _forget(self, instance_id: str) -> None:

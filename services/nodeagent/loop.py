@@ -1,4 +1,4 @@
-"""The one loop that owns a nodeagent's state: events in, decisions, effects out."""
+"""The loop that owns a nodeagent's state: events in, decisions, effects out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _SHORTEST_S = 0.005
 
 
 class Loop:
-    """`perform` carries out one effect at a time, in order, without blocking; what takes long posts its outcome as an event."""
+    """Runs the loop.
+
+    `perform` performs one effect at a time, in order, without blocking; slow effects post their outcome as an event.
+    """
 
     def __init__(self, state: NodeState, perform: Callable[[Effect], None]) -> None:
         self.state = state
@@ -36,7 +39,7 @@ class Loop:
             self._changed.set()
 
     async def until(self, predicate: Callable[[NodeState], bool], within_s: float) -> bool:
-        """Wait until the state satisfies `predicate`; False if it has not within that time."""
+        """Wait until the state satisfies `predicate`. False: it did not within `within_s` seconds."""
         try:
             async with asyncio.timeout(within_s):
                 while not predicate(self.state):
@@ -47,7 +50,7 @@ class Loop:
         return True
 
     async def _next(self) -> Event:
-        """A `Tick` when a deadline is over, else the next event; where both are due they take turns, so that neither waits for ever."""
+        """The next event, or a `Tick` when a deadline has passed. Both alternate if both are due, so that neither starves."""
         wait = min((d - time.monotonic() for d in deadlines(self.state)), default=_IDLE_S)
         if not self._events.empty() and (wait > 0 or self._ticked):
             self._ticked = False

@@ -1,4 +1,4 @@
-"""What is measured: private memory of engine processes, weight segments as the loader tells, use of each device."""
+"""Measurements: private memory of engines, weight segments reported by the loader, and use of each device."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ class _Segment:
 
 
 class Meter:
+    """Measures the node's memory.
+
+    Args:
+        devices: The node's devices.
+        state: Returns the loop's state.
+        changed: Called after each measurement.
+        measured: Called with an instance and its bytes.
+    """
+
     def __init__(
         self,
         devices: Mapping[str, Device],
@@ -52,12 +61,14 @@ class Meter:
         self._oom_kills = [oom_kills()] * 2
 
     def private(self, instance_id: str) -> int:
-        """Bytes that the instance's process last held for itself."""
+        """Last measured private memory of the instance's processes in bytes."""
         return self._private.get(instance_id, 0)
 
     def weights(self, instance_id: str) -> int:
-        """Bytes of the segments that the instance holds, shared with others or not: on its GPU what the loader has there, which is none where
-        the engine has a copy of its own."""
+        """Bytes of the segments that the instance uses, shared or not.
+
+        On a GPU these are the loader's bytes there: none if the engine has its own copy.
+        """
         held = [s for s in self._segments.values() if instance_id in s.holders]
         gpus = self._gpus(instance_id)
         if gpus:
@@ -67,8 +78,8 @@ class Meter:
     def used(self, device_id: str) -> int:
         return self._used.get(device_id, 0)
 
-    def loader_said(self, status: LoaderStatus) -> dict[str, int]:
-        """Take over what the loader holds; returns the bytes it has loaded so far by holder."""
+    def on_loader_status(self, status: LoaderStatus) -> dict[str, int]:
+        """Store the loader's segments, and return the loaded bytes by holder."""
         self._segments = {
             s.weights_id: _Segment(s.loaded_bytes, tuple(map(instance_of, s.holders)), s.on_devices) for s in status.segments
         }
@@ -76,7 +87,7 @@ class Meter:
         return {holder: s.loaded_bytes for s in status.segments for holder in s.holders}
 
     async def run(self) -> None:
-        """Measure every few seconds. Reading a big process's PSS takes milliseconds: it has a thread."""
+        """Measure every few seconds, in a thread because reading a big process's PSS takes milliseconds."""
         while True:
             await self.measure_all()
             self._oom_kills = [self._oom_kills[-1], oom_kills()]
@@ -88,8 +99,8 @@ class Meter:
             await self.measure(instance)
         await self._measure_devices()
 
-    async def measure_and_tell(self, instance: Instance) -> None:
-        """Measure one instance, and what follows from it for its devices."""
+    async def measure_and_publish(self, instance: Instance) -> None:
+        """Measure one instance and its devices."""
         await self.measure(instance)
         await self._measure_devices()
 
@@ -107,7 +118,10 @@ class Meter:
     async def _read(
         self, device_id: str, reading: Callable[_Given, _Found], *given: _Given.args, **named: _Given.kwargs
     ) -> _Found | None:
-        """None where the driver gives no answer: what was last measured stands. Said once, until it can be read again."""
+        """Read a device in a thread.
+
+        If the driver does not answer, the result is None and the last measurement stands; the error is logged once until a read succeeds.
+        """
         key = (device_id, reading.__name__)
         try:
             found = await asyncio.to_thread(reading, *given, **named)
@@ -131,45 +145,54 @@ class Meter:
             if by_process is None:
                 return
             total += sum(by_process.values())
-        if instance.stop_asked:  # what its end frees is what it had, not what is left of it half way
+        if instance.stop_asked:  # its exit frees what it had before, not what is left halfway
             total = max(total, self.private(instance.instance_id))
-        # One that is parked may have given up all; of others nothing means that it cannot be seen.
+        # A suspended engine may use none; for others 0 means that the driver shows nothing.
         if total or instance.state.parked:
             self._private[instance.instance_id] = total
         if total:
             self._measured(instance.instance_id, total + self.weights(instance.instance_id))
 
-    async def prove_gone(self, instance: Instance) -> int:
-        """Wait until no device knows memory of the instance's process any more; returns the bytes it had held.
+    async def wait_memory_freed(self, instance: Instance) -> int:
+        """Wait until no device accounts memory to the instance's processes.
 
-        Raises `TimeoutError` if that does not come about (the kernel is still tearing it down, or a driver holds on to it), and
-        `DeviceFailed` where it cannot be read.
+        Returns:
+            Bytes that they had used.
+
+        Raises:
+            TimeoutError: Memory is still in use.
+            DeviceFailed: A device cannot be read.
         """
         before = self.private(instance.instance_id)
         deadline = time.monotonic() + _GONE_WITHIN_S
         while instance.pid is not None:
-            # The pidfd has told its end: a zombie has no memory, and a process that has its pid by now is not it.
+            # The pidfd has signalled the exit: a zombie has no memory, and a process with the same pid is another one.
             left = await asyncio.to_thread(self._left, instance)
             if not left:
                 break
             if time.monotonic() > deadline:
-                raise TimeoutError(f"pid {instance.pid} is gone, but {left} bytes are still booked to it")
+                raise TimeoutError(f"pid {instance.pid} has exited, but {left} bytes are still accounted to it")
             await asyncio.sleep(_GONE_POLL_S)
         self._private.pop(instance.instance_id, None)
         return before
 
     async def loader_holds(self, instance_id: str) -> int:
-        """Bytes of the instance's GPUs that the loader's process has; all that are in use where NVML knows it by another pid. Raises
-        `DeviceFailed`."""
+        """Bytes that the loader uses on the instance's GPUs.
+
+        If NVML knows the loader by another pid, these are all bytes in use. Raises `DeviceFailed`.
+        """
         pid, total = self._loader_pid, 0
         for device in self._gpus(instance_id).values():
             own = await asyncio.to_thread(device.private_bytes, (pid,))
             total += own.get(pid, 0) or await asyncio.to_thread(device.used_bytes, 0, 0)
         return total
 
-    async def prove_returned(self, instance_id: str, before: int, nbytes: int) -> bool:
-        """Wait, a bounded time, until `nbytes` fewer than `before` are held. The loader may have taken as much for others meanwhile: then it
-        cannot be told, nor where the device cannot be read."""
+    async def wait_memory_returned(self, instance_id: str, before: int, nbytes: int) -> bool:
+        """Wait a bounded time until the loader uses `nbytes` less than `before`.
+
+        Returns:
+            False if that is not visible: the loader may have taken as much for others, or the device cannot be read.
+        """
         deadline = time.monotonic() + _GONE_WITHIN_S
         try:
             while await self.loader_holds(instance_id) > before - nbytes:
@@ -189,11 +212,11 @@ class Meter:
         self._private.pop(instance_id, None)
 
     def oom_window(self) -> tuple[int | None, int | None]:
-        """The kernel's OOM counter some seconds ago and now."""
+        """The kernel's count of OOM kills some seconds ago, and now."""
         return self._oom_kills[0], oom_kills()
 
     def _left(self, instance: Instance) -> int:
-        """Bytes that devices know of its processes still. Who has one of their numbers by now is someone else."""
+        """Bytes that devices still account to the instance's processes. Reused pids are ignored."""
         assert instance.pid is not None
         ended = [p for p in instance.engine_pids if process_start(p) is None]
         if process_start(instance.pid) in (None, instance.process_start):

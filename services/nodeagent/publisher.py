@@ -1,4 +1,4 @@
-"""Tells the mesh what is alive on this node: at once on a change, every second, and when asked."""
+"""Publishes the node's status: at once after a change, every second, and on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _CAPABILITIES_EVERY_S = 10.0
 
 
 class Publisher:
-    """Changes within 5 ms make one status; changes of load and progress alone wait up to 100 ms (gateways count their own requests)."""
+    """Builds and publishes the status.
+
+    Changes within 5 ms make one message. Changes of load and progress alone wait up to 100 ms, because gateways count their own requests.
+    """
 
     def __init__(
         self,
@@ -79,8 +82,8 @@ class Publisher:
             self._capabilities = await asyncio.to_thread(self._find_capabilities)
         try:
             await self._mesh.publish(subjects.node_status(self._node), self.status())
-        except NatsError as e:  # the next one, in a second, tells the same
-            log.warning("a status could not be sent", extra={"error": repr(e)})
+        except NatsError as e:  # the next status, a second later, has the same content
+            log.warning("failed to publish the node's status", extra={"error": repr(e)})
 
     def status(self) -> NodeStatus:
         state = self._state()

@@ -1,4 +1,4 @@
-"""What an agent writes down so that the next one finds its engines again: one file per instance, and the newest epoch seen."""
+"""Records on disk from which the next agent adopts this one's engines: one file per instance, and the newest epoch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class Record(Frozen):
-    """`machine_boot`: the kernel's boot id; monotonic times and pids mean nothing after another boot. `phases`: of the start, their
-    times on the machine's monotonic clock."""
+    """The record of one instance.
+
+    Args:
+        machine_boot: The kernel's boot id: monotonic times and pids are invalid after a reboot.
+        phases: Phases of the start, with times on the monotonic clock.
+    """
 
     version: int = 1
     machine_boot: str
@@ -28,7 +32,10 @@ class Record(Frozen):
 
 
 class Records:
-    """Files under `<node_state>/agent`, each replaced atomically. A fault of the disk is logged: serving goes on, re-adoption may not."""
+    """Files under `<node_state>/agent`, each replaced atomically.
+
+    A disk error is logged and serving continues; adoption may fail later.
+    """
 
     def __init__(self, agent_directory: Path) -> None:
         self._directory = agent_directory / "instances"
@@ -44,12 +51,12 @@ class Records:
         (self._directory / f"{instance_id}.json").unlink(missing_ok=True)
 
     def load(self) -> Iterator[Record]:
-        """Every readable record of this boot of the machine; others are removed."""
+        """Every readable record of this boot; records of earlier boots are removed."""
         for path in sorted(self._directory.glob("*.json")):
             try:
                 record = Record.model_validate_json(path.read_bytes())
             except (OSError, ValidationError) as e:
-                log.error("an instance record cannot be read; set aside", extra={"path": str(path), "error": str(e)})
+                log.error("failed to read an instance record; it is set aside", extra={"path": str(path), "error": str(e)})
                 with contextlib.suppress(OSError):
                     path.rename(path.with_suffix(".unreadable"))
                 continue
@@ -67,7 +74,7 @@ class Records:
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as e:
-            log.error("the newest epoch cannot be read; starting from 0", extra={"path": str(self._epoch), "error": str(e)})
+            log.error("failed to read the newest epoch; starting from 0", extra={"path": str(self._epoch), "error": str(e)})
             return 0
 
 
@@ -83,4 +90,4 @@ def _replace(path: Path, text: str) -> None:
             file.write(text)
         temporary.replace(path)
     except OSError as e:
-        log.error("a record could not be written", extra={"path": str(path), "error": str(e)})
+        log.error("failed to write a record", extra={"path": str(path), "error": str(e)})

@@ -1,4 +1,4 @@
-"""What a nodeagent can be told."""
+"""Settings of the nodeagent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from services.nodeagent.settings_syntax import labels, parse_bytes, parse_devices
 from shared.settings import NodeSettings
 
-CAN_WAIT = ("vllm",)
+SPARE_CAPABLE = ("vllm",)
 
 
 class NodeagentSettings(NodeSettings):
@@ -22,7 +22,9 @@ class NodeagentSettings(NodeSettings):
     cpu_reserve: str = Field(default="512MiB", description="Host memory left alone before that share is taken.")
     cuda_share: float = Field(default=0.9, gt=0, le=1, description="Share of a CUDA device's memory that is its budget by default.")
     labels: str = Field(default="", description="Labels of this node, e.g. 'zone=a,rack=12'.")
-    zygote: bool = Field(default=True, description="Fork engines from a process that has their imports done; off: start each anew.")
+    zygote: bool = Field(
+        default=True, description="Fork engines from a process that has their imports done; off: start each as a new interpreter."
+    )
     engine_module: str = Field(default="services.engine", description="Module run for each engine where zygote is off.")
     zygote_module: str = Field(default="services.engine.zygote", description="Module run as the zygote.")
     host_module: str = Field(
@@ -65,8 +67,8 @@ class NodeagentSettings(NodeSettings):
     @field_validator("spare_engines")
     @classmethod
     def _spare_engines(cls, value: str) -> str:
-        if unknown := {e.strip() for e in value.split(",")} - {"", *CAN_WAIT}:
-            raise ValueError(f"{', '.join(sorted(unknown))} cannot wait with its imports done; {', '.join(CAN_WAIT)} can")
+        if unknown := {e.strip() for e in value.split(",")} - {"", *SPARE_CAPABLE}:
+            raise ValueError(f"{', '.join(sorted(unknown))} cannot have spare interpreters; {', '.join(SPARE_CAPABLE)} can")
         return value
 
     @property

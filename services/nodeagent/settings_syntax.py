@@ -1,4 +1,4 @@
-"""Sizes, device lists and labels as people write them. Every fault is a ValueError that says what is allowed."""
+"""Parsers for sizes, device lists and labels in settings. Errors are ValueErrors that name the valid forms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEVICE = re.compile(r"^(cpu|cuda):(\d+)$")
 
 @dataclass(frozen=True)
 class WantedDevice:
-    """One entry of THAW_DEVICES: bytes, or a share in (0, 1], or neither (the default share)."""
+    """An entry of THAW_DEVICES: bytes, a share in (0, 1], or neither (the default share)."""
 
     device_id: str
     bytes: int | None = None
@@ -29,7 +29,10 @@ class WantedDevice:
 
 
 def parse_bytes(text: str) -> int:
-    """`text` ("1500MiB", "2 GB", "1g", "4096") in bytes. KiB, MiB, GiB, TiB and K, M, G, T count by 1024; KB, MB, GB, TB by 1000."""
+    """Parse `text` ("1500MiB", "2 GB", "1g", "4096") to bytes.
+
+    KiB, MiB, GiB, TiB and K, M, G, T count by 1024; KB, MB, GB, TB by 1000.
+    """
     match = _SIZE.match(text)
     factor = _LOOKUP.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
@@ -41,7 +44,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_devices(text: str) -> tuple[WantedDevice, ...] | None:
-    """The devices that THAW_DEVICES names; None for "auto"."""
+    """The devices of THAW_DEVICES; None for "auto"."""
     if text.strip().lower() == "auto":
         return None
     found: list[WantedDevice] = []
@@ -74,7 +77,7 @@ def _wanted(name: str, amount: str | None) -> WantedDevice:
 
 
 def labels(text: str) -> dict[str, str]:
-    """'zone=a,rack=12' as a mapping."""
+    """Parse 'zone=a,rack=12' to a mapping."""
     found: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")

@@ -1,4 +1,4 @@
-"""The phases of each instance's start, on the machine's monotonic clock: what the scheduler sent, what we do, what the engine tells."""
+"""Phases of each instance's start: those of the scheduler, of this agent, and of the engine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ _OURS = (Phase.RESERVE, Phase.CONTAINER)
 
 
 class StartTimeline:
-    """`reserve` lasts from the command's receipt to the fork, `container` from there to the engine's first report."""
+    """The phases of one start on the monotonic clock.
+
+    `reserve` lasts from the command to the fork, `container` from the fork to the engine's first report.
+    """
 
     def __init__(self, process: str) -> None:
         self._agent = Timeline(process)
         self._engine = Timeline("")
-        self._heard = False
+        self._has_reported = False
         self._complete = False
 
     def received(self, phases: tuple[PhaseSpan, ...], at: float) -> None:
-        """The command came `at` (monotonic seconds), carrying the phases before it."""
+        """The command arrived at time `at` (monotonic seconds), with the phases before it."""
         self._agent.absorb(phases, at)
         self._agent.begin(Phase.RESERVE)
 
@@ -32,9 +35,9 @@ class StartTimeline:
         self._agent.begin(Phase.CONTAINER, launcher=launcher)
 
     def reported(self, report: EngineReport, traceparent: str | None) -> None:
-        """An engine tells all its phases so far each time; those of its first `ready` are final."""
-        if not self._heard:
-            self._heard = True
+        """Store the phases of a report. Those of the first `ready` report are final."""
+        if not self._has_reported:
+            self._has_reported = True
             self._agent.end(Phase.CONTAINER)
             record_phases((s for s in self._agent.spans() if s.phase in _OURS), context_of(traceparent))
         if report.phases and not self._complete:
@@ -43,7 +46,7 @@ class StartTimeline:
             self._complete = report.state == "ready"
 
     def restoring(self, way: str) -> None:
-        """A suspended engine is brought back: `restore` lasts until it has been probed."""
+        """Begin `restore`, which lasts until the resumed engine has answered a probe."""
         self._agent.end(Phase.RESERVE)
         self._agent.begin(Phase.RESTORE, way=way)
 
@@ -59,10 +62,12 @@ class StartTimeline:
     def restore(self, phases: tuple[PhaseSpan, ...]) -> None:
         """Take over `spans(origin=0)` of an earlier agent."""
         self._agent.absorb(phases, 0.0)
-        self._heard = self._complete = True
+        self._has_reported = self._complete = True
 
 
 class Timelines:
+    """Timelines by instance."""
+
     def __init__(self, process: str) -> None:
         self._process = process
         self._starts: dict[str, StartTimeline] = {}
@@ -71,7 +76,7 @@ class Timelines:
         return self._starts.setdefault(instance_id, StartTimeline(self._process))
 
     def renew(self, instance_id: str) -> StartTimeline:
-        """A new one, for a resumption: what the start measured is told no longer."""
+        """Start a new timeline for a resume; the phases of the start are dropped."""
         self._starts.pop(instance_id, None)
         return self.of(instance_id)
 

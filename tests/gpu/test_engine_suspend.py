@@ -70,7 +70,7 @@ async def said(node: Node, instance_id: str) -> str:
     found: list[str] = []
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def heard(message: Any) -> None:
+    async def has_reported(message: Any) -> None:
         match INFER_REPLY.validate_json(message.data):
             case InferChunk(choices=choices):
                 found.extend(str(t) for c in choices for t in c.token_ids)
@@ -81,7 +81,7 @@ async def said(node: Node, instance_id: str) -> str:
             case InferEnd() | InferFinished():
                 ended.set_result(None)
 
-    subscription = await node.mesh.nc.subscribe(inbox, cb=heard)
+    subscription = await node.mesh.nc.subscribe(inbox, cb=has_reported)
     request = InferRequest(
         request_id=uuid.uuid4().hex,
         instance_id=instance_id,

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import pytest
 
 from services.nodeagent.devices.cuda import CudaDevice, load_nvml
-from services.nodeagent.suspend.cgroups import Groups, open_groups
-from services.nodeagent.suspend.cuda import CudaWay, State, open_driver
-from services.nodeagent.suspend.memory_usage import Gauge
+from services.nodeagent.suspend.cgroups import Cgroups, open_cgroups
+from services.nodeagent.suspend.cuda import CudaCheckpoint, State, open_driver
+from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
 
 pytestmark = pytest.mark.gpu
@@ -65,19 +65,19 @@ def device() -> CudaDevice:
 
 
 @pytest.fixture
-def groups() -> Iterator[Groups]:
-    found = open_groups(f"gpu{os.getpid()}")
+def groups() -> Iterator[Cgroups]:
+    found = open_cgroups(f"gpu{os.getpid()}")
     yield found
     found.kill("i")
     found.remove("i")
 
 
 @pytest.fixture
-def way(device: CudaDevice, groups: Groups) -> CudaWay:
+def way(device: CudaDevice, groups: Cgroups) -> CudaCheckpoint:
     driver, reason = open_driver(load_nvml())
     if driver is None:
         pytest.skip(reason)
-    return CudaWay(driver, reason, groups, Gauge({"cuda:0": device}))
+    return CudaCheckpoint(driver, reason, groups, MemoryUsage({"cuda:0": device}))
 
 
 def spawn(mib: int) -> Process:
@@ -92,7 +92,7 @@ def spawn(mib: int) -> Process:
 
 
 @contextlib.contextmanager
-def computing(groups: Groups, mib: int) -> Iterator[tuple[Process, Target]]:
+def computing(groups: Cgroups, mib: int) -> Iterator[tuple[Process, Target]]:
     """A process that holds so many MiB, as what a nodeagent suspends; thawed and gone in the end."""
     process = spawn(mib)
     try:
@@ -104,7 +104,9 @@ def computing(groups: Groups, mib: int) -> Iterator[tuple[Process, Target]]:
 
 
 @pytest.mark.parametrize("mib", [256, 1024, 4096])
-async def test_a_process_gives_the_device_up_and_gets_it_back(device: CudaDevice, way: CudaWay, groups: Groups, mib: int) -> None:
+async def test_a_process_gives_the_device_up_and_gets_it_back(
+    device: CudaDevice, way: CudaCheckpoint, groups: Cgroups, mib: int
+) -> None:
     with computing(groups, mib) as (process, target):
         before = process.ask()
         used = device.used_bytes(0, 0)
@@ -124,7 +126,7 @@ async def test_a_process_gives_the_device_up_and_gets_it_back(device: CudaDevice
         )
 
 
-async def test_a_snapshot_goes_on_to_swap_and_comes_back(way: CudaWay, groups: Groups) -> None:
+async def test_a_snapshot_goes_on_to_swap_and_comes_back(way: CudaCheckpoint, groups: Cgroups) -> None:
     """Whether the driver keeps it in memory that can be paged out at all is what this shows."""
     if why := way.cannot_spill():
         pytest.skip(why)
@@ -137,8 +139,8 @@ async def test_a_snapshot_goes_on_to_swap_and_comes_back(way: CudaWay, groups: G
         assert process.ask() == before
 
 
-async def test_an_engine_of_several_processes_is_locked_whole_and_comes_back_whole(way: CudaWay, groups: Groups) -> None:
-    """Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order that CudaWay keeps."""
+async def test_an_engine_of_several_processes_is_locked_whole_and_comes_back_whole(way: CudaCheckpoint, groups: Cgroups) -> None:
+    """Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order that CudaCheckpoint keeps."""
     processes = [spawn(256), spawn(64)]
     try:
         before = [p.ask() for p in processes]
@@ -177,7 +179,7 @@ except EngineFailed as e:
 HANGS_AFTER_S = 30.0
 
 
-async def test_what_the_papers_order_does(way: CudaWay, groups: Groups) -> None:
+async def test_what_the_papers_order_does(way: CudaCheckpoint, groups: Cgroups) -> None:
     """The paper freezes first. CRIU's maintainers found that to hang: printed is what this driver does. If it answers, the process goes on."""
     if not groups.available:
         pytest.skip(groups.reason)
@@ -196,7 +198,7 @@ async def test_what_the_papers_order_does(way: CudaWay, groups: Groups) -> None:
         assert process.ask() == before
 
 
-async def test_the_states_follow_the_published_order(way: CudaWay, groups: Groups) -> None:
+async def test_the_states_follow_the_published_order(way: CudaCheckpoint, groups: Cgroups) -> None:
     process = spawn(64)
     try:
         pid = process.child.pid

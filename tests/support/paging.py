@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.nodeagent.suspend.cgroups import open_groups
-from services.nodeagent.suspend.cpu import CpuWay
+from services.nodeagent.suspend.cgroups import open_cgroups
+from services.nodeagent.suspend.cpu import PageOut
 from services.nodeagent.suspend.memory import swap_space
 
 LEAST_MIB = 512
@@ -13,7 +13,7 @@ LEAST_MIB = 512
 
 def skip_unless_able(mib: int = LEAST_MIB) -> None:
     """Skips where engines of `mib` together cannot be paged out."""
-    if why := CpuWay(open_groups("trial")).unavailable():
+    if why := PageOut(open_cgroups("trial")).unavailable():
         pytest.skip(f"cannot suspend by page-out here: {why}")
     skip_unless_swap(mib)
 

@@ -1,1 +1,1 @@
-"""Devices of a node: which there are, their budgets, and what is measured on them."""
+"""Devices of a node: inventory, budgets and measurements."""

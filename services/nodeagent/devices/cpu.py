@@ -1,4 +1,4 @@
-"""Host memory as a device: a budget of it, and what processes hold of it."""
+"""Host memory as a device: its budget, and the memory of processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _UNLIMITED = 1 << 60
 
 
 class CpuDevice:
-    """`cpu:0`. `info.budget_bytes` is what engines may hold together."""
+    """`cpu:0`. `info.budget_bytes` is the limit for all engines together."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.info = DeviceInfo(
             "cpu:0", "cpu", platform.processor() or platform.machine(), psutil.virtual_memory().total, budget_bytes
         )
-        self._rss_told = False
+        self._rss_warned = False
 
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
         found: dict[int, int] = {}
@@ -40,18 +40,19 @@ class CpuDevice:
         try:
             return private_pss(pid)
         except PermissionError:
-            if not self._rss_told:
-                self._rss_told = True
+            if not self._rss_warned:
+                self._rss_warned = True
                 log.warning(
-                    "reading PSS needs ptrace rights; memory is told as RSS, which counts shared pages in full", extra={"pid": pid}
+                    "reading PSS requires ptrace rights; reporting RSS, which counts shared pages in full", extra={"pid": pid}
                 )
             return private_rss(pid)
 
 
 def private_pss(pid: int) -> int | None:
-    """The process's proportional share of its pages in bytes, shared memory (weight segments) left out; None if it has none (any more).
+    """The process's PSS without shared memory (weight segments), in bytes; None if the process has no memory.
 
-    Needs the right to ptrace the process: raises `PermissionError` without.
+    Raises:
+        PermissionError: This process may not ptrace the other one.
     """
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -62,7 +63,7 @@ def private_pss(pid: int) -> int | None:
 
 
 def private_rss(pid: int) -> int | None:
-    """Resident anonymous and file pages in bytes; None if the process has none (any more)."""
+    """Resident anonymous and file pages in bytes; None if the process has no memory."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -74,7 +75,7 @@ def private_rss(pid: int) -> int | None:
 
 
 def available_bytes() -> int:
-    """Host memory that can be had without swapping, within this process's memory cgroup."""
+    """Host memory that is available without swapping, within this process's memory cgroup."""
     free = psutil.virtual_memory().available
     room = _cgroup_room()
     return free if room is None else min(free, room)
@@ -101,7 +102,7 @@ def _cgroup_room() -> int | None:
 
 
 def _cgroups() -> Iterable[tuple[str, str]]:
-    """(controller, path) of this process; the unified hierarchy's controller is empty."""
+    """Yield (controller, path) of this process; the unified hierarchy's controller is empty."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -113,7 +114,7 @@ def _cgroups() -> Iterable[tuple[str, str]]:
 
 
 def oom_kills() -> int | None:
-    """How often the kernel's out-of-memory killer has struck on this machine since boot; None where the kernel does not say."""
+    """Number of kills by the kernel's out-of-memory killer since boot; None if unknown."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             key, _, value = line.partition(" ")

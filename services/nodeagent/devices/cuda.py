@@ -1,4 +1,4 @@
-"""CUDA devices through NVML: inventory, and bytes by process. Needs the NVIDIA driver; without one there are none."""
+"""CUDA devices through NVML: inventory, and memory by process. Without the NVIDIA driver there are none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """`cuda:N`, by NVML's index. `info.budget_bytes` is what engines may hold together. Raises `DeviceFailed`, as its readings do."""
+    """`cuda:N`, numbered as NVML does. `info.budget_bytes` is the limit for all engines together.
+
+    The constructor and readings raise `DeviceFailed`.
+    """
 
     def __init__(self, nvml: Any, index: int, share: float | None, budget_bytes: int | None) -> None:
         self._nvml = nvml
@@ -25,8 +28,10 @@ class CudaDevice:
         self.info = DeviceInfo(self._id, "cuda", _text(name), total, budget, _text(uuid))
 
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
-        """By process as the driver accounts them. None are known in a container with a pid namespace of its own, whose pids are not NVML's, nor
-        where the driver accounts for no processes."""
+        """Bytes by process, as the driver accounts them.
+
+        The result is empty in a container with its own pid namespace, whose pids are not NVML's, and where the driver does not account processes.
+        """
         wanted = set(pids)
         try:
             running = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle)
@@ -37,18 +42,18 @@ class CudaDevice:
         return {p.pid: int(p.usedGpuMemory) for p in running if p.pid in wanted and p.usedGpuMemory is not None}
 
     def used_bytes(self, private: int, shared: int) -> int:
-        """All bytes in use on the device, whoever holds them."""
+        """All bytes in use on the device, by any process."""
         return int(self._ask(self._nvml.nvmlDeviceGetMemoryInfo, self._handle).used)
 
     def _ask(self, call: Callable[[Any], Any], argument: Any) -> Any:
         try:
             return call(argument)
         except self._nvml.NVMLError as e:
-            raise DeviceFailed(f"NVML says nothing of {self._id}: {e}; see `nvidia-smi` and the kernel's log (`dmesg`)") from e
+            raise DeviceFailed(f"NVML cannot read {self._id}: {e}. See `nvidia-smi` and the kernel's log (`dmesg`).") from e
 
 
 def load_nvml() -> Any | None:
-    """NVML, initialised; None, with the reason logged, where there is no driver or no binding."""
+    """Initialise NVML. None if there is no driver or no binding; the reason is logged."""
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""Which devices this node has, from THAW_DEVICES and from what is there."""
+"""The devices of this node, from THAW_DEVICES and from the hardware."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ log = logging.getLogger(__name__)
 
 
 def open_devices(settings: NodeagentSettings, budgets: Path, *, adopting: bool) -> dict[str, Device]:
-    """The node's devices by id.
+    """Open the node's devices, by id.
 
-    A budget taken from the memory that happens to be available is kept in `budgets`, and is used again while engines of an earlier
-    agent run (`adopting`): they are part of what is missing now. Raises `DeviceMissing` for one that is asked for and not there.
+    A budget derived from available memory is stored in `budgets`, and reused while engines of an earlier agent run (`adopting`), because their
+    memory is not available now.
+
+    Raises:
+        DeviceMissing: A device in THAW_DEVICES does not exist.
     """
     wanted = parse_devices(settings.devices)
     nvml = load_nvml() if wanted is None or any(w.kind == "cuda" for w in wanted) else None
@@ -59,7 +62,7 @@ def _cpu_budget(wanted: WantedDevice, settings: NodeagentSettings, budgets: Path
         try:
             return int(json.loads(budgets.read_text())["cpu:0"])
         except (OSError, ValueError, KeyError):
-            log.warning("the earlier budget of cpu:0 cannot be read; taking a new one", extra={"path": str(budgets)})
+            log.warning("failed to read the stored budget of cpu:0; computing a new one", extra={"path": str(budgets)})
     share = wanted.share if wanted.share is not None else settings.cpu_share
     return max(1, int((available_bytes() - parse_bytes(settings.cpu_reserve)) * share))
 

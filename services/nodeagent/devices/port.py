@@ -1,4 +1,4 @@
-"""What every kind of device can do."""
+"""The interface of a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """`name` as people know it; `uuid` where the hardware has one."""
+    """Facts about a device. `name` is the product name; `uuid` is empty if the hardware has none."""
 
     device_id: str
     kind: Literal["cpu", "cuda"]
@@ -20,15 +20,15 @@ class DeviceInfo:
 
 
 class Device(Protocol):
-    """Both readings raise `DeviceFailed` where the driver gives no answer: a GPU can be lost while its node goes on."""
+    """A device. Both readings raise `DeviceFailed` if the driver does not answer: a GPU can be lost while the node keeps running."""
 
     @property
     def info(self) -> DeviceInfo: ...
 
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
-        """Bytes of this device that each process holds for itself; processes that are gone, or hold none, are left out. Blocking."""
+        """Private bytes of each process on this device; processes without any are left out. Blocking."""
         ...
 
     def used_bytes(self, private: int, shared: int) -> int:
-        """Bytes in use, given what was measured of our processes and of the weight segments they share. Blocking."""
+        """Bytes in use, given the measured private memory and weight segments. Blocking."""
         ...

@@ -1,4 +1,4 @@
-"""Whether engines here map weights that the loader has on a GPU, or copy them into memory of their own (ADR 0027)."""
+"""Whether engines map the loader's weights on a GPU, or copy them into their own memory (ADR 0027)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Iterable
 from shared.contracts.node import WEIGHTS_ON_GPU, Capability
 
 LEAST_DRIVER = 610
-"""Earlier ones cannot checkpoint a process that uses IPC memory, and may leave it in no good state."""
+"""Earlier drivers cannot checkpoint a process that uses IPC memory, and may leave it broken."""
 
 
 def weights_on_gpu(kinds: Iterable[str], found: Iterable[Capability]) -> tuple[Capability, ...]:
-    """The capability, told where there is a GPU. `found`: what suspending this node can do.
+    """The capability to share weights on GPUs; empty if the node has no GPU.
 
-    An engine that CUDA may checkpoint has its weights to itself: drivers before `LEAST_DRIVER` fail at it, later ones have yet to be proved,
-    and memory of the loader's would stay in use while the engine is suspended.
+    An engine that CUDA may checkpoint has its own copy: drivers before `LEAST_DRIVER` fail with shared memory, later ones are unproven, and the
+    loader's memory would stay in use while the engine is suspended.
+
+    Args:
+        kinds: Kinds of the node's devices.
+        found: The node's capabilities to suspend engines.
     """
     if "cuda" not in kinds:
         return ()

@@ -1,1 +1,1 @@
-"""Pure decisions: what a nodeagent does about each event, and who holds which bytes of its devices."""
+"""Pure decisions of a nodeagent: the reaction to each event, and the bookings of its devices."""

@@ -1,11 +1,11 @@
-"""The life of instances on one node: `decide(state, event, now)` returns the next state and the effects, and does nothing itself.
+"""The lifecycle of instances on one node: `decide(state, event, now)` returns the next state and the effects.
 
     preparing ──fork, report──► loading ──report──► ready ──stop──► draining ──exit──► stopped
-        any ──death, failure report, no progress──► failed
-    ready ──suspend──► draining ──► suspended | asleep ──resume──► resuming ──► ready        (parking.py)
+        any ──exit, failure report, no progress──► failed
+    ready ──suspend──► draining ──► suspended | asleep ──resume──► resuming ──► ready        (suspending.py)
 
-An instance gives its bytes back at one place only (`teardown.py`): once its process is proved gone, its memory read back and its weights
-released. Until then it holds them, whatever its state says.
+An instance's bytes are freed at one place only (`teardown.py`): after its process has exited, its memory is verified free and its weights are
+released. Until then it holds them in every state.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from services.nodeagent.domain.events import (
     EngineReported,
     Event,
     ForkFailed,
-    HoldAnswered,
-    LoaderHeard,
+    LoaderReported,
     Measured,
-    MemoryProved,
+    MemoryFreed,
+    PauseAnswered,
     ReleaseFailed,
     ResumeCommand,
     Resumed,
@@ -50,97 +50,100 @@ from services.nodeagent.domain.events import (
     WeightsReleased,
 )
 from services.nodeagent.domain.state import NodeState, Process
-from services.nodeagent.domain.transition import Turn
+from services.nodeagent.domain.transition import Transition
 
 
 def decide(state: NodeState, event: Event, now: float) -> tuple[NodeState, tuple[Effect, ...]]:
-    """What follows from `event` at `now`. Effects are to be performed in order, after the state is taken over."""
-    turn = Turn(state, now)
-    _dispatch(turn, event)
-    granting.settle(turn)
-    return turn.state, tuple(turn.effects)
+    """The next state and effects. Effects are performed in order, after the state is replaced."""
+    transition = Transition(state, now)
+    _dispatch(transition, event)
+    granting.settle(transition)
+    return transition.state, tuple(transition.effects)
 
 
-def _dispatch(turn: Turn, event: Event) -> None:
+def _dispatch(transition: Transition, event: Event) -> None:
     match event:
         case StartCommand():
-            starting.on_start(turn, event)
+            starting.on_start(transition, event)
         case StopCommand():
-            stopping.on_stop(turn, event)
-        case SuspendCommand() | ResumeCommand() | HoldAnswered() | Suspended() | SuspendFailed() | Resumed() | ResumeFailed():
-            _park(turn, event)
+            stopping.on_stop(transition, event)
+        case SuspendCommand() | ResumeCommand() | PauseAnswered() | Suspended() | SuspendFailed() | Resumed() | ResumeFailed():
+            _park(transition, event)
         case Spilled():
-            suspending.on_spilled(turn, event)
+            suspending.on_spilled(transition, event)
         case Assessed():
-            suspending.on_assessed(turn, event)
+            suspending.on_assessed(transition, event)
         case Measured():
-            suspending.on_measured(turn, event)
+            suspending.on_measured(transition, event)
         case EngineForked():
-            starting.on_forked(turn, event)
+            starting.on_forked(transition, event)
         case ForkFailed():
-            starting.on_fork_failed(turn, event)
+            starting.on_fork_failed(transition, event)
         case EngineReported():
-            starting.on_report(turn, event.report)
-        case LoaderHeard():
-            starting.on_loader(turn, event)
+            starting.on_report(transition, event.report)
+        case LoaderReported():
+            starting.on_loader(transition, event)
         case DrainAnswered():
-            stopping.on_drain_answer(turn, event)
+            stopping.on_drain_answered(transition, event)
         case EngineExited():
-            process_exit.on_exit(turn, event)
-        case MemoryProved():
-            teardown.on_memory_proved(turn, event)
+            process_exit.on_exit(transition, event)
+        case MemoryFreed():
+            teardown.on_memory_freed(transition, event)
         case WeightsReleased():
-            teardown.on_released(turn, event)
+            teardown.on_released(transition, event)
         case ReleaseFailed():
-            teardown.on_release_failed(turn, event)
+            teardown.on_release_failed(transition, event)
         case Adopted():
-            adoption.on_adopted(turn, event)
+            adoption.on_adopted(transition, event)
         case Shutdown():
-            stopping.on_shutdown(turn, event)
+            stopping.on_shutdown(transition, event)
         case Tick():
-            _on_tick(turn)
+            _on_tick(transition)
 
 
-_Parking = SuspendCommand | ResumeCommand | HoldAnswered | Suspended | SuspendFailed | Resumed | ResumeFailed
+_Parking = SuspendCommand | ResumeCommand | PauseAnswered | Suspended | SuspendFailed | Resumed | ResumeFailed
 
 
-def _park(turn: Turn, event: _Parking) -> None:
+def _park(transition: Transition, event: _Parking) -> None:
     match event:
         case SuspendCommand():
-            suspending.on_suspend(turn, event)
+            suspending.on_suspend(transition, event)
         case ResumeCommand():
-            resuming.on_resume(turn, event)
-        case HoldAnswered():
-            suspending.on_hold_answer(turn, event)
+            resuming.on_resume(transition, event)
+        case PauseAnswered():
+            suspending.on_pause_answered(transition, event)
         case Suspended():
-            suspending.on_suspended(turn, event)
+            suspending.on_suspended(transition, event)
         case SuspendFailed():
-            suspending.on_suspend_failed(turn, event)
+            suspending.on_suspend_failed(transition, event)
         case Resumed():
-            resuming.on_resumed(turn, event)
+            resuming.on_resumed(transition, event)
         case ResumeFailed():
-            resuming.on_resume_failed(turn, event)
+            resuming.on_resume_failed(transition, event)
 
 
-def _on_tick(turn: Turn) -> None:
-    """Every deadline that is over, by instance: 1. drop, 2. release again, 3. not answering, 4. drain over, 5. kill, 6. no progress."""
-    for instance in list(turn.state.instances.values()):
+def _on_tick(transition: Transition) -> None:
+    """Handle every deadline that has passed.
+
+    Per instance: 1. drop, 2. retry a release, 3. adoption, 4. drain, 5. kill, 6. start progress.
+    """
+    for instance in list(transition.state.instances.values()):
         if instance.ended_at is not None:
-            if turn.now - instance.ended_at >= turn.state.policy.keep_ended_s:
-                turn.drop(instance.instance_id)
+            if transition.now - instance.ended_at >= transition.state.policy.keep_ended_s:
+                transition.drop(instance.instance_id)
             continue
-        if instance.release_at is not None and instance.release_at <= turn.now:
-            teardown.release(turn, instance)
+        if instance.release_at is not None and instance.release_at <= transition.now:
+            teardown.release(transition, instance)
             continue
-        if instance.adopt_until is not None and instance.adopt_until <= turn.now:
-            adoption.on_silence(turn, instance)
-        elif instance.drain_until is not None and instance.drain_until <= turn.now:
-            stopping.drain_over(turn, instance)
-        elif instance.kill_at is not None and instance.kill_at <= turn.now:
-            termination.kill(turn, instance)
+        if instance.adopt_until is not None and instance.adopt_until <= transition.now:
+            adoption.on_adoption_timeout(transition, instance)
+        elif instance.drain_until is not None and instance.drain_until <= transition.now:
+            stopping.on_drain_timeout(transition, instance)
+        elif instance.kill_at is not None and instance.kill_at <= transition.now:
+            termination.kill(transition, instance)
         elif (
             instance.process is not Process.QUEUED
             and instance.state.starting
-            and turn.now - instance.progress_at >= instance.command.card.spec.init_timeout
+            and transition.now - instance.progress_at >= instance.command.card.spec.init_timeout
         ):
-            starting.on_no_progress(turn, instance)
+            starting.on_no_progress(transition, instance)

@@ -1,4 +1,4 @@
-"""What a nodeagent hears (events, past tense, and commands) and what it does about it (effects)."""
+"""Inputs of a nodeagent's decisions (events in the past tense, and commands), and their outputs (effects)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ResumeCommand:
 
 
 @dataclass(frozen=True)
-class HoldAnswered:
-    """The engine's answer to `AskHold`; `error` None: it serves nobody, and takes nothing new."""
+class PauseAnswered:
+    """The engine's answer to `PauseEngine`. `error` None: it is idle and refuses new requests."""
 
     instance_id: str
     only_if_idle: bool
@@ -47,7 +47,7 @@ class HoldAnswered:
 
 @dataclass(frozen=True)
 class Suspended:
-    """Read back: `left_bytes` of its device are still in use, `freed_bytes` are not any more."""
+    """The instance is suspended, and its memory was measured."""
 
     instance_id: str
     freed_bytes: int
@@ -58,7 +58,7 @@ class Suspended:
 
 @dataclass(frozen=True)
 class SuspendFailed:
-    """It was not suspended, and runs as before (its engine may still take no requests)."""
+    """The instance was not suspended and runs as before; its engine may still refuse requests."""
 
     instance_id: str
     error: ErrorBody
@@ -66,7 +66,7 @@ class SuspendFailed:
 
 @dataclass(frozen=True)
 class Resumed:
-    """It is as it was: health, tokens and bytes have been looked at. `used_bytes` of its device."""
+    """The instance is resumed and verified: health, tokens and memory. `used_bytes`: device memory."""
 
     instance_id: str
     used_bytes: int
@@ -74,7 +74,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Spilled:
-    """Its snapshot went from host memory to swap: `freed_bytes` of it. `error`: it did not."""
+    """A snapshot was moved from host memory to swap, or not (`error`)."""
 
     instance_id: str
     freed_bytes: int = 0
@@ -89,7 +89,7 @@ class ResumeFailed:
 
 @dataclass(frozen=True)
 class Assessed:
-    """What a suspension would do, and what the instance holds now: of its device, and on cpu of swap."""
+    """The outlook of a suspension, and the memory that the instance holds: device memory, on cpu also swap."""
 
     instance_id: str
     outlook: Outlook
@@ -98,7 +98,7 @@ class Assessed:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an instance uses of its devices, in bytes, its weights included."""
+    """Device memory of an instance in bytes, weights included."""
 
     instance_id: str
     used_bytes: int
@@ -106,7 +106,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class EngineForked:
-    """`process_start`: when the process started, in clock ticks since boot; with the pid it names a process for good."""
+    """An engine's process was started.
+
+    `process_start` is in clock ticks since boot; together with the pid it identifies a process uniquely.
+    """
 
     instance_id: str
     pid: int
@@ -115,7 +118,7 @@ class EngineForked:
 
 @dataclass(frozen=True)
 class ForkFailed:
-    """There is no process, proved by the launcher."""
+    """The launcher has verified that there is no process."""
 
     instance_id: str
     error: ErrorBody
@@ -128,7 +131,7 @@ class EngineReported:
 
 @dataclass(frozen=True)
 class EngineExited:
-    """The process is gone. `error` is what there is to say about it if nobody asked it to go."""
+    """An engine's process has exited. `error` explains the exit if it was not requested."""
 
     instance_id: str
     pid: int
@@ -138,7 +141,7 @@ class EngineExited:
 
 @dataclass(frozen=True)
 class DrainAnswered:
-    """The engine's answer to `AskDrain`; `error` None: it drains."""
+    """The engine's answer to `RequestDrain`. `error` None: it drains."""
 
     instance_id: str
     only_if_idle: bool
@@ -146,8 +149,8 @@ class DrainAnswered:
 
 
 @dataclass(frozen=True)
-class MemoryProved:
-    """The kernel knows no memory of the process any more; it had `freed_bytes` of its own before."""
+class MemoryFreed:
+    """The kernel accounts no memory to the process any more; it had `freed_bytes` before."""
 
     instance_id: str
     freed_bytes: int
@@ -166,16 +169,22 @@ class ReleaseFailed:
 
 
 @dataclass(frozen=True)
-class LoaderHeard:
-    """The loader is there. `loaded`: bytes fetched or loaded so far by holder."""
+class LoaderReported:
+    """A status of the loader. `loaded`: bytes fetched or loaded so far, by holder."""
 
     loaded: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Adopted:
-    """A record of an earlier run of this agent. `alive`: its process, same pid and same start time, still runs.
-    `frozen`: its control group is."""
+    """A record of an earlier run of this agent.
+
+    Args:
+        instance: The recorded instance.
+        alive: Its process (same pid and start time) is running.
+        error: Explains the exit if it is not.
+        frozen: Its control group is frozen.
+    """
 
     instance: Instance
     alive: bool
@@ -185,7 +194,7 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """This agent ends in an orderly way: every engine leaves within `timeout_s`."""
+    """The agent shuts down: every engine drains within `timeout_s`."""
 
     timeout_s: float
 
@@ -200,7 +209,7 @@ Event = (
     | StopCommand
     | SuspendCommand
     | ResumeCommand
-    | HoldAnswered
+    | PauseAnswered
     | Suspended
     | SuspendFailed
     | Resumed
@@ -213,10 +222,10 @@ Event = (
     | EngineReported
     | EngineExited
     | DrainAnswered
-    | MemoryProved
+    | MemoryFreed
     | WeightsReleased
     | ReleaseFailed
-    | LoaderHeard
+    | LoaderReported
     | Adopted
     | Shutdown
     | Tick
@@ -229,15 +238,15 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class AskDrain:
+class RequestDrain:
     instance_id: str
     only_if_idle: bool
     reason: str
 
 
 @dataclass(frozen=True)
-class AskHold:
-    """Have the engine take no new request, if it serves none."""
+class PauseEngine:
+    """Ask the engine to refuse new requests, if it is idle."""
 
     instance_id: str
     only_if_idle: bool
@@ -245,7 +254,7 @@ class AskHold:
 
 @dataclass(frozen=True)
 class Suspend:
-    """Freeze it and take its memory; answered by `Suspended` or `SuspendFailed`."""
+    """Freeze the engine and free its memory. Answered by `Suspended` or `SuspendFailed`."""
 
     instance_id: str
     way: SuspendWay
@@ -253,7 +262,7 @@ class Suspend:
 
 @dataclass(frozen=True)
 class Resume:
-    """Bring it back and prove that it is as before; answered by `Resumed` or `ResumeFailed`. `way` None: it was held, no more."""
+    """Resume and verify the engine. Answered by `Resumed` or `ResumeFailed`. `way` None: it was only paused."""
 
     instance_id: str
     way: SuspendWay | None
@@ -261,7 +270,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Spill:
-    """Write a suspended instance's snapshot to swap; answered by `Spilled`."""
+    """Write a suspended instance's snapshot to swap. Answered by `Spilled`."""
 
     instance_id: str
     way: SuspendWay
@@ -269,7 +278,7 @@ class Spill:
 
 @dataclass(frozen=True)
 class Assess:
-    """Find out, in `after_s` seconds, whether and how it could be suspended; answered by `Assessed`, if it is ready then."""
+    """Assess in `after_s` seconds how the engine could be suspended. Answered by `Assessed` if it is ready then."""
 
     instance_id: str
     after_s: float = 0.0
@@ -290,14 +299,14 @@ class Signal:
 
 @dataclass(frozen=True)
 class Measure:
-    """Read the process's memory while it is still there, so that what its end frees is known."""
+    """Measure the process's memory while it exists, so that the memory freed by its exit is known."""
 
     instance_id: str
     after_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class ProveMemory:
+class VerifyMemoryFreed:
     instance_id: str
 
 
@@ -323,7 +332,7 @@ class Forget:
 
 @dataclass(frozen=True)
 class Reply:
-    """`error` None: done."""
+    """The reply to a command. `error` None: done."""
 
     reply: int
     error: ErrorBody | None = None
@@ -331,15 +340,15 @@ class Reply:
 
 @dataclass(frozen=True)
 class Publish:
-    """The node's status has changed. Not `urgent`: only loads and progress have, which may wait a little."""
+    """Publish the status. Not `urgent`: only load or progress changed, which may wait a little."""
 
     urgent: bool = True
 
 
 Effect = (
     Fork
-    | AskDrain
-    | AskHold
+    | RequestDrain
+    | PauseEngine
     | Suspend
     | Resume
     | Spill
@@ -347,7 +356,7 @@ Effect = (
     | Ping
     | Signal
     | Measure
-    | ProveMemory
+    | VerifyMemoryFreed
     | Release
     | Persist
     | PersistEpoch

@@ -1,4 +1,4 @@
-"""Commands older than one already seen come from a leader that is no longer in charge; they are refused."""
+"""Fencing: commands of a deposed leader, older than one already seen, are refused."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import replace
 
 from services.nodeagent.domain.events import PersistEpoch
 from services.nodeagent.domain.state import EPOCH_SHIFT, Instance
-from services.nodeagent.domain.transition import Turn
+from services.nodeagent.domain.transition import Transition
 from shared.errors import StaleToken
 
 
-def stale(turn: Turn, token: int, instance: Instance | None) -> StaleToken | None:
-    """Why a command with `token` is too old for this node or this instance; None if it is not. Takes note of a newer epoch."""
+def stale(transition: Transition, token: int, instance: Instance | None) -> StaleToken | None:
+    """Why a command with `token` is too old for this node or instance; None if it is not. Records a newer epoch."""
     epoch = token >> EPOCH_SHIFT
-    if epoch < turn.state.newest_epoch:
-        return StaleToken(f"epoch {epoch} is over: this node has seen epoch {turn.state.newest_epoch}; a newer leader is in charge")
-    if epoch > turn.state.newest_epoch:
-        turn.state = replace(turn.state, newest_epoch=epoch)
-        turn.emit(PersistEpoch(epoch))
+    if epoch < transition.state.newest_epoch:
+        return StaleToken(f"epoch {epoch} is stale: this node has seen epoch {transition.state.newest_epoch} of a newer leader")
+    if epoch > transition.state.newest_epoch:
+        transition.state = replace(transition.state, newest_epoch=epoch)
+        transition.emit(PersistEpoch(epoch))
     if instance is not None and token < instance.token:
         return StaleToken(f"token {token} is older than {instance.token}, already seen for instance {instance.instance_id}")
     return None

@@ -1,9 +1,9 @@
-"""Who holds how many bytes of which device.
+"""The ledger: bytes of each device booked by instances.
 
-An instance books its whole need (`StartInstance.reserve_bytes`, from `shared.sizing`) evenly over its device set, all or nothing, and
-keeps it until its process is proved gone and its weights are released. Two instances of one model revision share a weight segment, yet
-each books its full need: the sum can only overstate what is used, never understate it, and the survivor's booking stays right when
-the other leaves. What is really used is measured and told apart (`DeviceStatus.used_bytes` counts a segment once).
+An instance books its whole need (`StartInstance.reserve_bytes`, from `shared.sizing`) evenly over its device set, all or nothing, and keeps it until
+its process has exited and its weights are released. Two instances of one model revision share a weight segment, yet each books its full
+need: the sum can only overstate the use, and the other booking stays right when one instance ends. Actual use is measured and
+reported separately (`DeviceStatus.used_bytes` counts a segment once).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Booking:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Budgets in bytes by device, and the bookings against them by instance."""
+    """Budgets in bytes by device, and bookings by instance."""
 
     budgets: Mapping[str, int]
     bookings: Mapping[str, Booking] = field(default_factory=dict)
@@ -36,8 +36,16 @@ class Ledger:
         return self.budgets[device_id] - self.reserved(device_id)
 
     def refusal(self, device_ids: tuple[str, ...], total: int, but: str = "") -> ThawError | None:
-        """Why `total` bytes cannot be booked evenly over `device_ids`; None if they can. `should_retry` tells "not now" from "never".
-        What `but` has booked is part of the total."""
+        """Why `total` bytes cannot be booked evenly over `device_ids`; None if they can.
+
+        Args:
+            device_ids: The device set.
+            total: Bytes over all devices.
+            but: An instance whose booking counts as free.
+
+        Returns:
+            The error. `should_retry` distinguishes "not now" from "never".
+        """
         if not device_ids or len(set(device_ids)) != len(device_ids):
             return NotFound(f"{list(device_ids)} is not a set of devices: name at least one, each once")
         unknown = [d for d in device_ids if d not in self.budgets]
@@ -59,19 +67,22 @@ class Ledger:
         return None
 
     def book(self, instance_id: str, device_ids: tuple[str, ...], total: int) -> Ledger:
-        """With `total` bytes booked for `instance_id`. Raises what `refusal` says."""
+        """The ledger with `total` bytes booked for `instance_id`. Raises the error of `refusal`."""
         refusal = self.refusal(device_ids, total, but=instance_id)
         if refusal is not None:
             raise refusal
-        return self.rebook(instance_id, device_ids, total)
+        return self.set_booking(instance_id, device_ids, total)
 
-    def rebook(self, instance_id: str, device_ids: Iterable[str], total: int) -> Ledger:
-        """The booking of an instance that is already running (adopted): it holds its bytes whatever the budget says now, so nothing
-        new is granted until the device is within its budget again."""
+    def set_booking(self, instance_id: str, device_ids: Iterable[str], total: int) -> Ledger:
+        """The ledger with this booking, without a check of the budget.
+
+        For a running instance, which holds its bytes in any case. Nothing new is granted until the device is within its budget again.
+        """
         known = tuple(device_ids)
         return replace(self, bookings={**self.bookings, instance_id: Booking(known, _share(known, total))})
 
-    def give_back(self, instance_id: str) -> Ledger:
+    def remove_booking(self, instance_id: str) -> Ledger:
+        """The ledger without the booking of `instance_id`."""
         return replace(self, bookings={k: b for k, b in self.bookings.items() if k != instance_id})
 
 

@@ -1,33 +1,36 @@
-"""The end of an engine's process: expected, a failure, or a failed restore that is followed by a cold start."""
+"""The exit of an engine's process: expected, a failure, or a failed resume that is followed by a cold start."""
 
 from __future__ import annotations
 
 from services.nodeagent.domain import resuming, stopping, suspending, teardown
-from services.nodeagent.domain.events import DrainAnswered, EngineExited, HoldAnswered
+from services.nodeagent.domain.events import DrainAnswered, EngineExited, PauseAnswered
 from services.nodeagent.domain.state import Instance, Process
-from services.nodeagent.domain.transition import Turn
+from services.nodeagent.domain.transition import Transition
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
 
 
-def on_exit(turn: Turn, event: EngineExited) -> None:
-    instance = turn.find(event.instance_id)
+def on_exit(transition: Transition, event: EngineExited) -> None:
+    instance = transition.find(event.instance_id)
     if instance is not None and instance.process is Process.ALIVE and instance.pid == event.pid:
         clean = instance.state is InstanceState.DRAINING and event.returncode == 0
-        process_gone(turn, instance, None if clean else event.error)
+        process_gone(transition, instance, None if clean else event.error)
 
 
-def process_gone(turn: Turn, instance: Instance, error: ErrorBody | None) -> None:
-    """Asked to go, or gone in good order: on its way to stopped. Otherwise failed, with what it reported itself before what we saw; one
-    that was being restored is started cold, once."""
+def process_gone(transition: Transition, instance: Instance, error: ErrorBody | None) -> None:
+    """Handle the exit of a process.
+
+    After a stop request or a clean exit the instance proceeds to stopped. Otherwise it has failed, with the error that it reported itself if there
+    is one. After a failed resume it is started cold, once.
+    """
     if resuming.restarts(instance):
-        no_room = resuming.restart(turn, instance, error)
-        if no_room is None:
-            suspending.ask_again(turn, instance.instance_id)
+        no_memory_error = resuming.restart(transition, instance, error)
+        if no_memory_error is None:
+            suspending.retry_deferred(transition, instance.instance_id)
             return
-        error = no_room
-    instance = teardown.mark_gone(turn, instance, error)
-    stopping.on_drain_answer(turn, DrainAnswered(instance.instance_id, only_if_idle=True))
-    suspending.on_hold_answer(turn, HoldAnswered(instance.instance_id, only_if_idle=True))
-    suspending.ask_again(turn, instance.instance_id)
-    teardown.free(turn, instance)
+        error = no_memory_error
+    instance = teardown.mark_gone(transition, instance, error)
+    stopping.on_drain_answered(transition, DrainAnswered(instance.instance_id, only_if_idle=True))
+    suspending.on_pause_answered(transition, PauseAnswered(instance.instance_id, only_if_idle=True))
+    suspending.retry_deferred(transition, instance.instance_id)
+    teardown.free(transition, instance)

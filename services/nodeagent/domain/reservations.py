@@ -1,8 +1,8 @@
-"""Who gets bytes of a device next, where several wait for them.
+"""The order in which waiting reservations get device memory.
 
-A reservation is for a device set, all of it or nothing. Higher priority goes first, then who has waited longest. A smaller one may
-pass one that does not fit yet, and an important one any other, but only `PASSES` times: who was passed so often goes first, and until it
-fits nobody gets bytes of its devices. Pure: `grant` says who is next and changes nothing.
+A reservation is for a device set, all or nothing. Higher priority goes first, then longer waiting time. A smaller reservation may overtake one that
+does not fit yet, and an important one any other, but only `PASSES` times. After that the overtaken one goes first, and no other
+reservation gets bytes of its devices until it fits. `grant` is pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ PASSES = 4
 
 @dataclass(frozen=True)
 class Reservation:
-    """`nbytes` in all, evenly over `device_ids`. `until`: it is given up then (seconds). `passed`: how often others went before it."""
+    """A request for `nbytes` in total, evenly over `device_ids`.
+
+    `until` is its deadline in seconds. `passed` counts how often others overtook it.
+    """
 
     instance_id: str
     device_ids: tuple[str, ...]
@@ -28,29 +31,29 @@ class Reservation:
     passed: int = 0
 
 
-def in_order(queue: Iterable[Reservation]) -> list[Reservation]:
+def by_precedence(queue: Iterable[Reservation]) -> list[Reservation]:
     return sorted(queue, key=lambda r: (r.passed < PASSES, -r.priority if r.passed < PASSES else 0, r.since, r.instance_id))
 
 
 def grant(queue: tuple[Reservation, ...], ledger: Ledger) -> tuple[Reservation | None, tuple[Reservation, ...]]:
-    """The next reservation that may be booked now, if any, and the queue without it (with those that it passed, so marked)."""
+    """The next reservation that fits, or None, and the remaining queue with updated counts."""
     blocked: set[str] = set()
-    for r in in_order(queue):
+    for r in by_precedence(queue):
         if blocked.isdisjoint(r.device_ids) and ledger.refusal(r.device_ids, r.nbytes, but=r.instance_id) is None:
-            return r, tuple(_passed(q, r) for q in queue if q is not r)
+            return r, tuple(_count_passed(q, r) for q in queue if q is not r)
         if r.passed >= PASSES:
             blocked.update(r.device_ids)
     return None, queue
 
 
-def _passed(q: Reservation, by: Reservation) -> Reservation:
-    """`q`, which goes on waiting; marked if another that came later got bytes that it wants."""
+def _count_passed(q: Reservation, by: Reservation) -> Reservation:
+    """`q` while it waits; its count rises if a later reservation got bytes of its devices."""
     if q.since < by.since and set(q.device_ids) & set(by.device_ids):
         return replace(q, passed=q.passed + 1)
     return q
 
 
-def blocked_by(queue: tuple[Reservation, ...], device_ids: Iterable[str]) -> Reservation | None:
-    """Who must have bytes of these devices before anybody else does."""
+def blocking_reservation(queue: tuple[Reservation, ...], device_ids: Iterable[str]) -> Reservation | None:
+    """The reservation that must get bytes of these devices before any other."""
     wanted = set(device_ids)
-    return next((r for r in in_order(queue) if r.passed >= PASSES and wanted.intersection(r.device_ids)), None)
+    return next((r for r in by_precedence(queue) if r.passed >= PASSES and wanted.intersection(r.device_ids)), None)

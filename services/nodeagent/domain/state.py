@@ -1,4 +1,7 @@
-"""The state that a nodeagent's loop owns. Times are seconds of the machine's monotonic clock, which outlives the agent's process."""
+"""The state that a nodeagent's loop owns. Times are seconds of the machine's monotonic clock, which outlives the process.
+
+Fields of `Instance` and `SuspendState` are stored on disk; aliases read the records of earlier versions.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
+
+from pydantic import AliasChoices, Field
 
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import Reservation
@@ -17,11 +22,14 @@ from shared.contracts.phases import Phase
 EPOCH_SHIFT = 32
 RELEASE_RETRY_S = 1.0
 STRAY_HOLDER_S = 30.0
-"""The loader and this node hear of a start at the same time; one that holds weights this long and was never started here was refused."""
+"""Weights held this long for an instance that was never started here belong to a refused start.
+
+The loader and the node receive a start at the same time.
+"""
 
 
 class Process(StrEnum):
-    """`QUEUED`: none yet, its reservation waits for bytes."""
+    """State of the engine's process. `QUEUED`: there is none, the reservation waits for memory."""
 
     QUEUED = "queued"
     FORKING = "forking"
@@ -29,18 +37,22 @@ class Process(StrEnum):
     GONE = "gone"
 
 
-class Lap(Frozen):
-    """A start, suspension or resumption that is over: when, and how long it took, in seconds."""
+class TimedStep(Frozen):
+    """A finished start, suspension or resume: its end and duration in seconds."""
 
     at: float
     took_s: float
 
 
 class Outlook(Frozen):
-    """What a suspension of an instance would do, as far as its node can say now. `way` None: it is not possible, for `reason`.
+    """What a suspension would do to an instance. `way` None: it is impossible, for `reason`.
 
-    `left_bytes` would stay in use, `snapshot_bytes` be charged to the snapshot budget, and the way back take `resume_s`. As expected from
-    outside, until a first round has measured it.
+    The numbers are estimates until the first suspension has measured them.
+
+    Args:
+        left_bytes: Device memory that stays in use.
+        snapshot_bytes: Charged to the snapshot budget.
+        resume_s: Duration of a resume.
     """
 
     way: SuspendWay | None = None
@@ -50,23 +62,33 @@ class Outlook(Frozen):
     resume_s: float = 0.0
 
     @property
-    def looked(self) -> bool:
-        """Whether anybody has looked: an engine is not asked about before it is ready."""
+    def is_assessed(self) -> bool:
+        """True if the engine has been assessed, which happens once it is ready."""
         return self.way is not None or bool(self.reason)
 
 
-class Parking(Frozen):
-    """What is known of an instance's suspensions. `used_bytes`: of its device, when last looked at; `base_bytes`: after its start, which a
-    leak is told by.
+class SuspendState(Frozen):
+    """What is known of an instance's suspensions.
 
-    `holding`: it takes no new request, and is to be frozen once idle. `freezing`: it is being frozen, or was; recorded before it is.
-    `no_room`: its last resumption waited for bytes in vain.
+    Args:
+        pausing: The engine accepts no new request, and is frozen once idle.
+        freezing: It is being frozen, or is frozen; recorded before it happens.
+        resume_requested: A resume command arrived while it was being frozen.
+        frees_bytes: Device memory that the last suspension freed.
+        left_bytes: Device memory that stayed in use.
+        spilled: Progress of writing the snapshot to swap.
+        need_bytes: Device memory to reserve for a resume.
+        used_bytes: Device memory at the last assessment.
+        base_bytes: Device memory after the start; growth beyond it is a leak.
+        resumes: Number of resumes.
+        fell_back: Error of the resume that led to a cold start.
+        no_memory_error: The last resume waited in vain for memory.
     """
 
     outlook: Outlook = Outlook()
-    holding: bool = False
+    pausing: bool = Field(default=False, validation_alias=AliasChoices("pausing", "holding"))
     freezing: bool = False
-    wake_asked: bool = False
+    resume_requested: bool = Field(default=False, validation_alias=AliasChoices("resume_requested", "wake_asked"))
     frees_bytes: int = 0
     left_bytes: int = 0
     snapshot_bytes: int = 0
@@ -76,16 +98,16 @@ class Parking(Frozen):
     base_bytes: int = 0
     resumes: int = 0
     begun_at: float = 0.0
-    started: Lap | None = None
-    suspended: Lap | None = None
-    resumed: Lap | None = None
+    started: TimedStep | None = None
+    suspended: TimedStep | None = None
+    resumed: TimedStep | None = None
     resume_s: float | None = None
     fell_back: ErrorBody | None = None
-    no_room: ErrorBody | None = None
+    no_memory_error: ErrorBody | None = Field(default=None, validation_alias=AliasChoices("no_memory_error", "no_room"))
 
 
 class Instance(Frozen):
-    """One instance as this agent knows it; also what its record on disk holds."""
+    """One instance as this agent knows it; also the content of its record on disk."""
 
     command: StartInstance
     token: int
@@ -94,8 +116,8 @@ class Instance(Frozen):
     pid: int | None = None
     process_start: int | None = None
     stop_asked: bool = False
-    heard: bool = False
-    heard_early: bool = False
+    has_reported: bool = Field(default=False, validation_alias=AliasChoices("has_reported", "heard"))
+    reported_early: bool = Field(default=False, validation_alias=AliasChoices("reported_early", "heard_early"))
     phase: Phase | None = None
     progress: float = 0.0
     loaded_bytes: int = 0
@@ -112,7 +134,7 @@ class Instance(Frozen):
     ended_at: float | None = None
     engine_pids: tuple[int, ...] = ()
     sleep_levels: tuple[int, ...] = ()
-    parking: Parking = Parking()
+    suspend_state: SuspendState = Field(default=SuspendState(), validation_alias=AliasChoices("suspend_state", "parking"))
     booked: bool = True
 
     @property
@@ -121,7 +143,7 @@ class Instance(Frozen):
 
     @property
     def freed_bytes(self) -> int | None:
-        """What the end of this instance freed, once all of it is proved."""
+        """Bytes that the end of this instance freed, once verified."""
         if self.weights_freed is None or self.memory_freed is None:
             return None
         return self.weights_freed + self.memory_freed
@@ -129,7 +151,13 @@ class Instance(Frozen):
 
 @dataclass(frozen=True)
 class Policy:
-    """`kill_grace_s`: from SIGTERM to SIGKILL. `adopt_s`: for an engine to answer a new agent. `keep_ended_s`: in the status."""
+    """Timeouts of the node.
+
+    Args:
+        kill_grace_s: Seconds from SIGTERM to SIGKILL.
+        adopt_s: Seconds that an engine has to report to a new agent.
+        keep_ended_s: Seconds that an ended instance stays in the status.
+    """
 
     kill_grace_s: float = 5.0
     adopt_s: float = 10.0
@@ -137,16 +165,16 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class IdleAsk:
-    """A stop or a suspension `only_if_idle` that waits for the engine's answer."""
+class IdleWaiter:
+    """A stop or suspension with `only_if_idle` that waits for the engine's answer."""
 
     reply: int
     drain_timeout_s: float
 
 
 @dataclass(frozen=True)
-class EarlyAsk:
-    """A suspension of an instance that nobody has looked at yet: carried out, or turned into a stop, once somebody has."""
+class DeferredSuspend:
+    """A suspension of an instance that is not assessed yet; decided once it is."""
 
     command: SuspendInstance
     reply: int
@@ -157,34 +185,37 @@ class NodeState:
     ledger: Ledger
     policy: Policy = Policy()
     instances: Mapping[str, Instance] = field(default_factory=dict)
-    idle_asks: Mapping[str, tuple[IdleAsk, ...]] = field(default_factory=dict)
-    hold_asks: Mapping[str, tuple[IdleAsk, ...]] = field(default_factory=dict)
-    early_asks: Mapping[str, tuple[EarlyAsk, ...]] = field(default_factory=dict)
-    strays: Mapping[str, float] = field(default_factory=dict)
+    idle_waiters: Mapping[str, tuple[IdleWaiter, ...]] = field(default_factory=dict)
+    pause_waiters: Mapping[str, tuple[IdleWaiter, ...]] = field(default_factory=dict)
+    deferred_suspends: Mapping[str, tuple[DeferredSuspend, ...]] = field(default_factory=dict)
+    stray_holders: Mapping[str, float] = field(default_factory=dict)
     newest_epoch: int = 0
     stopping: bool = False
     queue: tuple[Reservation, ...] = ()
     snapshot_budget: int = 0
     spills: bool = False
-    """Snapshots in host memory can be written to swap here."""
+    """Whether snapshots in host memory can be written to swap."""
 
     @property
     def snapshot_bytes(self) -> int:
-        """Host memory and swap that suspended instances take, and those that are being suspended will."""
-        return sum(i.parking.snapshot_bytes for i in self.instances.values() if i.process is Process.ALIVE)
+        """Host memory and swap of suspended instances and of those being suspended."""
+        return sum(i.suspend_state.snapshot_bytes for i in self.instances.values() if i.process is Process.ALIVE)
 
-    def snapshots_kept(self, but: str) -> int:
-        """Of those that are not being stopped or written to swap, and not of `but`: what the budget has to hold."""
+    def snapshot_bytes_except(self, but: str) -> int:
+        """Snapshot bytes that the budget has to hold.
+
+        Instances that are being stopped or spilled, and the instance `but`, are left out.
+        """
         kept = (i for i in self.instances.values() if i.process is Process.ALIVE and not i.stop_asked and i.instance_id != but)
-        return sum(i.parking.snapshot_bytes for i in kept if i.parking.spilled != "writing")
+        return sum(i.suspend_state.snapshot_bytes for i in kept if i.suspend_state.spilled != "writing")
 
     def live(self) -> tuple[Instance, ...]:
-        """Instances that still hold something."""
+        """Instances that still hold resources."""
         return tuple(i for i in self.instances.values() if i.ended_at is None)
 
 
 def deadlines(state: NodeState) -> list[float]:
-    """When a `Tick` will have something to do."""
+    """The times at which a `Tick` has work to do."""
     found = [r.until for r in state.queue]
     for i in state.instances.values():
         found += [t for t in (i.adopt_until, i.drain_until, i.kill_at, i.release_at) if t is not None]

@@ -1,9 +1,9 @@
-"""A node's state as the mesh hears it."""
+"""The node's status message."""
 
 from __future__ import annotations
 
-from services.nodeagent.domain.state import Instance, Lap, NodeState, Process
-from services.nodeagent.domain.suspending import why_not
+from services.nodeagent.domain.state import Instance, NodeState, Process, TimedStep
+from services.nodeagent.domain.suspending import not_suspendable_reason
 from shared.contracts.node import InstanceMemory, InstanceStatus, Suspension, Timing
 from shared.contracts.phases import PhaseSpan
 
@@ -11,7 +11,14 @@ from shared.contracts.phases import PhaseSpan
 def instance_status(
     state: NodeState, instance: Instance, private: int, weights: int, phases: tuple[PhaseSpan, ...], wall: float
 ) -> InstanceStatus:
-    """`private` and `weights`: bytes as measured; none are left of an instance whose process is gone. `wall`: Unix time less monotonic."""
+    """The status of one instance.
+
+    Args:
+        private: Measured private memory in bytes.
+        weights: Measured bytes of weight segments.
+        phases: Phases of its start.
+        wall: Unix time minus monotonic time.
+    """
     command, card = instance.command, instance.command.card
     booking = state.ledger.bookings.get(instance.instance_id)
     alive = instance.process is Process.ALIVE
@@ -40,22 +47,22 @@ def instance_status(
         load=instance.load,
         phases=phases,
         traceparent=command.traceparent,
-        error=instance.error or instance.parking.no_room,
+        error=instance.error or instance.suspend_state.no_memory_error,
         engine=card.spec.engine,
         suspension=suspension(state, instance),
-        started=_timing(instance.parking.started, wall),
-        suspended=_timing(instance.parking.suspended, wall),
-        resumed=_timing(instance.parking.resumed, wall),
+        started=_timing(instance.suspend_state.started, wall),
+        suspended=_timing(instance.suspend_state.suspended, wall),
+        resumed=_timing(instance.suspend_state.resumed, wall),
     )
 
 
 def suspension(state: NodeState, instance: Instance) -> Suspension:
-    p = instance.parking
-    against = why_not(state, instance)
+    p = instance.suspend_state
+    against = not_suspendable_reason(state, instance)
     expected = p.resume_s if p.resume_s is not None else p.outlook.resume_s
     return Suspension(
         possible=not against,
-        assessed=p.outlook.looked,
+        assessed=p.outlook.is_assessed,
         reason=against,
         way=p.outlook.way,
         freed_bytes=p.frees_bytes,
@@ -68,5 +75,5 @@ def suspension(state: NodeState, instance: Instance) -> Suspension:
     )
 
 
-def _timing(lap: Lap | None, wall: float) -> Timing | None:
+def _timing(lap: TimedStep | None, wall: float) -> Timing | None:
     return Timing(at=lap.at + wall, took_ms=lap.took_s * 1e3) if lap is not None else None

@@ -1,10 +1,10 @@
-"""Suspending (and resuming: resuming.py): the process stays, its memory goes and comes back.
+"""Suspending instances: the process stays, its memory is freed (resuming: resuming.py).
 
-    ready ──hold──► draining ──idle, frozen, memory read back──► suspended | asleep ──reserved──► resuming ──proved──► ready
-                        └──cannot──► stopped                              restore fails ──► preparing (a cold start, once)
+    ready ──pause──► draining ──idle, frozen, memory verified──► suspended | asleep ──reserved──► resuming ──verified──► ready
+                         └──impossible──► stopped                              resume fails ──► preparing (a cold start, once)
 
-What cannot be suspended is stopped instead. An instance's booking shrinks to what it was measured to leave in use, and only then are
-the other bytes given away; it grows again before anything is brought back.
+An instance that cannot be suspended is stopped instead. Its booking shrinks to the measured remainder, and only then are the freed bytes available to
+others; it grows again before a resume.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from services.nodeagent.domain import resuming, stopping
 from services.nodeagent.domain.events import (
-    AskHold,
     Assessed,
-    HoldAnswered,
     Measured,
+    PauseAnswered,
+    PauseEngine,
     Reply,
     Resume,
     Spill,
@@ -28,76 +28,87 @@ from services.nodeagent.domain.events import (
     SuspendFailed,
 )
 from services.nodeagent.domain.fencing import stale
-from services.nodeagent.domain.state import EarlyAsk, IdleAsk, Instance, Lap, NodeState, Parking, Process
-from services.nodeagent.domain.transition import Turn
+from services.nodeagent.domain.state import DeferredSuspend, IdleWaiter, Instance, NodeState, Process, SuspendState, TimedStep
+from services.nodeagent.domain.transition import Transition
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import RESERVATION, InstanceState, StopInstance, SuspendWay
 from shared.errors import EngineFailed, InstanceBusy
 
 IN_HOST_MEMORY: tuple[SuspendWay, ...] = ("cuda", "sleep_cuda")
-"""Ways whose snapshots are host memory of frozen processes."""
+"""Methods whose snapshots are host memory of frozen processes."""
 LEAK_FACTOR = 1.25
 LEAK_FLOOR = 64 * 1024 * 1024
-"""An engine that uses this much, and this part, more than after its start has leaked: it is started anew rather than suspended again."""
+"""An engine that uses this much, and this factor, more than after its start has a leak: it is restarted instead of suspended."""
 
 
-def why_not(state: NodeState, instance: Instance) -> str:
-    """Why the instance would be stopped rather than suspended; empty if it would be suspended."""
-    parking, outlook = instance.parking, instance.parking.outlook
+def not_suspendable_reason(state: NodeState, instance: Instance) -> str:
+    """Why the instance would be stopped instead of suspended; empty if it would be suspended."""
+    suspend_state, outlook = instance.suspend_state, instance.suspend_state.outlook
     if outlook.way is None:
-        return outlook.reason or "it has not been looked at yet"
+        return outlook.reason or "it has not been assessed yet"
     if outlook.snapshot_bytes > state.snapshot_budget:
         return (
-            f"its snapshot of {_mib(outlook.snapshot_bytes)} is over this node's budget of {_mib(state.snapshot_budget)} "
+            f"its snapshot of {_mib(outlook.snapshot_bytes)} exceeds this node's budget of {_mib(state.snapshot_budget)} "
             "(THAW_SNAPSHOT_BYTES)"
         )
-    if leaks(parking):
-        return f"its engine leaks: it used {_mib(parking.base_bytes)} after its start and {_mib(parking.used_bytes)} at last"
-    expected = parking.resume_s if parking.resume_s is not None else outlook.resume_s
-    if parking.started is not None and expected >= parking.started.took_s:
-        return f"it comes back no sooner ({expected:.2f} s) than it starts cold ({parking.started.took_s:.2f} s)"
+    if leaks(suspend_state):
+        return f"its engine leaks memory: it used {_mib(suspend_state.base_bytes)} after its start and {_mib(suspend_state.used_bytes)} now"
+    expected = suspend_state.resume_s if suspend_state.resume_s is not None else outlook.resume_s
+    if suspend_state.started is not None and expected >= suspend_state.started.took_s:
+        return f"a resume ({expected:.2f} s) is no faster than a cold start ({suspend_state.started.took_s:.2f} s)"
     return ""
 
 
-def leaks(parking: Parking) -> bool:
-    """Told after the first resumption only: until then an engine may grow into what it needs."""
-    base, used = parking.base_bytes, parking.used_bytes
-    return parking.resumes > 1 and base > 0 and used > LEAK_FACTOR * base and used > base + LEAK_FLOOR
+def leaks(suspend_state: SuspendState) -> bool:
+    """True if the engine has a leak. Until its first resume an engine may grow to its normal size."""
+    base, used = suspend_state.base_bytes, suspend_state.used_bytes
+    return suspend_state.resumes > 1 and base > 0 and used > LEAK_FACTOR * base and used > base + LEAK_FLOOR
 
 
-# Suspending.
+# Suspending
 
 
-def on_suspend(turn: Turn, event: SuspendCommand) -> None:
-    """1. Stale → refused. 2. Unknown, gone, failed or suspended already → done. 3. Being suspended → its drain can only become shorter.
-    4. Coming back, or just ready and not looked at yet → once it was: what nobody knows is not impossible. 5. Not ready, or not to be
-    suspended → a stop. 6. Only if idle → the engine is asked, its answer is the reply. 7. It drains."""
-    command, instance = event.command, turn.find(event.command.instance_id)
-    refused = stale(turn, command.token, instance)
+def on_suspend(transition: Transition, event: SuspendCommand) -> None:
+    """Handle a suspend command.
+
+    1. Stale: refused.
+    2. Unknown, exited, failed or already suspended: done.
+    3. Being suspended: the drain deadline can only become shorter.
+    4. Resuming, or ready and not assessed yet: decided after the assessment.
+    5. Not ready, or not suspendable: a stop.
+    6. Only if idle: the engine decides, and its answer is the reply.
+    7. Otherwise it drains.
+    """
+    command, instance = event.command, transition.find(event.command.instance_id)
+    refused = stale(transition, command.token, instance)
     if refused is not None:  # 1
-        turn.reply(event.reply, refused)
+        transition.reply(event.reply, refused)
         return
     if instance is None or instance.process is Process.GONE or instance.state is InstanceState.FAILED or instance.state.parked:  # 2
         if instance is not None:
-            _dequeue(turn, instance.instance_id)
-        turn.reply(event.reply)
+            _dequeue(transition, instance.instance_id)
+        transition.reply(event.reply)
         return
-    until = turn.now + command.drain_timeout_ms / 1000
-    if instance.parking.holding or (instance.parking.freezing and instance.state is InstanceState.DRAINING):  # 3
+    until = transition.now + command.drain_timeout_ms / 1000
+    if instance.suspend_state.pausing or (instance.suspend_state.freezing and instance.state is InstanceState.DRAINING):  # 3
         if instance.drain_until is not None:
             until = min(until, instance.drain_until)
-        turn.park(instance.model_copy(update={"token": command.token}), wake_asked=False)
-        if instance.parking.holding:
-            turn.put(turn.state.instances[instance.instance_id].model_copy(update={"drain_until": until}))
-        turn.reply(event.reply)
+        transition.park(instance.model_copy(update={"token": command.token}), resume_requested=False)
+        if instance.suspend_state.pausing:
+            transition.put(transition.state.instances[instance.instance_id].model_copy(update={"drain_until": until}))
+        transition.reply(event.reply)
         return
-    coming = instance.state is InstanceState.RESUMING
-    if not instance.stop_asked and (coming or (instance.state is InstanceState.READY and not instance.parking.outlook.looked)):  # 4
-        asks = (*turn.state.early_asks.get(instance.instance_id, ()), EarlyAsk(command, event.reply))
-        turn.state = replace(turn.state, early_asks={**turn.state.early_asks, instance.instance_id: asks})
+    is_resuming = instance.state is InstanceState.RESUMING
+    if not instance.stop_asked and (
+        is_resuming or (instance.state is InstanceState.READY and not instance.suspend_state.outlook.is_assessed)
+    ):  # 4
+        asks = (*transition.state.deferred_suspends.get(instance.instance_id, ()), DeferredSuspend(command, event.reply))
+        transition.state = replace(
+            transition.state, deferred_suspends={**transition.state.deferred_suspends, instance.instance_id: asks}
+        )
         return
-    if instance.state is not InstanceState.READY or instance.stop_asked or why_not(turn.state, instance):  # 5
+    if instance.state is not InstanceState.READY or instance.stop_asked or not_suspendable_reason(transition.state, instance):  # 5
         stop = StopInstance(
             token=command.token,
             instance_id=command.instance_id,
@@ -105,96 +116,115 @@ def on_suspend(turn: Turn, event: SuspendCommand) -> None:
             drain_timeout_ms=command.drain_timeout_ms,
             reason=command.reason,
         )
-        stopping.on_stop(turn, StopCommand(stop, event.reply))
+        stopping.on_stop(transition, StopCommand(stop, event.reply))
         return
-    instance = turn.put(instance.model_copy(update={"token": command.token}))
+    instance = transition.put(instance.model_copy(update={"token": command.token}))
     if command.only_if_idle:  # 6
-        waiting = turn.state.hold_asks.get(instance.instance_id, ())
-        asked = {**turn.state.hold_asks, instance.instance_id: (*waiting, IdleAsk(event.reply, command.drain_timeout_ms / 1000))}
-        turn.state = replace(turn.state, hold_asks=asked)
-        turn.emit(AskHold(instance.instance_id, only_if_idle=True))
+        waiting = transition.state.pause_waiters.get(instance.instance_id, ())
+        asked = {
+            **transition.state.pause_waiters,
+            instance.instance_id: (*waiting, IdleWaiter(event.reply, command.drain_timeout_ms / 1000)),
+        }
+        transition.state = replace(transition.state, pause_waiters=asked)
+        transition.emit(PauseEngine(instance.instance_id, only_if_idle=True))
         return
-    hold(turn, instance, until)  # 7
-    turn.reply(event.reply)
+    pause(transition, instance, until)  # 7
+    transition.reply(event.reply)
 
 
-def ask_again(turn: Turn, instance_id: str) -> None:
-    """Suspensions that came before anybody had looked: somebody has, or it is gone, or starts anew."""
-    asks = turn.state.early_asks.get(instance_id, ())
-    turn.state = replace(turn.state, early_asks={k: a for k, a in turn.state.early_asks.items() if k != instance_id})
+def retry_deferred(transition: Transition, instance_id: str) -> None:
+    """Decide deferred suspensions: the instance has been assessed, has exited, or is restarting."""
+    asks = transition.state.deferred_suspends.get(instance_id, ())
+    transition.state = replace(
+        transition.state, deferred_suspends={k: a for k, a in transition.state.deferred_suspends.items() if k != instance_id}
+    )
     for ask in asks:
-        on_suspend(turn, SuspendCommand(ask.command, ask.reply))
+        on_suspend(transition, SuspendCommand(ask.command, ask.reply))
 
 
-def hold(turn: Turn, instance: Instance, until: float) -> None:
-    """Write-lock it: gateways see that it drains, and its engine is asked to refuse what comes nevertheless."""
+def pause(transition: Transition, instance: Instance, until: float) -> None:
+    """Drain the instance: gateways see the state, and the engine is asked to refuse new requests."""
     instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": until})
-    turn.park(instance, holding=True, wake_asked=False)
-    turn.emit(AskHold(instance.instance_id, only_if_idle=False))
+    transition.park(instance, pausing=True, resume_requested=False)
+    transition.emit(PauseEngine(instance.instance_id, only_if_idle=False))
 
 
-def on_hold_answer(turn: Turn, event: HoldAnswered) -> None:
-    """1. Whoever asked is answered. 2. Busy → asked again when the engine reports that it is idle. 3. It cannot be asked → stopped.
-    4. Nobody wants it any more → it serves again. 5. Frozen."""
-    instance = turn.find(event.instance_id)
+def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
+    """Handle the engine's answer to a pause.
+
+    1. Reply to commands that waited for it.
+    2. Busy: asked again when the engine reports that it is idle.
+    3. No answer possible: stopped.
+    4. No command wants it any more: it serves again.
+    5. Paused: frozen.
+    """
+    instance = transition.find(event.instance_id)
     wanted = instance is not None and instance.process is Process.ALIVE and not instance.stop_asked
     if event.only_if_idle:  # 1
-        asks = turn.state.hold_asks.get(event.instance_id, ())
-        turn.state = replace(turn.state, hold_asks={k: a for k, a in turn.state.hold_asks.items() if k != event.instance_id})
-        turn.emit(*(Reply(a.reply, event.error if wanted else None) for a in asks))
+        asks = transition.state.pause_waiters.get(event.instance_id, ())
+        transition.state = replace(
+            transition.state, pause_waiters={k: a for k, a in transition.state.pause_waiters.items() if k != event.instance_id}
+        )
+        transition.emit(*(Reply(a.reply, event.error if wanted else None) for a in asks))
         if instance is None or not wanted or event.error is not None:
             return
         if instance.state is InstanceState.READY and asks:
-            freeze(turn, instance)
+            freeze(transition, instance)
         elif instance.state is InstanceState.READY:
-            turn.emit(Resume(instance.instance_id, None))
+            transition.emit(Resume(instance.instance_id, None))
         return
-    if instance is None or not wanted or not instance.parking.holding:
+    if instance is None or not wanted or not instance.suspend_state.pausing:
         return
     if event.error is not None:
         if event.error.code != InstanceBusy.code:  # 3
-            _give_up(turn, instance, event.error)
-        elif instance.load.active + instance.load.waiting == 0:  # 2: it became idle before its answer came
-            turn.emit(AskHold(instance.instance_id, only_if_idle=False))
+            _give_up(transition, instance, event.error)
+        elif instance.load.active + instance.load.waiting == 0:  # 2: it became idle before its answer arrived
+            transition.emit(PauseEngine(instance.instance_id, only_if_idle=False))
         return
-    freeze(turn, instance)  # 5
+    freeze(transition, instance)  # 5
 
 
-def on_idle_report(turn: Turn, instance: Instance) -> None:
-    """An engine that drains for its suspension has reported that it serves nobody."""
-    if instance.parking.holding and not instance.stop_asked and instance.load.active + instance.load.waiting == 0:
-        turn.emit(AskHold(instance.instance_id, only_if_idle=False))
+def on_idle_report(transition: Transition, instance: Instance) -> None:
+    """A pausing engine has reported that it is idle."""
+    if instance.suspend_state.pausing and not instance.stop_asked and instance.load.active + instance.load.waiting == 0:
+        transition.emit(PauseEngine(instance.instance_id, only_if_idle=False))
 
 
-def freeze(turn: Turn, instance: Instance) -> None:
-    """Recorded first: an agent that finds this and a frozen group knows what was going on."""
-    outlook = instance.parking.outlook
-    if why_not(turn.state, instance) or not make_room(turn, outlook.snapshot_bytes, instance.instance_id):
-        _give_up(turn, instance, EngineFailed(why_not(turn.state, instance) or "no room for its snapshot").body())
+def freeze(transition: Transition, instance: Instance) -> None:
+    """Freeze a paused engine. The record is written first, so that the next agent knows what was in progress."""
+    outlook = instance.suspend_state.outlook
+    if not_suspendable_reason(transition.state, instance) or not make_room(
+        transition, outlook.snapshot_bytes, instance.instance_id
+    ):
+        _give_up(
+            transition,
+            instance,
+            EngineFailed(not_suspendable_reason(transition.state, instance) or "no room for its snapshot").body(),
+        )
         return
     assert outlook.way is not None
     instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": None})
-    turn.park(instance, holding=False, freezing=True, begun_at=turn.now, snapshot_bytes=outlook.snapshot_bytes)
-    turn.emit(Suspend(instance.instance_id, outlook.way))
+    transition.park(instance, pausing=False, freezing=True, begun_at=transition.now, snapshot_bytes=outlook.snapshot_bytes)
+    transition.emit(Suspend(instance.instance_id, outlook.way))
 
 
-def on_suspended(turn: Turn, event: Suspended) -> None:
-    """Its memory was read back: what is free is given away from here on, and nowhere else."""
-    instance = turn.find(event.instance_id)
-    if instance is None or instance.process is not Process.ALIVE or not instance.parking.freezing or instance.stop_asked:
+def on_suspended(transition: Transition, event: Suspended) -> None:
+    """Memory was verified: the freed bytes become available to others here, and nowhere else."""
+    instance = transition.find(event.instance_id)
+    if instance is None or instance.process is not Process.ALIVE or not instance.suspend_state.freezing or instance.stop_asked:
         return
     if instance.state is not InstanceState.DRAINING:
         return
-    p, command = instance.parking, instance.command
-    turn.books(turn.state.ledger.rebook(instance.instance_id, command.device_ids, event.left_bytes))
-    # The builtin engine's KV cache grows as it is used: measured when idle it would look too small.
-    # What it used at most counts: after a resumption only what it has touched since is in use, and on cpu the rest is in swap.
+    p, command = instance.suspend_state, instance.command
+    transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, command.device_ids, event.left_bytes))
+    # The builtin engine's KV cache grows with use: measured when idle it would be too small.
+    # The maximum counts: after a resume only touched memory is in use, and on cpu the rest is in swap.
     held = event.left_bytes + event.snapshot_bytes if p.outlook.way == "cpu" else event.used_bytes
     most = max(held, event.used_bytes, p.used_bytes, p.base_bytes)
     need = max(most, command.reserve_bytes) if command.card.spec.engine == "builtin" else most
     state = InstanceState.ASLEEP if p.outlook.way == "sleep" else InstanceState.SUSPENDED
     instance = instance.model_copy(update={"state": state, "load": EngineLoad(completed=instance.load.completed), "phase": None})
-    turn.park(
+    transition.park(
         instance,
         frees_bytes=event.freed_bytes,
         left_bytes=event.left_bytes,
@@ -203,124 +233,135 @@ def on_suspended(turn: Turn, event: Suspended) -> None:
         need_bytes=need,
         used_bytes=most,
         base_bytes=most if p.resumes <= 1 else p.base_bytes,
-        suspended=Lap(at=turn.now, took_s=turn.now - p.begun_at),
+        suspended=TimedStep(at=transition.now, took_s=transition.now - p.begun_at),
         outlook=p.outlook.model_copy(update={"snapshot_bytes": event.snapshot_bytes, "left_bytes": event.left_bytes}),
-        wake_asked=False,
+        resume_requested=False,
     )
-    make_room(turn, 0, "")
-    instance = turn.state.instances[instance.instance_id]
-    if p.wake_asked and not instance.stop_asked:
-        refused = resuming.reserve_and_resume(turn, instance, wait_s=0.0, priority=0)
+    make_room(transition, 0, "")
+    instance = transition.state.instances[instance.instance_id]
+    if p.resume_requested and not instance.stop_asked:
+        refused = resuming.reserve_and_resume(transition, instance, wait_s=0.0, priority=0)
         if refused is not None:
-            # Its resumption was promised: whoever waits for it is told by the status, as of one that waited in vain.
-            turn.park(instance, no_room=refused.model_copy(update={"param": RESERVATION}))
+            # The resume was already acknowledged: the status reports the error, as after a wait in vain.
+            transition.park(instance, no_memory_error=refused.model_copy(update={"param": RESERVATION}))
 
 
-def on_suspend_failed(turn: Turn, event: SuspendFailed) -> None:
-    """It runs as before. Somebody wants it by now → it serves again; otherwise it is stopped."""
-    instance = turn.find(event.instance_id)
-    if instance is None or instance.process is not Process.ALIVE or not instance.parking.freezing:
+def on_suspend_failed(transition: Transition, event: SuspendFailed) -> None:
+    """The engine runs as before: it serves again if a resume was requested, otherwise it is stopped."""
+    instance = transition.find(event.instance_id)
+    if instance is None or instance.process is not Process.ALIVE or not instance.suspend_state.freezing:
         return
-    instance = turn.park(instance, freezing=False, snapshot_bytes=0)
+    instance = transition.park(instance, freezing=False, snapshot_bytes=0)
     if instance.stop_asked:
         return
-    if instance.parking.wake_asked:
-        resuming.serve_again(turn, instance)
+    if instance.suspend_state.resume_requested:
+        resuming.serve_again(transition, instance)
         return
-    _give_up(turn, instance, event.error)
+    _give_up(transition, instance, event.error)
 
 
-def _give_up(turn: Turn, instance: Instance, error: ErrorBody) -> None:
-    """It is stopped instead, as it would have been without any of this; why is told from then on."""
-    outlook = instance.parking.outlook.model_copy(update={"way": None, "reason": error.message})
-    left = max(0.0, instance.drain_until - turn.now) if instance.drain_until is not None else 0.0
-    instance = turn.park(instance, holding=False, freezing=False, snapshot_bytes=0, outlook=outlook)
-    stopping.begin(turn, instance, left or turn.state.policy.kill_grace_s, f"it could not be suspended: {error.message}")
+def _give_up(transition: Transition, instance: Instance, error: ErrorBody) -> None:
+    """Stop the instance instead, and remember the reason."""
+    outlook = instance.suspend_state.outlook.model_copy(update={"way": None, "reason": error.message})
+    left = max(0.0, instance.drain_until - transition.now) if instance.drain_until is not None else 0.0
+    instance = transition.park(instance, pausing=False, freezing=False, snapshot_bytes=0, outlook=outlook)
+    stopping.begin(transition, instance, left or transition.state.policy.kill_grace_s, f"suspending failed: {error.message}")
 
 
-# The snapshot budget.
+# The snapshot budget
 
 
-def make_room(turn: Turn, wanted: int, but: str) -> bool:
-    """Have the coldest suspended instances fall, to disk where what they keep is host memory that can go to swap, else to stopped, until
-    `wanted` more bytes are within the budget; whether they are then. What page-out keeps is in swap already: there is nothing to write."""
-    while turn.state.snapshots_kept(but) + wanted > turn.state.snapshot_budget:
+def make_room(transition: Transition, wanted: int, but: str) -> bool:
+    """Bring the snapshots within the budget, with `wanted` more bytes. True if that succeeded.
+
+    The least recently suspended instances are spilled to swap if their snapshot is in host memory, else stopped. Snapshots of
+    page-out are in swap already.
+    """
+    while transition.state.snapshot_bytes_except(but) + wanted > transition.state.snapshot_budget:
         parked = [
             i
-            for i in turn.state.instances.values()
+            for i in transition.state.instances.values()
             if i.state.parked
             and not i.stop_asked
             and i.instance_id != but
-            and i.parking.spilled != "writing"
-            and i.parking.snapshot_bytes
+            and i.suspend_state.spilled != "writing"
+            and i.suspend_state.snapshot_bytes
         ]
         if not parked:
             return False
-        coldest = min(parked, key=lambda i: (i.parking.suspended.at if i.parking.suspended else 0.0, i.instance_id))
-        way = coldest.parking.outlook.way
-        if turn.state.spills and way in IN_HOST_MEMORY and not coldest.parking.spilled:
-            turn.park(coldest, spilled="writing")
-            turn.emit(Spill(coldest.instance_id, way))
+        coldest = min(parked, key=lambda i: (i.suspend_state.suspended.at if i.suspend_state.suspended else 0.0, i.instance_id))
+        way = coldest.suspend_state.outlook.way
+        if transition.state.spills and way in IN_HOST_MEMORY and not coldest.suspend_state.spilled:
+            transition.park(coldest, spilled="writing")
+            transition.emit(Spill(coldest.instance_id, way))
         else:
-            stopping.begin(turn, coldest, 0.0, "the coldest, and the node's snapshot budget is used up")
+            stopping.begin(transition, coldest, 0.0, "least recently suspended, and the node's snapshot budget is exhausted")
     return True
 
 
-def on_spilled(turn: Turn, event: Spilled) -> None:
-    """What is in swap now is not in host memory any more. If it could not be written the budget is looked at again, without that."""
-    instance = turn.find(event.instance_id)
-    if instance is None or instance.parking.spilled != "writing":
+def on_spilled(transition: Transition, event: Spilled) -> None:
+    """Handle the outcome of a spill. If it failed, the budget is enforced by other means."""
+    instance = transition.find(event.instance_id)
+    if instance is None or instance.suspend_state.spilled != "writing":
         return
     if event.error is None:
-        left = max(0, instance.parking.snapshot_bytes - event.freed_bytes)
-        turn.park(instance, spilled="written", snapshot_bytes=left)
+        left = max(0, instance.suspend_state.snapshot_bytes - event.freed_bytes)
+        transition.park(instance, spilled="written", snapshot_bytes=left)
     else:
-        turn.park(instance, spilled="refused")
-        make_room(turn, 0, "")
+        transition.park(instance, spilled="refused")
+        make_room(transition, 0, "")
 
 
-# What is found out.
+# Measurements
 
 
-def on_assessed(turn: Turn, event: Assessed) -> None:
-    """1. The first look since its start: what it uses now is what a leak is told by, and it is parked if it was started for that.
-    2. Whoever wanted it suspended before gets that, or a stop."""
-    instance = turn.find(event.instance_id)
+def on_assessed(transition: Transition, event: Assessed) -> None:
+    """Handle an assessment.
+
+    1. The first one since the start: its memory is the baseline for leaks; an instance that was started to be suspended is suspended now.
+    2. Deferred suspensions are decided.
+    """
+    instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE:
         return
-    p = instance.parking
+    p = instance.suspend_state
     outlook = event.outlook
     if p.resumes and outlook.way == p.outlook.way:
         outlook = outlook.model_copy(update={"left_bytes": p.left_bytes or outlook.left_bytes})
     first = p.base_bytes == 0
     used = {"used_bytes": max(p.used_bytes, event.used_bytes)}
-    # What it has grown to by its first resumption is what it needs; what comes after that is leaked.
+    # Growth until the first resume is normal use; later growth is a leak.
     base = max(p.base_bytes, event.used_bytes) if p.resumes <= 1 else p.base_bytes
-    turn.park(instance, outlook=outlook, base_bytes=base, **used)
-    _book_measured(turn, turn.state.instances[event.instance_id], event.used_bytes)
-    instance = turn.state.instances[event.instance_id]
-    if first and instance.command.park and instance.state is InstanceState.READY and not why_not(turn.state, instance):  # 1
-        hold(turn, instance, turn.now + turn.state.policy.kill_grace_s)
-    ask_again(turn, event.instance_id)  # 2
+    transition.park(instance, outlook=outlook, base_bytes=base, **used)
+    _book_leak(transition, transition.state.instances[event.instance_id], event.used_bytes)
+    instance = transition.state.instances[event.instance_id]
+    if (
+        first
+        and instance.command.park
+        and instance.state is InstanceState.READY
+        and not not_suspendable_reason(transition.state, instance)
+    ):  # 1
+        pause(transition, instance, transition.now + transition.state.policy.kill_grace_s)
+    retry_deferred(transition, event.instance_id)  # 2
 
 
-def on_measured(turn: Turn, event: Measured) -> None:
-    instance = turn.find(event.instance_id)
+def on_measured(transition: Transition, event: Measured) -> None:
+    instance = transition.find(event.instance_id)
     if instance is not None and instance.process is Process.ALIVE and instance.state is InstanceState.READY:
-        _book_measured(turn, instance, event.used_bytes)
+        _book_leak(transition, instance, event.used_bytes)
 
 
-def _book_measured(turn: Turn, instance: Instance, used: int) -> None:
-    """Bytes that an engine took far beyond its booking are booked to it too: they are not there for others."""
-    booked = turn.state.ledger.bookings.get(instance.instance_id)
+def _book_leak(transition: Transition, instance: Instance, used: int) -> None:
+    """Book bytes that an engine uses far beyond its booking: they are not available to others."""
+    booked = transition.state.ledger.bookings.get(instance.instance_id)
     total = booked.bytes_each * len(booked.device_ids) if booked is not None else 0
     if booked is not None and used > LEAK_FACTOR * total and used > total + LEAK_FLOOR:
-        turn.books(turn.state.ledger.rebook(instance.instance_id, booked.device_ids, used))
-        turn.park(instance, need_bytes=used, used_bytes=used)
+        transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, booked.device_ids, used))
+        transition.park(instance, need_bytes=used, used_bytes=used)
 
 
-def _dequeue(turn: Turn, instance_id: str) -> None:
-    turn.state = replace(turn.state, queue=tuple(r for r in turn.state.queue if r.instance_id != instance_id))
+def _dequeue(transition: Transition, instance_id: str) -> None:
+    transition.state = replace(transition.state, queue=tuple(r for r in transition.state.queue if r.instance_id != instance_id))
 
 
 def _mib(value: int) -> str:

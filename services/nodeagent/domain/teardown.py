@@ -1,22 +1,22 @@
-"""From a process that is gone to bytes that are free: weights released, memory read back, and only then the booking given up."""
+"""From an exited process to free memory: weights released, memory verified, and then the booking removed."""
 
 from __future__ import annotations
 
 from services.nodeagent.domain.events import (
-    MemoryProved,
-    ProveMemory,
+    MemoryFreed,
     Release,
     ReleaseFailed,
+    VerifyMemoryFreed,
     WeightsReleased,
 )
 from services.nodeagent.domain.state import RELEASE_RETRY_S, Instance, Process
-from services.nodeagent.domain.transition import Turn
+from services.nodeagent.domain.transition import Transition
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
 
 
-def mark_gone(turn: Turn, instance: Instance, error: ErrorBody | None) -> Instance:
-    """Record that the process is gone: failed if it was not asked to stop and `error` is set, else draining."""
+def mark_gone(transition: Transition, instance: Instance, error: ErrorBody | None) -> Instance:
+    """Record that the process has exited: failed if it was not asked to stop and `error` is set, else draining."""
     died = not instance.stop_asked and error is not None
     update = {
         "process": Process.GONE,
@@ -26,45 +26,46 @@ def mark_gone(turn: Turn, instance: Instance, error: ErrorBody | None) -> Instan
         "adopt_until": None,
         "drain_until": None,
         "kill_at": None,
-        "parking": instance.parking.model_copy(update={"snapshot_bytes": 0, "holding": False, "freezing": False}),
+        "suspend_state": instance.suspend_state.model_copy(update={"snapshot_bytes": 0, "pausing": False, "freezing": False}),
     }
-    return turn.change(instance, **update)
+    return transition.change(instance, **update)
 
 
-def free(turn: Turn, instance: Instance) -> None:
-    """Start to give back what the instance holds: its memory is read back, its weights are released."""
-    turn.emit(ProveMemory(instance.instance_id))
-    release(turn, instance)
+def free(transition: Transition, instance: Instance) -> None:
+    """Start to free the instance's resources: verify its memory and release its weights."""
+    transition.emit(VerifyMemoryFreed(instance.instance_id))
+    release(transition, instance)
 
 
-def release(turn: Turn, instance: Instance) -> None:
-    turn.put(instance.model_copy(update={"release_at": None}))
-    turn.emit(Release(instance.instance_id))
+def release(transition: Transition, instance: Instance) -> None:
+    """Release the instance's weights."""
+    transition.put(instance.model_copy(update={"release_at": None}))
+    transition.emit(Release(instance.instance_id))
 
 
-def on_released(turn: Turn, event: WeightsReleased) -> None:
-    instance = turn.find(event.instance_id)
+def on_released(transition: Transition, event: WeightsReleased) -> None:
+    instance = transition.find(event.instance_id)
     if instance is not None and instance.process is Process.GONE and instance.weights_freed is None:
-        _give_back(turn, instance.model_copy(update={"weights_freed": event.freed_bytes, "release_at": None}))
+        _give_back(transition, instance.model_copy(update={"weights_freed": event.freed_bytes, "release_at": None}))
 
 
-def on_release_failed(turn: Turn, event: ReleaseFailed) -> None:
-    instance = turn.find(event.instance_id)
+def on_release_failed(transition: Transition, event: ReleaseFailed) -> None:
+    instance = transition.find(event.instance_id)
     if instance is not None and instance.process is Process.GONE and instance.weights_freed is None:
-        turn.put(instance.model_copy(update={"release_at": turn.now + RELEASE_RETRY_S}))
+        transition.put(instance.model_copy(update={"release_at": transition.now + RELEASE_RETRY_S}))
 
 
-def on_memory_proved(turn: Turn, event: MemoryProved) -> None:
-    instance = turn.find(event.instance_id)
+def on_memory_freed(transition: Transition, event: MemoryFreed) -> None:
+    instance = transition.find(event.instance_id)
     if instance is not None and instance.process is Process.GONE and instance.memory_freed is None:
-        _give_back(turn, instance.model_copy(update={"memory_freed": event.freed_bytes}))
+        _give_back(transition, instance.model_copy(update={"memory_freed": event.freed_bytes}))
 
 
-def _give_back(turn: Turn, instance: Instance) -> None:
-    """The one place where bytes are given back."""
+def _give_back(transition: Transition, instance: Instance) -> None:
+    """Remove the booking once all memory is free. This is the only place that does so."""
     if instance.freed_bytes is None or instance.process is not Process.GONE:
-        turn.put(instance)
+        transition.put(instance)
         return
-    turn.books(turn.state.ledger.give_back(instance.instance_id))
+    transition.set_ledger(transition.state.ledger.remove_booking(instance.instance_id))
     ended = InstanceState.FAILED if instance.state is InstanceState.FAILED else InstanceState.STOPPED
-    turn.change(instance, state=ended, ended_at=turn.now)
+    transition.change(instance, state=ended, ended_at=transition.now)

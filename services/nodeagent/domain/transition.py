@@ -1,4 +1,4 @@
-"""One decision in the making: the state so far and the effects so far."""
+"""A state transition in progress: the state and the effects so far."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 from services.nodeagent.domain.events import Effect, Forget, Persist, Publish, Reply
 from services.nodeagent.domain.memory import Ledger
-from services.nodeagent.domain.reservations import Reservation, blocked_by
+from services.nodeagent.domain.reservations import Reservation, blocking_reservation
 from services.nodeagent.domain.state import Instance, NodeState
 from shared.errors import InsufficientMemory, ThawError
 
 
-class Turn:
+class Transition:
+    """Collects the changes of one decision."""
+
     def __init__(self, state: NodeState, now: float) -> None:
         self.state = state
         self.now = now
@@ -29,34 +31,34 @@ class Turn:
         return instance
 
     def change(self, instance: Instance, **update: Any) -> Instance:
-        """Put a changed instance that is worth keeping: recorded and told at once."""
+        """Store a changed instance, write its record and publish the status."""
         changed = self.put(instance.model_copy(update=update))
         self.emit(Persist(instance.instance_id), Publish())
         return changed
 
     def park(self, instance: Instance, **update: Any) -> Instance:
-        """As `change`, of what is known of its suspensions."""
-        return self.change(instance, parking=instance.parking.model_copy(update=update))
+        """As `change`, for fields of its suspend state."""
+        return self.change(instance, suspend_state=instance.suspend_state.model_copy(update=update))
 
     def drop(self, instance_id: str) -> None:
         self.state = replace(self.state, instances={k: i for k, i in self.state.instances.items() if k != instance_id})
         self.emit(Forget(instance_id), Publish())
 
-    def books(self, ledger: Ledger) -> None:
+    def set_ledger(self, ledger: Ledger) -> None:
         self.state = replace(self.state, ledger=ledger)
 
     def reserve(self, r: Reservation) -> ThawError | None:
-        """Book a reservation that does not wait. None: it is booked."""
+        """Book a reservation without waiting. None: it is booked; else the error."""
         refusal = self.state.ledger.refusal(r.device_ids, r.nbytes, but=r.instance_id)
         if refusal is not None:
             return refusal
-        first = blocked_by(self.state.queue, r.device_ids)
+        first = blocking_reservation(self.state.queue, r.device_ids)
         if first is not None:
             return InsufficientMemory(
-                f"{first.instance_id} has waited longest for room on {', '.join(first.device_ids)} and goes first",
+                f"{first.instance_id} has waited longest for memory on {', '.join(first.device_ids)} and goes first",
                 should_retry=True,
             )
-        # Going before those who wait is passing them, with the same bound.
+        # This overtakes waiting reservations, and counts as such.
         passed = tuple(replace(q, passed=q.passed + 1) if set(q.device_ids) & set(r.device_ids) else q for q in self.state.queue)
         self.state = replace(self.state, queue=passed, ledger=self.state.ledger.book(r.instance_id, r.device_ids, r.nbytes))
         return None

@@ -1,1 +1,1 @@
-"""Engine processes: how they are started, watched and ended."""
+"""Engine processes: launch, watch and end."""

@@ -1,4 +1,4 @@
-"""Builtin engines by one launcher, hosts of all others by another."""
+"""Chooses the launcher: one for builtin engines, one for hosts of other engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.contracts.models import ModelCard
 
 
 class LauncherByEngine:
-    """Each engine goes to the launcher of its kind."""
+    """Delegates to the launcher of the engine's kind."""
 
     def __init__(self, builtin: Launcher, hosts: Launcher) -> None:
         self._builtin = builtin

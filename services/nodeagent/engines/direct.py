@@ -1,4 +1,4 @@
-"""Each engine as a new interpreter: slower by its imports, and nothing shared."""
+"""Launches each engine as a new interpreter: slower by its imports, with nothing shared."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CLEAN_WITHIN_S = 30.0
 
 
 class DirectLauncher:
-    """`python -m <module> SPEC.json`, in a session of its own, so that nothing that ends this agent ends its engines."""
+    """Runs `python -m <module> SPEC.json` in its own session, so that signals to this agent do not reach engines."""
 
     def __init__(self, module: str, specs: Path, name: str = "direct", spares: Spares | None = None) -> None:
-        """`spares`: hosts in waiting, which are taken where there is one."""
+        """`spares`: spare hosts, used where one is available."""
         self._name = name
         self._module = module
         self._specs = specs
@@ -33,7 +33,7 @@ class DirectLauncher:
         return self._name
 
     async def run(self) -> None:
-        """Whatever is to wait."""
+        """Keep spare hosts available."""
         if self._spares is not None:
             await self._spares.run()
 
@@ -41,12 +41,12 @@ class DirectLauncher:
         try:
             child = (self._spares.take(start) if self._spares is not None else None) or self._spawn(start)
         except OSError as e:
-            raise EngineFailed(f"no engine process could be started: {e}") from e
+            raise EngineFailed(f"The engine process could not be started: {e}") from e
         self._children[child.pid] = child
         return child.pid
 
     def _spawn(self, start: EngineStart) -> subprocess.Popen[bytes]:
-        """Blocks for about a millisecond: small local files and a vfork."""
+        """Start an interpreter. Blocks for about a millisecond: small local files and a vfork."""
         spec = self._specs / f"{start.instance_id}.json"
         with os.fdopen(os.open(spec, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(start.model_dump_json())
@@ -64,13 +64,13 @@ class DirectLauncher:
         child = self._children.get(pid)
         if child is None:
             return None
-        # Its pidfd has fired: it is a zombie, and this reaps it.
+        # Its pidfd has fired: this reaps the zombie.
         status = await asyncio.to_thread(child.wait, within_s)
         del self._children[pid]
         return status
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:
-        """A host that was killed leaves its engine's container running; a fresh one of the same module removes it."""
+        """Remove the container of a killed host, through a new host process of the same module."""
         if card.spec.container is None:
             return
         reaper = await asyncio.create_subprocess_exec(
@@ -86,7 +86,7 @@ class DirectLauncher:
             raise EngineFailed(f"containers of {instance_id} could not be removed: {words.decode(errors='replace').strip()}")
 
     async def close(self) -> None:
-        """Its engines are the agent's to end."""
+        """Stop the spare hosts. Engines keep running."""
         self._children.clear()
         if self._spares is not None:
             await self._spares.close()

@@ -1,4 +1,4 @@
-"""What there is to say about an engine that has died: only what can be read."""
+"""Explains the exit of an engine from its status, the kernel's OOM counter and its log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ _LOOK_S = 2.0
 
 
 def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, int | None], log_path: Path) -> ErrorBody:
-    """`oom_kills`: the kernel's counter a little before and after. A rise is told as what it is: somewhere on the machine, at that time."""
+    """Describe an exit.
+
+    Args:
+        pid: The process.
+        returncode: Exit status, -N for signal N, or None if unknown.
+        oom_kills: The kernel's count of OOM kills shortly before and after. A rise is reported as an observation about the machine.
+        log_path: The instance's log.
+    """
     how = _how(returncode)
     before, after = oom_kills
     unseen = returncode in (None, -signal.SIGKILL)
@@ -26,14 +33,14 @@ def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, 
         )
     tail = log_tail(log_path)
     instance = log_path.name.removesuffix(".engine.log")
-    told = f"; the end of its log:\n{tail}" if tail else f"; its log tells no reason (`thaw logs {instance}`)"
+    reason = f"; the end of its log:\n{tail}" if tail else f"; its log has no reason (`thaw logs {instance}`)"
     kind = EngineKilled if unseen and not out_of_memory else EngineFailed
-    return kind(f"the engine (pid {pid}) {how}{told}").body()
+    return kind(f"The engine (pid {pid}) {how}{reason}").body()
 
 
 def _how(returncode: int | None) -> str:
     if returncode is None:
-        return "ended (its exit status is not known)"
+        return "ended with an unknown exit status"
     if returncode >= 0:
         return f"ended with exit status {returncode}"
     try:
@@ -43,7 +50,7 @@ def _how(returncode: int | None) -> str:
 
 
 def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:
-    """Remove the oldest engine logs beyond `keep`; those of the instances in `spared` stay."""
+    """Remove the oldest engine logs beyond `keep`, except those of the instances in `spared`."""
     logs = [p for p in directory.glob("*.engine.log") if p.name.removesuffix(".engine.log") not in spared]
     for path in sorted(logs, key=lambda p: p.stat().st_mtime, reverse=True)[keep:]:
         path.unlink(missing_ok=True)
@@ -51,7 +58,7 @@ def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:
 
 
 async def keep_logs_bounded(directory: Path, limit_bytes: int) -> None:
-    """Bound the logs of engines, zygote and spares until cancelled. Between two looks they may grow beyond the limit."""
+    """Bound the logs of engines, zygote and spares until cancelled. Between two checks they may exceed the limit."""
     while True:
         await asyncio.to_thread(bound_logs, directory, limit_bytes)
         await asyncio.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""How an engine process comes to be: a port with two adapters, and the environment that every engine gets."""
+"""The port through which engine processes are launched, and the environment that every engine gets."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from shared.contracts.models import ModelCard
 
 
 class Launcher(Protocol):
+    """Launches engine processes of one kind."""
+
     def name_for(self, start: EngineStart) -> str:
-        """Tells the ways apart in phases and logs."""
+        """Name of the launch method, for phases and logs."""
         ...
 
     async def run(self) -> None:
-        """Whatever the launcher has to keep up, until cancelled."""
+        """Background work of the launcher, until cancelled."""
         ...
 
     async def launch(self, start: EngineStart) -> int:
-        """Start an engine; returns its pid. Raises `ThawError` when there is no process, and only then."""
+        """Start an engine and return its pid. Raises `ThawError` if and only if there is no process."""
         ...
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:
-        """The exit status of a process that has ended (-N: by signal N); None if it cannot be known within that time."""
+        """Exit status of an ended process (-N for signal N); None if it is not known within `within_s` seconds."""
         ...
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:
-        """Remove what a process that is gone has left outside of this machine's processes. Raises `ThawError`."""
+        """Remove resources of a dead process outside this machine's processes, such as containers. Raises `ThawError`."""
         ...
 
     async def close(self) -> None:
-        """End what the launcher itself started, engines excepted."""
+        """Stop the launcher's own processes. Engines keep running."""
         ...
 
 
 def engine_environment(settings: NodeagentSettings) -> dict[str, str]:
-    """The THAW_ settings that an engine gets from its nodeagent."""
+    """The THAW_ variables that an engine gets from its nodeagent."""
     found = {
         "THAW_NATS_URL": settings.nats_url.get_secret_value(),
         "THAW_HOME": str(settings.state),

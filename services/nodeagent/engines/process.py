@@ -1,4 +1,4 @@
-"""Engine processes as the kernel knows them: a pid and a start time name one for good, a pidfd tells its end at once."""
+"""Engine processes in the kernel: pid and start time identify one uniquely, and a pidfd signals its exit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ _SIGNALS = {"term": signal.SIGTERM, "kill": signal.SIGKILL}
 
 
 def process_start(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot (field 22 of /proc/<pid>/stat); None if it is gone or a zombie."""
+    """Start time in clock ticks since boot (field 22 of /proc/<pid>/stat); None if it has exited."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = stat.rpartition(")")[2].split()  # the process name before it may contain any character
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def find_writer(log_path: Path) -> int | None:
-    """The process that has `log_path` as its standard error: an engine whose pid nobody wrote down. None if there is none. A hosted engine
-    writes there too: the host is the one that came first."""
+def find_log_writer(log_path: Path) -> int | None:
+    """The process whose standard error is `log_path`: an engine whose pid was not recorded. None if there is none.
+
+    A hosted engine writes to the same log; the host is the one that started first.
+    """
     try:
         wanted = log_path.stat()
     except OSError:
@@ -44,14 +46,26 @@ def find_writer(log_path: Path) -> int | None:
 
 
 class Processes:
-    """The engine processes that this agent watches, its own children or not. `on_exit(instance_id, pid)` is called at each one's end."""
+    """Watches engine processes, whether children of this agent or not.
+
+    `on_exit(instance_id, pid)` is called at the exit of each.
+    """
 
     def __init__(self, on_exit: Callable[[str, int], None]) -> None:
         self._on_exit = on_exit
         self._watched: dict[str, tuple[int, int]] = {}
 
     def watch(self, instance_id: str, pid: int, started: int | None = None) -> int | None:
-        """Watch `pid`; returns its start time, or None if it is gone already, or is another process than the one that `started` then."""
+        """Watch `pid`.
+
+        Args:
+            instance_id: The instance that it belongs to.
+            pid: The process.
+            started: Its expected start time, if known.
+
+        Returns:
+            Its start time; None if it has exited, or another process has its pid.
+        """
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -65,13 +79,13 @@ class Processes:
         return actual
 
     def send(self, instance_id: str, what: Literal["term", "kill"]) -> None:
-        """Signal that very process, never one that came to have its pid later."""
+        """Signal the watched process, never a later one with the same pid."""
         if instance_id in self._watched:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._watched[instance_id][1], _SIGNALS[what])
 
     def close(self) -> None:
-        """Stop watching; the processes go on."""
+        """Stop watching. The processes keep running."""
         for instance_id in list(self._watched):
             self._unwatch(instance_id)
 

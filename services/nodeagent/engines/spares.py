@@ -1,7 +1,7 @@
-"""Hosts in waiting: each has an engine's interpreter with its imports done, so that a start of that engine begins half way.
+"""Spare hosts: each has an engine's interpreter with its imports done, which saves half of a start.
 
-One for each engine that the node is told of, used once and made anew when nothing has been started for a while: importing takes the cores that a
-starting engine needs. They hold memory (some 500 MB for vLLM) that no device is charged with. A host in waiting ends with this agent.
+There is one for each configured engine. It is used once, and replaced after a period without starts, because imports compete for the cores of a
+starting engine. A spare holds memory (some 500 MB for vLLM) that is not charged to a device. It exits with this agent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from shared.environment import without_credentials
 
 log = logging.getLogger(__name__)
 REST_S = 30.0
-_LOOK_S = 1.0
-_LATER = 4.0
+_POLL_S = 1.0
+_BACKOFF_FACTOR = 4.0
 _ENDS_WITHIN_S = 5.0
 
 
 class Spares:
-    """`rest_s`: seconds without a start after which one is made; four times as long after one that has ended by itself."""
+    """Keeps spare hosts.
+
+    Args:
+        rest_s: Seconds without a start before a spare is created; four times as long after one that has exited by itself.
+    """
 
     def __init__(
         self, engines: tuple[str, ...], module: str, log_path: Path, environment: Mapping[str, str], rest_s: float = REST_S
@@ -41,20 +45,20 @@ class Spares:
         self._not_before: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Keep one of each waiting, until cancelled."""
+        """Keep one spare per engine, until cancelled."""
         loop = asyncio.get_running_loop()
         while self._engines:
             for engine in self._engines:
                 if self._ended(engine):
-                    log.warning("a host in waiting has ended", extra={"engine": engine, "log": str(self._log_path)})
-                    self._not_before[engine] = loop.time() + _LATER * self._rest_s
+                    log.warning("a spare host has exited", extra={"engine": engine, "log": str(self._log_path)})
+                    self._not_before[engine] = loop.time() + _BACKOFF_FACTOR * self._rest_s
                 if engine not in self._waiting and loop.time() >= self._not_before.get(engine, 0.0):
                     with contextlib.suppress(OSError):
                         self._waiting[engine] = self._spawn(engine)
-            await asyncio.sleep(min(_LOOK_S, self._rest_s))
+            await asyncio.sleep(min(_POLL_S, self._rest_s))
 
     def take(self, start: EngineStart) -> subprocess.Popen[bytes] | None:
-        """A host that hosts `start` from now on; None: start one."""
+        """Hand `start` to a spare host; None if there is none."""
         now = asyncio.get_running_loop().time()
         self._not_before = dict.fromkeys(self._engines, now + self._rest_s)
         if not serves(start.card):
@@ -69,13 +73,13 @@ class Spares:
             with host.stdin as pipe:
                 pipe.write(start.model_dump_json().encode() + b"\n")
         except OSError as e:
-            log.warning("a host in waiting was not there any more", extra={"error": str(e)})
+            log.warning("a spare host has exited", extra={"error": str(e)})
             _closed(host)
             return None
         return host
 
     async def close(self) -> None:
-        """Told that nobody needs them, they end by themselves."""
+        """Close the spares' standard input, upon which they exit."""
         waiting, self._waiting, self._engines = self._waiting, {}, ()
         for host in waiting.values():
             _closed(host)
@@ -106,14 +110,14 @@ class Spares:
 
 
 def _closed(host: subprocess.Popen[bytes]) -> None:
-    """Its standard input ends."""
+    """Close the host's standard input."""
     assert host.stdin is not None
-    with contextlib.suppress(OSError):  # it is gone, and something is in the pipe still
+    with contextlib.suppress(OSError):  # it has exited with unread input
         host.stdin.close()
 
 
 def serves(card: ModelCard) -> bool:
-    """Whether a host in waiting may host the model: what its interpreter has imported, it imported without knowing of it."""
+    """True if a spare can host the model: its imports and environment were fixed before the model was known."""
     spec = card.spec
     own = spec.container is None and not spec.command and not spec.env and spec.network != "host"
     return own and not card.info.source.startswith("hf://")

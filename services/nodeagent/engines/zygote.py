@@ -1,7 +1,7 @@
-"""Engines forked from a zygote: a process of its own that has paid for the imports once.
+"""Launches builtin engines by fork from a zygote, a process that has imported the libraries once.
 
-The zygote is detached: it outlives this agent, whose successor finds it by its socket. If it dies it is started again; engines that it
-had forked go on, and their ends are seen through their pidfds, without an exit status.
+The zygote is detached and outlives this agent; the next agent finds it by its socket. If it dies a new one is started; its engines keep running,
+and their exits are seen through their pidfds, without an exit status.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from services.nodeagent.engines.process import find_writer
+from services.nodeagent.engines.process import find_log_writer
 from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import NEW_ZYGOTE
@@ -29,7 +29,7 @@ from shared.errors import EngineFailed, from_body
 
 log = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107
-"""Bytes that a Unix socket's address can hold."""
+"""Maximum length of a Unix socket's path in bytes."""
 _CONNECT_POLL_S = 0.02
 _START_WITHIN_S = 120.0
 _FORK_WITHIN_S = 60.0
@@ -39,6 +39,8 @@ _KEPT_STATUSES = 256
 
 
 class ZygoteLauncher:
+    """Connects to the node's zygote, or starts one."""
+
     def __init__(self, socket_path: Path, log_path: Path, environment: dict[str, str], module: str) -> None:
         self._path = socket_path
         self._log_path = log_path
@@ -50,14 +52,14 @@ class ZygoteLauncher:
         self._connected = asyncio.Event()
         self._closing = asyncio.Event()
         self._failures = 0
-        self._spoke = False
+        self._has_replied = False
         self._failed = asyncio.Event()
-        self._turned = asyncio.Event()
+        self._state_changed = asyncio.Event()
         self._forking: dict[str, asyncio.Future[int]] = {}
         self._statuses: dict[int, asyncio.Future[int]] = {}
 
     def name_for(self, start: EngineStart) -> str:
-        return "zygote" if self._connected.is_set() and self._spoke else NEW_ZYGOTE
+        return "zygote" if self._connected.is_set() and self._has_replied else NEW_ZYGOTE
 
     async def run(self) -> None:
         """Keep a connection to a zygote: one that serves the socket already, or a new one."""
@@ -69,31 +71,31 @@ class ZygoteLauncher:
                 log.error("the zygote does not start", extra={"error": e.message, "attempt": self._failures})
                 if self._failures >= 2:
                     self._failed.set()
-                    self._turned.set()
+                    self._state_changed.set()
             else:
                 self._failed.clear()
-                self._spoke = False
+                self._has_replied = False
                 self._connected.set()
-                self._turned.set()
+                self._state_changed.set()
                 await self._read(reader)
                 self._connected.clear()
                 if self._closing.is_set():
                     return
-                # It listens before its imports: one that dies without a word may do so again and again.
-                self._failures = 0 if self._spoke else self._failures + 1
+                # It listens before its imports, so a zygote that dies without a reply may do so repeatedly.
+                self._failures = 0 if self._has_replied else self._failures + 1
                 log.warning("lost the zygote; starting another", extra={"pid": self._pid, "log": log_tail(self._log_path)})
                 self._abandon()
             await asyncio.sleep(_RESTART_WAITS_S[min(self._failures, len(_RESTART_WAITS_S) - 1)])
 
     async def launch(self, start: EngineStart) -> int:
-        """Asks the next zygote once if this one dies over it."""
+        """Fork an engine. If the zygote dies meanwhile, the next one gets a second attempt."""
         for last in (False, True):
             await self._wait_connected()
             try:
                 return await self._fork(start)
             except (TimeoutError, ConnectionError) as e:
-                # It may have forked and not said so: then the engine holds its log open.
-                found = await asyncio.to_thread(find_writer, Path(start.log_path))
+                # It may have forked without a reply: then the engine holds its log open.
+                found = await asyncio.to_thread(find_log_writer, Path(start.log_path))
                 if found is not None:
                     return found
                 if last or isinstance(e, TimeoutError):
@@ -112,7 +114,7 @@ class ZygoteLauncher:
                 await self._writer.drain()
                 return await future
         except ConnectionError:
-            self._connected.clear()  # the reader learns it a moment later
+            self._connected.clear()  # the reader notices a moment later
             raise
         finally:
             self._forking.pop(start.instance_id, None)
@@ -124,10 +126,10 @@ class ZygoteLauncher:
         return None
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:
-        """Builtin engines are processes and nothing else."""
+        """No-op: builtin engines consist only of processes."""
 
     async def close(self) -> None:
-        """SIGTERM to the zygote, whoever started it; SIGKILL after two seconds."""
+        """Send SIGTERM to the zygote, and SIGKILL after two seconds."""
         self._closing.set()
         if self._writer is not None:
             self._writer.close()
@@ -147,12 +149,16 @@ class ZygoteLauncher:
         self._path.unlink(missing_ok=True)
 
     async def _wait_connected(self) -> None:
-        """Raises `EngineFailed` once the zygote has failed to start twice in a row, with the end of its log."""
+        """Wait for a connection.
+
+        Raises:
+            EngineFailed: The zygote failed to start twice in a row; the message has the end of its log.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_START_WITHIN_S):
                 while not (self._connected.is_set() or self._failed.is_set()):
-                    self._turned.clear()
-                    await self._turned.wait()
+                    self._state_changed.clear()
+                    await self._state_changed.wait()
         if not self._connected.is_set():
             raise EngineFailed(f"the zygote does not start; the end of {self._log_path.name}:\n{log_tail(self._log_path)}")
 
@@ -187,32 +193,32 @@ class ZygoteLauncher:
                     start_new_session=True,
                 )
         except OSError as e:
-            raise EngineFailed(f"no zygote could be started: {e}") from e
+            raise EngineFailed(f"The zygote could not be started: {e}") from e
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             async for line in reader:
                 try:
-                    self._heard(ZYGOTE_LINE.validate_json(line))
+                    self._on_message(ZYGOTE_LINE.validate_json(line))
                 except ValidationError as e:
-                    log.error("the zygote said something unintelligible", extra={"error": str(e)})
+                    log.error("the zygote sent an invalid message", extra={"error": str(e)})
 
-    def _heard(self, said: EngineForked | EngineExited | ZygoteFailure) -> None:
-        self._spoke = True
-        match said:
+    def _on_message(self, message: EngineForked | EngineExited | ZygoteFailure) -> None:
+        self._has_replied = True
+        match message:
             case EngineForked():
-                self._settle(said.instance_id, said.pid)
+                self._settle(message.instance_id, message.pid)
             case ZygoteFailure():
-                future = self._forking.get(said.instance_id)
+                future = self._forking.get(message.instance_id)
                 if future is not None and not future.done():
-                    future.set_exception(from_body(said.error))
+                    future.set_exception(from_body(message.error))
             case EngineExited():
-                status = self._status(said.pid)
+                status = self._status(message.pid)
                 if not status.done():
-                    status.set_result(said.returncode)
+                    status.set_result(message.returncode)
 
     def _settle(self, instance_id: str, pid: int) -> None:
-        self._statuses.pop(pid, None)  # an earlier process of that pid
+        self._statuses.pop(pid, None)  # an earlier process with this pid
         future = self._forking.get(instance_id)
         if future is not None and not future.done():
             future.set_result(pid)

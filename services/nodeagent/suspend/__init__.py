@@ -1,1 +1,1 @@
-"""Suspending engines: control groups that freeze them, and the ways by which they give their memory back and get it again."""
+"""Suspending engines: control groups that freeze them, and the methods that free and restore their memory."""

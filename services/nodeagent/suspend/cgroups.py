@@ -1,6 +1,6 @@
-"""Control groups, one for each engine: whatever it forks is found, frozen, measured and ended with it. Freezer of cgroup v2 and v1.
+"""Control groups, one per engine, to find, freeze, measure and end all its processes. Supports the freezers of cgroup v2 and v1.
 
-v2: `cgroup.freeze` and `cgroup.events`; SIGKILL works on what is frozen. v1: `freezer.state`; a signal waits until it is thawed.
+v2: `cgroup.freeze` and `cgroup.events`; SIGKILL reaches frozen processes. v1: `freezer.state`; a signal waits until the group is thawed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SWEPT_AFTER_S = 600.0
 
 
 class Freezer(Protocol):
-    """One hierarchy of control groups. `directory` is a group's own."""
+    """One cgroup hierarchy. `directory` is that of a group."""
 
     version: int
 
@@ -40,7 +40,7 @@ class FreezerV2:
     version = 2
 
     def prepare(self, directory: Path) -> None:
-        """Raises `OSError` where the kernel's groups cannot freeze (before 5.2) or may not be written."""
+        """Raise `OSError` if the kernel cannot freeze groups (before 5.2) or the group is not writable."""
         (directory / "cgroup.freeze").read_text()
 
     def set_frozen(self, directory: Path, frozen: bool) -> None:
@@ -63,11 +63,11 @@ class FreezerV1:
         return (directory / "freezer.state").read_text().strip() == "FROZEN"
 
 
-class Groups:
-    """The control groups of one node's engines (`scope`: NodeSettings.scope), under the group of this process. `root` None: there are none,
-    and `reason` says why.
+class Cgroups:
+    """The control groups of a node's engines (`scope`: NodeSettings.scope), below the group of this process.
 
-    All of it blocks for milliseconds at most, but for `freeze`, which may take seconds while a process is in the kernel.
+    If `root` is None there are no groups, and `reason` explains why. Calls block for milliseconds at most, except `freeze`, which takes seconds if a
+    process is in the kernel.
     """
 
     def __init__(self, scope: str, root: Path | None, freezer: Freezer | None, reason: str = "") -> None:
@@ -86,19 +86,19 @@ class Groups:
         return self._freezer.version if self._freezer is not None else None
 
     def create(self, instance_id: str) -> Path | None:
-        """Make the instance's group; the file that takes pids, or None where there are no groups."""
+        """Create the instance's group and return its cgroup.procs file; None without groups."""
         if self._root is None:
             return None
         directory = self._directory(instance_id)
         try:
             directory.mkdir(exist_ok=True)
         except OSError as e:
-            log.warning("no control group could be made", extra={"instance": instance_id, "error": str(e)})
+            log.warning("failed to create a control group", extra={"instance": instance_id, "error": str(e)})
             return None
         return directory / "cgroup.procs"
 
     def add(self, instance_id: str, pid: int) -> None:
-        """Put a process, with all its threads, into the group. Children that it has already stay where they are."""
+        """Move a process with all its threads into the group. Existing children stay where they are."""
         if (procs := self.create(instance_id)) is None:
             return
         try:
@@ -106,10 +106,14 @@ class Groups:
         except ProcessLookupError:
             return
         except OSError as e:
-            log.warning("a process could not be put into its control group", extra={"pid": pid, "error": str(e)})
+            log.warning("failed to move a process into its control group", extra={"pid": pid, "error": str(e)})
 
     def gather(self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Bring `host`'s descendants and `others` into the group (and itself if it is the engine); all pids of the engine."""
+        """Move `host`'s descendants and `others` into the group, and `host` itself if it is the engine.
+
+        Returns:
+            All pids of the engine.
+        """
         found = [*descendants(host)[0 if include_host else 1 :], *others]
         inside = set(self.pids(instance_id))
         for pid in found:
@@ -126,13 +130,13 @@ class Groups:
             return ()
 
     def outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `pids` that are there and not in the group: it may not be given them (a delegated v2 group, seen from another one)."""
+        """Those of `pids` that run outside the group, because a delegated v2 group cannot take them from another group."""
         inside = set(self.pids(instance_id))
         return tuple(p for p in pids if p not in inside and Path(f"/proc/{p}").exists())
 
     def freeze(self, instance_id: str) -> None:
-        """Stop every process of the group. Raises `EngineFailed`, with the group thawed again, if that does not come about in time."""
-        directory, freezer = self._there(instance_id)
+        """Freeze every process of the group. Raises `EngineFailed`, with the group thawed, if that takes too long."""
+        directory, freezer = self._require_freezer(instance_id)
         freezer.set_frozen(directory, True)
         deadline, wait = time.monotonic() + _FREEZE_WITHIN_S, _FIRST_POLL_S
         while not freezer.is_frozen(directory):
@@ -143,7 +147,7 @@ class Groups:
             wait = min(2 * wait, _LONGEST_POLL_S)
 
     def thaw(self, instance_id: str) -> None:
-        """Let the group's processes go on; harmless if they do."""
+        """Thaw the group's processes. No effect if they are not frozen."""
         if self._root is not None and self._freezer is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._freezer.set_frozen(self._directory(instance_id), False)
@@ -157,7 +161,7 @@ class Groups:
             return False
 
     def kill(self, instance_id: str, spared: int | None = None) -> None:
-        """SIGKILL to every process of the group, frozen or not, and to what they fork meanwhile."""
+        """Send SIGKILL to every process of the group, frozen or not, and to processes forked meanwhile."""
         for _ in range(10):
             left = [p for p in self.pids(instance_id) if p != spared]
             for pid in left:
@@ -170,11 +174,11 @@ class Groups:
                 return
 
     def left_segments(self, instance_id: str) -> set[int]:
-        """Shared memory that processes had which `kill` has ended (shared_memory.py), told once."""
+        """Shared memory of processes that `kill` has ended (shared_memory.py). Cleared by this call."""
         return self._left.pop(instance_id, set())
 
     def remove(self, instance_id: str) -> bool:
-        """Remove the group; False while there is a process in it."""
+        """Remove the group. False while it has a process."""
         if self._root is None:
             return True
         try:
@@ -186,7 +190,7 @@ class Groups:
         return True
 
     def known(self) -> Iterator[str]:
-        """Instances that have a group: of this agent, or left by an earlier one of this node."""
+        """Instances that have a group, of this agent or an earlier one of this node."""
         if self._root is None:
             return
         prefix = f"{_PREFIX}{self.scope}."
@@ -197,14 +201,14 @@ class Groups:
         assert self._root is not None
         return self._root / f"{_PREFIX}{self.scope}.{instance_id}"
 
-    def _there(self, instance_id: str) -> tuple[Path, Freezer]:
+    def _require_freezer(self, instance_id: str) -> tuple[Path, Freezer]:
         if self._root is None or self._freezer is None:
             raise EngineFailed(self.reason)
         return self._directory(instance_id), self._freezer
 
 
-def open_groups(scope: str, version: int | None = None) -> Groups:
-    """The first hierarchy in which this process may make groups that freeze: v2, then v1 (or only `version`)."""
+def open_cgroups(scope: str, version: int | None = None) -> Cgroups:
+    """Open the first hierarchy in which this process may create freezable groups: v2, then v1 (or only `version`)."""
     reasons = []
     for freezer, root in hierarchies():
         if version not in (None, freezer.version):
@@ -218,17 +222,20 @@ def open_groups(scope: str, version: int | None = None) -> Groups:
         try:
             freezer.prepare(trial)
             _sweep(root)
-            return Groups(scope, root, freezer)
+            return Cgroups(scope, root, freezer)
         except OSError as e:
             reasons.append(f"cgroup v{freezer.version} at {root} cannot freeze: {e.strerror}")
         finally:
             with contextlib.suppress(OSError):
                 trial.rmdir()
-    return Groups(scope, None, None, "; ".join(reasons) or "no cgroup freezer is mounted")
+    return Cgroups(scope, None, None, "; ".join(reasons) or "no cgroup freezer is mounted")
 
 
 def _sweep(root: Path) -> None:
-    """Remove empty groups of nodes that are gone: one with a process in it cannot be removed, and a new one may be about to get its first."""
+    """Remove empty groups of nodes that no longer exist.
+
+    Only old ones: a new group may be about to get its first process. A group with a process cannot be removed.
+    """
     for directory in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - directory.stat().st_mtime > _SWEPT_AFTER_S:
@@ -236,7 +243,7 @@ def _sweep(root: Path) -> None:
 
 
 def hierarchies() -> Iterator[tuple[Freezer, Path]]:
-    """Where groups below this process's own would be, by freezer."""
+    """Yield each freezer with the directory for groups below this process's own."""
     own = dict(_own_paths())
     for kind, mount, root, _ in _mounts():
         if kind == "cgroup2":
@@ -247,14 +254,14 @@ def hierarchies() -> Iterator[tuple[Freezer, Path]]:
 
 
 def _below(mount: Path, root: str, path: str) -> Path:
-    """This process's own group; the mount's root where that is not visible from here (a container's own view)."""
+    """This process's own group; the mount's root if that is not visible, as in a container."""
     relative = path.removeprefix(root.rstrip("/")).lstrip("/")
     own = mount / relative
     return own if own.is_dir() else mount
 
 
 def _mounts() -> Iterator[tuple[str, Path, str, str]]:
-    """(kind, mount point, root within the hierarchy, options) of each mount."""
+    """Yield (kind, mount point, root within the hierarchy, options) of each mount."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

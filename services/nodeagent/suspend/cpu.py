@@ -1,7 +1,6 @@
-"""On cpu: freeze the engine's processes, have the kernel write their pages to swap; thaw, and let them come back as they are touched.
+"""Suspends engines on cpu: freeze the processes and page their memory out to swap; thaw, and page it in on access.
 
-A page that another process maps too (a zygote's imports, weights that another instance uses) stays where it is: it is somebody else's
-as well. Judged by PSS, read back while the engine is frozen.
+A page that another process maps too (a zygote's imports, shared weights) stays in memory. Success is judged by PSS, read while the engine is frozen.
 """
 
 from __future__ import annotations
@@ -12,35 +11,37 @@ import time
 
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.cgroups import Groups
-from services.nodeagent.suspend.estimates import Rates
-from services.nodeagent.suspend.port import Taken, Target
+from services.nodeagent.suspend.cgroups import Cgroups
+from services.nodeagent.suspend.estimates import SuspendEstimates
+from services.nodeagent.suspend.port import SuspendResult, Target
 from shared.contracts.node import SuspendWay
 from shared.errors import CannotSuspend, EngineFailed, PermissionDenied, RestoreFailed
 
 log = logging.getLogger(__name__)
 _MOST_LEFT = 0.9
-"""An engine that keeps more than nine tenths of its memory is not worth keeping."""
+"""An engine that keeps more than this share of its memory is not worth suspending."""
 _SWAP_MARGIN = 1.05
 _Touched = dict[int, list[tuple[int, int]]]
-"""By process: (address, bytes) of what it had in memory."""
+"""By process: (address, bytes) of its resident memory."""
 
 
-class CpuWay:
+class PageOut:
+    """Pages engines out to swap."""
+
     name: SuspendWay = "cpu"
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self._rates = Rates(left=0.25, resume_bytes_per_s=4e9, least_resume_s=0.05)
+    def __init__(self, cgroups: Cgroups) -> None:
+        self._cgroups = cgroups
+        self._estimates = SuspendEstimates(left=0.25, resume_bytes_per_s=4e9, least_resume_s=0.05)
         self._touched: dict[str, _Touched] = {}
         self._prefetching: set[asyncio.Task[None]] = set()
 
     def unavailable(self) -> str:
         missing = []
         if memory.swap_space().total == 0:
-            missing.append("this machine has no swap (`thaw doctor --fix` sets some up)")
-        if not self._groups.available:
-            missing.append(f"engines cannot be frozen: {self._groups.reason}")
+            missing.append("this machine has no swap (`thaw doctor --fix` sets it up)")
+        if not self._cgroups.available:
+            missing.append(f"engines cannot be frozen: {self._cgroups.reason}")
         if not memory.has_capability(memory.CAP_SYS_NICE):
             missing.append("the nodeagent lacks CAP_SYS_NICE")
         if not memory.has_capability(memory.CAP_SYS_PTRACE):
@@ -54,74 +55,76 @@ class CpuWay:
         now = memory.footprint(target.pids)
         free = memory.swap_space().free
         if now.pss * _SWAP_MARGIN > free:
-            return Outlook(reason=f"{now.pss >> 20} MiB do not fit the {free >> 20} MiB of swap that are free")
-        moved = int(now.pss * (1 - self._rates.left)) + now.swap
+            return Outlook(reason=f"{now.pss >> 20} MiB do not fit the {free >> 20} MiB of free swap")
+        moved = int(now.pss * (1 - self._estimates.left)) + now.swap
         return Outlook(
-            way="cpu", left_bytes=now.pss - (moved - now.swap), snapshot_bytes=moved, resume_s=self._rates.resume_s(moved)
+            way="cpu", left_bytes=now.pss - (moved - now.swap), snapshot_bytes=moved, resume_s=self._estimates.resume_s(moved)
         )
 
     def _cannot_freeze(self, target: Target) -> str:
-        left_out = self._groups.outside(target.instance_id, target.pids)
+        left_out = self._cgroups.outside(target.instance_id, target.pids)
         if not left_out:
             return ""
-        return f"its processes ({', '.join(map(str, left_out))}) may not be put into a control group of its own by this user"
+        return f"its processes ({', '.join(map(str, left_out))}) cannot be moved into a control group by this user"
 
-    async def suspend(self, target: Target) -> Taken:
+    async def suspend(self, target: Target) -> SuspendResult:
         taken = await asyncio.to_thread(self._suspend, target)
-        self._rates = self._rates.suspended(taken.used_bytes, taken.left_bytes)
+        self._estimates = self._estimates.suspended(taken.used_bytes, taken.left_bytes)
         return taken
 
-    def _suspend(self, target: Target) -> Taken:
+    def _suspend(self, target: Target) -> SuspendResult:
         begun = time.monotonic()
         try:
             if why := self._cannot_freeze(target):
                 raise EngineFailed(why)
             before = memory.footprint(target.pids)
-            self._groups.freeze(target.instance_id)
-            pids = tuple(sorted({*target.pids, *self._groups.pids(target.instance_id)}))
-            # The first time nobody knows what it needs: all of it is there because it was just made.
+            self._cgroups.freeze(target.instance_id)
+            pids = tuple(sorted({*target.pids, *self._cgroups.pids(target.instance_id)}))
+            # The first time its working set is unknown: everything is resident because it was just created.
             again = target.instance_id in self._touched
             self._touched[target.instance_id] = _resident(pids) if again else {}
             after = memory.page_out(pids, before.pss + before.swap)
         except (PermissionDenied, EngineFailed, OSError) as e:
-            self._groups.thaw(target.instance_id)
+            self._cgroups.thaw(target.instance_id)
             raise CannotSuspend(e.message if isinstance(e, PermissionDenied | EngineFailed) else str(e)) from e
-        # What was never touched since the last time is in swap still: it counts as moved.
+        # Memory untouched since the last resume is still in swap: it counts as moved.
         whole = before.pss + before.swap
         if after.pss > _MOST_LEFT * whole:
-            self._groups.thaw(target.instance_id)
+            self._cgroups.thaw(target.instance_id)
             raise CannotSuspend(
-                f"only {max(0, whole - after.pss) >> 20} of {whole >> 20} MiB came free: the rest is mapped by other processes too, "
+                f"only {max(0, whole - after.pss) >> 20} of {whole >> 20} MiB were freed: the rest is mapped by other processes too, "
                 "locked, or did not fit swap"
             )
         log.info(
             "paged out",
             extra={"instance": target.instance_id, "before": before.pss, "after": after.pss, "took_s": time.monotonic() - begun},
         )
-        return Taken(before.pss, after.pss, after.swap)
+        return SuspendResult(before.pss, after.pss, after.swap)
 
     async def resume(self, target: Target) -> None:
-        """What it touched since it last came back is read ahead, all processes at once: the engine's own faults would ask for it piece by
-        piece, and wait for each."""
+        """Thaw the engine and prefetch the memory that it touched since its last resume.
+
+        All processes are prefetched in parallel; page faults would read one piece after the other.
+        """
         for pid, ranges in self._touched.get(target.instance_id, {}).items():
             task = asyncio.create_task(asyncio.to_thread(_prefetch, pid, ranges), name=f"prefetch {target.instance_id}")
             self._prefetching.add(task)
             task.add_done_callback(self._prefetching.discard)
         try:
-            await asyncio.to_thread(self._groups.thaw, target.instance_id)
+            await asyncio.to_thread(self._cgroups.thaw, target.instance_id)
         except OSError as e:
             raise RestoreFailed(f"the engine's control group cannot be thawed: {e}") from e
 
     async def prefetched(self) -> None:
-        """Wait until nothing is being read ahead."""
+        """Wait until all prefetches have finished."""
         await asyncio.gather(*self._prefetching)
 
     def forget(self, instance_id: str) -> None:
         self._touched.pop(instance_id, None)
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
-        """A resumption, requests answered again, was over after `took_s`."""
-        self._rates = self._rates.resumed(snapshot_bytes, took_s)
+        """Record the duration of a resume up to the engine's first answer."""
+        self._estimates = self._estimates.resumed(snapshot_bytes, took_s)
 
 
 def _resident(pids: tuple[int, ...]) -> _Touched:
@@ -130,7 +133,7 @@ def _resident(pids: tuple[int, ...]) -> _Touched:
         try:
             found[pid] = memory.resident(pid)
         except (PermissionDenied, OSError) as e:
-            log.debug("what a process touched cannot be told", extra={"pid": pid, "error": str(e)})
+            log.debug("failed to read a process's page table", extra={"pid": pid, "error": str(e)})
     return found
 
 
@@ -138,4 +141,4 @@ def _prefetch(pid: int, ranges: list[tuple[int, int]]) -> None:
     try:
         memory.advise(pid, ranges, memory.MADV_WILLNEED)
     except (PermissionDenied, EngineFailed, OSError) as e:
-        log.debug("no prefetch", extra={"pid": pid, "error": str(e)})
+        log.debug("failed to prefetch", extra={"pid": pid, "error": str(e)})

@@ -1,7 +1,7 @@
-"""CUDA checkpoint: the driver copies a process's device memory into host memory and gives the device up; the processes are frozen after.
+"""CUDA checkpoint: the driver copies device memory to host memory and frees the device; then the processes are frozen.
 
-Order, for every process that holds a context: lock all, checkpoint all, then freeze; thaw, restore all, unlock all. (Freezing before all are
-locked hangs, and CUDA may misbehave while frozen: CRIU's maintainers.) Needs driver 570 or later and the package cuda-bindings.
+Order, for every process with a context: lock all, checkpoint all, then freeze; thaw, restore all, unlock all. Freezing before all are locked
+hangs, and CUDA may misbehave while frozen, according to CRIU's maintainers. Requires driver 570 or later and the package cuda-bindings.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.cgroups import Groups
-from services.nodeagent.suspend.estimates import Rates
-from services.nodeagent.suspend.memory_usage import Gauge
-from services.nodeagent.suspend.port import UNPROVABLE, Taken, Target
+from services.nodeagent.suspend.cgroups import Cgroups
+from services.nodeagent.suspend.estimates import SuspendEstimates
+from services.nodeagent.suspend.memory_usage import MemoryUsage
+from services.nodeagent.suspend.port import UNPROVABLE, SuspendResult, Target
 from shared.contracts.node import SuspendWay
 from shared.errors import CannotSuspend, EngineFailed, PermissionDenied, RestoreFailed
 
@@ -29,14 +29,14 @@ _LOCK_TIMEOUT_MS = 10_000
 _LEAST_FREED = 0.5
 _FOR_SPILLING = {memory.CAP_SYS_NICE: "CAP_SYS_NICE", memory.CAP_SYS_PTRACE: "CAP_SYS_PTRACE"}
 _SINGLE_PROCESS_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-"""What cannot be checkpointed of NCCL must be off where an engine has several devices."""
+"""NCCL features that cannot be checkpointed and must be off if an engine has several devices."""
 
 _OWN_LINKS = ("vllm", "sglang")
-"""Engines that have links of their own beside NCCL's, over memory that processes share (CUDA IPC)."""
+"""Engines with their own links beside NCCL's, over memory shared by CUDA IPC."""
 
 
 class State(IntEnum):
-    """`CUprocessState`. The last two are of those who keep checkpoints in storage of their own: we do not."""
+    """`CUprocessState`. Thaw does not use the last two, which are for checkpoints in custom storage."""
 
     RUNNING = 0
     LOCKED = 1
@@ -47,14 +47,14 @@ class State(IntEnum):
 
 
 class CheckpointDriver(Protocol):
-    """The driver's checkpoint calls. Each raises `EngineFailed` with the driver's own words."""
+    """The driver's checkpoint calls. Each raises `EngineFailed` with the driver's message."""
 
     def version(self) -> int:
         """Major version of the installed driver."""
         ...
 
     def state(self, pid: int) -> State | None:
-        """None: the process holds no CUDA context."""
+        """State of a process; None if it has no CUDA context."""
         ...
 
     def lock(self, pid: int, timeout_ms: int) -> None: ...
@@ -64,7 +64,7 @@ class CheckpointDriver(Protocol):
 
 
 class CudaBindings:
-    """`CheckpointDriver` by cuda-bindings. `driver` is its module `cuda.bindings.driver`."""
+    """`CheckpointDriver` through cuda-bindings. `driver` is its module `cuda.bindings.driver`."""
 
     def __init__(self, driver: Any, nvml: Any) -> None:
         self._driver = driver
@@ -102,7 +102,7 @@ class CudaBindings:
 
 
 def open_driver(nvml: Any | None) -> tuple[CheckpointDriver | None, str]:
-    """The driver's checkpoint calls, or why there are none."""
+    """The driver's checkpoint calls, or the reason why there are none."""
     if nvml is None:
         return None, "there is no NVIDIA driver (NVML) on this node"
     try:
@@ -110,7 +110,7 @@ def open_driver(nvml: Any | None) -> tuple[CheckpointDriver | None, str]:
     except ImportError:
         return None, "the package cuda-bindings is not installed (pip install 'thaw-mesh[cuda]')"
     if not hasattr(driver, "cuCheckpointProcessLock"):
-        return None, "this cuda-bindings knows no checkpoint calls (12.8 or later is needed)"
+        return None, "this cuda-bindings has no checkpoint calls (12.8 or later is needed)"
     try:
         found = CudaBindings(driver, nvml)
         version = found.version()
@@ -121,15 +121,17 @@ def open_driver(nvml: Any | None) -> tuple[CheckpointDriver | None, str]:
     return found, ""
 
 
-class CudaWay:
+class CudaCheckpoint:
+    """Suspends engines by CUDA checkpoint."""
+
     name: SuspendWay = "cuda"
 
-    def __init__(self, driver: CheckpointDriver | None, reason: str, groups: Groups, gauge: Gauge) -> None:
+    def __init__(self, driver: CheckpointDriver | None, reason: str, cgroups: Cgroups, memory_usage: MemoryUsage) -> None:
         self._driver = driver
         self._reason = reason
-        self._groups = groups
-        self._gauge = gauge
-        self._rates = Rates(left=0.0, resume_bytes_per_s=10e9, least_resume_s=0.3)
+        self._cgroups = cgroups
+        self._memory_usage = memory_usage
+        self._estimates = SuspendEstimates(left=0.0, resume_bytes_per_s=10e9, least_resume_s=0.3)
         self._spilled: set[str] = set()
 
     def unavailable(self) -> str:
@@ -139,42 +141,40 @@ class CudaWay:
         why = self._reason or ("" if target.on_cuda else "it runs on cpu") or _several_devices(target)
         if why:
             return Outlook(reason=why)
-        used = self._gauge.used(target)
+        used = self._memory_usage.used(target)
         if used == 0:
             return Outlook(reason=UNPROVABLE)
-        left = int(used * self._rates.left)
-        return Outlook(way="cuda", left_bytes=left, snapshot_bytes=used - left, resume_s=self._rates.resume_s(used - left))
+        left = int(used * self._estimates.left)
+        return Outlook(way="cuda", left_bytes=left, snapshot_bytes=used - left, resume_s=self._estimates.resume_s(used - left))
 
-    async def suspend(self, target: Target) -> Taken:
+    async def suspend(self, target: Target) -> SuspendResult:
         taken = await asyncio.to_thread(self._suspend, target)
-        self._rates = self._rates.suspended(taken.used_bytes, taken.left_bytes)
+        self._estimates = self._estimates.suspended(taken.used_bytes, taken.left_bytes)
         return taken
 
-    def _suspend(self, target: Target) -> Taken:
-        driver = self._there()
+    def _suspend(self, target: Target) -> SuspendResult:
+        driver = self._require_driver()
         pids = self._contexts(target)
         if not pids:
-            raise CannotSuspend("none of the engine's processes holds a CUDA context that can be seen from here")
-        used = self._gauge.used(target)
+            raise CannotSuspend("none of the engine's processes has a CUDA context that this node can see")
+        used = self._memory_usage.used(target)
         if used == 0:
             raise CannotSuspend(UNPROVABLE)
         room = available_bytes() + memory.swap_space().free
         if used > room:
-            raise CannotSuspend(
-                f"{used >> 20} MiB of its device do not fit the {room >> 20} MiB of host memory and swap that are free"
-            )
+            raise CannotSuspend(f"{used >> 20} MiB of device memory do not fit the {room >> 20} MiB of free host memory and swap")
         try:
             host = memory.footprint(target.pids).pss
             for pid in pids:
                 driver.lock(pid, _LOCK_TIMEOUT_MS)
             for pid in pids:
                 driver.checkpoint(pid)
-            if self._groups.available:
-                self._groups.freeze(target.instance_id)
-            left = self._gauge.used(target)
+            if self._cgroups.available:
+                self._cgroups.freeze(target.instance_id)
+            left = self._memory_usage.used(target)
             if used - left < _LEAST_FREED * used:
-                raise EngineFailed(f"checkpointed, and {left >> 20} of {used >> 20} MiB are still in use on the device")
-            return Taken(used, left, max(used - left, memory.footprint(target.pids).pss - host))
+                raise EngineFailed(f"after the checkpoint {left >> 20} of {used >> 20} MiB are still in use on the device")
+            return SuspendResult(used, left, max(used - left, memory.footprint(target.pids).pss - host))
         except (EngineFailed, PermissionDenied, OSError) as e:
             self._undo(driver, target, pids)
             raise CannotSuspend(e.message if isinstance(e, EngineFailed | PermissionDenied) else str(e)) from e
@@ -188,17 +188,23 @@ class CudaWay:
             raise RestoreFailed(f"the engine's control group cannot be thawed: {e}") from e
 
     def cannot_spill(self) -> str:
-        """Why snapshots cannot be written to swap here; empty if they can."""
+        """Why snapshots cannot be written to swap; empty if they can."""
         if memory.swap_space().total == 0:
-            return "this machine has no swap (`thaw doctor --fix` sets some up)"
-        if not self._groups.available:
-            return f"engines cannot be frozen: {self._groups.reason}"
+            return "this machine has no swap (`thaw doctor --fix` sets it up)"
+        if not self._cgroups.available:
+            return f"engines cannot be frozen: {self._cgroups.reason}"
         lacking = [n for c, n in _FOR_SPILLING.items() if not memory.has_capability(c)]
         return f"the nodeagent lacks {' and '.join(lacking)}" if lacking else ""
 
     async def spill(self, target: Target) -> int:
-        """Write the snapshot of a suspended engine, which is memory of its frozen processes, to swap; the bytes of host memory that came free.
-        Raises `CannotSuspend`; its snapshot is then where it was."""
+        """Write the snapshot, memory of frozen processes, to swap.
+
+        Returns:
+            Bytes of host memory freed.
+
+        Raises:
+            CannotSuspend: The snapshot stays in host memory.
+        """
         return await asyncio.to_thread(self._spill, target)
 
     def _spill(self, target: Target) -> int:
@@ -207,27 +213,29 @@ class CudaWay:
                 raise EngineFailed(why)
             before = memory.footprint(target.pids)
             if before.pss > memory.swap_space().free:
-                raise EngineFailed(f"{before.pss >> 20} MiB do not fit the swap that is free")
+                raise EngineFailed(f"{before.pss >> 20} MiB do not fit the free swap")
             after = memory.page_out(target.pids, before.pss + before.swap)
         except (EngineFailed, PermissionDenied, OSError) as e:
             raise CannotSuspend(e.message if isinstance(e, EngineFailed | PermissionDenied) else str(e)) from e
         freed = before.pss - after.pss
         if freed < _LEAST_FREED * before.pss:
-            raise CannotSuspend(f"only {max(0, freed) >> 20} of {before.pss >> 20} MiB went to swap: the rest is locked or shared")
+            raise CannotSuspend(
+                f"only {max(0, freed) >> 20} of {before.pss >> 20} MiB were written to swap: the rest is locked or shared"
+            )
         self._spilled.add(target.instance_id)
         return freed
 
     def _resume(self, target: Target) -> None:
-        driver = self._there()
+        driver = self._require_driver()
         if target.instance_id in self._spilled:
             self._spilled.discard(target.instance_id)
-            with contextlib.suppress(EngineFailed, PermissionDenied, OSError):  # the driver's own reads bring it back as well
+            with contextlib.suppress(EngineFailed, PermissionDenied, OSError):  # otherwise the driver's reads page it in
                 memory.page_in(target.pids)
-        self._groups.thaw(target.instance_id)
+        self._cgroups.thaw(target.instance_id)
         states = {pid: driver.state(pid) for pid in target.pids}
         for pid, state in states.items():
             if state in (State.FAILED, State.CHECKPOINTING, State.RESTORING):
-                raise EngineFailed(f"the driver gives up on pid {pid}: its state is {state.name.lower()}")
+                raise EngineFailed(f"the driver failed for pid {pid}: its state is {state.name.lower()}")
         for pid, state in states.items():
             if state is State.CHECKPOINTED:
                 driver.restore(pid)
@@ -236,15 +244,17 @@ class CudaWay:
                 driver.unlock(pid)
 
     def _contexts(self, target: Target) -> list[int]:
-        """NVML's compute processes among the engine's. In a pid namespace of its own NVML's pids match none: then those that the driver
-        knows."""
-        driver = self._there()
-        seen = sorted(self._gauge.by_process(target.device_ids, target.pids))
+        """The engine's processes with a CUDA context.
+
+        They are NVML's compute processes; in a pid namespace, where NVML's pids do not match, the driver is asked for each.
+        """
+        driver = self._require_driver()
+        seen = sorted(self._memory_usage.by_process(target.device_ids, target.pids))
         return seen or [pid for pid in target.pids if driver.state(pid) is not None]
 
     def _undo(self, driver: CheckpointDriver, target: Target, pids: list[int]) -> None:
         with contextlib.suppress(OSError):
-            self._groups.thaw(target.instance_id)
+            self._cgroups.thaw(target.instance_id)
         for pid in pids:
             with contextlib.suppress(EngineFailed):
                 if driver.state(pid) is State.CHECKPOINTED:
@@ -258,19 +268,21 @@ class CudaWay:
         self._spilled.discard(instance_id)
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
-        self._rates = self._rates.resumed(snapshot_bytes, took_s)
+        self._estimates = self._estimates.resumed(snapshot_bytes, took_s)
 
-    def _there(self) -> CheckpointDriver:
+    def _require_driver(self) -> CheckpointDriver:
         if self._driver is None:
             raise EngineFailed(self._reason)
         return self._driver
 
 
 def _several_devices(target: Target) -> str:
-    """NCCL between devices uses peer-to-peer and shared memory, which cannot be checkpointed."""
+    """Why an engine with several devices cannot be checkpointed: NCCL's peer-to-peer and shared memory links."""
     if len(target.device_ids) < 2 or all(target.environment.get(k) == v for k, v in _SINGLE_PROCESS_NCCL.items()):
         return ""
     needed = ", ".join(f"{k}={v}" for k, v in _SINGLE_PROCESS_NCCL.items())
-    said = f"it has {len(target.device_ids)} devices, and NCCL's links between them cannot be checkpointed: set {needed} in its env"
+    reason = (
+        f"it has {len(target.device_ids)} devices, and NCCL's links between them cannot be checkpointed: set {needed} in its env"
+    )
     own = ", and disable_custom_all_reduce: true in its engine_args" if target.engine in _OWN_LINKS else ""
-    return said + own
+    return reason + own

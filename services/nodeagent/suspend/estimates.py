@@ -1,4 +1,4 @@
-"""What one way was measured to do on this node, for engines that it has not been tried on yet."""
+"""Measured cost of a suspend method on this node, to estimate it for engines that it has not been used on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ WEIGHT_OF_NEWEST = 0.3
 
 
 @dataclass(frozen=True)
-class Rates:
-    """`left`: the part of an engine's memory that stays in use. `resume_bytes_per_s`: of the snapshot, on the way back."""
+class SuspendEstimates:
+    """Moving averages of one method.
+
+    Args:
+        left: Share of an engine's memory that stays in use.
+        resume_bytes_per_s: Snapshot bytes restored per second.
+        least_resume_s: Fixed part of a resume in seconds.
+    """
 
     left: float
     resume_bytes_per_s: float
@@ -18,10 +24,10 @@ class Rates:
     def resume_s(self, snapshot_bytes: int) -> float:
         return self.least_resume_s + snapshot_bytes / self.resume_bytes_per_s
 
-    def suspended(self, used: int, left: int) -> Rates:
+    def suspended(self, used: int, left: int) -> SuspendEstimates:
         return replace(self, left=_towards(self.left, left / used)) if used else self
 
-    def resumed(self, snapshot_bytes: int, took_s: float) -> Rates:
+    def resumed(self, snapshot_bytes: int, took_s: float) -> SuspendEstimates:
         if snapshot_bytes <= 0 or took_s <= 0:
             return self
         return replace(self, resume_bytes_per_s=_towards(self.resume_bytes_per_s, snapshot_bytes / took_s))

@@ -1,4 +1,4 @@
-"""Which ways to suspend engines this node has, from its settings and from what is there."""
+"""Creates the node's suspend methods, from its settings and the hardware."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from services.nodeagent.devices.cuda import load_nvml
 from services.nodeagent.devices.port import Device
 from services.nodeagent.settings import NodeagentSettings
 from services.nodeagent.settings_syntax import parse_bytes
-from services.nodeagent.suspend.cgroups import open_groups
-from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.cuda import CudaWay, open_driver
+from services.nodeagent.suspend.cgroups import open_cgroups
+from services.nodeagent.suspend.cpu import PageOut
+from services.nodeagent.suspend.cuda import CudaCheckpoint, open_driver
 from services.nodeagent.suspend.memory import swap_space
-from services.nodeagent.suspend.memory_usage import Gauge
-from services.nodeagent.suspend.port import Way
-from services.nodeagent.suspend.sleep import SleepWay
-from services.nodeagent.suspend.sleep_cuda import SleepCudaWay
-from services.nodeagent.suspend.suspender import Keeper
+from services.nodeagent.suspend.memory_usage import MemoryUsage
+from services.nodeagent.suspend.port import SuspendMethod
+from services.nodeagent.suspend.sleep import EngineSleep
+from services.nodeagent.suspend.sleep_cuda import SleepThenCheckpoint
+from services.nodeagent.suspend.suspender import Suspender
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, SleepEngine
 from shared.contracts.node import SuspendWay
@@ -29,16 +29,17 @@ _SHARE_OF_MEMORY = 0.25
 
 
 def snapshot_budget(settings: NodeagentSettings) -> int:
-    """Bytes that suspended instances may take."""
+    """Bytes of host memory and swap that suspended instances may use."""
     if settings.snapshot_bytes != "auto":
         return parse_bytes(settings.snapshot_bytes)
     return swap_space().total + int(_SHARE_OF_MEMORY * available_bytes())
 
 
-def open_keeper(settings: NodeagentSettings, devices: Mapping[str, Device], mesh: Mesh) -> Keeper:
-    groups = open_groups(settings.scope)
-    gauge = Gauge(devices)
-    ways: dict[SuspendWay, Way] = {}
+def open_suspender(settings: NodeagentSettings, devices: Mapping[str, Device], mesh: Mesh) -> Suspender:
+    """Create the suspender with the available methods."""
+    cgroups = open_cgroups(settings.scope)
+    memory_usage = MemoryUsage(devices)
+    ways: dict[SuspendWay, SuspendMethod] = {}
     if settings.suspend != "off":
         kinds = {d.info.kind for d in devices.values()}
 
@@ -46,16 +47,16 @@ def open_keeper(settings: NodeagentSettings, devices: Mapping[str, Device], mesh
             return await mesh.request(subjects.engine_control(instance_id), SleepEngine(level=level), EngineAsleep)
 
         if settings.suspend == "auto" and "cpu" in kinds:
-            ways["cpu"] = CpuWay(groups)
+            ways["cpu"] = PageOut(cgroups)
         if settings.suspend == "auto" and "cuda" in kinds:
-            ways["cuda"] = cuda = CudaWay(*open_driver(load_nvml()), groups, gauge)
-            ways["sleep_cuda"] = SleepCudaWay(cuda, sleep, gauge)
-        ways["sleep"] = SleepWay(gauge, sleep, snapshot_budget(settings))
+            ways["cuda"] = cuda = CudaCheckpoint(*open_driver(load_nvml()), cgroups, memory_usage)
+            ways["sleep_cuda"] = SleepThenCheckpoint(cuda, sleep, memory_usage)
+        ways["sleep"] = EngineSleep(memory_usage, sleep, snapshot_budget(settings))
     log.info(
-        "suspending",
+        "suspend methods",
         extra={
-            "groups": groups.version or groups.reason,
+            "cgroups": cgroups.version or cgroups.reason,
             "ways": {name: way.unavailable() or "available" for name, way in ways.items()},
         },
     )
-    return Keeper(ways, groups, gauge, mesh.request, settings.resume_timeout)
+    return Suspender(ways, cgroups, memory_usage, mesh.request, settings.resume_timeout)

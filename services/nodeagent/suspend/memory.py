@@ -1,4 +1,4 @@
-"""Memory of processes as the kernel counts it, and advice about it given from outside (`process_madvise`)."""
+"""Process memory as the kernel counts it, and `process_madvise` on other processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MADV_PAGEOUT = 21
 _BATCH = 512
 _PASSES = 3
 _FEW_LEFT = 0.1
-"""A page that was on its way elsewhere when it was advised (in a pagevec, under writeback) goes with the next pass, if many are left."""
+"""A page that is in transit when advised (in a pagevec, under writeback) needs another pass, if many remain."""
 _STEP = 64 * 1024 * 1024
-"""A mapping is advised in steps of this size, so that a failure of one part leaves the others."""
+"""Mappings are advised in steps of this size, so that a failure affects only a part."""
 _UNTOUCHABLE = ("[vvar]", "[vdso]", "[vsyscall]", "[vvar_vclock]", "[uprobes]")
 _PRESENT = re.compile(rb"[\x80-\xff]+(?:[\x00-\x7f]{1,7}[\x80-\xff]+)*")
-"""Runs of pages that are present; a gap of fewer than the eight that a fault reads anyway is read with them."""
+"""Runs of present pages. A gap of fewer than the eight pages that a fault reads anyway is included."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,14 +34,19 @@ class _Iovec(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of some processes together. `pss`: resident, a page shared by n processes counted as 1/n. `swap`: in swap."""
+    """Memory of some processes together, in bytes.
+
+    Args:
+        pss: Resident memory; a page shared by n processes counts 1/n.
+        swap: Memory in swap.
+    """
 
     pss: int = 0
     swap: int = 0
 
 
 def footprint(pids: Iterable[int]) -> Footprint:
-    """Of the processes that are still there (`smaps_rollup`). Raises `PermissionDenied` without the right to ptrace them."""
+    """Memory of the processes that exist (`smaps_rollup`). Raises `PermissionDenied` without the right to ptrace them."""
     pss = swap = 0
     for pid in pids:
         try:
@@ -57,7 +62,7 @@ def footprint(pids: Iterable[int]) -> Footprint:
 
 
 def mappings(pid: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of every mapping of a process whose pages can be moved."""
+    """Yield (start, length) of every mapping whose pages can be moved."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) > 5 and fields[5] in _UNTOUCHABLE:
@@ -69,8 +74,10 @@ def mappings(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def resident(pid: int) -> list[tuple[int, int]]:
-    """(start, length) of what a process has in memory of its own mappings, gaps of a few pages included (`pagemap`: a page it has touched is
-    in its page table). Raises `PermissionDenied` without the right to ptrace it."""
+    """(start, length) of a process's resident memory, including gaps of a few pages.
+
+    Uses `pagemap`: a page that the process has touched is in its page table. Raises `PermissionDenied` without the right to ptrace it.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     found: list[tuple[int, int]] = []
     try:
@@ -87,9 +94,15 @@ def resident(pid: int) -> list[tuple[int, int]]:
 
 
 def advise(pid: int, ranges: Iterable[tuple[int, int]], advice: int) -> int:
-    """Give `advice` about `ranges` of another process, in batches; the bytes that the kernel took it for.
+    """Advise the kernel about `ranges` of another process, in batches.
 
-    Ranges that it does not allow (locked, huge or device pages) are passed over. Raises `PermissionDenied` without CAP_SYS_NICE.
+    Ranges that do not allow the advice (locked, huge or device pages) are skipped.
+
+    Returns:
+        Bytes that the kernel accepted.
+
+    Raises:
+        PermissionDenied: This process lacks CAP_SYS_NICE.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -103,7 +116,12 @@ def advise(pid: int, ranges: Iterable[tuple[int, int]], advice: int) -> int:
 
 
 def page_out(pids: Iterable[int], whole: int) -> Footprint:
-    """Have the kernel write the pages of frozen processes to swap; what they hold then, of `whole` bytes before."""
+    """Page frozen processes out to swap, and return their remaining memory.
+
+    Args:
+        pids: The processes.
+        whole: Their memory before, in bytes.
+    """
     known = tuple(pids)
     found = Footprint()
     for _ in range(_PASSES):
@@ -119,7 +137,7 @@ def page_out(pids: Iterable[int], whole: int) -> Footprint:
 
 
 def page_in(pids: Iterable[int]) -> None:
-    """Have the kernel read ahead all that processes have in swap."""
+    """Prefetch everything that the processes have in swap."""
     for pid in pids:
         try:
             advise(pid, mappings(pid), MADV_WILLNEED)
@@ -134,7 +152,7 @@ def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _advise(descriptor: int, pieces: list[tuple[int, int]], advice: int) -> int:
-    """One call for all; where it stops early, once more behind the piece that it stopped at."""
+    """Advise all pieces in one call; where the kernel stops early, continue after the piece that it stopped at."""
     total = 0
     while pieces:
         vector = (_Iovec * len(pieces))(*(_Iovec(start, length) for start, length in pieces))
@@ -161,7 +179,7 @@ def _advise(descriptor: int, pieces: list[tuple[int, int]], advice: int) -> int:
 
 @dataclass(frozen=True)
 class Swap:
-    """Bytes of swap on this machine."""
+    """Swap space of this machine in bytes."""
 
     total: int
     free: int
@@ -180,7 +198,7 @@ CAP_SYS_PTRACE, CAP_SYS_NICE = 19, 23
 
 
 def has_capability(number: int) -> bool:
-    """Whether this process has a capability in effect."""
+    """True if this process has the capability in effect."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("CapEff:"):

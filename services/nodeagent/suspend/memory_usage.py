@@ -1,4 +1,4 @@
-"""What an engine uses of its devices, all of its processes together: the number that a booking is proved by."""
+"""Device memory that an engine's processes use together; bookings are verified against it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from services.nodeagent.suspend.memory import footprint
 from services.nodeagent.suspend.port import Target
 
 
-class Gauge:
-    """On cpu: PSS, weights in shared memory included (a page counts for each of its n users as 1/n). On cuda: as NVML accounts it."""
+class MemoryUsage:
+    """Measures device memory.
+
+    On cpu: PSS including weights in shared memory (a page of n users counts 1/n). On cuda: NVML's accounting.
+    """
 
     def __init__(self, devices: Mapping[str, Device]) -> None:
         self._devices = devices
 
     def used(self, target: Target) -> int:
-        """Bytes of the target's devices. Blocking; raises `PermissionDenied` where they may not be read, `DeviceFailed` where they cannot."""
+        """Bytes of the target's devices. Blocking.
+
+        Raises:
+            PermissionDenied: This process may not read the other one.
+            DeviceFailed: The device cannot be read.
+        """
         if not target.on_cuda:
             return footprint(target.pids).pss
         return sum(self.by_process(target.device_ids, target.pids).values())
 
     def held(self, target: Target) -> int:
-        """As `used`; on cpu with what is in swap: what it would use if it touched all it has. Blocking."""
+        """As `used`; on cpu plus swap, which is the memory in use if the engine touched everything. Blocking."""
         if target.on_cuda:
             return self.used(target)
         now = footprint(target.pids)

@@ -1,4 +1,4 @@
-"""A way to suspend an engine: what every one of them can do."""
+"""The interface of a suspend method."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import Protocol, runtime_checkable
 from services.nodeagent.domain.state import Outlook
 from shared.contracts.node import SuspendWay
 
-UNPROVABLE = "the bytes of its processes cannot be read here (NVML knows them by other pids): nothing could be proved"
-"""Of an engine that runs on a GPU and is seen to use none of it."""
+UNPROVABLE = "memory of its processes cannot be read here (NVML has other pids for them), so the result could not be verified"
+"""For an engine on a GPU that appears to use none of it."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """An engine as a way sees it. `pids`: all of its processes, without the host's; `hosted`: it has a host, which goes on meanwhile.
-    `environment`: what the operator set for it."""
+    """An engine as a suspend method sees it.
+
+    Args:
+        pids: All of its processes, without the host.
+        hosted: It has a host, which keeps running.
+        environment: Variables set by the operator.
+    """
 
     instance_id: str
     engine: str
@@ -32,8 +37,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a suspension did, read back: bytes of the device before and after, and what its snapshot takes of host memory and swap."""
+class SuspendResult:
+    """Measured result of a suspension: device memory before and after, and host memory and swap of the snapshot."""
 
     used_bytes: int
     left_bytes: int
@@ -44,47 +49,47 @@ class Taken:
         return max(0, self.used_bytes - self.left_bytes)
 
 
-class Way(Protocol):
-    """The engine has drained before `suspend`, and refuses requests until it is woken after `resume`."""
+class SuspendMethod(Protocol):
+    """A method to suspend engines. The engine is drained and paused from before `suspend` until it is woken after `resume`."""
 
     @property
     def name(self) -> SuspendWay: ...
 
     def unavailable(self) -> str:
-        """Why this node cannot do it at all; empty if it can. Blocking."""
+        """Why this node cannot use the method; empty if it can. Blocking."""
         ...
 
     def outlook(self, target: Target) -> Outlook:
-        """What it would do to this engine, or why it cannot. Blocking."""
+        """What a suspension of this engine would do, or why it is impossible. Blocking."""
         ...
 
-    async def suspend(self, target: Target) -> Taken:
-        """Raises `CannotSuspend`, with everything undone, if it does not come about or frees too little."""
+    async def suspend(self, target: Target) -> SuspendResult:
+        """Suspend the engine. Raises `CannotSuspend`, with everything undone, if it fails or frees too little."""
         ...
 
     async def resume(self, target: Target) -> None:
-        """Undo `suspend`, also half of one; harmless if there is nothing to undo. Raises `RestoreFailed`."""
+        """Undo `suspend`, even a partial one. No effect if there is nothing to undo. Raises `RestoreFailed`."""
         ...
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
-        """A resumption was over, its engine answering again, after `took_s`."""
+        """Record the duration of a resume up to the engine's first answer."""
         ...
 
     def forget(self, instance_id: str) -> None:
-        """The instance has ended."""
+        """Drop the state of an ended instance."""
         ...
 
 
 @runtime_checkable
 class Spilling(Protocol):
-    """A way whose snapshots lie in host memory and can go on to swap."""
+    """A method whose snapshots are in host memory and can be moved to swap."""
 
     def unavailable(self) -> str: ...
 
     def cannot_spill(self) -> str:
-        """Why not on this node; empty if they can. Blocking."""
+        """Why this node cannot; empty if it can. Blocking."""
         ...
 
     async def spill(self, target: Target) -> int:
-        """Bytes of host memory that came free. Raises `CannotSuspend`, with the snapshot where it was."""
+        """Move a snapshot to swap and return the freed bytes. Raises `CannotSuspend`, with the snapshot unchanged."""
         ...

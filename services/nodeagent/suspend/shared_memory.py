@@ -1,7 +1,7 @@
-"""Shared-memory segments of killed Python engines (vLLM included), which cannot unlink them.
+"""Shared-memory shared_memory of killed Python engines (vLLM included), which cannot unlink them.
 
 The host's reaper (services/enginehost/runtimes/reaper.py) does the same. When the nodeagent kills host and engine together, the reaper starts too
-late to see which segments the engine had mapped.
+late to see which shared_memory the engine had mapped.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from shared.processes import all_pids
 
 _DIRECTORY = Path("/dev/shm")
 _NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
-"""What Python's multiprocessing calls its shared memory and its semaphores, and vLLM that of its workers on cpu."""
+"""Shared memory and semaphores of Python's multiprocessing, and shared memory of vLLM's cpu workers."""
 _MAPPED = ("/dev/shm/psm_", "/dev/shm/sem.", "/dev/shm/vllm_dist_")
-"""As the kernel shows them: a semaphore by the name that the C library made it under, which is gone."""
+"""Names that the kernel shows: a semaphore by the temporary name under which the C library created it."""
 
 
 def mapped(pid: int) -> set[int]:
-    """The inodes of such segments that a process has mapped."""
+    """Inodes of such segments that a process has mapped."""
     found = set()
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -31,7 +31,7 @@ def mapped(pid: int) -> set[int]:
 
 
 def remove(left: Set[int]) -> None:
-    """Unlink those of these segments that no process has mapped any more. Reads every process's maps."""
+    """Unlink those of these segments that no process maps any more. Reads the maps of every process."""
     if not left:
         return
     unused = left - {inode for pid in all_pids() for inode in mapped(pid)}

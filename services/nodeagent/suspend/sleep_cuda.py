@@ -1,7 +1,8 @@
-"""First by the engine's own means, then by CUDA's checkpoint: asleep at level 1 it has dropped its KV cache and moved its weights to host memory, so
-that little is left on the device to be copied. Brought back in the opposite order; the engine is woken as after any suspension.
+"""Engine sleep followed by CUDA checkpoint.
 
-SwapServeLLM, 3.3: the engine's help makes the snapshot small. Whether it is quicker than the checkpoint alone is measured.
+At sleep level 1 the engine has dropped its KV cache and moved its weights to host memory, so that little device memory is
+left to copy. A resume runs in the opposite order. SwapServeLLM, 3.3: the engine's help makes the snapshot small. Whether it is
+faster than the checkpoint alone is measured.
 """
 
 from __future__ import annotations
@@ -9,28 +10,30 @@ from __future__ import annotations
 import asyncio
 
 from services.nodeagent.domain.state import Outlook
-from services.nodeagent.suspend.cuda import CudaWay
-from services.nodeagent.suspend.estimates import Rates
+from services.nodeagent.suspend.cuda import CudaCheckpoint
+from services.nodeagent.suspend.estimates import SuspendEstimates
 from services.nodeagent.suspend.memory import footprint
-from services.nodeagent.suspend.memory_usage import Gauge
-from services.nodeagent.suspend.port import Taken, Target
+from services.nodeagent.suspend.memory_usage import MemoryUsage
+from services.nodeagent.suspend.port import SuspendResult, Target
 from services.nodeagent.suspend.sleep import Sleep
 from shared.contracts.node import SuspendWay
 from shared.errors import CannotSuspend, ThawError
 
 _LEVEL = 1
 _KEPT_SHARE = 0.5
-"""Of what is on the device, so much is expected to be weights before the first time; the rest, the KV cache, is not kept."""
+"""Expected share of weights in device memory until measured; the rest, the KV cache, is not kept."""
 
 
-class SleepCudaWay:
+class SleepThenCheckpoint:
+    """Suspends engines by sleep and checkpoint."""
+
     name: SuspendWay = "sleep_cuda"
 
-    def __init__(self, cuda: CudaWay, sleep: Sleep, gauge: Gauge) -> None:
+    def __init__(self, cuda: CudaCheckpoint, sleep: Sleep, memory_usage: MemoryUsage) -> None:
         self._cuda = cuda
         self._sleep = sleep
-        self._gauge = gauge
-        self._rates = Rates(left=0.0, resume_bytes_per_s=5e9, least_resume_s=0.6)
+        self._memory_usage = memory_usage
+        self._estimates = SuspendEstimates(left=0.0, resume_bytes_per_s=5e9, least_resume_s=0.6)
         self._kept_share = _KEPT_SHARE
 
     def unavailable(self) -> str:
@@ -38,7 +41,7 @@ class SleepCudaWay:
 
     def outlook(self, target: Target) -> Outlook:
         if _LEVEL not in target.sleep_levels:
-            return Outlook(reason=f"{target.engine} has no sleep of level {_LEVEL} here")
+            return Outlook(reason=f"{target.engine} has no sleep level {_LEVEL} here")
         alone = self._cuda.outlook(target)
         if alone.way is None:
             return alone
@@ -47,23 +50,23 @@ class SleepCudaWay:
             way="sleep_cuda",
             left_bytes=alone.left_bytes,
             snapshot_bytes=snapshot,
-            resume_s=self._rates.resume_s(snapshot),
+            resume_s=self._estimates.resume_s(snapshot),
         )
 
-    async def suspend(self, target: Target) -> Taken:
-        """If the checkpoint fails the engine sleeps, and is woken by whoever wants it back."""
-        used = await asyncio.to_thread(self._gauge.used, target)
+    async def suspend(self, target: Target) -> SuspendResult:
+        """Suspend the engine. If the checkpoint fails the engine is asleep, until it is woken."""
+        used = await asyncio.to_thread(self._memory_usage.used, target)
         host = await asyncio.to_thread(footprint, target.pids)
         try:
             await self._sleep(target.instance_id, _LEVEL)
         except ThawError as e:
-            raise CannotSuspend(f"the engine would not sleep: {e.message}") from e
+            raise CannotSuspend(f"the engine refused to sleep: {e.message}") from e
         taken = await self._cuda.suspend(target)
         now = await asyncio.to_thread(footprint, target.pids)
         snapshot = max(taken.snapshot_bytes, now.pss - host.pss)
         if used:
             self._kept_share += 0.3 * (snapshot / used - self._kept_share)
-        return Taken(max(used, taken.used_bytes), taken.left_bytes, snapshot)
+        return SuspendResult(max(used, taken.used_bytes), taken.left_bytes, snapshot)
 
     async def resume(self, target: Target) -> None:
         await self._cuda.resume(target)
@@ -72,11 +75,11 @@ class SleepCudaWay:
         return self._cuda.cannot_spill()
 
     async def spill(self, target: Target) -> int:
-        """Also the weights that the engine has moved to host memory go."""
+        """Move the snapshot, with the weights that the engine moved to host memory, to swap."""
         return await self._cuda.spill(target)
 
     def forget(self, instance_id: str) -> None:
         self._cuda.forget(instance_id)
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
-        self._rates = self._rates.resumed(snapshot_bytes, took_s)
+        self._estimates = self._estimates.resumed(snapshot_bytes, took_s)

@@ -9,9 +9,9 @@ import pytest
 
 from services.nodeagent.devices.port import DeviceInfo
 from services.nodeagent.suspend.memory import footprint
-from services.nodeagent.suspend.memory_usage import Gauge
+from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
-from services.nodeagent.suspend.sleep import SleepWay
+from services.nodeagent.suspend.sleep import EngineSleep
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.errors import CannotSuspend, EngineFailed
@@ -33,7 +33,7 @@ class HostMemoryAsGpu:
         return private + shared
 
 
-GAUGE = Gauge({"cuda:0": HostMemoryAsGpu()})
+GAUGE = MemoryUsage({"cuda:0": HostMemoryAsGpu()})
 
 
 class Asleep:
@@ -44,7 +44,7 @@ class Asleep:
         self.control = subjects.engine_control(instance_id)
         self.instance_id = instance_id
         self.target = Target(instance_id, "vllm", ("cuda:0",), pids, hosted=True, sleep_levels=levels)
-        self.way = SleepWay(GAUGE, self._sleep, 1 << 40)
+        self.way = EngineSleep(GAUGE, self._sleep, 1 << 40)
 
     async def _sleep(self, instance_id: str, level: int) -> EngineAsleep:
         return await self.hosts.mesh.request(subjects.engine_control(instance_id), SleepEngine(level=level), EngineAsleep)
@@ -90,7 +90,7 @@ async def test_its_memory_goes_and_comes_back_and_it_says_the_same(hosts: Hosts,
 @pytest.mark.parametrize("level", [1, 2])
 async def test_a_200_that_freed_nothing_is_a_failure_and_says_so(hosts: Hosts, tmp_path: Path, level: int) -> None:
     found = await engine(hosts, tmp_path, level, "--hoard")
-    with pytest.raises(CannotSuspend, match=r"says that it sleeps, and .* MiB are still in use"):
+    with pytest.raises(CannotSuspend, match=r"reports that it sleeps, but .* MiB are still in use"):
         await found.way.suspend(found.target)
     assert (await found.wake()).same, "it can be brought back"
     assert (await hosts.whole(found.instance_id, "chat", messages=[])).status == 200

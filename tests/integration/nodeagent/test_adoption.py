@@ -30,12 +30,12 @@ async def test_a_killed_agent_disturbs_no_stream_and_the_next_one_adopts(node: N
     chunks: list[bytes] = []
     finished = asyncio.Event()
 
-    async def heard(message: object) -> None:
+    async def has_reported(message: object) -> None:
         chunks.append(getattr(message, "data", b""))
         if b'"kind":"finished"' in chunks[-1]:
             finished.set()
 
-    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=heard)
+    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=has_reported)
     await begin_request(node, instance_id)
     node.kill_agent()
     await node.start_agent()
@@ -108,7 +108,7 @@ async def test_an_engine_whose_pid_nobody_wrote_down_is_found(node: Node) -> Non
     instance_id = await node.start()
     pids = (await node.reaches(instance_id, READY)).pids
     node.kill_agent()
-    node.edit_record(instance_id, process="forking", pid=None, process_start=None, state="preparing", heard=False)
+    node.edit_record(instance_id, process="forking", pid=None, process_start=None, state="preparing", has_reported=False)
     await node.start_agent()
     assert (await node.reaches(instance_id, READY)).pids == pids
 

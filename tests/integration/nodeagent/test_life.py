@@ -66,11 +66,11 @@ async def test_a_drain_lets_running_requests_finish(node: Node) -> None:
     await node.reaches(instance_id, READY)
     finished = asyncio.Event()
 
-    async def heard(message: object) -> None:
+    async def has_reported(message: object) -> None:
         if b'"kind":"finished"' in getattr(message, "data", b""):
             finished.set()
 
-    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=heard)
+    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=has_reported)
     await begin_request(node, instance_id)
     await node.stop(instance_id)
     assert node.instance(instance_id).state in (READY, DRAINING)
@@ -168,7 +168,7 @@ async def test_stale_tokens_are_refused_and_remembered(node: Node) -> None:
 
 
 async def test_an_unknown_instance_is_stopped_already(node: Node) -> None:
-    await node.stop("never-heard-of")
+    await node.stop("never-has_reported-of")
 
 
 async def test_a_start_without_progress_fails_and_progress_keeps_it_alive(node: Node) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.nodeagent.suspend.cgroups import Groups, open_groups
+from services.nodeagent.suspend.cgroups import Cgroups, open_cgroups
 from tests.integration.nodeagent.harness import Node, running_node
 from tests.support.groups import remove_groups
 from tests.support.paging import skip_unless_able
@@ -25,9 +25,9 @@ async def node(able: None, nats_server: NatsServer, tmp_path: Path) -> AsyncIter
 
 
 @pytest.fixture(params=[1, 2], ids=["v1", "v2"])
-def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
+def groups(request: pytest.FixtureRequest) -> Iterator[Cgroups]:
     """Control groups of each version that is there."""
-    found = open_groups(f"t{uuid.uuid4().hex[:6]}", version=request.param)
+    found = open_cgroups(f"t{uuid.uuid4().hex[:6]}", version=request.param)
     if not found.available:
         pytest.skip(f"no freezer of cgroup v{request.param} here: {found.reason}")
     yield found

@@ -1,4 +1,4 @@
-"""Real engines under a real nodeagent: started, asked, looked at."""
+"""Real engines under a real nodeagent: started, asked, is_assessed at."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def generate(node: Node, instance_id: str, prompt: str = "once upon a time
     parts: list[bytes] = []
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def heard(message: Any) -> None:
+    async def has_reported(message: Any) -> None:
         reply = INFER_REPLY.validate_json(message.data)
         if isinstance(reply, InferData):
             parts.append(base64.b64decode(reply.data))
@@ -60,7 +60,7 @@ async def generate(node: Node, instance_id: str, prompt: str = "once upon a time
         if isinstance(reply, InferEnd | InferRaw | InferFailed) and not ended.done():
             ended.set_exception(AssertionError(reply)) if isinstance(reply, InferFailed) else ended.set_result(None)
 
-    subscription = await node.mesh.nc.subscribe(inbox, cb=heard)
+    subscription = await node.mesh.nc.subscribe(inbox, cb=has_reported)
     request = InferRequest(
         request_id=uuid.uuid4().hex,
         instance_id=instance_id,

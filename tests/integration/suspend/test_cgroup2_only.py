@@ -19,8 +19,8 @@ MIB = 1 << 20
 ONLY_V2 = "umount -R -l /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup && exec "
 PROGRAM = """
 import asyncio, json, subprocess, sys, time, uuid
-from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.cgroups import hierarchies, open_groups
+from services.nodeagent.suspend.cpu import PageOut
+from services.nodeagent.suspend.cgroups import hierarchies, open_cgroups
 from services.nodeagent.suspend.port import Target
 
 tree = subprocess.Popen([sys.executable, sys.argv[1], "60", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -31,7 +31,7 @@ def line(word=""):
     return tree.stdout.readline().strip()
 
 async def there_and_back(groups):
-    way = CpuWay(groups)
+    way = PageOut(groups)
     assert not way.unavailable(), way.unavailable()
     assert line() == "ready"
     before = line("digest")
@@ -41,7 +41,7 @@ async def there_and_back(groups):
     await way.resume(target)
     return {"frozen": frozen, "freed": taken.freed_bytes / taken.used_bytes, "same": line("digest") == before}
 
-groups = open_groups(f"t{uuid.uuid4().hex[:6]}")
+groups = open_cgroups(f"t{uuid.uuid4().hex[:6]}")
 try:
     told = asyncio.run(there_and_back(groups))
 finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.nodeagent.suspend.cgroups import open_groups
+from services.nodeagent.suspend.cgroups import open_cgroups
 from shared.contracts.node import InstanceState, InstanceStatus
 from shared.errors import NotFound
 from shared.settings import NodeSettings
@@ -101,8 +101,10 @@ async def test_a_new_agent_finds_it_suspended_and_brings_it_back(node: Node) -> 
 async def test_a_freezer_left_frozen_by_a_dead_agent_is_thawed(node: Node) -> None:
     instance_id = await ready(node, BIG)
     node.kill_agent()
-    node.edit_record(instance_id, state="draining", parking={"freezing": True, "outlook": {"way": "cpu"}, "snapshot_bytes": 1})
-    groups = open_groups(scope(node))
+    node.edit_record(
+        instance_id, state="draining", suspend_state={"freezing": True, "outlook": {"way": "cpu"}, "snapshot_bytes": 1}
+    )
+    groups = open_cgroups(scope(node))
     groups.freeze(instance_id)
     await node.start_agent()
     await node.reaches(instance_id, READY)
@@ -114,7 +116,7 @@ async def test_one_that_died_with_the_agent_is_cleaned_up(node: Node) -> None:
     status = await suspended(node)
     node.kill_agent()
     os.kill(status.pids[0], signal.SIGKILL)
-    open_groups(scope(node)).thaw(status.instance_id)
+    open_cgroups(scope(node)).thaw(status.instance_id)
     await node.start_agent()
     await node.reaches(status.instance_id, FAILED)
     await node.until(lambda s: s.devices[0].reserved_bytes == 0)

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.cgroups import Groups
-from services.nodeagent.suspend.cpu import CpuWay
-from services.nodeagent.suspend.memory_usage import Gauge
+from services.nodeagent.suspend.cgroups import Cgroups
+from services.nodeagent.suspend.cpu import PageOut
+from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
-from services.nodeagent.suspend.suspender import Keeper
+from services.nodeagent.suspend.suspender import Suspender
 from shared.errors import CannotSuspend, EngineFailed, PermissionDenied
 from shared.processes import descendants
 
@@ -58,13 +58,13 @@ class Tree:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
-    def target(self, groups: Groups) -> Target:
+    def target(self, groups: Cgroups) -> Target:
         pids = groups.gather("i", self.process.pid, include_host=True)
         return Target("i", "vllm", ("cpu:0",), pids)
 
 
 @pytest.fixture
-def tree(groups: Groups) -> Iterator[Tree]:
+def tree(groups: Cgroups) -> Iterator[Tree]:
     found = Tree(60, 2)
     yield found
     groups.kill("i")
@@ -72,11 +72,11 @@ def tree(groups: Groups) -> Iterator[Tree]:
 
 
 @pytest.fixture
-def way(able: None, groups: Groups) -> CpuWay:
-    return CpuWay(groups)
+def way(able: None, groups: Cgroups) -> PageOut:
+    return PageOut(groups)
 
 
-async def test_a_whole_tree_is_paged_out_and_comes_back_byte_for_byte(way: CpuWay, groups: Groups, tree: Tree) -> None:
+async def test_a_whole_tree_is_paged_out_and_comes_back_byte_for_byte(way: PageOut, groups: Cgroups, tree: Tree) -> None:
     before = tree.digest()
     target = tree.target(groups)
     assert len(target.pids) == 3
@@ -91,7 +91,7 @@ async def test_a_whole_tree_is_paged_out_and_comes_back_byte_for_byte(way: CpuWa
 
 
 async def test_what_is_touched_again_is_read_ahead_the_next_time(
-    way: CpuWay, groups: Groups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+    way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
     real = memory.advise
@@ -124,7 +124,7 @@ def test_what_a_process_has_touched_is_found_page_by_page(able: None) -> None:
     assert found == [(base, 6 * page), (base + 1000 * page, page), (base + 4095 * page, page)]
 
 
-async def test_what_joined_after_the_last_look_is_frozen_too(way: CpuWay, groups: Groups, tree: Tree) -> None:
+async def test_what_joined_after_the_last_look_is_frozen_too(way: PageOut, groups: Cgroups, tree: Tree) -> None:
     target = tree.target(groups)
     late = Target("i", "vllm", ("cpu:0",), target.pids[:1])
     await way.suspend(late)
@@ -133,7 +133,7 @@ async def test_what_joined_after_the_last_look_is_frozen_too(way: CpuWay, groups
     await way.resume(late)
 
 
-def test_killing_works_on_what_is_frozen(groups: Groups, tree: Tree) -> None:
+def test_killing_works_on_what_is_frozen(groups: Cgroups, tree: Tree) -> None:
     tree.target(groups)
     groups.freeze("i")
     groups.kill("i")
@@ -155,7 +155,7 @@ sys.stdin.read()
 """
 
 
-def test_shared_memory_of_a_killed_engine_goes_with_it_and_what_others_use_stays(groups: Groups) -> None:
+def test_shared_memory_of_a_killed_engine_goes_with_it_and_what_others_use_stays(groups: Cgroups) -> None:
     """All of it is killed at once: there is nobody left in it to clean up."""
     others = SharedMemory(create=True, size=4096)
     process = subprocess.Popen(
@@ -171,7 +171,7 @@ def test_shared_memory_of_a_killed_engine_goes_with_it_and_what_others_use_stays
         groups.kill("i")
         process.wait(10)
         unused: Any = None
-        asyncio.run(Keeper({}, groups, Gauge({}), unused, 1.0).ended("i"))
+        asyncio.run(Suspender({}, groups, MemoryUsage({}), unused, 1.0).ended("i"))
         assert not any(p.exists() for p in own)
         assert (Path("/dev/shm") / others.name).exists()
     finally:
@@ -185,7 +185,7 @@ def test_descendants_are_found_to_the_last(tree: Tree) -> None:
     assert len(descendants(tree.process.pid)) == 3
 
 
-def test_a_group_that_is_not_there_is_no_fault(groups: Groups) -> None:
+def test_a_group_that_is_not_there_is_no_fault(groups: Cgroups) -> None:
     groups.thaw("nobody")
     groups.kill("nobody")
     assert groups.pids("nobody") == ()
@@ -195,7 +195,7 @@ def test_a_group_that_is_not_there_is_no_fault(groups: Groups) -> None:
 
 
 def test_without_groups_it_says_why() -> None:
-    none = Groups("n", None, None, "not here")
+    none = Cgroups("n", None, None, "not here")
     assert none.create("i") is None
     with pytest.raises(EngineFailed, match="not here"):
         none.freeze("i")
@@ -203,17 +203,17 @@ def test_without_groups_it_says_why() -> None:
 
 
 async def test_an_engine_that_is_not_let_go_of_is_not_suspended(
-    way: CpuWay, groups: Groups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+    way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "advise", lambda *_: 0)
-    with pytest.raises(CannotSuspend, match="came free"):
+    with pytest.raises(CannotSuspend, match="were freed"):
         await way.suspend(tree.target(groups))
     assert not groups.frozen("i"), "it runs as before"
     tree.digest()
 
 
 async def test_without_the_right_it_is_not_suspended(
-    way: CpuWay, groups: Groups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+    way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
         raise PermissionDenied("process_madvise needs CAP_SYS_NICE")
@@ -225,7 +225,7 @@ async def test_without_the_right_it_is_not_suspended(
 
 
 def test_without_swap_or_room_in_it_there_is_a_clear_refusal(
-    way: CpuWay, groups: Groups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+    way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tree.target(groups)
     assert way.outlook(target).way == "cpu"
@@ -237,7 +237,7 @@ def test_without_swap_or_room_in_it_there_is_a_clear_refusal(
     assert "CAP_SYS_NICE" in way.unavailable()
 
 
-async def test_processes_that_may_not_be_grouped_are_not_suspended(way: CpuWay, groups: Groups, tree: Tree) -> None:
+async def test_processes_that_may_not_be_grouped_are_not_suspended(way: PageOut, groups: Cgroups, tree: Tree) -> None:
     pids = tuple(descendants(tree.process.pid))
     outside = Target("i", "vllm", ("cpu:0",), pids)
     groups.create("i")

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from services.nodeagent.suspend import memory
-from services.nodeagent.suspend.cgroups import Groups
-from services.nodeagent.suspend.cuda import CudaWay
-from services.nodeagent.suspend.memory_usage import Gauge
+from services.nodeagent.suspend.cgroups import Cgroups
+from services.nodeagent.suspend.cuda import CudaCheckpoint
+from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
 from shared.errors import CannotSuspend
 from tests.integration.suspend.test_page_out import MIB, Tree
@@ -17,20 +17,20 @@ from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 
 
 @pytest.fixture
-def tree(able: None, groups: Groups) -> Iterator[Tree]:
+def tree(able: None, groups: Cgroups) -> Iterator[Tree]:
     found = Tree(60, 1)
     yield found
     groups.kill("i")
     found.close()
 
 
-def on_gpu(tree: Tree, groups: Groups) -> tuple[CudaWay, Target]:
+def on_gpu(tree: Tree, groups: Cgroups) -> tuple[CudaCheckpoint, Target]:
     target = Target("i", "vllm", ("cuda:0",), tree.target(groups).pids, hosted=True)
     driver = FakeDriver(dict.fromkeys(target.pids, 1 << 30))
-    return CudaWay(driver, "", groups, Gauge({"cuda:0": FakeGpu(driver)})), target
+    return CudaCheckpoint(driver, "", groups, MemoryUsage({"cuda:0": FakeGpu(driver)})), target
 
 
-async def test_a_snapshot_goes_to_swap_and_comes_back_byte_for_byte(tree: Tree, groups: Groups) -> None:
+async def test_a_snapshot_goes_to_swap_and_comes_back_byte_for_byte(tree: Tree, groups: Cgroups) -> None:
     before = tree.digest()
     way, target = on_gpu(tree, groups)
     assert way.cannot_spill() == ""
@@ -44,7 +44,7 @@ async def test_a_snapshot_goes_to_swap_and_comes_back_byte_for_byte(tree: Tree, 
     assert tree.digest() == before
 
 
-async def test_without_the_rights_it_stays_where_it_is(tree: Tree, groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_rights_it_stays_where_it_is(tree: Tree, groups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
     way, target = on_gpu(tree, groups)
     await way.suspend(target)
     monkeypatch.setattr(memory, "has_capability", lambda number: number != memory.CAP_SYS_NICE)

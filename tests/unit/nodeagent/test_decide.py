@@ -24,7 +24,7 @@ def ready(world: World, instance_id: str = "i", pid: int = 7) -> None:
 
 
 def ended(world: World, instance_id: str = "i") -> None:
-    world.hear(e.MemoryProved(instance_id, 10))
+    world.hear(e.MemoryFreed(instance_id, 10))
     world.hear(e.WeightsReleased(instance_id, 5))
 
 
@@ -58,15 +58,15 @@ def test_bytes_are_given_back_only_after_process_memory_and_weights() -> None:
     ready(world)
     world.hear(e.StopCommand(stop(), 2))
     assert state(world) is InstanceState.DRAINING
-    world.hear(e.MemoryProved("i", 10))  # too early: the process is still there
+    world.hear(e.MemoryFreed("i", 10))  # too early: the process is still there
     world.hear(e.WeightsReleased("i", 5))
     assert world.state.ledger.reserved("cpu:0") == 60
     effects = world.hear(e.EngineExited("i", 7, 0, ERROR))
     assert e.Release("i") in effects
-    assert e.ProveMemory("i") in effects
+    assert e.VerifyMemoryFreed("i") in effects
     world.hear(e.WeightsReleased("i", 5))
     assert world.state.ledger.reserved("cpu:0") == 60
-    world.hear(e.MemoryProved("i", 10))
+    world.hear(e.MemoryFreed("i", 10))
     assert world.state.ledger.reserved("cpu:0") == 0
     assert state(world) is InstanceState.STOPPED
     assert world["i"].freed_bytes == 15
@@ -107,7 +107,7 @@ def test_the_exit_of_another_process_means_nothing() -> None:
 def test_term_then_kill_until_it_is_gone() -> None:
     world = World()
     ready(world)
-    assert e.AskDrain("i", False, "") in world.hear(e.StopCommand(stop(drain_timeout_ms=1000), 2))
+    assert e.RequestDrain("i", False, "") in world.hear(e.StopCommand(stop(drain_timeout_ms=1000), 2))
     assert world.hear(e.Tick(), after=0.9) == ()
     assert e.Signal("i", "term") in world.hear(e.Tick(), after=0.2)
     assert world.hear(e.Tick(), after=4.9) == ()
@@ -201,10 +201,10 @@ def test_an_instance_id_is_never_used_again() -> None:
 def test_bytes_that_arrive_are_progress() -> None:
     world = World()
     loading(world)
-    world.hear(e.LoaderHeard({"i": 10}), after=90)
+    world.hear(e.LoaderReported({"i": 10}), after=90)
     world.hear(e.Tick(), after=90)
     assert state(world) is InstanceState.LOADING
-    world.hear(e.LoaderHeard({"i": 10}), after=5)  # nothing new
+    world.hear(e.LoaderReported({"i": 10}), after=5)  # nothing new
     effects = world.hear(e.Tick(), after=10)
     assert state(world) is InstanceState.FAILED
     assert e.Signal("i", "term") in effects
@@ -224,10 +224,10 @@ def test_weights_are_released_again_when_the_loader_is_back() -> None:
     ready(world)
     world.hear(e.StopCommand(stop(), 2))
     world.hear(e.EngineExited("i", 7, 0, ERROR))
-    world.hear(e.MemoryProved("i", 1))
+    world.hear(e.MemoryFreed("i", 1))
     world.hear(e.ReleaseFailed("i", ERROR))
     assert world.state.ledger.reserved("cpu:0") == 60
-    assert e.Release("i") in world.hear(e.LoaderHeard({}))
+    assert e.Release("i") in world.hear(e.LoaderReported({}))
     world.hear(e.ReleaseFailed("i", ERROR))
     assert e.Release("i") in world.hear(e.Tick(), after=1.1)
 
@@ -240,7 +240,7 @@ def test_a_report_that_beats_the_launcher_is_asked_for_again() -> None:
 
 
 def test_an_engine_nobody_owns_is_asked_to_leave() -> None:
-    assert [type(f) for f in World().hear(e.EngineReported(report("stray")))] == [e.AskDrain]
+    assert [type(f) for f in World().hear(e.EngineReported(report("stray")))] == [e.RequestDrain]
 
 
 def test_adoption_shows_at_once_and_gives_up_on_silence() -> None:
@@ -272,7 +272,7 @@ def test_an_end_under_way_is_carried_through_by_the_next_agent() -> None:
     old.hear(e.WeightsReleased("i", 5))
     new.hear(e.Adopted(old["i"], False, ERROR))
     assert new.state.ledger.reserved("cpu:0") == 60
-    new.hear(e.MemoryProved("i", 10))
+    new.hear(e.MemoryFreed("i", 10))
     assert state(new) is InstanceState.STOPPED
     assert new["i"].error is None
 
@@ -281,7 +281,7 @@ def test_shutdown_refuses_starts_and_drains() -> None:
     world = World()
     ready(world)
     effects = world.hear(e.Shutdown(3.0))
-    assert e.AskDrain("i", False, "the node is shutting down") in effects
+    assert e.RequestDrain("i", False, "the node is shutting down") in effects
     assert errors(world.hear(e.StartCommand(start("b", reserve=1), 5))) == ["shutting_down"]
     assert e.Signal("i", "term") in world.hear(e.Tick(), after=3.1)
     assert world["i"].process is Process.ALIVE
@@ -290,8 +290,8 @@ def test_shutdown_refuses_starts_and_drains() -> None:
 def test_a_holder_that_is_no_instance_lets_go_after_a_while() -> None:
     world = World()
     ready(world)
-    assert world.hear(e.LoaderHeard({"i": 1, "late": 0})) == ()
-    assert world.hear(e.LoaderHeard({"i": 1, "late": 0}), after=10) == ()
-    assert world.hear(e.LoaderHeard({"i": 1, "late": 0}), after=25) == (e.Release("late"),)
-    world.hear(e.LoaderHeard({"i": 1}))
-    assert world.state.strays == {}
+    assert world.hear(e.LoaderReported({"i": 1, "late": 0})) == ()
+    assert world.hear(e.LoaderReported({"i": 1, "late": 0}), after=10) == ()
+    assert world.hear(e.LoaderReported({"i": 1, "late": 0}), after=25) == (e.Release("late"),)
+    world.hear(e.LoaderReported({"i": 1}))
+    assert world.state.stray_holders == {}

@@ -121,7 +121,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(instance_id=IDS, only_if_idle=st.booleans(), error=st.sampled_from([None, None, InstanceBusy().body(), ERROR]))
     def hold_answered(self, instance_id: str, only_if_idle: bool, error: None) -> None:
-        self.hear(e.HoldAnswered(instance_id, only_if_idle, error))
+        self.hear(e.PauseAnswered(instance_id, only_if_idle, error))
 
     @precondition(lambda self: bool(self.suspending))
     @rule(data=st.data(), left=st.integers(0, 30), snapshot=st.integers(0, 130), works=st.booleans())
@@ -181,7 +181,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(instance_id=IDS)
     def memory_proved(self, instance_id: str) -> None:
         if instance_id not in self.alive and instance_id not in self.forking:
-            self.hear(e.MemoryProved(instance_id, 1))
+            self.hear(e.MemoryFreed(instance_id, 1))
 
     @rule(instance_id=IDS, works=st.booleans())
     def released(self, instance_id: str, works: bool) -> None:
@@ -196,7 +196,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(loaded=st.dictionaries(IDS, st.integers(0, 100)))
     def loader_heard(self, loaded: dict[str, int]) -> None:
-        self.hear(e.LoaderHeard(loaded))
+        self.hear(e.LoaderReported(loaded))
 
     @rule(seconds=st.sampled_from([0.1, 1, 6, 30, 101]))
     def time_passes(self, seconds: float) -> None:
@@ -237,7 +237,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def snapshots_within_their_budget(self) -> None:
-        assert self.world.state.snapshots_kept("") <= self.world.state.snapshot_budget
+        assert self.world.state.snapshot_bytes_except("") <= self.world.state.snapshot_budget
 
     @invariant()
     def what_serves_is_not_frozen(self) -> None:
@@ -273,13 +273,13 @@ class NodeMachine(RuleBasedStateMachine):
         for instance in list(self.world.state.instances.values()):
             self.held.discard(instance.instance_id)
             self.hear(e.WeightsReleased(instance.instance_id, 1))
-            self.hear(e.MemoryProved(instance.instance_id, 1))
+            self.hear(e.MemoryFreed(instance.instance_id, 1))
         assert all(i.state in ENDED for i in self.world.state.instances.values())
         assert self.world.state.ledger.bookings == {}
-        for instance_id in {i for i, _ in self.world.state.idle_asks.items()}:
+        for instance_id in {i for i, _ in self.world.state.idle_waiters.items()}:
             self.hear(e.DrainAnswered(instance_id, True, ERROR))
-        for instance_id in {i for i, _ in self.world.state.hold_asks.items()}:
-            self.hear(e.HoldAnswered(instance_id, True, ERROR))
+        for instance_id in {i for i, _ in self.world.state.pause_waiters.items()}:
+            self.hear(e.PauseAnswered(instance_id, True, ERROR))
         assert self.answered >= self.asked, "a command was never answered"
 
 

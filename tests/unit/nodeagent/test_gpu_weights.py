@@ -54,21 +54,21 @@ def world() -> World:
 def meter(world: World, gpu: Gpu) -> Meter:
     """All of its instances hold the model's weights."""
     found = Meter({"cuda:0": gpu}, lambda: world.state, lambda: None, lambda *_: None)
-    heard(found, {"cuda:0": 40})
+    has_reported(found, {"cuda:0": 40})
     return found
 
 
-def heard(meter: Meter, on_devices: dict[str, int]) -> None:
+def has_reported(meter: Meter, on_devices: dict[str, int]) -> None:
     held = ("a", "b", "c")
     segment = SegmentStatus(
         weights_id="w", model="m", segment="s", total_bytes=40, loaded_bytes=30, holders=held, on_devices=on_devices
     )
-    meter.loader_said(LoaderStatus(node="n", boot_id="l", pid=LOADER, segments=(segment,)))
+    meter.on_loader_status(LoaderStatus(node="n", boot_id="l", pid=LOADER, segments=(segment,)))
 
 
 def test_weights_are_charged_where_the_instance_computes(meter: Meter) -> None:
     assert [meter.weights(i) for i in ("a", "b", "c")] == [40, 40, 30]
-    heard(meter, {})  # the engine has copied them into its own memory, which is measured as that
+    has_reported(meter, {})  # the engine has copied them into its own memory, which is measured as that
     assert [meter.weights(i) for i in ("a", "c")] == [0, 30]
 
 
@@ -77,20 +77,20 @@ async def test_the_loaders_bytes_are_read_back(meter: Meter, gpu: Gpu) -> None:
     before = await meter.loader_holds("a")
     assert (before, await meter.loader_holds("c")) == (60, 0)
     gpu.by_pid[LOADER] = 20
-    assert await meter.prove_returned("a", before, 40)
+    assert await meter.wait_memory_returned("a", before, 40)
 
 
 async def test_where_pids_are_others_all_use_counts(meter: Meter, gpu: Gpu) -> None:
     gpu.used = 90
     before = await meter.loader_holds("a")
     gpu.used = 50
-    assert await meter.prove_returned("a", before, 40)
+    assert await meter.wait_memory_returned("a", before, 40)
 
 
 async def test_bytes_that_stay_in_use_are_not_taken_for_free(meter: Meter, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meters, "_GONE_WITHIN_S", 0.05)
     gpu.by_pid = {LOADER: 60}
-    assert not await meter.prove_returned("a", 60, 40)
+    assert not await meter.wait_memory_returned("a", 60, 40)
     assert gpu.readings > 1
 
 
@@ -102,9 +102,9 @@ async def test_a_hosted_engines_bytes_are_gone_when_the_device_knows_none_of_its
     instance = world["a"].model_copy(update={"pid": NOBODY, "process_start": 1, "engine_pids": (NOBODY + 1, NOBODY + 2)})
     gpu.by_pid = {NOBODY + 2: 60}
     with pytest.raises(TimeoutError, match="60 bytes"):
-        await meter.prove_gone(instance)
+        await meter.wait_memory_freed(instance)
     gpu.by_pid = {LOADER: 60}
-    await meter.prove_gone(instance)
+    await meter.wait_memory_freed(instance)
 
 
 async def test_one_that_gave_up_all_of_its_device_is_told_to_have_none(world: World, meter: Meter, gpu: Gpu) -> None:
@@ -125,7 +125,7 @@ async def test_what_an_end_frees_is_what_was_there_before_it_began(world: World,
     gpu.by_pid = {NOBODY: 10}
     await meter.measure(instance.model_copy(update={"stop_asked": True}))
     gpu.by_pid = {}
-    assert await meter.prove_gone(instance) == 70
+    assert await meter.wait_memory_freed(instance) == 70
 
 
 @pytest.mark.parametrize("available", [True, False])

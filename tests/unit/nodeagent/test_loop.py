@@ -16,17 +16,17 @@ async def test_events_that_never_cease_keep_no_deadline_from_being_seen() -> Non
     world = World()
     ended = world.ready("gone").model_copy(update={"state": InstanceState.STOPPED, "ended_at": time.monotonic() - 1000})
     world.state = type(world.state)(world.state.ledger, instances={"gone": ended})
-    heard: list[e.Effect] = []
+    has_reported: list[e.Effect] = []
 
     def perform(effect: e.Effect) -> None:
-        heard.append(effect)
-        if len(heard) < 100:
+        has_reported.append(effect)
+        if len(has_reported) < 100:
             loop.post(e.EngineReported(report("unknown")))
 
     loop = Loop(world.state, perform)
     loop.post(e.EngineReported(report("unknown")))
     running = asyncio.create_task(loop.run())
-    assert await loop.until(lambda _: len(heard) >= 100, 5.0)
+    assert await loop.until(lambda _: len(has_reported) >= 100, 5.0)
     running.cancel()
-    assert e.Forget("gone") in heard[:10]
+    assert e.Forget("gone") in has_reported[:10]
     assert "gone" not in loop.state.instances

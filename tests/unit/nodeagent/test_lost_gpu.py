@@ -76,7 +76,7 @@ def test_one_that_is_lost_is_left_out(opened: Callable[..., list[str]], caplog: 
 
 def test_one_that_was_asked_for_by_name_is_an_error(opened: Callable[..., list[str]]) -> None:
     assert opened(Nvml(0), "cuda:1") == ["cuda:1"]
-    with pytest.raises(DeviceMissing, match=r"names cuda:0: NVML says nothing of cuda:0.*nvidia-smi"):
+    with pytest.raises(DeviceMissing, match=r"names cuda:0: NVML cannot read cuda:0.*nvidia-smi"):
         opened(Nvml(0), "cpu:0=1GiB,cuda:0")
 
 
@@ -116,15 +116,15 @@ async def test_nothing_is_proved_by_a_lost_one(meter: Meter, nvml: Nvml, world: 
     before = await meter.loader_holds("a")
     nvml.lost = {0}
     with pytest.raises(DeviceFailed):
-        await meter.prove_gone(world["a"])
+        await meter.wait_memory_freed(world["a"])
     with pytest.raises(DeviceFailed):
         await meter.loader_holds("a")
-    assert not await meter.prove_returned("a", before, 20)
+    assert not await meter.wait_memory_returned("a", before, 20)
 
 
 async def test_where_the_driver_accounts_for_no_processes_none_are_waited_for(meter: Meter, nvml: Nvml, world: World) -> None:
     nvml.accounts = pynvml.NVML_ERROR_NOT_SUPPORTED
-    assert await meter.prove_gone(world["a"]) == 0
+    assert await meter.wait_memory_freed(world["a"]) == 0
 
 
 async def test_each_reading_that_fails_is_told_once(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:

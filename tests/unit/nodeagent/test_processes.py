@@ -15,7 +15,7 @@ import pytest
 
 from services.nodeagent.devices.cpu import CpuDevice, available_bytes, oom_kills, private_pss, private_rss
 from services.nodeagent.engines.exits import explain_exit, prune_logs
-from services.nodeagent.engines.process import Processes, find_writer, process_start
+from services.nodeagent.engines.process import Processes, find_log_writer, process_start
 from shared.enginelog import log_tail
 
 MIB = 1024 * 1024
@@ -61,8 +61,8 @@ async def test_another_process_of_that_pid_is_not_watched(sleeper: subprocess.Po
 
 
 def test_a_process_is_found_by_its_log(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    assert find_writer(tmp_path / "log") == sleeper.pid
-    assert find_writer(tmp_path / "other") is None
+    assert find_log_writer(tmp_path / "log") == sleeper.pid
+    assert find_log_writer(tmp_path / "other") is None
 
 
 def test_memory_of_a_process_is_its_own_share(sleeper: subprocess.Popen[bytes]) -> None:

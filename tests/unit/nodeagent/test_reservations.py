@@ -20,40 +20,40 @@ def r(name: str, nbytes: int, *devices: str, priority: int = 0, since: float = 0
     return Reservation(name, devices or ("d0",), nbytes, priority, since, until=100.0)
 
 
-def books(**held: int) -> Ledger:
+def set_ledger(**held: int) -> Ledger:
     """Devices of 100 bytes with so many held."""
     ledger = Ledger({"d0": 100, "d1": 100})
     for device, nbytes in held.items():
-        ledger = ledger.rebook(f"held-{device}", (device,), nbytes)
+        ledger = ledger.set_booking(f"held-{device}", (device,), nbytes)
     return ledger
 
 
 def test_priority_goes_before_age() -> None:
-    chosen, _ = grant((r("old", 50), r("important", 50, priority=1, since=5.0)), books())
+    chosen, _ = grant((r("old", 50), r("important", 50, priority=1, since=5.0)), set_ledger())
     assert chosen is not None
     assert chosen.instance_id == "important"
 
 
 def test_a_set_is_granted_whole_or_not_at_all() -> None:
-    chosen, left = grant((r("pair", 120, "d0", "d1"),), books(d1=50))
+    chosen, left = grant((r("pair", 120, "d0", "d1"),), set_ledger(d1=50))
     assert chosen is None
     assert len(left) == 1
-    chosen, _ = grant((r("pair", 120, "d0", "d1"),), books(d1=40))
+    chosen, _ = grant((r("pair", 120, "d0", "d1"),), set_ledger(d1=40))
     assert chosen is not None
 
 
 def test_a_small_one_passes_a_large_one_but_not_for_ever() -> None:
     queue: tuple[Reservation, ...] = (r("large", 90),)
     for n in range(PASSES):
-        chosen, queue = grant((*queue, r(f"small-{n}", 10, since=n + 1.0)), books(d0=50))
+        chosen, queue = grant((*queue, r(f"small-{n}", 10, since=n + 1.0)), set_ledger(d0=50))
         assert chosen is not None
         assert chosen.instance_id == f"small-{n}"
-    chosen, queue = grant((*queue, r("small-more", 10, since=50.0)), books(d0=50))
+    chosen, queue = grant((*queue, r("small-more", 10, since=50.0)), set_ledger(d0=50))
     assert chosen is None, "the large one has been passed often enough"
-    chosen, _ = grant((*queue, r("elsewhere", 10, "d1", since=51.0)), books(d0=50))
+    chosen, _ = grant((*queue, r("elsewhere", 10, "d1", since=51.0)), set_ledger(d0=50))
     assert chosen is not None
     assert chosen.instance_id == "elsewhere", "only its own devices are kept for it"
-    chosen, _ = grant(queue, books())
+    chosen, _ = grant(queue, set_ledger())
     assert chosen is not None
     assert chosen.instance_id == "large"
 
@@ -61,9 +61,9 @@ def test_a_small_one_passes_a_large_one_but_not_for_ever() -> None:
 def test_who_gets_bytes_of_other_devices_passes_nobody() -> None:
     queue: tuple[Reservation, ...] = (r("large", 90),)
     for n in range(2 * PASSES):
-        chosen, queue = grant((*queue, r(f"elsewhere-{n}", 10, "d1", since=n + 1.0)), books(d0=50))
+        chosen, queue = grant((*queue, r(f"elsewhere-{n}", 10, "d1", since=n + 1.0)), set_ledger(d0=50))
         assert chosen is not None
-    chosen, _ = grant((*queue, r("small", 10, since=50.0)), books(d0=50))
+    chosen, _ = grant((*queue, r("small", 10, since=50.0)), set_ledger(d0=50))
     assert chosen is not None
     assert chosen.instance_id == "small"
 
@@ -71,10 +71,10 @@ def test_who_gets_bytes_of_other_devices_passes_nobody() -> None:
 def test_an_important_one_passes_a_humble_one_but_not_for_ever() -> None:
     queue: tuple[Reservation, ...] = (r("humble", 50),)
     for n in range(PASSES):
-        chosen, queue = grant((*queue, r(f"great-{n}", 50, priority=9, since=n + 1.0)), books())
+        chosen, queue = grant((*queue, r(f"great-{n}", 50, priority=9, since=n + 1.0)), set_ledger())
         assert chosen is not None
         assert chosen.instance_id == f"great-{n}"
-    chosen, _ = grant((*queue, r("great-more", 50, priority=9, since=50.0)), books())
+    chosen, _ = grant((*queue, r("great-more", 50, priority=9, since=50.0)), set_ledger())
     assert chosen is not None
     assert chosen.instance_id == "humble"
 
@@ -88,7 +88,7 @@ waiting = st.lists(
 @given(waiting, st.integers(0, 100), st.integers(0, 100))
 def test_whatever_is_granted_fits_together(found: list[tuple[int, tuple[str, ...], int, float]], d0: int, d1: int) -> None:
     queue = tuple(r(f"i{n}", b, *d, priority=p, since=s) for n, (b, d, p, s) in enumerate(found))
-    ledger = books(d0=d0, d1=d1)
+    ledger = set_ledger(d0=d0, d1=d1)
     while True:
         chosen, rest = grant(queue, ledger)
         if chosen is None:
@@ -110,7 +110,7 @@ def leaves(w: World, name: str, pid: int) -> tuple[e.Effect, ...]:
     w.hear(e.StopCommand(stop(name), 60))
     w.hear(e.EngineExited(name, pid, 0, ERROR))
     w.hear(e.WeightsReleased(name, 1))
-    return w.hear(e.MemoryProved(name, 1))
+    return w.hear(e.MemoryFreed(name, 1))
 
 
 def test_a_start_that_may_wait_is_forked_when_there_is_room() -> None:
@@ -144,7 +144,7 @@ def test_a_reservation_is_given_up_when_its_time_is_over() -> None:
     assert (error.code, error.param, error.should_retry) == ("insufficient_memory", RESERVATION, True)
     assert w.state.queue == ()
     w.hear(e.WeightsReleased("b", 0))
-    w.hear(e.MemoryProved("b", 0))
+    w.hear(e.MemoryFreed("b", 0))
     assert w["b"].state is InstanceState.FAILED
 
 
@@ -154,7 +154,7 @@ def test_one_that_waits_is_called_off_at_once() -> None:
     queued(w, "b", 60)
     w.hear(e.StopCommand(stop("b"), 61))
     w.hear(e.WeightsReleased("b", 0))
-    w.hear(e.MemoryProved("b", 0))
+    w.hear(e.MemoryFreed("b", 0))
     assert w["b"].state is InstanceState.STOPPED
     assert w.state.queue == ()
 
@@ -174,7 +174,7 @@ def test_a_suspended_instance_grows_into_its_reservation() -> None:
     w = World()
     w.suspended("a", pid=1, left=40, reserve=60)
     queue = (replace(r("a", 60, "cpu:0")),)
-    chosen, _ = grant(queue, w.state.ledger.rebook("b", ("cpu:0",), 40))
+    chosen, _ = grant(queue, w.state.ledger.set_booking("b", ("cpu:0",), 40))
     assert chosen is not None, "what it has left is part of what it needs"
 
 

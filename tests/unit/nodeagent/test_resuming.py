@@ -44,7 +44,7 @@ def test_a_resume_reserves_first_and_is_ready_when_proved(w: World) -> None:
     assert w["i"].state is RESUMING, "its own word does not count"
     w.hear(e.Resumed("i", 60), 0.2)
     assert w["i"].state is READY
-    assert w["i"].parking.resume_s == pytest.approx(0.2)
+    assert w["i"].suspend_state.resume_s == pytest.approx(0.2)
     assert w.state.snapshot_bytes == 0
 
 
@@ -63,7 +63,7 @@ def test_a_resume_may_wait_for_room(w: World) -> None:
     w.hear(e.StopCommand(stop("j"), 4))
     w.hear(e.EngineExited("j", 8, 0, ERROR))
     w.hear(e.WeightsReleased("j", 1))
-    effects = w.hear(e.MemoryProved("j", 1))
+    effects = w.hear(e.MemoryFreed("j", 1))
     assert e.Resume("i", "cpu") in effects
 
 
@@ -87,16 +87,16 @@ def test_4_a_resume_while_it_drains_has_it_serve_again(w: World) -> None:
     w.hear(e.SuspendCommand(suspend(), 2))
     effects = w.hear(e.ResumeCommand(resume(), 3))
     assert e.Resume("i", None) in effects
-    assert not w.hear(e.HoldAnswered("i", False)), "the answer comes too late"
+    assert not w.hear(e.PauseAnswered("i", False)), "the answer comes too late"
     w.hear(e.Resumed("i", 60))
     assert w["i"].state is READY
-    assert w["i"].parking.resumes == 0
+    assert w["i"].suspend_state.resumes == 0
 
 
 def test_5_a_resume_while_it_is_frozen_comes_right_after(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.HoldAnswered("i", False))
+    w.hear(e.PauseAnswered("i", False))
     assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
     effects = w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     assert e.Resume("i", "cpu") in effects
@@ -109,7 +109,7 @@ def test_5_a_resume_that_has_no_room_right_after_says_so(w: World) -> None:
     w.hear(e.StartCommand(start("large", reserve=80).model_copy(update={"wait_ms": 60_000}), 9))
     w.state = replace(w.state, queue=tuple(replace(q, passed=PASSES) for q in w.state.queue))
     w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.HoldAnswered("i", False))
+    w.hear(e.PauseAnswered("i", False))
     assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
     w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     assert w["i"].state is SUSPENDED
@@ -121,7 +121,7 @@ def test_5_a_resume_that_has_no_room_right_after_says_so(w: World) -> None:
 def test_5_a_resume_while_the_freezing_fails_has_it_serve_again(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.HoldAnswered("i", False))
+    w.hear(e.PauseAnswered("i", False))
     w.hear(e.ResumeCommand(resume(), 3))
     effects = w.hear(e.SuspendFailed("i", ERROR))
     assert e.Resume("i", None) in effects
@@ -144,7 +144,7 @@ def test_a_failed_restore_is_one_cold_start(w: World, dies: bool) -> None:
     w.hear(e.EngineForked("i", 8, 1))
     w.hear(e.EngineReported(report(pid=8)))
     assert w["i"].state is READY
-    told = w["i"].parking.fell_back
+    told = w["i"].suspend_state.fell_back
     assert told is not None
     assert told.message == ("it died" if dies else "other tokens")
 
@@ -163,11 +163,13 @@ def test_a_cold_start_that_has_no_room_fails_and_says_so(w: World) -> None:
     w.suspended(left=10)
     w.hear(e.ResumeCommand(resume(), 3))
     w.state = NodeState(
-        w.state.ledger.rebook("other", ("cpu:0",), 45).rebook("i", ("cpu:0",), 50), w.state.policy, dict(w.state.instances)
+        w.state.ledger.set_booking("other", ("cpu:0",), 45).set_booking("i", ("cpu:0",), 50),
+        w.state.policy,
+        dict(w.state.instances),
     )
     w.hear(e.EngineExited("i", 7, -9, ERROR))
     assert w["i"].state is FAILED
-    assert "a cold start has no room" in (w["i"].error.message if w["i"].error else "")
+    assert "a cold start has no memory" in (w["i"].error.message if w["i"].error else "")
 
 
 def test_an_engine_that_leaks_is_stopped_instead(w: World) -> None:
@@ -180,11 +182,11 @@ def test_an_engine_that_leaks_is_stopped_instead(w: World) -> None:
         w.hear(e.Assessed("i", POSSIBLE, used))
         if used == big:
             w.hear(e.SuspendCommand(suspend(), 2))
-            w.hear(e.HoldAnswered("i", False))
+            w.hear(e.PauseAnswered("i", False))
             w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
             assert w["i"].state is SUSPENDED
     effects = w.hear(e.SuspendCommand(suspend(), 2))
-    assert [x for x in effects if isinstance(x, e.AskDrain)]
+    assert [x for x in effects if isinstance(x, e.RequestDrain)]
 
 
 # A crash in any state, and a restart of the agent.
@@ -203,7 +205,7 @@ def test_a_suspended_engine_that_dies_gives_everything_back(w: World) -> None:
     w.suspended()
     w.hear(e.EngineExited("i", 7, -9, ERROR))
     w.hear(e.WeightsReleased("i", 1))
-    w.hear(e.MemoryProved("i", 1))
+    w.hear(e.MemoryFreed("i", 1))
     assert w["i"].state is FAILED
     assert w.state.ledger.bookings == {}
     assert w.state.snapshot_bytes == 0
@@ -224,7 +226,7 @@ def test_a_new_agent_brings_back_what_was_half_way(w: World, stage: str) -> None
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     if stage != "held":
-        w.hear(e.HoldAnswered("i", False))
+        w.hear(e.PauseAnswered("i", False))
     if stage in ("suspended, thawed by somebody", "resuming"):
         w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     if stage == "resuming":
@@ -239,7 +241,7 @@ def test_a_suspended_engine_is_killed_without_being_asked(w: World) -> None:
     w.suspended()
     effects = w.hear(e.StopCommand(stop(), 4))
     assert e.Signal("i", "kill") in effects
-    assert not [x for x in effects if isinstance(x, e.AskDrain)]
+    assert not [x for x in effects if isinstance(x, e.RequestDrain)]
 
 
 def test_a_start_to_be_parked_is_suspended_as_soon_as_it_is_ready(w: World) -> None:
@@ -247,4 +249,4 @@ def test_a_start_to_be_parked_is_suspended_as_soon_as_it_is_ready(w: World) -> N
     w.hear(e.EngineForked("i", 7, 1))
     w.hear(e.EngineReported(report(pid=7)), 5.0)
     effects = w.hear(e.Assessed("i", POSSIBLE, 60))
-    assert e.AskHold("i", only_if_idle=False) in effects
+    assert e.PauseEngine("i", only_if_idle=False) in effects

@@ -1,16 +1,16 @@
-"""What the keeper does beside the ways of suspending."""
+"""What the suspender does beside the ways of suspending."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from services.nodeagent.suspend.cgroups import FreezerV2, Groups
-from services.nodeagent.suspend.memory_usage import Gauge
-from services.nodeagent.suspend.suspender import Keeper
+from services.nodeagent.suspend.cgroups import Cgroups, FreezerV2
+from services.nodeagent.suspend.memory_usage import MemoryUsage
+from services.nodeagent.suspend.suspender import Suspender
 
 
-class Busy(Groups):
+class Busy(Cgroups):
     """The kernel lets go of an empty group a little after its last process has ended."""
 
     refusals = 2
@@ -24,5 +24,5 @@ async def test_the_group_of_an_engine_that_has_ended_does_not_stay(tmp_path: Pat
     groups = Busy("n", tmp_path, FreezerV2())
     assert groups.create("i") is not None
     unused: Any = None
-    await Keeper({}, groups, Gauge({}), unused, 1.0).ended("i")
+    await Suspender({}, groups, MemoryUsage({}), unused, 1.0).ended("i")
     assert list(groups.known()) == []

@@ -46,7 +46,7 @@ def test_2_what_is_not_there_or_suspended_already_is_done(w: World) -> None:
     w.suspended()
     effects = w.hear(e.SuspendCommand(suspend(), 3))
     assert code(effects) is None
-    assert not [x for x in effects if isinstance(x, e.AskHold | e.Suspend)]
+    assert not [x for x in effects if isinstance(x, e.PauseEngine | e.Suspend)]
 
 
 def test_3_a_second_suspension_can_only_shorten_the_drain(w: World) -> None:
@@ -69,8 +69,8 @@ def test_4_nobody_has_looked_at_it_yet(w: World) -> None:
     assert not w.hear(e.SuspendCommand(suspend(), 2))
     effects = w.hear(e.Assessed("i", POSSIBLE, 60))
     assert replies(effects) == [None]
-    assert e.AskHold("i", only_if_idle=False) in effects
-    assert not w.state.early_asks
+    assert e.PauseEngine("i", only_if_idle=False) in effects
+    assert not w.state.deferred_suspends
 
 
 def test_4_looked_at_and_found_impossible_it_is_stopped(w: World) -> None:
@@ -85,7 +85,7 @@ def test_4_it_dies_before_anybody_has_looked(w: World) -> None:
     just_ready(w)
     w.hear(e.SuspendCommand(suspend(), 2))
     assert replies(w.hear(e.EngineExited("i", 7, 1, ERROR))) == [None]
-    assert not w.state.early_asks
+    assert not w.state.deferred_suspends
 
 
 def test_4_who_wants_it_back_meanwhile_has_the_last_word(w: World) -> None:
@@ -103,8 +103,8 @@ def test_4_one_that_is_coming_back_is_suspended_again_once_it_is(w: World, *, on
     w.hear(e.ResumeCommand(resume(), 3))
     assert not w.hear(e.SuspendCommand(suspend(only_if_idle=only_if_idle), 4))
     assert e.Assess("i", 0.0) in w.hear(e.Resumed("i", 60))
-    assert e.AskHold("i", only_if_idle=only_if_idle) in w.hear(e.Assessed("i", POSSIBLE, 60))
-    w.hear(e.HoldAnswered("i", only_if_idle))
+    assert e.PauseEngine("i", only_if_idle=only_if_idle) in w.hear(e.Assessed("i", POSSIBLE, 60))
+    w.hear(e.PauseAnswered("i", only_if_idle))
     w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     assert w["i"].state is SUSPENDED
     assert not w["i"].stop_asked
@@ -118,7 +118,7 @@ def test_4_one_that_does_not_come_back_is_not_started_anew_for_that(w: World) ->
     effects = w.hear(e.EngineExited("i", 7, -9, ERROR))
     assert replies(effects) == [None]
     assert w["i"].stop_asked
-    assert not w.state.early_asks
+    assert not w.state.deferred_suspends
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_5_what_cannot_be_suspended_is_stopped(w: World, outlook: Outlook) -> No
     w.hear(e.Assessed("i", outlook, 60))
     effects = w.hear(e.SuspendCommand(suspend(), 2))
     assert code(effects) is None
-    assert [x for x in effects if isinstance(x, e.AskDrain)]
+    assert [x for x in effects if isinstance(x, e.RequestDrain)]
     assert w["i"].stop_asked
 
 
@@ -150,10 +150,10 @@ def test_6_only_if_idle_the_engines_answer_is_the_reply(w: World) -> None:
     w.ready()
     assert replies(w.hear(e.SuspendCommand(suspend(only_if_idle=True), 2))) == []
     assert w["i"].state is READY
-    assert code(w.hear(e.HoldAnswered("i", True, InstanceBusy().body()))) == InstanceBusy.code
+    assert code(w.hear(e.PauseAnswered("i", True, InstanceBusy().body()))) == InstanceBusy.code
     assert w["i"].state is READY
     w.hear(e.SuspendCommand(suspend(only_if_idle=True), 3))
-    effects = w.hear(e.HoldAnswered("i", True))
+    effects = w.hear(e.PauseAnswered("i", True))
     assert code(effects) is None
     assert e.Suspend("i", "cpu") in effects
 
@@ -162,12 +162,12 @@ def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:
     w.ready()
     w.hear(e.EngineReported(report(pid=7).model_copy(update={"load": EngineLoad(active=1)})))
     effects = w.hear(e.SuspendCommand(suspend(), 2))
-    assert e.AskHold("i", only_if_idle=False) in effects
+    assert e.PauseEngine("i", only_if_idle=False) in effects
     assert w["i"].state is DRAINING
-    assert not w.hear(e.HoldAnswered("i", False, InstanceBusy().body()))
+    assert not w.hear(e.PauseAnswered("i", False, InstanceBusy().body()))
     effects = w.hear(e.EngineReported(report(pid=7)))
-    assert e.AskHold("i", only_if_idle=False) in effects
-    effects = w.hear(e.HoldAnswered("i", False))
+    assert e.PauseEngine("i", only_if_idle=False) in effects
+    effects = w.hear(e.PauseAnswered("i", False))
     assert effects.index(e.Persist("i")) < effects.index(e.Suspend("i", "cpu")), "recorded before it is frozen"
 
 
@@ -183,15 +183,15 @@ def test_requests_that_do_not_end_in_time_make_it_a_stop(w: World) -> None:
 def test_an_engine_that_cannot_be_held_is_stopped(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
-    effects = w.hear(e.HoldAnswered("i", False, EngineFailed("what?").body()))
-    assert [x for x in effects if isinstance(x, e.AskDrain)]
+    effects = w.hear(e.PauseAnswered("i", False, EngineFailed("what?").body()))
+    assert [x for x in effects if isinstance(x, e.RequestDrain)]
     assert w["i"].stop_asked
 
 
 def test_only_proved_bytes_are_given_away(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.HoldAnswered("i", False))
+    w.hear(e.PauseAnswered("i", False))
     assert w.state.ledger.reserved("cpu:0") == 60
     w.hear(e.Suspended("i", freed_bytes=45, left_bytes=15, used_bytes=60, snapshot_bytes=45))
     assert w["i"].state is SUSPENDED
@@ -202,9 +202,9 @@ def test_only_proved_bytes_are_given_away(w: World) -> None:
 def test_a_suspension_that_fails_is_a_stop(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.HoldAnswered("i", False))
+    w.hear(e.PauseAnswered("i", False))
     effects = w.hear(e.SuspendFailed("i", ERROR))
-    assert [x for x in effects if isinstance(x, e.AskDrain)]
+    assert [x for x in effects if isinstance(x, e.RequestDrain)]
     assert w.state.ledger.reserved("cpu:0") == 60
 
 
@@ -230,8 +230,8 @@ def test_the_coldest_snapshot_in_host_memory_goes_to_swap_first(w: World) -> Non
     assert e.Spill("a", "cuda") in w.effects
     assert not w["a"].stop_asked
     w.hear(e.Spilled("a", freed_bytes=70))
-    assert (w["a"].parking.spilled, w["a"].parking.snapshot_bytes) == ("written", 0)
-    assert w.state.snapshots_kept("") == 70
+    assert (w["a"].suspend_state.spilled, w["a"].suspend_state.snapshot_bytes) == ("written", 0)
+    assert w.state.snapshot_bytes_except("") == 70
 
 
 def test_a_snapshot_that_cannot_be_written_falls_to_stopped(w: World) -> None:
@@ -252,7 +252,7 @@ def test_one_that_was_written_out_comes_back_and_can_be_written_again(w: World) 
     w.hear(e.ResumeCommand(resume("a"), 5))
     assert w["a"].state is RESUMING
     w.hear(e.Spilled("a", freed_bytes=70))  # told too late
-    assert w["a"].parking.spilled == ""
+    assert w["a"].suspend_state.spilled == ""
 
 
 def two_snapshots(w: World, way: SuspendWay) -> None:
@@ -262,5 +262,5 @@ def two_snapshots(w: World, way: SuspendWay) -> None:
         w.ready(name, pid)
         w.hear(e.Assessed(name, POSSIBLE.model_copy(update={"way": way}), 60))
         w.hear(e.SuspendCommand(suspend(name), 2), after=1.0)
-        w.hear(e.HoldAnswered(name, False))
+        w.hear(e.PauseAnswered(name, False))
         w.hear(e.Suspended(name, freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=70))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.nodeagent.suspend import cuda, memory
-from services.nodeagent.suspend.cgroups import Groups
-from services.nodeagent.suspend.cuda import CudaBindings, CudaWay, State, open_driver
-from services.nodeagent.suspend.memory_usage import Gauge
+from services.nodeagent.suspend.cgroups import Cgroups
+from services.nodeagent.suspend.cuda import CudaBindings, CudaCheckpoint, State, open_driver
+from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
 from shared.errors import CannotSuspend, DeviceFailed, EngineFailed, PermissionDenied, RestoreFailed
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
@@ -18,10 +18,10 @@ from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 GIB = 1 << 30
 A, B, C = 7_000_001, 7_000_002, 7_000_003
 """No process can have these pids."""
-NO_GROUPS = Groups("n", None, None, "none here")
+NO_GROUPS = Cgroups("n", None, None, "none here")
 
 
-class Frozen(Groups):
+class Frozen(Cgroups):
     """Writes down when it was frozen and thawed, among the driver's calls."""
 
     def __init__(self, driver: FakeDriver) -> None:
@@ -47,8 +47,8 @@ def driver() -> FakeDriver:
     return FakeDriver({A: 3 * GIB, B: GIB})
 
 
-def way(driver: FakeDriver, groups: Groups | None = None, *, sees_pids: bool = True) -> CudaWay:
-    return CudaWay(driver, "", groups or Frozen(driver), Gauge({"cuda:0": FakeGpu(driver, sees_pids=sees_pids)}))
+def way(driver: FakeDriver, groups: Cgroups | None = None, *, sees_pids: bool = True) -> CudaCheckpoint:
+    return CudaCheckpoint(driver, "", groups or Frozen(driver), MemoryUsage({"cuda:0": FakeGpu(driver, sees_pids=sees_pids)}))
 
 
 def target(*devices: str, **environment: str) -> Target:
@@ -111,11 +111,11 @@ async def test_memory_that_may_not_be_read_after_the_checkpoint_is_undone(
 async def test_a_gpu_that_is_lost_after_the_checkpoint_is_undone(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(gpu: FakeGpu, pids: object) -> dict[int, int]:
         if ("checkpoint", B) in driver.calls:
-            raise DeviceFailed("NVML says nothing of cuda:0")
+            raise DeviceFailed("NVML cannot read cuda:0")
         return driver.device_bytes()
 
     monkeypatch.setattr(FakeGpu, "private_bytes", read)
-    with pytest.raises(CannotSuspend, match="NVML says nothing"):
+    with pytest.raises(CannotSuspend, match="NVML cannot read"):
         await way(driver).suspend(target())
     assert set(driver.states.values()) == {State.RUNNING}
 
@@ -123,7 +123,7 @@ async def test_a_gpu_that_is_lost_after_the_checkpoint_is_undone(driver: FakeDri
 async def test_what_host_memory_has_no_room_for_is_not_copied_there(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "available_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(2 * GIB, GIB))
-    with pytest.raises(CannotSuspend, match="4096 MiB of its device do not fit the 3072 MiB"):
+    with pytest.raises(CannotSuspend, match="4096 MiB of device memory do not fit the 3072 MiB"):
         await way(driver).suspend(target())
     assert driver.calls == []
 
@@ -148,15 +148,15 @@ async def test_a_restore_that_fails_says_so(driver: FakeDriver) -> None:
     with pytest.raises(RestoreFailed, match=f"restore of pid {A}"):
         await w.resume(target())
     driver.states[A] = State.FAILED
-    with pytest.raises(RestoreFailed, match=f"gives up on pid {A}"):
+    with pytest.raises(RestoreFailed, match=f"the driver failed for pid {A}"):
         await w.resume(target())
 
 
 async def test_in_a_pid_namespace_of_its_own_nothing_is_proved_and_nothing_done(driver: FakeDriver) -> None:
-    with pytest.raises(CannotSuspend, match="nothing could be proved"):
+    with pytest.raises(CannotSuspend, match="could not be verified"):
         await way(driver, sees_pids=False).suspend(target())
     assert driver.calls == []
-    assert "nothing could be proved" in way(driver, sees_pids=False).outlook(target()).reason
+    assert "could not be verified" in way(driver, sees_pids=False).outlook(target()).reason
 
 
 def test_several_devices_need_nccl_without_shared_memory(driver: FakeDriver) -> None:
@@ -246,7 +246,7 @@ def test_the_binding_calls_the_driver_as_documented() -> None:
 
 
 def test_the_package_has_what_is_called_of_it() -> None:
-    """cuda-bindings itself, which needs no driver to be looked at: 12.8.0, 13.0.3 and 13.5.0 have been."""
+    """cuda-bindings itself, which needs no driver to be is_assessed at: 12.8.0, 13.0.3 and 13.5.0 have been."""
     api = pytest.importorskip("cuda.bindings.driver")
     args = api.CUcheckpointLockArgs()
     args.timeoutMs = 500

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from services.nodeagent.suspend import sleep
-from services.nodeagent.suspend.memory_usage import Gauge
+from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
-from services.nodeagent.suspend.sleep import SleepWay
+from services.nodeagent.suspend.sleep import EngineSleep
 from shared.contracts.engine import EngineAsleep
 from shared.errors import CannotSuspend
 
 GIB = 1 << 30
 
 
-class Device(Gauge):
+class Device(MemoryUsage):
     """`cuda:0`, of which the engine has forty gibibytes while it is awake."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def target(*levels: int) -> Target:
 async def test_the_level(monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...], budget: int, free: int, level: int) -> None:
     monkeypatch.setattr(sleep, "available_bytes", lambda: free)
     device = Device()
-    way = SleepWay(device, device.sleep, budget)
+    way = EngineSleep(device, device.sleep, budget)
     outlook = way.outlook(target(*levels))
     assert (outlook.snapshot_bytes > 0) is (level == 1)
     taken = await way.suspend(target(*levels))
@@ -60,7 +60,7 @@ async def test_the_level(monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...
 def test_reading_again_is_expected_to_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleep, "available_bytes", lambda: 64 * GIB)
     device = Device()
-    kept, dropped = (SleepWay(device, device.sleep, budget).outlook(target(1, 2)) for budget in (64 * GIB, 8 * GIB))
+    kept, dropped = (EngineSleep(device, device.sleep, budget).outlook(target(1, 2)) for budget in (64 * GIB, 8 * GIB))
     assert dropped.resume_s > 2 * kept.resume_s
 
 
@@ -68,8 +68,8 @@ async def test_where_its_bytes_cannot_be_seen_an_engines_word_is_not_taken() -> 
     """In a pid namespace of its own NVML's pids are others: nothing used before and nothing after would prove nothing."""
     device = Device()
     device.blind = True
-    way = SleepWay(device, device.sleep, 64 * GIB)
-    assert "nothing could be proved" in way.outlook(target(1, 2)).reason
-    with pytest.raises(CannotSuspend, match="nothing could be proved"):
+    way = EngineSleep(device, device.sleep, 64 * GIB)
+    assert "could not be verified" in way.outlook(target(1, 2)).reason
+    with pytest.raises(CannotSuspend, match="could not be verified"):
         await way.suspend(target(1, 2))
     assert device.level == 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from services.nodeagent.domain.suspend_choice import choose
-from services.nodeagent.suspend.cuda import CudaWay, State
-from services.nodeagent.suspend.memory_usage import Gauge
+from services.nodeagent.suspend.cuda import CudaCheckpoint, State
+from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
-from services.nodeagent.suspend.sleep_cuda import SleepCudaWay
+from services.nodeagent.suspend.sleep_cuda import SleepThenCheckpoint
 from shared.contracts.engine import EngineAsleep
 from shared.errors import CannotSuspend, EngineFailed
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
@@ -35,10 +35,10 @@ def driver() -> FakeDriver:
     return FakeDriver({A: 40 * GIB, B: GIB})
 
 
-def ways(driver: FakeDriver) -> tuple[CudaWay, SleepCudaWay, Sleeper]:
-    gauge = Gauge({"cuda:0": FakeGpu(driver)})
-    cuda, sleeper = CudaWay(driver, "", Frozen(driver), gauge), Sleeper(driver)
-    return cuda, SleepCudaWay(cuda, sleeper, gauge), sleeper
+def ways(driver: FakeDriver) -> tuple[CudaCheckpoint, SleepThenCheckpoint, Sleeper]:
+    gauge = MemoryUsage({"cuda:0": FakeGpu(driver)})
+    cuda, sleeper = CudaCheckpoint(driver, "", Frozen(driver), gauge), Sleeper(driver)
+    return cuda, SleepThenCheckpoint(cuda, sleeper, gauge), sleeper
 
 
 def target(*levels: int) -> Target:
@@ -58,7 +58,7 @@ async def test_it_sleeps_and_is_then_checkpointed(driver: FakeDriver) -> None:
 async def test_an_engine_that_would_not_sleep_is_left_alone(driver: FakeDriver) -> None:
     _, both, sleeper = ways(driver)
     sleeper.refuses = True
-    with pytest.raises(CannotSuspend, match="would not sleep: it is busy"):
+    with pytest.raises(CannotSuspend, match="refused to sleep: it is busy"):
         await both.suspend(target(1))
     assert set(driver.states.values()) == {State.RUNNING}
 
@@ -74,7 +74,7 @@ async def test_a_checkpoint_that_fails_leaves_it_asleep_and_running(driver: Fake
 def test_without_a_sleep_of_its_own_there_is_nothing_to_combine(driver: FakeDriver) -> None:
     _, both, _ = ways(driver)
     assert both.outlook(target()).way is None
-    assert "no sleep of level 1" in both.outlook(target(2)).reason
+    assert "no sleep level 1" in both.outlook(target(2)).reason
 
 
 async def test_the_quicker_one_is_taken_by_what_was_measured(driver: FakeDriver) -> None:

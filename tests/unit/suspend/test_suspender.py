@@ -1,4 +1,4 @@
-"""What the keeper looks at when an engine is back, with ways and devices made of numbers. Real processes: tests/integration/suspend."""
+"""What the suspender looks at when an engine is back, with ways and devices made of numbers. Real processes: tests/integration/suspend."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from services.nodeagent.domain.state import Instance, Outlook, Parking
+from services.nodeagent.domain.state import Instance, Outlook, SuspendState
 from services.nodeagent.suspend import suspender
-from services.nodeagent.suspend.cgroups import Groups
-from services.nodeagent.suspend.memory_usage import Gauge
-from services.nodeagent.suspend.port import Taken, Target
-from services.nodeagent.suspend.suspender import Keeper
+from services.nodeagent.suspend.cgroups import Cgroups
+from services.nodeagent.suspend.memory_usage import MemoryUsage
+from services.nodeagent.suspend.port import SuspendResult, Target
+from services.nodeagent.suspend.suspender import Suspender
 from shared.contracts.engine import EngineProbed
 from shared.contracts.node import SuspendWay
 from shared.errors import CannotSuspend, DeviceFailed, RestoreFailed
 from tests.unit.nodeagent.world import start
 
 MIB = 1 << 20
-NO_GROUPS = Groups("n", None, None, "none here")
+NO_GROUPS = Cgroups("n", None, None, "none here")
 
 
-class Numbers(Gauge):
+class Numbers(MemoryUsage):
     """`there`: MiB that engines hold now."""
 
     def __init__(self, there: int) -> None:
@@ -35,11 +35,11 @@ class Numbers(Gauge):
 
     def held(self, target: Target) -> int:
         if self.lost:
-            raise DeviceFailed("NVML says nothing of cuda:0")
+            raise DeviceFailed("NVML cannot read cuda:0")
         return self.there * MIB
 
 
-class Way:
+class SuspendMethod:
     """Does nothing, and would do so."""
 
     def __init__(self, name: SuspendWay, resume_s: float = 0.1) -> None:
@@ -53,10 +53,10 @@ class Way:
     def outlook(self, target: Target) -> Outlook:
         return Outlook(way=self.name, resume_s=self.resume_s)
 
-    async def suspend(self, target: Target) -> Taken:
+    async def suspend(self, target: Target) -> SuspendResult:
         if self.fails:
             raise CannotSuspend(self.fails)
-        return Taken(100, 0, 100)
+        return SuspendResult(100, 0, 100)
 
     async def resume(self, target: Target) -> None: ...
 
@@ -69,15 +69,15 @@ async def awake(subject: str, request: Any, reply: Any) -> Any:
     return EngineProbed(same=True, took_ms=1.0)
 
 
-def keeper(there: int, *ways: Way) -> Keeper:
-    return Keeper({w.name: w for w in ways or (Way("cpu"),)}, NO_GROUPS, Numbers(there), awake, 1.0)
+def make_suspender(there: int, *ways: SuspendMethod) -> Suspender:
+    return Suspender({w.name: w for w in ways or (SuspendMethod("cpu"),)}, NO_GROUPS, Numbers(there), awake, 1.0)
 
 
 def suspended(way: SuspendWay, *, frees: int, left: int, snapshot: int) -> Instance:
-    parking = Parking(
+    suspend_state = SuspendState(
         outlook=Outlook(way=way), freezing=True, frees_bytes=frees * MIB, left_bytes=left * MIB, snapshot_bytes=snapshot * MIB
     )
-    return Instance(command=start(), token=1, progress_at=0.0, parking=parking)
+    return Instance(command=start(), token=1, progress_at=0.0, suspend_state=suspend_state)
 
 
 @pytest.mark.parametrize(("there", "comes_back"), [(300, True), (30, False)])
@@ -85,27 +85,27 @@ async def test_on_cpu_what_lay_in_swap_all_along_has_to_be_there_too(there: int,
     """A second suspension frees the little that was touched since the first. Of a process that died meanwhile all is missing."""
     instance = suspended("cpu", frees=4, left=1, snapshot=320)
     if comes_back:
-        assert await keeper(there).resume(instance, "cpu") == there * MIB
+        assert await make_suspender(there).resume(instance, "cpu") == there * MIB
         return
     with pytest.raises(RestoreFailed, match="30 of the 321 MiB"):
-        await keeper(there).resume(instance, "cpu")
+        await make_suspender(there).resume(instance, "cpu")
 
 
 async def test_elsewhere_what_was_freed_has_to_be_there_again() -> None:
     """The snapshot's size says nothing of it: an engine that sleeps has kept none, and one that was written to swap less."""
     instance = suspended("sleep", frees=900, left=100, snapshot=0)
-    assert await keeper(1000, Way("sleep")).resume(instance, "sleep") == 1000 * MIB
+    assert await make_suspender(1000, SuspendMethod("sleep")).resume(instance, "sleep") == 1000 * MIB
     with pytest.raises(RestoreFailed, match="500 of the 1000 MiB"):
-        await keeper(500, Way("sleep")).resume(instance, "sleep")
+        await make_suspender(500, SuspendMethod("sleep")).resume(instance, "sleep")
 
 
 async def test_a_device_that_cannot_be_read_proves_nothing() -> None:
     numbers = Numbers(1000)
     numbers.lost = True
-    found = Keeper({"sleep": Way("sleep")}, NO_GROUPS, numbers, awake, 1.0)
+    found = Suspender({"sleep": SuspendMethod("sleep")}, NO_GROUPS, numbers, awake, 1.0)
     outlook, used = await found.assess(alive())
-    assert (outlook.way, outlook.reason, used) == (None, "NVML says nothing of cuda:0", 0)
-    with pytest.raises(RestoreFailed, match="NVML says nothing of cuda:0"):
+    assert (outlook.way, outlook.reason, used) == (None, "NVML cannot read cuda:0", 0)
+    with pytest.raises(RestoreFailed, match="NVML cannot read cuda:0"):
         await found.resume(suspended("sleep", frees=900, left=100, snapshot=0), "sleep")
 
 
@@ -116,8 +116,8 @@ def alive() -> Instance:
 
 async def test_a_way_that_failed_with_a_model_is_left_for_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA's checkpoint fails with whatever shares memory between processes, each time anew."""
-    quick, slow = Way("cuda", 0.1), Way("sleep", 0.5)
-    found = keeper(100, quick, slow)
+    quick, slow = SuspendMethod("cuda", 0.1), SuspendMethod("sleep", 0.5)
+    found = make_suspender(100, quick, slow)
     assert (await found.assess(alive()))[0].way == "cuda"
     quick.fails = "cuCheckpointProcessCheckpoint of pid 1 failed: CUDA_ERROR_NOT_SUPPORTED"
     with pytest.raises(CannotSuspend, match="NOT_SUPPORTED"):
@@ -128,8 +128,8 @@ async def test_a_way_that_failed_with_a_model_is_left_for_the_next_best(monkeypa
 
 
 async def test_a_way_that_failed_is_tried_again_where_there_is_no_other() -> None:
-    only = Way("cpu")
-    found = keeper(100, only)
+    only = SuspendMethod("cpu")
+    found = make_suspender(100, only)
     only.fails = "swap is full"
     with pytest.raises(CannotSuspend):
         await found.suspend(alive(), "cpu")
@@ -145,8 +145,10 @@ async def test_it_has_as_long_to_answer_as_its_size_takes(expected_s: float, ask
         asked.append(request.deadline_ms)
         return EngineProbed(same=True, took_ms=1.0)
 
-    found = Keeper({"sleep": Way("sleep")}, NO_GROUPS, Numbers(1000), waking, 1.0)
+    found = Suspender({"sleep": SuspendMethod("sleep")}, NO_GROUPS, Numbers(1000), waking, 1.0)
     instance = suspended("sleep", frees=900, left=100, snapshot=0)
-    outlook = instance.parking.outlook.model_copy(update={"resume_s": expected_s})
-    await found.resume(instance.model_copy(update={"parking": instance.parking.model_copy(update={"outlook": outlook})}), "sleep")
+    outlook = instance.suspend_state.outlook.model_copy(update={"resume_s": expected_s})
+    await found.resume(
+        instance.model_copy(update={"suspend_state": instance.suspend_state.model_copy(update={"outlook": outlook})}), "sleep"
+    )
     assert 0.9 * asked_ms <= asked[0] <= asked_ms

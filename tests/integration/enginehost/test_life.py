@@ -81,7 +81,7 @@ async def test_an_engine_that_is_not_installed_is_told_with_what_to_set(
     start = hosts.host(hosted_card(str(weights), engine=engine, memory=MIB), **settings)
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
-    assert f"say where this node has it with {variable}" in report.error.message
+    assert f"set {variable}" in report.error.message
 
 
 async def test_on_cpu_the_meshs_own_processes_go_before_it(hosts: Hosts) -> None:

@@ -66,7 +66,7 @@ async def test_what_is_not_told_whole_is_not_moved(hosts: Hosts, instance: str) 
     stream = await hosts.ask(instance, "completion", **asked(TORN, fake={"says": TORN * 5, "pace": 0.02}))
     await stream.until(lambda r: len("".join(d.text for x in r if isinstance(x, InferData) for d in x.progress)) > BEFORE + 1)
     (running,) = (await hosts.mesh.request(control, ListRequests(), RequestsListed)).requests
-    assert "did not tell all" in running.fixed
+    assert "did not report all" in running.fixed
     with pytest.raises(NotFound):
         await hosts.mesh.request(control, ReadTokens(request_id=stream.request_id), TokensRead)
     resume = resume_of(stream.replies)

@@ -170,4 +170,4 @@ def test_engines_that_cannot_wait_are_told() -> None:
         [sys.executable, "-m", "services.enginehost", "--spare", "ollama"], capture_output=True, text=True, check=False
     )
     assert told.returncode == 2
-    assert "no interpreter of ollama can wait" in told.stderr
+    assert "engine ollama does not support spare interpreters" in told.stderr

@@ -30,12 +30,12 @@ async def test_a_killed_agent_disturbs_no_stream_and_the_next_one_adopts(node: N
     chunks: list[bytes] = []
     finished = asyncio.Event()
 
-    async def has_reported(message: object) -> None:
+    async def on_message(message: object) -> None:
         chunks.append(getattr(message, "data", b""))
         if b'"kind":"finished"' in chunks[-1]:
             finished.set()
 
-    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=has_reported)
+    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=on_message)
     await begin_request(node, instance_id)
     node.kill_agent()
     await node.start_agent()

@@ -66,11 +66,11 @@ async def test_a_drain_lets_running_requests_finish(node: Node) -> None:
     await node.reaches(instance_id, READY)
     finished = asyncio.Event()
 
-    async def has_reported(message: object) -> None:
+    async def on_message(message: object) -> None:
         if b'"kind":"finished"' in getattr(message, "data", b""):
             finished.set()
 
-    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=has_reported)
+    await node.mesh.nc.subscribe(f"t.{instance_id}", cb=on_message)
     await begin_request(node, instance_id)
     await node.stop(instance_id)
     assert node.instance(instance_id).state in (READY, DRAINING)

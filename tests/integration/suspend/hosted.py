@@ -51,7 +51,7 @@ async def generate(node: Node, instance_id: str, prompt: str = "once upon a time
     parts: list[bytes] = []
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def has_reported(message: Any) -> None:
+    async def on_message(message: Any) -> None:
         reply = INFER_REPLY.validate_json(message.data)
         if isinstance(reply, InferData):
             parts.append(base64.b64decode(reply.data))
@@ -60,7 +60,7 @@ async def generate(node: Node, instance_id: str, prompt: str = "once upon a time
         if isinstance(reply, InferEnd | InferRaw | InferFailed) and not ended.done():
             ended.set_exception(AssertionError(reply)) if isinstance(reply, InferFailed) else ended.set_result(None)
 
-    subscription = await node.mesh.nc.subscribe(inbox, cb=has_reported)
+    subscription = await node.mesh.nc.subscribe(inbox, cb=on_message)
     request = InferRequest(
         request_id=uuid.uuid4().hex,
         instance_id=instance_id,

@@ -230,7 +230,7 @@ def test_without_swap_or_room_in_it_there_is_a_clear_refusal(
     target = tree.target(groups)
     assert way.outlook(target).way == "cpu"
     monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(1 << 30, 10 * MIB))
-    assert "of swap that are free" in way.outlook(target).reason
+    assert "of free swap" in way.outlook(target).reason
     monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(0, 0))
     assert "no swap" in way.outlook(target).reason
     monkeypatch.setattr(memory, "has_capability", lambda _: False)
@@ -241,6 +241,6 @@ async def test_processes_that_may_not_be_grouped_are_not_suspended(way: PageOut,
     pids = tuple(descendants(tree.process.pid))
     outside = Target("i", "vllm", ("cpu:0",), pids)
     groups.create("i")
-    assert "may not be put into a control group" in way.outlook(outside).reason
-    with pytest.raises(CannotSuspend, match="may not be put"):
+    assert "cannot be moved into a control group" in way.outlook(outside).reason
+    with pytest.raises(CannotSuspend, match="cannot be moved"):
         await way.suspend(outside)

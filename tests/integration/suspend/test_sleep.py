@@ -54,7 +54,7 @@ async def test_a_200_that_freed_nothing_is_told_and_it_is_stopped(node: Node) ->
     await node.suspend("s1")
     status = await node.reaches("s1", ASLEEP, STOPPED, FAILED)
     assert status.state is STOPPED
-    assert "says that it sleeps" in status.suspension.reason
+    assert "reports that it sleeps" in status.suspension.reason
     await node.until(lambda s: s.devices[0].reserved_bytes == 0)
 
 
@@ -68,4 +68,4 @@ async def test_other_tokens_after_its_sleep_are_one_cold_start(node: Node) -> No
     assert again.state is READY, again.error
     assert set(again.pids).isdisjoint(before.pids)
     assert again.suspension.fell_back is not None
-    assert "otherwise than before" in again.suspension.fell_back.message
+    assert "differs from its output before" in again.suspension.fell_back.message

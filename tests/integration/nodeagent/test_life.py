@@ -168,7 +168,7 @@ async def test_stale_tokens_are_refused_and_remembered(node: Node) -> None:
 
 
 async def test_an_unknown_instance_is_stopped_already(node: Node) -> None:
-    await node.stop("never-has_reported-of")
+    await node.stop("never-started")
 
 
 async def test_a_start_without_progress_fails_and_progress_keeps_it_alive(node: Node) -> None:

@@ -26,10 +26,10 @@ EPOCH = 1 << 32
 async def inspected(node: Node, spec: ModelSpec) -> ModelCard:
     ready = asyncio.Event()
 
-    async def has_reported(_: LoaderStatus) -> None:
+    async def on_status(_: LoaderStatus) -> None:
         ready.set()
 
-    await node.mesh.listen(subjects.loader_status(node.name), LoaderStatus, has_reported).start()
+    await node.mesh.listen(subjects.loader_status(node.name), LoaderStatus, on_status).start()
     await asyncio.wait_for(ready.wait(), 30)
     answer = await node.mesh.request(subjects.loader_command(node.name), InspectModel(spec=spec), Inspected)
     return ModelCard(spec=spec, info=answer.info, created=0)

@@ -10,6 +10,7 @@ adopts them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine
@@ -43,7 +44,7 @@ from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, StartInstance, StatusWanted, SuspendInstance
-from shared.errors import DeviceMissing
+from shared.errors import Conflict, DeviceMissing
 from shared.messaging import Mesh
 from shared.private import make_private
 from shared.tasks import end, first
@@ -60,22 +61,24 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
     if settings.zygote and len(str(socket_path).encode()) > MAX_SOCKET_PATH:
         log.error(f"THAW_HOME is too long: {socket_path} has over {MAX_SOCKET_PATH} bytes, the most a Unix socket's path may have")
         return 2
-    try:
-        make_private(settings.node_state, 0o755)
-        (settings.node_state / "logs").mkdir(parents=True, exist_ok=True)
-        records = Records(agent_directory)
-        known = list(records.load())
-        adopting = any(r.instance.ended_at is None for r in known)
-        devices = open_devices(settings, agent_directory / "budgets.json", adopting=adopting)
-    except (DeviceMissing, OSError) as fault:
-        log.error(f"cannot start: {fault}")
-        return 2
-    async with asyncio.TaskGroup() as tasks:
-        agent = Nodeagent(settings, records, devices, tasks)
+    with contextlib.ExitStack() as held:
         try:
-            return await agent.serve(known, stop)
-        finally:
-            await agent.give_up()
+            make_private(settings.node_state, 0o755)
+            (settings.node_state / "logs").mkdir(parents=True, exist_ok=True)
+            records = Records(agent_directory)
+            held.enter_context(records.sole())
+            known = list(records.load())
+            adopting = any(r.instance.ended_at is None for r in known)
+            devices = open_devices(settings, agent_directory / "budgets.json", adopting=adopting)
+        except (Conflict, DeviceMissing, OSError) as fault:
+            log.error(f"cannot start: {fault}")
+            return 2
+        async with asyncio.TaskGroup() as tasks:
+            agent = Nodeagent(settings, records, devices, tasks)
+            try:
+                return await agent.serve(known, stop)
+            finally:
+                await agent.give_up()
 
 
 class Nodeagent:

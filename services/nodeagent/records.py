@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 from services.nodeagent.domain.state import Instance
 from shared.contracts.base import Frozen
 from shared.contracts.phases import PhaseSpan
+from shared.errors import Conflict
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +43,28 @@ class Records:
     def __init__(self, agent_directory: Path) -> None:
         self._directory = agent_directory / "instances"
         self._epoch = agent_directory / "epoch"
+        self._lock = agent_directory / "lock"
         self._boot = machine_boot()
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @contextmanager
+    def sole(self) -> Iterator[None]:
+        """Be the only agent of this node.
+
+        Raises:
+            Conflict: Another agent runs with this state, and would start and stop the same engines.
+        """
+        fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                raise Conflict(
+                    f"another nodeagent runs with {self._lock.parent}; stop it, or give this one another THAW_NODE or THAW_HOME"
+                ) from e
+            yield
+        finally:
+            os.close(fd)
 
     def save(self, instance: Instance, phases: tuple[PhaseSpan, ...]) -> None:
         record = Record(machine_boot=self._boot, instance=instance, phases=phases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -147,3 +148,17 @@ async def test_a_nats_server_that_restarts_changes_nothing(own_nats: NatsServer,
         assert (after.state, after.pids) == (READY, before.pids)
         await node.stop(instance_id)
         await node.reaches(instance_id, STOPPED)
+
+
+async def test_a_second_agent_of_a_node_refuses_to_start(node: Node) -> None:
+    """It would adopt, start and stop the same engines."""
+    instance_id = await node.start()
+    await node.reaches(instance_id, READY)
+    output = node.home / "second.log"
+    with output.open("wb") as log:
+        second = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.nodeagent", env=node.environment, stdout=log, stderr=log
+        )
+        assert await asyncio.wait_for(second.wait(), 60) == 2
+    assert "another nodeagent runs with" in output.read_text()
+    assert node.instance(instance_id).state is READY

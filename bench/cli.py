@@ -39,7 +39,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     with own_mesh() as environment:
         for name, arguments in _COMMANDS.items():
-            measure(arguments, environment, 2)  # the files come into the page cache
+            measure(arguments, environment, 2)  # the files enter the page cache
             cpu, wall = measure(arguments, environment, options.runs)
             print(f"thaw {' '.join(arguments):10} CPU {spread(cpu)} ms, wall {spread(wall)} ms", flush=True)
             figures |= {f"{name}_cpu_ms": median(cpu), f"{name}_wall_ms": median(wall)}

@@ -2,7 +2,7 @@
 
     python -m bench.convert [--bytes 1GB] [--rounds N] [--directory DIR] [--json PATH]
 
-The checkpoint is random bfloat16 in Llama's shapes (bench/loader.py's). Each round takes every load once, in an order drawn anew, each in
+The checkpoint is random bfloat16 in Llama's shapes (bench/loader.py's). Each round takes every load once, in a new random order, each in
 a fresh process, with the files out of the page cache (posix_fadvise); the clock runs from before the first byte until a checksum over three
 pages of every tensor is known. GB are 10^9 bytes of tensors. Everything written is removed.
 """

@@ -84,7 +84,7 @@ def set_cache(files: list[Path], *, warm: bool) -> None:
 
 
 def level(files: list[Path]) -> None:
-    """Use up what the disk may lend for a while: shared and virtual disks give bursts, which would go to the case that comes after a rest."""
+    """Use up what the disk may lend for a while: shared and virtual disks give bursts, which would favour the case after a rest."""
     with mmap.mmap(-1, 16 * MB) as room, memoryview(room) as into:
         for path in files:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -142,7 +142,7 @@ class Loading:
         return figures
 
     def _until(self, start: str) -> str:
-        """The figures, if they come before a line that begins with `start`, or are that; else nothing."""
+        """The figures, if they precede a line that begins with `start`, or are that; else nothing."""
         assert self._process.stdout is not None
         for line in iter(self._process.stdout.readline, ""):
             if line.startswith("{"):

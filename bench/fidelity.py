@@ -1,4 +1,4 @@
-"""How near the simulator comes to the mesh: a run of the real one is recorded and replayed with parameters that were measured in it.
+"""How close the simulator is to the mesh: a run of the real one is recorded and replayed with parameters that were measured in it.
 
     python -m bench.fidelity [--seconds 240] [--rps 0.3] [--cv 2] [--seed 1] [--keep DIRECTORY] [--json PATH]
     python -m bench.fidelity --replay DIRECTORY…   what was kept is replayed once more, of several also each by the parameters of the others

@@ -34,10 +34,10 @@ _Request = tuple[bool, float, dict[str, float]]
 class Measured:
     """Seconds, means over the recorded run: means of phases add up to the mean of their sum, medians do not.
 
-    `gateway`: from a request's arrival to its demand being has_reported. `message`: from a command's sending to its taking effect. `decision`: until
+    `gateway`: from a request's arrival to the receipt of its demand. `message`: from a command's sending to its taking effect. `decision`: until
     the command is sent. `container`, `init`: as recorded.
     `warm_up`: as recorded. `more`: from then to the gateway's sending the request, and what a first prompt takes longer than others. `leave`: what
-    the scheduler waited for bytes whose holders served nobody. `reply`: of a warm TTFT, what is neither waiting
+    the scheduler waited for bytes of idle holders. `reply`: of a warm TTFT, what is neither waiting
     in the engine nor computing. `prefill`: a pass over one prompt; `prefill_more`: each further one. `token`: each further token.
     """
 
@@ -54,7 +54,7 @@ class Measured:
     prefill_more: float
     token: float
     restore: float = 0.0
-    """From sending the command to the gateway's sending a request to who was suspended; 0: nobody was."""
+    """Milliseconds from the command to the gateway's request to the suspended instance; 0: none was suspended."""
 
 
 def _span(spans: Iterable[PhaseSpan], phase: Phase, process: str = "") -> list[PhaseSpan]:

@@ -124,7 +124,7 @@ class Gateway:
         return f"http://127.0.0.1:{self.port}"
 
     def reset_peak(self) -> int:
-        """Begin to measure the peak anew; returns the present size in bytes."""
+        """Reset the peak; returns the present size in bytes."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
         return self.peak()
 
@@ -132,7 +132,7 @@ class Gateway:
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) * 1024
-        raise RuntimeError("the kernel does not tell VmHWM")
+        raise RuntimeError("the kernel does not report VmHWM")
 
     def stalls(self, since: float) -> tuple[float, float]:
         """The latest waking and the most CPU time between two, in ms, since a monotonic time."""

@@ -70,7 +70,7 @@ class Figures:
 
 
 class SwapMesh:
-    """A mesh of its own with one model per entry of `models`, all kept until they are told to leave."""
+    """A mesh of its own with one model per entry of `models`, all kept until they are stopped."""
 
     def __init__(self, home: Path, models: list[dict[str, Any]], device: str, budget: int, *, suspend: bool) -> None:
         self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_SUSPEND": "auto" if suspend else "off"}
@@ -104,8 +104,11 @@ class SwapMesh:
         return first, (time.perf_counter() - started) * 1e3, text
 
     def decoding(self, model: str) -> float:
-        """Tokens per second after the first: what a long answer takes more than one of one token. When its pieces come tells little: while an engine
-        computes on every core its own server waits, and vLLM's then puts all that has been generated meanwhile into one event."""
+        """Tokens per second after the first, by how much longer a long answer takes than one of one token.
+
+        The arrival times of its pieces say little: while an engine computes on every core its own server waits, and vLLM's then puts all that has
+        been generated meanwhile into one event.
+        """
         tokens = TOKENS.get(model, MANY_TOKENS)
         one = median([self.ask(model)[1] for _ in range(3)])
         return (tokens - 1) / max(self.ask(model, tokens)[1] - one, 1e-3) * 1e3
@@ -142,7 +145,7 @@ def swap(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
         took = mesh.ask(engine)[0]
         resumed = mesh.instance(engine)["last_resume"]
         if resumed is None:
-            print(f"{engine} was started anew in {took:.0f} ms: that was predicted to be sooner than to resume it", file=sys.stderr)
+            print(f"{engine} was started cold in {took:.0f} ms: that was predicted to be sooner than to resume it", file=sys.stderr)
             break
         figures.add(engine, f"resume_{order}_ttft_ms", took)
         figures.add(engine, f"resume_{order}_ms", resumed["took_ms"])

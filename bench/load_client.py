@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     async def ask(self, request: bytes, deadline: float = math.inf, *, counted: bool = True) -> int:
-        """How many texts came. Those after the deadline (`time.perf_counter`) are waited for and not tallied."""
+        """The number of texts received. Those after the deadline (`time.perf_counter`) are waited for and not tallied."""
         self._parser = httptools.HttpResponseParser(self)
         self._events = Events()
         self._texts = 0
@@ -134,7 +134,7 @@ class Connection(asyncio.Protocol):
         self._last = now
 
     def on_message_complete(self) -> None:
-        # The bytes that came with the end are taken first.
+        # Bytes that arrived with the end are read first.
         asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
@@ -176,7 +176,7 @@ async def load(options: argparse.Namespace) -> Tally:
         while time.perf_counter() < deadline if options.seconds else asked < options.requests:
             asked += 1
             if (texts := await connection.ask(request, deadline)) != options.tokens:
-                raise RuntimeError(f"{texts} tokens came of {options.tokens}")
+                raise RuntimeError(f"{texts} tokens arrived of {options.tokens}")
 
     await asyncio.gather(*(stream(c, i * options.stagger) for i, c in enumerate(connections)))
     tally.elapsed_s = options.seconds or time.perf_counter() - started

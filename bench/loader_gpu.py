@@ -4,7 +4,7 @@
 
 - curve:     copies of 64 KiB to 64 MiB from page-locked memory, back to back, and the elbow that copies are grouped at;
 - DRAM:      `--bytes` in chunks of 16 MiB through the loader's device, against one cudaMemcpyAsync for each chunk, all queued at once.
-             Both from memory that is page-locked already, as the pool's is; how fast page-locking is, is told beside it;
+             Both from memory that is page-locked already, as the pool's is; the speed of page-locking is printed beside it;
 - small:     the same bytes given in ranges of 256 KiB, grouped, and copied one by one;
 - devices:   the same to every device at the same time;
 - SSD:       a cold file of `--bytes` by direct reads of 16 MiB from four threads, each chunk on its way to the device as soon as it is

@@ -1,4 +1,4 @@
-"""Moving running streams: what their clients wait, and what it does to everybody else.
+"""Moving running streams: the pauses of their clients, and the cost for other streams.
 
     python -m bench.migration [--contexts 64,256,1024,4096] [--rounds N] [--parts pause,throughput,policies] [--json PATH [--add]]
 
@@ -13,7 +13,7 @@ throughput  eight streams of one instance on node-0 (60M model). Tokens per seco
             streams running at the destination. All that is neither of node-0 nor of node-1, and all clients, run on node-1's core.
 policies    the scenario of ServerlessLLM's Fig. 3: model A (60M) runs on node-1, which has B's weights (250M) in host memory; node-0 is free, has A's
             in host memory and B's only at a slow source. Now B is asked for. availability: B loads on node-0. locality: B waits on node-1 until A is
-            done. preemption: A is interrupted and starts again on node-0. migration: the scheduler decides, and moves A's stream. Told of both
+            done. preemption: A is interrupted and starts again on node-0. migration: the scheduler decides, and moves A's stream. Printed for both
             requests is the latency (from being asked for to the last token), of B the time to the first token, of A the longest pause.
 """
 
@@ -39,13 +39,13 @@ PARTS = ("pause", "throughput", "policies")
 def pause_table(contexts: list[int], figures: Values) -> Table:
     table = Table("context", "token ms", *(f"{w}: pause ms" for w in WAYS), "rounds: total ms", "rounds", title="Moving one stream")
     for c in contexts:
-        pause = [_told(figures.get(f"{w}.{c}.pause_ms")) for w in WAYS]
+        pause = [_spread(figures.get(f"{w}.{c}.pause_ms")) for w in WAYS]
         totals, count, token = (figures.get(f"rounds.{c}.{k}") for k in ("total_ms", "rounds", "token_ms"))
-        table.add_row(str(c), _told(token), *pause, _told(totals), _told(count))
+        table.add_row(str(c), _spread(token), *pause, _spread(totals), _spread(count))
     return table
 
 
-def _told(values: list[float] | None) -> str:
+def _spread(values: list[float] | None) -> str:
     return spread(values) if values else "-"
 
 
@@ -53,10 +53,10 @@ def throughput_table(figures: Values) -> Table:
     table = Table("destination", "whose", "before", "while one moves", "lost %", "window ms", title="Tokens per second")
     for case in ("alone", "beside"):
         for who in ("others", "all", "destination"):
-            told = [figures.get(f"throughput.{case}.{who}.{k}", []) for k in ("before", "during", "lost_percent")]
-            if all(told):
+            values = [figures.get(f"throughput.{case}.{who}.{k}", []) for k in ("before", "during", "lost_percent")]
+            if all(values):
                 window = spread(figures[f"throughput.{case}.window_ms"])
-                table.add_row("idle" if case == "alone" else "serves four", who, *map(spread, told), window)
+                table.add_row("idle" if case == "alone" else "serves four", who, *map(spread, values), window)
     return table
 
 

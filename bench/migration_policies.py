@@ -19,7 +19,7 @@ POLICIES = ("availability", "locality", "preemption", "migration")
 SIZES = {"a": "60m", "b": "250m"}
 SERVING = {"max_model_len": 2048, "max_concurrency": 4}
 CONNECTION_BYTES_S = 20 * 1024 * 1024
-"""The web server's limit for each of the loader's eight connections: B comes to node-0 at 160 MiB/s, as from a SATA disk."""
+"""The web server's limit for each of the loader's eight connections: B loads on node-0 at 160 MiB/s, as from a SATA disk."""
 A_PROMPT, A_TOKENS = 256, 1000
 B_PROMPT, B_TOKENS = 64, 192
 RUNS_S = 3.0
@@ -84,12 +84,12 @@ def policies(rounds: int, figures: Values) -> None:
 
 def _run(scene: Scene, policy: str, figures: Values) -> None:
     """B is asked for. availability: where a device is free. locality: where its weights are, and waits for A. preemption: there, and A, interrupted,
-    begins anew on node-0. migration: wherever the scheduler likes, and A may be moved; it decides so by itself."""
+    starts again on node-0. migration: wherever the scheduler likes, and A may be moved; it decides so by itself."""
     running = scene.set_up()
     scene.confine("b", *{"availability": NODES[:1], "migration": ()}.get(policy, NODES[1:]))
     if policy != "migration":  # a pinned instance is left alone
         scene.confine("a", pin=True)
-    said, began = len(running.tokens), running.began
+    generated, began = len(running.tokens), running.began
     asked = Timed(scene.url, completion("b", B_PROMPT, B_TOKENS))
     asked.start()
     pause = 0.0
@@ -98,7 +98,7 @@ def _run(scene: Scene, policy: str, figures: Values) -> None:
         running.leave()
         scene.confine("a", NODES[0])
         scene.json("sleep", "a")
-        running = begin(scene, "a", A_PROMPT, A_TOKENS, said)
+        running = begin(scene, "a", A_PROMPT, A_TOKENS, generated)
         pause = (time.monotonic() - interrupted) * 1e3
     if policy == "locality":
         running.result()
@@ -106,7 +106,7 @@ def _run(scene: Scene, policy: str, figures: Values) -> None:
     running.result()
     asked.result()
     if policy != "preemption":
-        pause = paused_ms(running, said)
+        pause = paused_ms(running, generated)
     where = (scene.place("a")[1] if policy != "locality" else NODES[1], scene.place("b")[1])
     errors = [s.error or "it did not end" for s in (running, asked) if s.error or not s.done]
     if where != EXPECTED[policy] or errors:

@@ -1,4 +1,4 @@
-"""EffectPorts 1 and 2 of the benchmark of moving: the pause by context, and what a move costs everybody else."""
+"""Parts 1 and 2 of the migration benchmark: the pause by context, and the cost of a move for other streams."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.cores import pin, unpin
-from bench.moving import NODES, Bed, Timed, Values, begin, come, completion, in_one_go, order, other, paused_ms
+from bench.moving import NODES, Bed, Timed, Values, await_tokens, begin, completion, in_one_go, order, other, paused_ms
 
 CONTEXT = 6144
 BEFORE = 24
-"""Tokens that a stream has said before it is moved."""
+"""Tokens that a stream has generated before it is moved."""
 AFTER = 32
 """… and after it."""
 WAYS = ("rounds", "one go", "restart")
@@ -44,7 +44,7 @@ def _one(mesh: Bed, context: int, way: str, figures: Values) -> None:
     stream = begin(mesh, "one", context, CONTEXT - context, BEFORE)
     source, node = mesh.place("one")
     (instance,) = mesh.on("one", other(node))
-    key, said, began = f"{way}.{context}", len(stream.tokens), time.monotonic()
+    key, generated, began = f"{way}.{context}", len(stream.tokens), time.monotonic()
     if way == "rounds":
         record = order(mesh, stream, other(node))
         if record is None:
@@ -61,12 +61,12 @@ def _one(mesh: Bed, context: int, way: str, figures: Values) -> None:
     if way == "restart":
         stream.leave()
         began = time.monotonic()
-        again = begin(mesh, "one", context, said + AFTER, said)
+        again = begin(mesh, "one", context, generated + AFTER, generated)
         figures[f"{key}.pause_ms"].append((time.monotonic() - began - median(stream.gaps[3:])) * 1e3)
         again.result()
     else:
-        come(stream, len(stream.tokens) + AFTER)
-        figures[f"{key}.pause_ms"].append(paused_ms(stream, max(3, said - 2)))
+        await_tokens(stream, len(stream.tokens) + AFTER)
+        figures[f"{key}.pause_ms"].append(paused_ms(stream, max(3, generated - 2)))
         stream.leave()
     stream.result()
     figures[f"{key}.token_ms"].append(median(stream.gaps[3:]) * 1e3)
@@ -104,7 +104,7 @@ def _streams(mesh: Bed, count: int) -> list[Timed]:
     for stream in streams:
         stream.start()
     for stream in streams:
-        come(stream, 5)
+        await_tokens(stream, 5)
     return streams
 
 
@@ -122,7 +122,7 @@ def _moves(mesh: Bed, case: str, here: list[Timed], there: list[Timed], rounds: 
             figures[f"throughput.{case}.not_done"].append(1.0)
             continue
         during = (ended - record["duration_ms"] / 1e3, ended)
-        come(moving, len(moving.tokens) + 4)
+        await_tokens(moving, len(moving.tokens) + 4)
         for who, streams in (("others", rest), ("all", here), ("destination", there)):
             if streams:
                 a, b = rate(streams, *before), rate(streams, *during)
@@ -136,4 +136,4 @@ def _moves(mesh: Bed, case: str, here: list[Timed], there: list[Timed], rounds: 
 
 def rate(streams: Sequence[Timed], since: float, until_: float) -> float:
     """Tokens per second of all of them together."""
-    return sum(s.said_by(until_) - s.said_by(since) for s in streams) / (until_ - since)
+    return sum(s.tokens_by(until_) - s.tokens_by(since) for s in streams) / (until_ - since)

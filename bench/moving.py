@@ -1,4 +1,4 @@
-"""What the benchmarks of moving share: streams that know when each token came, and orders to move them."""
+"""What the benchmarks of moving share: streams with the arrival time of each token, and orders to move them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Values = dict[str, list[float]]
 
 @dataclass
 class Timed(Stream):
-    """`at`: when each token came, in seconds of the monotonic clock."""
+    """`at`: arrival times of the tokens, in seconds of the monotonic clock."""
 
     at: list[float] = field(default_factory=list)
     ended: float = 0.0
@@ -37,8 +37,8 @@ class Timed(Stream):
         self.at += [now] * (len(self.tokens) - len(self.at))
         self.ended = now
 
-    def said_by(self, t: float) -> float:
-        """Tokens that had come by then; between two tokens a part of the later one."""
+    def tokens_by(self, t: float) -> float:
+        """Tokens that had arrived by then; between two tokens a part of the later one."""
         times = list(self.at)
         i = bisect_left(times, t)
         if i == 0 or i == len(times):
@@ -81,18 +81,18 @@ def completion(model: str, prompt: int, tokens: int) -> dict[str, Any]:
     return {"model": model, "prompt": ids, "max_tokens": tokens, "temperature": 0, "logprobs": 0, "stop": [], "ignore_eos": True}
 
 
-def begin(mesh: Roomy, model: str, prompt: int, tokens: int, said: int) -> Timed:
-    """A stream that has come so far."""
+def begin(mesh: Roomy, model: str, prompt: int, tokens: int, tokens_before: int) -> Timed:
+    """Start a stream, and wait until it has generated `tokens_before` tokens."""
     stream = Timed(mesh.url, completion(model, prompt, tokens))
     stream.start()
-    come(stream, said)
+    await_tokens(stream, tokens_before)
     return stream
 
 
-def come(stream: Stream, said: int) -> None:
-    """Wait until it has said so many tokens."""
-    until(lambda: len(stream.tokens) >= said or bool(stream.error) or stream.done, 240, f"{said} tokens")
-    if stream.error or len(stream.tokens) < said:
+def await_tokens(stream: Stream, count: int) -> None:
+    """Wait until the stream has generated `count` tokens."""
+    until(lambda: len(stream.tokens) >= count or bool(stream.error) or stream.done, 240, f"{count} tokens")
+    if stream.error or len(stream.tokens) < count:
         raise RuntimeError(stream.error or f"the stream ended after {len(stream.tokens)} tokens")
 
 
@@ -117,7 +117,7 @@ def order(mesh: Roomy, stream: Stream, node: str) -> dict[str, Any] | None:
 
 
 def in_one_go(mesh: Roomy, stream: Stream, source: str, instance: str) -> float:
-    """The gateway is told at once, with nothing prepared. Seconds until the first token came from there."""
+    """The gateway is asked at once, with nothing prepared. Seconds until the first token arrived from there."""
 
     async def move() -> float:
         nats = Mesh(CommonSettings(nats_url=SecretStr(mesh.endpoints["nats_url"])), "bench")

@@ -1,4 +1,4 @@
-"""Samples by name, kept in a file as they come, so that a long benchmark can be made in pieces and a broken one loses nothing."""
+"""Samples by name, written to a file at once, so that a long benchmark can be made in pieces and a broken one loses nothing."""
 
 from __future__ import annotations
 

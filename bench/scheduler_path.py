@@ -3,8 +3,8 @@
     python -m bench.scheduler_path [--devices N] [--decisions N] [--at-once 1,16,256] [--json PATH]
 
 The scheduler's own loop, repository and outbox, with real servers from their wheels (PostgreSQL waits for its disk at every commit); nodes
-are one process that says yes to every command. Demand comes for models that have no instance, `--at-once` of them at a time: the next one
-when one has been answered, which is after its plan is committed. A decision counts when its node has been told to start the instance. `CPU ms` is
+are one process that says yes to every command. Demand arrives for models that have no instance, `--at-once` of them at a time: the next one
+when one has been answered, which is after its plan is committed. A decision counts when its node has the command to start the instance. `CPU ms` is
 this process's time for each, which other work on the machine does not change.
 """
 
@@ -65,7 +65,7 @@ class Answers:
 
 
 async def obey(url: str) -> None:
-    """The nodes' process: `Done` to every command; tells how many starts it has seen."""
+    """The nodes' process: `Done` to every command; counts the starts."""
     client = Client()
     await client.connect(url)
     done, starts = Done().model_dump_json().encode(), 0

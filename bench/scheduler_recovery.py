@@ -84,12 +84,12 @@ async def term(url: str, repository: Repository, catalog: Catalog, cluster: Clus
                 state = await repository.load(lead.epoch, NOW)
             with timed(times, "catalogue"):
                 await catalog.reconcile([m.card for m in state.models.values()])
-            has_reported: list[Entity] = [*cluster.state.presence.values(), *cluster.state.reports.values()]
-            apply(state, [Put(e) for e in has_reported])
+            entities: list[Entity] = [*cluster.state.presence.values(), *cluster.state.reports.values()]
+            apply(state, [Put(e) for e in entities])
             with timed(times, "first"):
                 _first(state, cluster)
         if (len(state.instances), len(state.models)) != (len(cluster.state.instances), len(cluster.state.models)):
-            raise RuntimeError("not everything came back")
+            raise RuntimeError("not everything was recovered")
 
 
 def _first(state: ClusterState, cluster: Cluster) -> None:

@@ -4,10 +4,10 @@
     python -m bench.soak --report DIR [--json PATH]
 
 `thaw up` starts two nodes under a state directory of its own. One small model is pinned; three more compete for memory that holds two of them, so
-that swaps go on: where the machine can suspend them their engines are suspended and resumed, with `--suspend off` they are stopped and started.
+that swaps never stop: where the machine can suspend them their engines are suspended and resumed, with `--suspend off` they are stopped and started.
 The load is steady (bench/soak_load.py): RATE requests a second, streamed, whole, keyed, for an adapter, cancelled and malformed.
 Every 30 s, or a two-hundredth of the time if that is less, everything is counted (bench/soak_census.py); samples and requests are appended to
-files in DIR (a temporary directory by default), and `--report` prints what they say by then, while the run goes on too.
+files in DIR (a temporary directory by default), and `--report` prints what they say by then, during the run too.
 
 The first twelfth is left out as warm-up. The slope is Theil and Sen's with its 95 % interval (bench/trend.py); that of the second half alone stands
 beside it, and does not judge. A verdict is
@@ -91,12 +91,12 @@ def start_mesh(suspend: str, **environment: str) -> Thaw:
     return mesh
 
 
-def load_of(mesh: Thaw, rate: float, told: Callable[[Asked], None], deck: tuple[str, ...] = DECK) -> Load:
-    return Load(mesh.url, steady=STEADY, adapter=f"{STEADY}:{ADAPTER}", competing=COMPETING, rate=rate, told=told, deck=deck)
+def load_of(mesh: Thaw, rate: float, on_end: Callable[[Asked], None], deck: tuple[str, ...] = DECK) -> Load:
+    return Load(mesh.url, steady=STEADY, adapter=f"{STEADY}:{ADAPTER}", competing=COMPETING, rate=rate, on_end=on_end, deck=deck)
 
 
 class Traces:
-    """Tells which requests were cold, from the mesh's own traces, a page at a time."""
+    """Finds which requests were cold, from the mesh's own traces, a page at a time."""
 
     def __init__(self, mesh: Thaw) -> None:
         self._api = Api.local(Home(mesh.home))
@@ -114,7 +114,7 @@ class Traces:
 
 
 class Run:
-    """One soak: load and censuses at the same time, written down as they come."""
+    """One soak: load and censuses at the same time, written at once."""
 
     def __init__(self, mesh: Thaw, directory: Path, rate: float) -> None:
         self._counter = Counter(mesh, (STEADY,))
@@ -160,7 +160,7 @@ class Run:
         done: list[Asked] = []
         waiting: list[Asked] = []
         for asked in self._waiting:
-            # A trace is written off its request's path: it may come with the next census.
+            # A trace is written off its request's path: it may appear at the next census.
             asked.cold = self._cold.pop(asked.request_id, None)
             is_late = now - asked.at_s - asked.duration_ms / 1e3 > _TRACED_WITHIN_S
             (done if asked.cold is not None or is_late or final else waiting).append(asked)

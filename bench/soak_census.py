@@ -33,7 +33,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Counter:
-    """Counts what one mesh has. `steady`: models whose engines live as long as the mesh and are told of by themselves."""
+    """Counts what one mesh has. `steady`: models whose engines live as long as the mesh and are reported by themselves."""
 
     def __init__(self, mesh: Thaw, steady: tuple[str, ...]) -> None:
         self._mesh, self._steady = mesh, steady

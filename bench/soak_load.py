@@ -51,7 +51,7 @@ class Asked:
 
 
 class Load:
-    """Asks `rate` times a second. `told` hears of every request that has ended."""
+    """Sends `rate` requests a second. `on_end` is called with every finished request."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Load:
         adapter: str,
         competing: tuple[str, ...],
         rate: float,
-        told: Callable[[Asked], None],
+        on_end: Callable[[Asked], None],
         deck: tuple[str, ...] = DECK,
     ) -> None:
         self._deck = deck
         self._http = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(_TIMEOUT_S, connect=10), trust_env=False)
         self._steady, self._adapter, self._competing = steady, adapter, list(competing)
-        self._rate, self._told = rate, told
+        self._rate, self._on_end = rate, on_end
         self._began = time.monotonic()
         self._answers: dict[tuple[str, str], str] = {}
         self._count = itertools.count()
@@ -104,7 +104,7 @@ class Load:
         asked.duration_ms = (time.perf_counter() - started) * 1e3
         self.counts[kind] += 1
         self.counts["lost"] += asked.lost is not None
-        self._told(asked)
+        self._on_end(asked)
 
     def _model(self, kind: str) -> str:
         if kind == ADAPTER:

@@ -24,7 +24,7 @@ from thaw.units import format_size, parse_size
 
 _REPLIES, _REPLY_BYTES, _TRACE_BYTES = 14, 220, 1400
 _SETTLE_S = 12.0
-"""NATS drops blocks that nobody has read for ten seconds from its cache."""
+"""NATS drops blocks without a reader for ten seconds from its cache."""
 _AGE_S = 24 * 3600
 
 

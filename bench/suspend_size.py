@@ -1,7 +1,7 @@
 """How long a suspension by page-out takes for how many bytes, beside what the disk writes at all: a part of `bench.hot_swap`.
 
 A process of each size is suspended and resumed by the nodeagent's own adapter: all its pages written for the first time, then read again only,
-then all written anew. Its bytes cannot be compressed, so that zram gains nothing. In between fio writes as much to the disk that swap lies on.
+then all written again. Its bytes cannot be compressed, so that zram gains nothing. In between fio writes as much to the disk that swap lies on.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Ballast:
 
 
 def sizes(add: Add, rounds: int) -> None:
-    """`add` hears each figure."""
+    """`add` is called with each figure."""
     groups = open_cgroups(f"b{uuid.uuid4().hex[:6]}")
     way = PageOut(groups)
     if why := way.unavailable():

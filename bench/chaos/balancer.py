@@ -40,7 +40,7 @@ class Balancer:
         return f"http://127.0.0.1:{self.port}"
 
     def gateway_of(self, client_port: int) -> str | None:
-        """The gateway that serves the connection which comes from this port of the client."""
+        """The gateway that serves the connection from this port of the client."""
         return self._owners.get(client_port)
 
     def close(self) -> None:

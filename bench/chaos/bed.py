@@ -73,7 +73,7 @@ class Suspender:
 
 
 class Bed(Thaw):
-    """`hosted`: what runs the model `llama`, as said in the report."""
+    """`hosted`: what runs the model `llama`, as named in the report."""
 
     def __init__(self, **environment: str) -> None:
         super().__init__(**environment)

@@ -1,7 +1,7 @@
 """Carries out a plan of faults against a mesh under load, and keeps what was seen.
 
-For each fault: the processes are struck at the same instant; probes are sent at once; the next fault comes when the probes are answered and
-killed services run again, not before `PAUSE_S` and not after `PACE_S`: a fault that takes longer, as every stop may, has others come on top of it.
+For each fault: the processes are struck at the same instant; probes are sent at once; the next fault follows when the probes are answered and
+killed services run again, not before `PAUSE_S` and not after `PACE_S`: a fault that takes longer, as every stop may, overlaps with the next ones.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Findings:
 
 
 class Campaign:
-    """`say`: hears of each fault and of each request that went wrong, in a line."""
+    """`say` is called with a line for each fault and each request that went wrong."""
 
     def __init__(self, bed: Bed, seed: int, clients: int, say: Say) -> None:
         self._bed = bed
@@ -99,7 +99,7 @@ class Campaign:
         self._waker: threading.Thread | None = None
 
     def run(self, plan: tuple[Fault, ...], until_s: float | None = None) -> Findings:
-        """Carry out the plan, `until_s` seconds at most, then let everything come to rest and compare the set_ledger."""
+        """Carry out the plan, `until_s` seconds at most, then wait until the mesh is idle and compare reservations with live instances."""
         self._learn()
         begun = time.monotonic()
         watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
@@ -131,7 +131,7 @@ class Campaign:
             learner.join()
         wanted = sum(len(PROMPTS) * len(s.tokens) for s in self._served)
         if len(self._references) != wanted:
-            raise RuntimeError(f"only {len(self._references)} of {wanted} undisturbed answers came")
+            raise RuntimeError(f"only {len(self._references)} of {wanted} undisturbed answers arrived")
         self._say(f"learned {len(self._references)} undisturbed answers")
 
     def _learn_of(self, served: Served) -> None:
@@ -165,7 +165,7 @@ class Campaign:
         )
 
     def _was_struck(self, gateway: str | None, since: float) -> bool:
-        """Whether this gateway (None: any) has been struck since then; a stopped one may be replaced until it would go on."""
+        """Whether this gateway (None: any) has been struck since then; a stopped one may be replaced until it would continue."""
         with self._lock:
             struck = list(self._findings.struck)
         for s in struck:
@@ -177,7 +177,7 @@ class Campaign:
     # Faults.
 
     def _carry_out_all(self, plan: tuple[Fault, ...], begun: float, until_s: float | None) -> None:
-        """In order, but for faults whose victims are not there now: those come as soon as they are, or are skipped in the end."""
+        """In order, but for faults whose victims are not there now: those are injected as soon as they are, or skipped in the end."""
         waiting: deque[Fault] = deque()
         for fault in plan:
             if until_s is not None and time.monotonic() - begun > until_s:
@@ -217,7 +217,7 @@ class Campaign:
         return True
 
     def _follow(self, struck: Struck, found: list[tuple[Strike, psutil.Process]], cold: str, begun: float) -> None:
-        """Wait for the recovery, and tell of it."""
+        """Wait for the recovery, and report it."""
         self._await_recovery(struck, found, cold)
         ended = struck.recovered or time.monotonic()
         struck.until = max(ended, struck.at + STOP_S) if struck.fault.kind == "stop" else ended
@@ -293,7 +293,7 @@ class Campaign:
             time.sleep(0.02)
 
     def _is_replaced(self, strike: Strike, process: psutil.Process) -> bool:
-        """Whether a killed service runs again. Engines and zygotes come when they are asked for; stopped processes go on by themselves."""
+        """Whether a killed service runs again. Engines and zygotes start on demand; stopped processes continue by themselves."""
         if strike.action == "stop" or strike.victim in ("engine", "engine host", "hosted engine", "zygote"):
             return True
         wanted = 2 if strike.victim in ("gateway", "scheduler", "nodeagent", "loader") else 1
@@ -320,7 +320,7 @@ class Campaign:
         return exchange.answer.error is None
 
     def _cold_model(self) -> str:
-        """A builtin model that is on no node, as far as the last view tells; any other than the warm one if there is none."""
+        """A builtin model that is on no node, by the last view; any other than the warm one if there is none."""
         live = {i["model"] for n in self._cluster["nodes"] for i in n["instances"]}
         names = [s.name for s in self._served if s.engine == "builtin" and s.name in ("two", "three", "five")]
         return self._random.choice([n for n in names if n not in live] or names)

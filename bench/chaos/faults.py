@@ -81,7 +81,7 @@ def count(faults: tuple[Fault, ...]) -> Counter[str]:
 
 
 def _draw(random_: random.Random, deck: list[str], victims: dict[str, int], wanted: int) -> list[str]:
-    """Take `wanted` different kinds from the deck, which is dealt and shuffled anew when it runs out."""
+    """Take `wanted` different kinds from the deck, which is shuffled again when it is empty."""
     drawn: list[str] = []
     while len(drawn) < wanted:
         at = next((i for i in reversed(range(len(deck))) if deck[i] not in drawn), None)

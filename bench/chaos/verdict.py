@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one asking gave. `error` None: an answer. `tokens` 0: the engine does not tell. `gateway`: the one that had the connection."""
+    """The result of one request. `error` None: an answer. `tokens` 0: not reported by the engine. `gateway`: the one that had the connection."""
 
     text: str = ""
     finish: str | None = None
@@ -89,7 +89,7 @@ class Reference:
 
 
 def judge(exchange: Exchange, reference: Reference | None) -> Fate:
-    """The worst that can be said of the exchange."""
+    """The worst verdict of the exchange."""
     answer = exchange.answer
     if exchange.broken:
         return "broken"

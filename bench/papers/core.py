@@ -103,7 +103,7 @@ Measure = Callable[[Outcome], Figures]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulated set-up. `label` tells it from the others of its experiment; `everywhere`: every node's disk holds every model that fits.
+    """One simulated set-up. `label` distinguishes it within its experiment; `everywhere`: every node's disk holds every model that fits.
     Not `consolidated`: pipelines stay pipelines."""
 
     label: tuple[tuple[str, str], ...]

@@ -24,7 +24,7 @@ from simulator.workloads.request import Request
 
 SYSTEMS = ("ServerlessLLM", "Ray Serve", "Ray Serve with cache")
 WARM_UP = 2
-"""Requests come for twice the measured time; the first half fills the host memories (ours)."""
+"""Requests arrive for twice the measured time; the first half fills the host memories (ours)."""
 SCHEDULERS = (serverlessllm.PROFILE, shepherd.PROFILE, baselines.RANDOM)
 
 

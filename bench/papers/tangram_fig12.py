@@ -61,7 +61,9 @@ def run(options: Options) -> Result:
             again = Result("", "")
             again.measured((t.single(p, "L3", 16, count) for p in profiles), options.few, part)
             gain = again.row(policy="tangram").over(again.row(policy="sllm-cm"), "load_s")
-            result.notes.append(f"Sensitivity, how likely the same model comes again (L3) x {factor}: load over SLLM-CM's {gain}.")
+            result.notes.append(
+                f"Sensitivity, how likely the same model is requested again (L3) x {factor}: load over SLLM-CM's {gain}."
+            )
         c.REPEATED.update(base)
     return result
 

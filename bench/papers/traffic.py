@@ -50,7 +50,7 @@ def shares(models: int, zipf: float) -> list[float]:
 
 
 def bursts(rate: float, seconds: float, cv: float, random: Random) -> list[float]:
-    """Times of a Gamma renewal process that has been going on for long before 0."""
+    """Times of a Gamma renewal process that began long before 0."""
     if rate <= 0:
         return []
     shape = 1.0 / cv**2

@@ -49,11 +49,11 @@ def caught_half_way(mesh: Victim) -> tuple[Brake, int, list[Asked]]:
             asked = [Asked(mesh.url, "one", stream=stream, tokens=20) for stream in (True, False)]
             engine = stop_half_way(mesh, loader)
         except BaseException:
-            loader.let_go()
+            loader.resume()
             raise
         if engine is not None:
             return loader, engine, asked
-        loader.let_go()
+        loader.resume()
         for a in asked:
             a.outcome()
     pytest.fail(f"{ATTEMPTS} times the loader was too fast to be caught")
@@ -69,7 +69,7 @@ def test_killed_while_bytes_arrive(mesh: Victim, client: openai.OpenAI, victim: 
         else:
             old = mesh.kill(victim)
     finally:
-        loader.let_go()
+        loader.resume()
     for outcome in (a.outcome() for a in asked):
         assert (outcome.kind, outcome.text) == ("answered", expected)
     assert ask(client, tokens=20) == expected

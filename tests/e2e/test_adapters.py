@@ -168,7 +168,7 @@ async def test_an_adapter_comes_while_its_base_is_still_loaded(mesh: Thaw, clien
         assert {instance_of(h) for h in there["near"].holders} == set(there["far"].holders)
         assert not asked.done()
         server.faults.stall_after = None
-        server.let_go.set()
+        server.unblocked.set()
         assert await asked != await text(clients, "far")
     finally:
         await nc.close()

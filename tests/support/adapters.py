@@ -52,7 +52,7 @@ def write_adapter(
         tensors[f"{name}.lora_B.weight"] = (torch.randn(outputs, r, generator=random) * strength).to(dtype)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
-    told = {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "org/base",
@@ -67,7 +67,7 @@ def write_adapter(
         "init_lora_weights": True,
         **config,
     }
-    (directory / "adapter_config.json").write_text(json.dumps(told))
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -43,7 +43,7 @@ class ZygoteProcess:
             [sys.executable, "-m", "services.engine.zygote", str(self.socket)], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
-        self.said = self.process.stdout.readline()
+        self.first_line = self.process.stdout.readline()
 
     async def connect(self) -> ZygoteClient:
         reader, writer = await asyncio.open_unix_connection(str(self.socket))
@@ -77,7 +77,7 @@ class ZygoteClient:
 
 
 class Stream:
-    """What came back for one request, in order."""
+    """The messages received for one request, in order."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -167,7 +167,7 @@ class Engines:
         return found
 
     def is_ready(self, instance_id: str) -> bool:
-        """Whether it has said so."""
+        """True if it has reported so."""
         return any(r.state == "ready" for r in self.reports.get(instance_id, ()))
 
     async def settled(self, instance_id: str) -> EngineReport:

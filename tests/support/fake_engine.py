@@ -258,7 +258,7 @@ class FakeEngine:
 
 
 class FakeNode:
-    """Announces engines; keeps the demand it heard; publishes the catalogue."""
+    """Announces engines; records the demand it receives; publishes the catalogue."""
 
     def __init__(self, nats_url: str, name: str = "fake") -> None:
         self.mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_url)), f"test-{name}")
@@ -266,7 +266,7 @@ class FakeNode:
         self.engines: dict[str, FakeEngine] = {}
         self.demand: list[Demand] = []
         self.on_demand: Callable[[Demand], Awaitable[Message]] | None = None
-        self.heard = asyncio.Condition()
+        self.received = asyncio.Condition()
         self._seq = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -288,16 +288,16 @@ class FakeNode:
         await self.mesh.stop()
 
     async def _demand(self, demand: Demand) -> Message:
-        async with self.heard:
+        async with self.received:
             self.demand.append(demand)
-            self.heard.notify_all()
+            self.received.notify_all()
         if self.on_demand is not None:
             return await self.on_demand(demand)
         return DemandNoted(outlook="starting", plan_id="plan", eta_ms=1500)
 
     async def until_demand(self, true: Callable[[], bool], within: float = 5.0) -> None:
-        async with asyncio.timeout(within), self.heard:
-            await self.heard.wait_for(true)
+        async with asyncio.timeout(within), self.received:
+            await self.received.wait_for(true)
 
     async def engine(self, model: str, behaviour: Behaviour = speak, *, ready: bool = True, capacity: int = 16) -> FakeEngine:
         engine = FakeEngine(self.mesh, model, behaviour, capacity)

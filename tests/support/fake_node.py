@@ -125,7 +125,7 @@ class FakeNode:
             await responder.stop()
 
     async def restart(self) -> None:
-        """The nodeagent's process dies and comes back; its engines go on."""
+        """Restart the nodeagent's process; its engines keep running."""
         await self.stop()
         self.boot_id, self.seq = uuid.uuid4().hex[:8], 0
         await self.start()
@@ -172,13 +172,13 @@ class FakeNode:
 
     async def _beat(self) -> None:
         while True:
-            await self._tell()
+            await self._publish()
             await asyncio.sleep(self.status_s)
 
     async def _wanted(self, _: StatusWanted) -> None:
-        await self._tell()
+        await self._publish()
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         if self.loads:
             await self.mesh.publish(subjects.loader_status(self.node), LoaderStatus(node=self.node, boot_id=self.boot_id))
         await self.publish()

@@ -1,20 +1,20 @@
 """A small OpenAI-compatible server that stands for engines which cannot be installed here: a real process that listens, streams, forks and
-misbehaves as told. `--like NAME` has it take the options and serve the endpoints that the engine's documentation publishes, and no others.
+misbehaves as requested. `--like NAME` has it take the options and serve the endpoints that the engine's documentation publishes, and no others.
 
     --ready-after S   says a word each 0.1 s until then, and listens after it
     --mute            listens and is healthy, and every generation fails
     --fork            has a child that leaves its session and ignores SIGTERM
     --retitle         has a child whose environment cannot be read from outside, as that of a process with another title
-    --share           has shared memory of Python's, which it tells the name of in its log and never removes
+    --share           has shared memory of Python's, whose name it logs, and which it never removes
     --ignore-term     SIGTERM is ignored
     --die-after S     ends by itself with status 3
     --ballast MIB     has so many MiB of weights, which its sleep gives back and its waking gets again; like Ollama it has them in a process of
-                      their own (its runner), which a sleep ends and a waking starts anew
+                      their own (its runner), which a sleep ends and a waking restarts
     --hoard           sleeps with a 200 and keeps its memory
     --no-reload       after a sleep of level 2 its weights are never read again, and it talks nonsense
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status}; {"mute": true} holds from then on, {"eat": true}
-takes memory without end; {"says": text} has one like vLLM say that (fake_tokens.py). GET /stats tells what has been seen.
+takes memory without end; {"says": text} has one like vLLM answer that (fake_tokens.py). GET /stats returns what has been seen.
 """
 
 from __future__ import annotations
@@ -165,11 +165,11 @@ class Fake:
 
     async def _note(self, request: Request) -> Any:
         body = await request.body()
-        told: Any = len(body)
+        received: Any = len(body)
         with contextlib.suppress(ValueError):
-            told = json.loads(body)
-        self.calls.append([request.method, request.url.path + (f"?{request.url.query}" if request.url.query else ""), told])
-        return told
+            received = json.loads(body)
+        self.calls.append([request.method, request.url.path + (f"?{request.url.query}" if request.url.query else ""), received])
+        return received
 
     def _refused(self, request: Request) -> Response | None:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -196,7 +196,7 @@ class Fake:
         body = await self._note(request)
         fake = body.get("fake") or {}
         if "exit" in fake:
-            sys.stderr.write("fake: told to exit\n")
+            sys.stderr.write("fake: exit as requested\n")
             sys.stderr.flush()
             os._exit(fake["exit"])
         if fake.get("eat"):
@@ -246,8 +246,8 @@ class Fake:
     # vLLM and SGLang
 
     async def sleep(self, request: Request) -> Response:
-        told = await self._note(request)
-        self.asleep = list(told["tags"]) if isinstance(told, dict) else ["all"]
+        received = await self._note(request)
+        self.asleep = list(received["tags"]) if isinstance(received, dict) else ["all"]
         uncopied = self.like == "sglang" and "weights" in self.asleep and not self.options.enable_weights_cpu_backup
         self._forget(dropped=request.query_params.get("level") == "2" or uncopied)
         return JSONResponse({})
@@ -271,8 +271,8 @@ class Fake:
             self.runner.stdout.readline()
 
     async def wake(self, request: Request) -> Response:
-        told = await self._note(request)
-        tags = told["tags"] if isinstance(told, dict) else [request.query_params.get("tags")]
+        received = await self._note(request)
+        tags = received["tags"] if isinstance(received, dict) else [request.query_params.get("tags")]
         self.asleep = [] if tags == [None] or "kv_cache" in tags else self.asleep
         self._bring_back()
         return JSONResponse({})
@@ -350,7 +350,7 @@ def main() -> None:
         memory = SharedMemory(create=True, size=4096)
         resource_tracker.unregister(f"/{memory.name}", "shared_memory")
         lock = multiprocessing.get_context("spawn").Semaphore()
-        name: str = lock._semlock.name  # type: ignore[attr-defined]  # nobody else tells it
+        name: str = lock._semlock.name  # type: ignore[attr-defined]  # no public attribute
         resource_tracker.unregister(name, "semaphore")
         sys.stderr.write(f"shared: {memory.name} sem.{name.removeprefix('/')}\n")
     if options.retitle:

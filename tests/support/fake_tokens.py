@@ -1,5 +1,5 @@
 """vLLM's and llama-server's streams with token ids, as those servers send them, of an engine whose tokens are the bytes of UTF-8. It says
-`fake.says`, and goes on with it after a prompt that ends with a part of it. What is half a character, or may begin a stop string, is held back."""
+`fake.says`, and continues it after a prompt that ends with a part of it. What is half a character, or may begin a stop string, is held back."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def text_of(tokens: Sequence[int]) -> str:
 
 async def saying(body: Any, *, chat: bool) -> AsyncIterator[str]:
     prompt = prompt_of(body)
-    said = len(prompt) - 1 - prompt[::-1].index(_END) + 1
-    rest = body["fake"]["says"].encode()[len(prompt) - said :]
+    generated = len(prompt) - 1 - prompt[::-1].index(_END) + 1
+    rest = body["fake"]["says"].encode()[len(prompt) - generated :]
     stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
     most = body.get("max_completion_tokens") or body.get("max_tokens") or len(rest)
-    told = bool(body.get("return_token_ids"))
+    with_ids = bool(body.get("return_token_ids"))
     ident = f"{ID}-{next(_numbers)}"
     if chat:
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        yield _event(ident, chat, [first], {"prompt_token_ids": prompt} if told else {})
+        yield _event(ident, chat, [first], {"prompt_token_ids": prompt} if with_ids else {})
     sent, made = 0, 0
     for made in range(1, min(most, len(rest)) + 1):
         text, reason = rest[:made].decode(errors="ignore"), None
@@ -53,7 +53,7 @@ async def saying(body: Any, *, chat: bool) -> AsyncIterator[str]:
         delta, sent = text[sent:], max(sent, len(text))
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason}
         choice |= {"delta": {"content": delta}} if chat else {"text": delta}
-        if told:
+        if with_ids:
             choice["token_ids"] = [rest[made - 1]]
             if not chat and made == 1:
                 choice["prompt_token_ids"] = prompt
@@ -70,16 +70,16 @@ async def saying(body: Any, *, chat: bool) -> AsyncIterator[str]:
 async def saying_llama(body: Any) -> AsyncIterator[str]:
     """llama-server's text completions: with `verbose` each event has its last token and how many there are. Half a character has no event."""
     prompt = prompt_of(body)
-    said = len(prompt) - 1 - prompt[::-1].index(_END) + 1
-    rest = body["fake"]["says"].encode()[len(prompt) - said :]
+    generated = len(prompt) - 1 - prompt[::-1].index(_END) + 1
+    rest = body["fake"]["says"].encode()[len(prompt) - generated :]
     stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
     most = min(body.get("max_tokens") or len(rest), len(rest))
     ident = f"{ID}-{next(_numbers)}"
     sent, reason, made = 0, "length" if most < len(rest) else "stop", 0
 
-    def event(text: str, told: list[int], finish: str | None, more: Any = None) -> str:
+    def event(text: str, ids: list[int], finish: str | None, more: Any = None) -> str:
         choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": finish}
-        verbose = {"content": text, "tokens": told, "tokens_predicted": made, "tokens_evaluated": len(prompt)}
+        verbose = {"content": text, "tokens": ids, "tokens_predicted": made, "tokens_evaluated": len(prompt)}
         extra = {"__verbose": {**verbose, **({"prompt": "all of it"} if finish else {})}} if body.get("verbose") else {}
         return _event(ident, False, [choice], {"system_fingerprint": "b1-fake", **extra, **(more or {})})
 

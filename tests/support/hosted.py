@@ -1,4 +1,4 @@
-"""Real hosts of engines under test, and what comes back through them."""
+"""Real hosts of engines under test, and the messages they send back."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HostedAnswer:
 
 
 def resume_of(replies: Sequence[InferReply], revision: str = "r1") -> Resume:
-    """What a gateway knows of an answer when these messages have come."""
+    """What a gateway knows of an answer after these messages."""
     head = next(r for r in replies if isinstance(r, InferResponse))
     deltas = [d for r in replies if isinstance(r, InferData) for d in r.progress]
     tokens = tuple(t for d in deltas for t in d.token_ids)
@@ -77,7 +77,7 @@ def bytes_of(replies: Sequence[InferReply]) -> bytes:
     return b"".join(base64.b64decode(r.data) for r in replies if isinstance(r, InferData))
 
 
-def told(body: bytes) -> tuple[str, list[Any]]:
+def text_and_events(body: bytes) -> tuple[str, list[Any]]:
     """Text and events of a stream, or of a part of one."""
     events = [json.loads(e[6:]) for e in body.decode().split("\n\n") if e.startswith("data: {")]
     choices = [c for e in events for c in e["choices"]]
@@ -127,12 +127,12 @@ class Hosts(Engines):
         await self.eventually(left, lambda pids: not pids)
 
 
-async def goes_on_from_anywhere(
+async def resumes_from_any_message(
     hosts: Hosts, instance: str, endpoint: Any, undisturbed: HostedAnswer, body: dict[str, Any]
 ) -> None:
-    """The answer to `body`, cut after each message and gone on with, is what it is undisturbed."""
+    """The answer to `body`, cut after each message and resumed, equals the undisturbed one."""
     replies = undisturbed.stream.replies
-    text, events = told(undisturbed.body)
+    text, events = text_and_events(undisturbed.body)
     whole = resume_of(replies)
     for cut in range(2, len(replies) - 1):
         resume = resume_of(replies[:cut])
@@ -141,7 +141,7 @@ async def goes_on_from_anywhere(
         rest = await hosts.ask(instance, endpoint, resume=resume, **body)
         await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         again = HostedAnswer(rest)
-        joined, joined_events = told(bytes_of(replies[:cut]) + again.body)
+        joined, joined_events = text_and_events(bytes_of(replies[:cut]) + again.body)
         assert joined == text, cut
         assert again.usage == undisturbed.usage, cut
         assert {(e["id"], e["created"], e["object"]) for e in joined_events} == {
@@ -181,8 +181,8 @@ FAKE = [sys.executable, "-m", "tests.support.fake_openai", "--port", "{port}"]
 def fake_program(directory: Path, like: str, *options: str) -> str:
     """An executable that stands for the engine's own."""
     found = directory / "engine"
-    said = " ".join(("--like", like, *options))
-    found.write_text(f'#!/bin/sh\ncd {Path.cwd()}\nexec {sys.executable} -m tests.support.fake_openai {said} "$@"\n')
+    options_text = " ".join(("--like", like, *options))
+    found.write_text(f'#!/bin/sh\ncd {Path.cwd()}\nexec {sys.executable} -m tests.support.fake_openai {options_text} "$@"\n')
     found.chmod(0o755)
     return str(found)
 

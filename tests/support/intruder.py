@@ -45,9 +45,9 @@ def tried_by_another_user(address: str | tuple[str, int], path: str) -> str:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as file:
-        told = file.read()
+        received = file.read()
     os.waitpid(child, 0)
-    return told
+    return received
 
 
 def _tried(address: str | tuple[str, int], path: str) -> str:

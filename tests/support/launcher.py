@@ -223,7 +223,7 @@ class Thaw:
 
 
 def until(condition: Callable[[], bool], within: float = 120.0, what: str = "") -> None:
-    """Wait for something that only looking can tell."""
+    """Poll until `check` is true: the condition has no event."""
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, f"not within {within} s: {what or condition}"

@@ -148,7 +148,7 @@ def listens(process: psutil.Process) -> bool:
 
 
 def is_engine(process: psutil.Process) -> bool:
-    """A builtin engine, not the zygote it came from; nor one that has just ended."""
+    """True for a builtin engine; not for the zygote that forked it, nor for one that has just exited."""
     try:
         return "services.engine" in " ".join(process.cmdline()) and not process.children() and not listens(process)
     except psutil.Error:
@@ -221,17 +221,17 @@ def held(pid: int) -> Iterator[None]:
 
 
 class Brake:
-    """Holds a process still, and lets it go on for moments."""
+    """Stops a process, and lets it continue for moments."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         os.kill(pid, signal.SIGSTOP)
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
 
     def step(self, seconds: float) -> None:
-        self.let_go()
+        self.resume()
         time.sleep(seconds)
         os.kill(self.pid, signal.SIGSTOP)

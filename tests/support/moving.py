@@ -89,15 +89,15 @@ class Roomy(Thaw):
         until(lambda: all(self.on(model, n) for n in nodes), what=f"{model} on every node")
 
     def change(self, model: str, **fields: Any) -> None:
-        """Register a model anew, with some fields as given."""
+        """Register a model again, with some fields as given."""
         (spec,) = [m["card"]["spec"] for m in self.cluster()["models"] if m["card"]["spec"]["name"] == model]
         self._admin("models", {"specs": [{**spec, **fields}]})
 
     def serving(self, model: str) -> tuple[str, str, int]:
-        """The one instance of the model that serves anything, its node, and its process; waits until that is told."""
+        """The one instance of the model that serves requests, its node, and its process; waits until the mesh reports it."""
         found: list[tuple[str, str, int]] = []
 
-        def told() -> bool:
+        def is_reported() -> bool:
             found[:] = [
                 (str(i["instance_id"]), str(n["node"]), int(i["pids"][0]))
                 for n in self.cluster()["nodes"]
@@ -106,7 +106,7 @@ class Roomy(Thaw):
             ]
             return len(found) == 1
 
-        until(told, what=f"one instance of {model} serves")
+        until(is_reported, what=f"one instance of {model} serves")
         return found[0]
 
     def pid_of(self, instance_id: str) -> int:
@@ -165,7 +165,7 @@ class Roomy(Thaw):
         return faults
 
     def assert_settled(self, within: float = 120.0) -> None:
-        """What a destination has prepared and nobody resumed is kept for half a minute at most."""
+        """Prepared state that no resume used is kept for half a minute at most."""
         deadline = time.monotonic() + within
         while faults := self.faults_in_the_books():
             assert time.monotonic() < deadline, f"{faults}{self.last_words()}"
@@ -179,7 +179,7 @@ class Roomy(Thaw):
         return not busy and not cluster["migrations"]
 
     def await_settled(self, within: float = 120.0) -> None:
-        """What a destination has prepared and nobody resumed is kept for half a minute at most."""
+        """Prepared state that no resume used is kept for half a minute at most."""
         until(self.settled, within, "no request, no keys and values, no migration is left")
 
 
@@ -213,8 +213,8 @@ def body(model: str, seed: int | None = None, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Stream:
-    """One streamed completion, read in a thread of its own. `gaps`: seconds between what came; `began`, `first`: when it was asked,
-    and when the first token came."""
+    """One streamed completion, read in a thread of its own. `gaps`: seconds between tokens; `began`, `first`: when it was asked,
+    and when the first token arrived."""
 
     url: str
     body: dict[str, Any]

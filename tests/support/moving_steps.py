@@ -1,4 +1,4 @@
-"""Holding a migration of real processes at a step of its course: whoever would do the next thing stands still."""
+"""Stops a migration of real processes at a step: the process that would do the next thing is stopped."""
 
 from __future__ import annotations
 
@@ -61,30 +61,30 @@ class Staged:
             migrator = still.enter_context(stopped(self.mesh.pid("migrator")))
             brake = Brake(destination) if step == "round" else None
             if brake is not None:
-                still.callback(brake.let_go)
+                still.callback(brake.resume)
             order = Order(self.mesh, instance_id=source, node=node)
             until(lambda: bool(self.new()), what="the order is written")
             if step == "handing_over":
                 still.enter_context(held(self.mesh.pid("gateway")))
             if step != "asked":
-                migrator.let_go()
+                migrator.resume()
             if step == "handing_over":
-                until(lambda: self.new()[0].state == step, what="the gateway is told")
+                until(lambda: self.new()[0].state == step, what="the gateway is asked")
             if brake is not None:
                 until(lambda: self._begun(brake), what="a round has begun")
             yield order
 
     def _begun(self, destination: Brake) -> bool:
-        """Whether the destination has been told of requests, after a moment of its time."""
+        """True if the destination has been asked about requests, after a moment of its time."""
         destination.step(_TURN_S)
         return bool(self.new()[0].requests)
 
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[Brake]:
-    """The process stands still, until it is let go or the block ends."""
+    """The process is stopped until it is resumed or the block ends."""
     brake = Brake(pid)
     try:
         yield brake
     finally:
-        brake.let_go()
+        brake.resume()

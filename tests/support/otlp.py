@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class OtlpReceiver:
-    """`grpc_url` and `http_url` take exports; `spans` holds what came, `wait_for(name)` waits for a span of that name."""
+    """`grpc_url` and `http_url` take exports; `spans` holds received spans, `wait_for(name)` waits for a span of that name."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         """`host`: the address to listen on; 0.0.0.0 for senders in containers."""

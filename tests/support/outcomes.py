@@ -1,4 +1,4 @@
-"""What a client saw of one request, told apart strictly: an answer, a well-formed error, or something that must not be."""
+"""What a client saw of one request, classified strictly: an answer, a well-formed error, or something that must not be."""
 
 from __future__ import annotations
 

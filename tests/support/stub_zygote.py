@@ -60,7 +60,7 @@ class StubZygote:
 
     def fork(self, client: socket.socket, start: EngineStart) -> None:
         if "fork_error" in start.card.spec.engine_args.get("stub", {}):
-            self.say(client, ZygoteFailure(instance_id=start.instance_id, error=EngineFailed("told not to fork").body()))
+            self.say(client, ZygoteFailure(instance_id=start.instance_id, error=EngineFailed("the test refuses forks").body()))
             return
         pid = os.fork()
         if pid == 0:

@@ -39,7 +39,7 @@ class Attempt:
         resume: Fields of the `Resume` message; None if the attempt starts the response.
         next_seq: Number of the next message, which is also the count of messages read.
         has_output: The attempt has sent output.
-        vectors: First vectors of an answer that comes in several messages.
+        vectors: First vectors of an answer that arrives in several messages.
         refusal: Why the instance refused the attempt.
         engine_loss: How the engine was lost, as its host reported.
     """

@@ -126,7 +126,7 @@ def test_a_stale_socket_is_replaced() -> None:
         with socket.socket(socket.AF_UNIX) as stale:
             stale.bind(str(path))
         fresh = ZygoteProcess(Path(directory))
-        assert "ready" in fresh.said
+        assert "ready" in fresh.first_line
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(str(path))
         fresh.close()

@@ -31,7 +31,7 @@ from shared.contracts.migration import (
 )
 from shared.errors import Conflict, NotFound
 from tests.support.fake_tokens import prompt_of
-from tests.support.hosted import MIB, Hosts, fake_program, goes_on_from_anywhere, hosted_card, resume_of, told
+from tests.support.hosted import MIB, Hosts, fake_program, hosted_card, resume_of, resumes_from_any_message, text_and_events
 
 SAYS = "Gr\u00fc\u00dfe an \U0001f30d\U0001f30d! 1 < 2, STO und \u6771\u4eac. "
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -59,13 +59,13 @@ async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, tmp_path: Path, endpo
     instance = await ready(hosts, tmp_path)
     body = asked(endpoint, **more)
     undisturbed = await hosts.whole(instance, endpoint, **body)
-    text, _ = told(undisturbed.body)
+    text, _ = text_and_events(undisturbed.body)
     assert text in SAYS or text.rstrip("\ufffd") in SAYS
     head = undisturbed.stream.replies[0]
     assert isinstance(head, InferResponse)
     assert (head.fixed, head.prompt_tokens) == ("", 6)
     assert "token_ids" not in undisturbed.body.decode()
-    await goes_on_from_anywhere(hosts, instance, endpoint, undisturbed, body)
+    await resumes_from_any_message(hosts, instance, endpoint, undisturbed, body)
 
 
 async def test_tokens_of_another_engine_are_not_counted_as_ones_own(hosts: Hosts, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from shared.contracts.inference import RESUME, InferData, InferFailed, InferResp
 from shared.contracts.migration import ListRequests, PrepareResume, ReadTokens, RequestsListed, ResumePrepared, TokensRead
 from shared.errors import Conflict, NotFound
 from tests.support.fake_tokens import prompt_of
-from tests.support.hosted import MIB, Hosts, fake_program, goes_on_from_anywhere, hosted_card, resume_of
+from tests.support.hosted import MIB, Hosts, fake_program, hosted_card, resume_of, resumes_from_any_message
 
 PLAIN = "Where does the ice go? 1 < 2, STO and on. "
 TORN = "Where does \u6771\u4eac go? 1 < 2, STO. "
@@ -45,7 +45,7 @@ async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, instance: str, says: 
     assert isinstance(head, InferResponse)
     assert (head.fixed, head.prompt_tokens) == ("", 6)
     assert "__verbose" not in undisturbed.body.decode()
-    await goes_on_from_anywhere(hosts, instance, "completion", undisturbed, body)
+    await resumes_from_any_message(hosts, instance, "completion", undisturbed, body)
 
 
 async def test_read_and_prepared_as_any(hosts: Hosts, instance: str) -> None:

@@ -11,7 +11,7 @@ from shared.contracts.inference import InferEnd, InferFailed, InferResponse
 from shared.contracts.migration import PrepareResume, ResumePrepared
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
-from tests.support.hosted import HostedAnswer, bytes_of, resume_of, told
+from tests.support.hosted import HostedAnswer, bytes_of, resume_of, text_and_events
 from tests.support.servers import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
@@ -40,7 +40,7 @@ async def test_cut_anywhere_and_gone_on_with(mesh: Mesh, nats_server: NatsServer
         again = HostedAnswer(rest)
         got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
         assert got == whole.choices[0].token_ids, cut
-        assert told(bytes_of(replies[:cut]) + again.body)[0] == told(undisturbed.body)[0]
+        assert text_and_events(bytes_of(replies[:cut]) + again.body)[0] == text_and_events(undisturbed.body)[0]
         assert again.usage == undisturbed.usage
 
 
@@ -67,7 +67,7 @@ async def test_llama_servers_completions_are_gone_on_with(
         again = HostedAnswer(rest)
         got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
         assert got == whole.choices[0].token_ids, cut
-        assert told(bytes_of(replies[:cut]) + again.body)[0] == told(undisturbed.body)[0]
+        assert text_and_events(bytes_of(replies[:cut]) + again.body)[0] == text_and_events(undisturbed.body)[0]
         assert again.usage is not None
         assert (again.usage.prompt_tokens, again.usage.completion_tokens) == (undisturbed.usage.prompt_tokens, 40)
         assert again.usage.cached_tokens <= again.usage.prompt_tokens

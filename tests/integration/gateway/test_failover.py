@@ -14,7 +14,7 @@ from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.integration.gateway.conftest import Served, chat, until
 from tests.support.fake_engine import FakeEngine, FakeNode, Run, hang
-from tests.support.telling import Script, Teller
+from tests.support.scripted_engine import Script, Teller
 
 URL = "/v1/chat/completions"
 TEXT = "Grüße aus 日本 - 🙂 done"

@@ -15,7 +15,7 @@ from tests.integration.gateway.conftest import Served
 from tests.integration.gateway.test_failover import die
 from tests.integration.gateway.test_passthrough import EVENTS, register
 from tests.support.fake_engine import FakeNode, Run
-from tests.support.telling import first_of
+from tests.support.scripted_engine import first_of
 
 URL = "/v1/chat/completions"
 WORDS = ("Grü", "ße ", "aus ", "日本")

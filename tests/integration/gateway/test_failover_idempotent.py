@@ -15,8 +15,8 @@ from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
 from tests.integration.gateway.test_failover import TEXT, URL, die, events, holding, said
 from tests.support.fake_engine import FakeEngine, FakeNode
+from tests.support.scripted_engine import Script, Teller
 from tests.support.servers import NatsServer
-from tests.support.telling import Script, Teller
 
 KEY = {"idempotency-key": "k"}
 SCRIPT = Script((TEXT,))

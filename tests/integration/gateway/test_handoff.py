@@ -21,7 +21,7 @@ from shared.errors import Conflict, InstanceDraining, InsufficientMemory, NotFou
 from tests.integration.gateway.conftest import Served, chat, until
 from tests.integration.gateway.test_failover import TEXT, URL, die, holding, said
 from tests.support.fake_engine import Behaviour, FakeEngine, FakeNode, Run, drain
-from tests.support.telling import Script, Teller
+from tests.support.scripted_engine import Script, Teller
 
 LENGTH = len(TEXT.encode())
 HELD = 9

@@ -28,7 +28,7 @@ class FakeHub:
         self.damage = False
         self.hold_after: int | None = None
         self.holding = threading.Event()
-        self.release_hold = threading.Event()
+        self.unblocked = threading.Event()
         hub = self
 
         class Handler(_Handler):
@@ -43,7 +43,7 @@ class FakeHub:
         self._thread.start()
 
     def close(self) -> None:
-        self.release_hold.set()
+        self.unblocked.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -145,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             for at in range(0, len(data), step):
                 if self.hub.hold_after is not None and at >= self.hub.hold_after:
                     self.hub.holding.set()
-                    self.hub.release_hold.wait(30)
+                    self.hub.unblocked.wait(30)
                 self.wfile.write(data[at : at + step])
                 self.hub.sent[name] = self.hub.sent.get(name, 0) + len(data[at : at + step])
         except OSError:  # the client has heard enough

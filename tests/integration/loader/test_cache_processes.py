@@ -72,7 +72,7 @@ async def test_a_killed_loader_s_pieces_are_not_fetched_again(
     await asyncio.to_thread(until_journaled, loader.home, 10_000_000)
     loader.end(signal.SIGKILL)
     there = journaled(loader.home)
-    server.release_hold.set()
+    server.unblocked.set()
     server.requests.clear()
     loader.start()
     await client.until_served()
@@ -112,7 +112,7 @@ async def test_a_loader_that_is_killed_is_followed_by_the_one_that_waited(
     waiting = asyncio.create_task(other.attach("b1", card))
     await status_where(other, "second-node", lambda s: any(e.holders for e in s.segments))
     loader.end(signal.SIGKILL)
-    server.release_hold.set()
+    server.unblocked.set()
     found = await waiting
     assert_same(found, tensors(megabytes=60))
     await other.release("b1")

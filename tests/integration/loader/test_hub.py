@@ -223,7 +223,7 @@ async def test_from_the_hub_into_shared_memory(hub: FakeHub, nats_server: NatsSe
         with pytest.raises(StaleToken):
             await waiting
         hub.hold_after = None
-        hub.release_hold.set()
+        hub.unblocked.set()
         found = await asker.attach("i1", card)
         assert_same(found, tensors(megabytes=30))
         assert [p.phase for p in found.phases] == ["fetch"]

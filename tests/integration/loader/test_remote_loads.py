@@ -86,10 +86,10 @@ async def test_tensors_are_there_before_the_last_byte(
         for tensor, data in weights.tensors():
             found = np.frombuffer(data, expected[tensor.name].dtype).reshape(tensor.shape)
             np.testing.assert_array_equal(found, expected[tensor.name])
-            early[tensor.name] = not server.release_hold.is_set()
-            if tensor.nbytes > 1_000_000 and not server.release_hold.is_set():
+            early[tensor.name] = not server.unblocked.is_set()
+            if tensor.nbytes > 1_000_000 and not server.unblocked.is_set():
                 assert not weights.complete
-                server.release_hold.set()
+                server.unblocked.set()
         return early
 
     early = await asyncio.to_thread(read)
@@ -131,7 +131,7 @@ async def test_the_last_release_calls_a_download_off(
     with pytest.raises(StaleToken):
         await waiting
     assert loader.memory() == 0
-    server.release_hold.set()
+    server.unblocked.set()
 
 
 async def test_bytes_that_are_not_the_source_s_are_refused_and_not_kept(

@@ -50,7 +50,7 @@ class TierServer:
         self.directory, self.faults = directory, Faults()
         self.requests: list[Seen] = []
         self.sent: dict[str, int] = {}
-        self.release_hold = threading.Event()
+        self.unblocked = threading.Event()
         self.stalled = threading.Event()
         server = self
 
@@ -69,7 +69,7 @@ class TierServer:
         return [r for r in self.requests if r.path.endswith(name)]
 
     def close(self) -> None:
-        self.release_hold.set()
+        self.unblocked.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -140,12 +140,12 @@ class _Handler(BaseHTTPRequestHandler):
         step = 64 * 1024
         if faults.stall_from is not None and start >= faults.stall_from:
             self.server_of.stalled.set()
-            self.server_of.release_hold.wait(30)
+            self.server_of.unblocked.wait(30)
         try:
             for at in range(0, len(data), step):
                 if faults.stall_after is not None and at >= faults.stall_after:
                     self.server_of.stalled.set()
-                    self.server_of.release_hold.wait(30)
+                    self.server_of.unblocked.wait(30)
                 piece = data[at : at + step]
                 if cut is not None and at + len(piece) > cut:
                     self.wfile.write(piece[: cut - at])

@@ -92,7 +92,7 @@ async def test_a_likely_model_comes_into_memory_but_not_while_a_request_needs_th
     await site.until(lambda: ready(node, "wanted"))
     await site.demand("wanted", 0)
     afar.faults = Faults()
-    afar.let_go.set()
+    afar.unblocked.set()
     await status_where(client, "node-0", holds("dram"))
 
 

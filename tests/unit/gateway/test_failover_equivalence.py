@@ -21,7 +21,7 @@ from shared.contracts.inference import InferFailed, InferFinished, InferYielded,
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, InstanceDraining
 from tests.support.fake_engine import card_of
-from tests.support.telling import Script
+from tests.support.scripted_engine import Script
 from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 Fault = Literal["lost", "gap", "yield", "silent"]

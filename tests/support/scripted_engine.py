@@ -1,5 +1,7 @@
-"""A fake engine that says a prepared answer, token by token, and goes on with one that another has begun: its tokens' text comes with holdbacks,
-as a real engine's does."""
+"""A fake engine that generates a prepared answer, token by token, and resumes one that another engine has begun.
+
+Its tokens' text has holdbacks, as a real engine's has.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ class Script:
 
 @dataclass
 class Choice:
-    """What is left of one. `owed`: text of what was said elsewhere."""
+    """The rest of one choice. `owed`: text of tokens that another engine generated."""
 
     index: int
     generation: Generation
@@ -68,7 +70,7 @@ class Choice:
     owed: str = ""
 
     def resume(self, begun: ResumedChoice | None) -> list[InferChunk] | None:
-        """What there is to be said of a choice that is whole; None: it goes on."""
+        """Return the messages of a complete choice; None if it continues."""
         if begun is None:
             return None
         if begun.finish_reason is not None:
@@ -97,10 +99,10 @@ class Choice:
 
 @dataclass
 class Teller:
-    """`at` is called before each token of an attempt, with how many it has said; that waits for the event that it returns."""
+    """`at` is called before each token of an attempt, with the number generated; the attempt waits for the event that it returns."""
 
     script: Script
-    at: Callable[[Run, int], asyncio.Event | None] = lambda run, said: None
+    at: Callable[[Run, int], asyncio.Event | None] = lambda run, generated: None
     made: int = 0
     resumed: list[int] = field(default_factory=list)
 
@@ -111,16 +113,16 @@ class Teller:
             if resume.revision != self.script.revision or resume.prompt_tokens != PROMPT_TOKENS:
                 await run.fail(Conflict("another revision", param="resume"))
                 return
-        said = 0
+        generated = 0
         for message in self.script.answer(resume):
             if isinstance(message, InferChunk) and message.choices[0].token_ids:
-                if (hold := self.at(run, said)) is not None:
+                if (hold := self.at(run, generated)) is not None:
                     await first_of(hold, run.yielding, run.cancelled)
                 if run.yielding.is_set():
                     await run.say(InferYielded(seq=0))
                 if run.yielding.is_set() or run.cancelled.is_set():
                     return
-                said += 1
+                generated += 1
                 self.made += 1
             await run.say(message)
 

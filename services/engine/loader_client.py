@@ -61,7 +61,10 @@ class LoaderClient:
                     await self._wait_for_loader()
 
     async def release(self, holder: str) -> None:
-        """Release weights. If the loader misses the message, it learns of the release from the node's status."""
+        """Release weights.
+
+        If the loader misses the message, it learns of the release from the node's status.
+        """
         try:
             await self._mesh.request(subjects.loader_command(self._start.node), ReleaseWeights(instance_id=holder), WeightsReleased)
         except ThawError as e:

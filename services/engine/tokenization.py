@@ -30,7 +30,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class Tokenization:
-    """The tokenizer of one model. Thread-safe, because no caller pads or truncates with it."""
+    """The tokenizer of one model.
+
+    Thread-safe, because no caller pads or truncates with it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -43,7 +46,10 @@ class Tokenization:
 
     @classmethod
     def read(cls, directory: Path, trust_remote_code: bool) -> Tokenization:
-        """Read the tokenizer in `directory`. Raises `CheckpointInvalid` if there is none or it is damaged."""
+        """Read the tokenizer in `directory`.
+
+        Raises `CheckpointInvalid` if there is none or it is damaged.
+        """
         try:
             with remote_code.exclusive(trust_remote_code):
                 found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True)

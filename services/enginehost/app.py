@@ -80,7 +80,10 @@ class Host(InstanceProcess):
         await self._engine.stop()
 
     async def _release_weights(self) -> None:
-        """Release the loader's weights: the engine has its own copy now. The nodeagent releases them again at teardown."""
+        """Release the loader's weights: the engine has its own copy now.
+
+        The nodeagent releases them again at teardown.
+        """
         if self._start.card.spec.loads_itself:
             return
         request = ReleaseWeights(instance_id=self._start.instance_id)
@@ -90,7 +93,10 @@ class Host(InstanceProcess):
             log.warning("failed to release weights", extra={"error": e.message})
 
     async def _watch_health(self) -> None:
-        """Probe an idle engine with a short generation. Two failures in a row declare it failed."""
+        """Probe an idle engine with a short generation.
+
+        Two failures in a row declare it failed.
+        """
         interval = self._settings.probe_interval
         missed = 0
         while interval:

@@ -169,7 +169,10 @@ class Engine:
         return choose_process_endpoint(launch, takes_socket=driver.takes_socket, isolates=driver.isolates)
 
     def _usable_spare(self, launch: Launch) -> Spare | None:
-        """The spare, if its environment fits the launch. It has read the environment already."""
+        """The spare, if its environment fits the launch.
+
+        It has read the environment already.
+        """
         spare, self._spare = self._spare, None
         differs = launch.card.spec.env or launch.remote
         if spare is not None and (differs or spare.has_own_network != self._endpoint.has_own_network):
@@ -363,7 +366,10 @@ def _device_environment(launch: Launch) -> dict[str, str]:
 
 
 def _expanded(env: dict[str, str]) -> dict[str, str]:
-    """Replace ${NAME} by the node's variable of that name. Thaw's own variables are not passed on."""
+    """Replace ${NAME} by the node's variable of that name.
+
+    Thaw's own variables are not passed on.
+    """
 
     known = referenced(env)
 

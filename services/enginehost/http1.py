@@ -121,7 +121,10 @@ class Response(asyncio.Protocol):
             await self._changed()
 
     async def read(self) -> bytes:
-        """All bytes received since the last call, at least one; empty at the end. Raises `HttpError` if the response is cut short."""
+        """All bytes received since the last call, at least one; empty at the end.
+
+        Raises `HttpError` if the response is cut short.
+        """
         while not self._pieces:
             if self._complete:
                 return b""
@@ -174,7 +177,10 @@ class Client:
         self._headers = dict(headers or {})
 
     async def send(self, request: HttpRequest) -> Response:
-        """Send a request and return its response once the head has arrived. The caller closes it. Raises `HttpError`."""
+        """Send a request and return its response once the head has arrived.
+
+        The caller closes it. Raises `HttpError`.
+        """
         loop = asyncio.get_running_loop()
         try:
             if self.address.path:

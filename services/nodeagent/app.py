@@ -233,7 +233,10 @@ def _builtin_launcher(settings: NodeagentSettings, specs: Path) -> Launcher:
 
 
 def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelines) -> None:
-    """Adopt an instance of an earlier agent. It is alive only if the process of its pid has the recorded start time."""
+    """Adopt an instance of an earlier agent.
+
+    It is alive only if the process of its pid has the recorded start time.
+    """
     instance = record.instance
     timelines.of(instance.instance_id).restore(record.phases)
     log_path = effects.log_path(instance.instance_id)

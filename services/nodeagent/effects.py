@@ -74,7 +74,10 @@ class EffectRunner:
         self.processes = Processes(self._exited)
 
     def expect_reply(self) -> tuple[int, asyncio.Future[Done]]:
-        """Register a command. Returns a number for its `Reply` effect, and the future that the reply resolves."""
+        """Register a command.
+
+        Returns a number for its `Reply` effect, and the future that the reply resolves.
+        """
         future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         number = id(future)
         self._replies[number] = future

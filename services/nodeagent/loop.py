@@ -39,7 +39,10 @@ class Loop:
             self._changed.set()
 
     async def until(self, predicate: Callable[[NodeState], bool], within_s: float) -> bool:
-        """Wait until the state satisfies `predicate`. False: it did not within `within_s` seconds."""
+        """Wait until the state satisfies `predicate`.
+
+        False: it did not within `within_s` seconds.
+        """
         try:
             async with asyncio.timeout(within_s):
                 while not predicate(self.state):
@@ -50,7 +53,10 @@ class Loop:
         return True
 
     async def _next(self) -> Event:
-        """The next event, or a `Tick` when a deadline has passed. Both alternate if both are due, so that neither starves."""
+        """The next event, or a `Tick` when a deadline has passed.
+
+        Both alternate if both are due, so that neither starves.
+        """
         wait = min((d - time.monotonic() for d in deadlines(self.state)), default=_IDLE_S)
         if not self._events.empty() and (wait > 0 or self._ticked):
             self._ticked = False

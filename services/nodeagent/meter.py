@@ -216,7 +216,10 @@ class Meter:
         return self._oom_kills[0], oom_kills()
 
     def _left(self, instance: Instance) -> int:
-        """Bytes that devices still account to the instance's processes. Reused pids are ignored."""
+        """Bytes that devices still account to the instance's processes.
+
+        Reused pids are ignored.
+        """
         assert instance.pid is not None
         ended = [p for p in instance.engine_pids if process_start(p) is None]
         if process_start(instance.pid) in (None, instance.process_start):

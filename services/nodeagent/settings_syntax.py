@@ -1,4 +1,7 @@
-"""Parsers for sizes, device lists and labels in settings. Errors are ValueErrors that name the valid forms."""
+"""Parsers for sizes, device lists and labels in settings.
+
+Errors are ValueErrors that name the valid forms.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,10 @@ class InstanceProcess(ABC):
 
     @abstractmethod
     async def _start_engine(self) -> None:
-        """Start the engine and return once it can serve. Any exception makes the start fail."""
+        """Start the engine and return once it can serve.
+
+        Any exception makes the start fail.
+        """
 
     @abstractmethod
     async def _wait_for_failure(self) -> ThawError:

@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """An accepted request and its response stream. `seq` is the number of the next message, without gaps."""
+    """An accepted request and its response stream.
+
+    `seq` is the number of the next message, without gaps.
+    """
 
     request_id: str
     reply: str

@@ -29,7 +29,10 @@ def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def free_blocks(running: Iterable[SequenceView], waiting: Iterable[SequenceView], limits: Limits) -> int:
-    """Rule 1: blocks that no running or waiting request is known to need. Each sequence keeps one to grow into."""
+    """Rule 1: blocks that no running or waiting request is known to need.
+
+    Each sequence keeps one to grow into.
+    """
     return limits.kv_blocks - sum(blocks_for(s.length) + 1 for s in (*running, *waiting))
 
 

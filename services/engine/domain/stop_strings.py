@@ -1,4 +1,7 @@
-"""Stop strings in a stream of text. They may span tokens, and no part of a match may be shown."""
+"""Stop strings in a stream of text.
+
+They may span tokens, and no part of a match may be shown.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Text that may be shown now. After a match (`matched`) the result is always empty."""
+        """Text that may be shown now.
+
+        After a match (`matched`) the result is always empty.
+        """
         if self.matched is not None:
             return ""
         pending = self._held + text

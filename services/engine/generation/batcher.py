@@ -71,7 +71,10 @@ class Batcher:
         self._inbox.put(Cancel(request_id))
 
     def yield_(self, request_id: str) -> None:
-        """Stop the request before the next step, and deliver `Yielded` after its tokens. Unknown ids are ignored."""
+        """Stop the request before the next step, and deliver `Yielded` after its tokens.
+
+        Unknown ids are ignored.
+        """
         self._inbox.put(Yield(request_id))
 
     def prepare(self, order: PrepareOrder) -> None:
@@ -92,7 +95,10 @@ class Batcher:
         self._inbox.put(UnloadLora(adapter, forgotten))
 
     def grant(self, kv_blocks: int) -> None:
-        """Limit the KV cache to `kv_blocks` from the next step on. Sequences beyond it are preempted."""
+        """Limit the KV cache to `kv_blocks` from the next step on.
+
+        Sequences beyond it are preempted.
+        """
         self._inbox.put(SetKvBlocks(kv_blocks))
 
     def stop(self) -> None:

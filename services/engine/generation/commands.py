@@ -1,4 +1,7 @@
-"""Commands to the computing thread, from any thread. They take effect between two steps."""
+"""Commands to the computing thread, from any thread.
+
+They take effect between two steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Events from the computing thread to the event loop. Times are seconds of the monotonic clock."""
+"""Events from the computing thread to the event loop.
+
+Times are seconds of the monotonic clock.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ class Progressed:
 
 @dataclass(frozen=True)
 class Yielded:
-    """The request stopped, and another engine will resume it. All its tokens have been delivered."""
+    """The request stopped, and another engine will resume it.
+
+    All its tokens have been delivered.
+    """
 
     request_id: str
 

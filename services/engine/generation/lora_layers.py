@@ -75,7 +75,9 @@ def apply_lora(spans: LoraSpans | None) -> Iterator[None]:
 
 
 def parse(card: ModelCard, tensors: Mapping[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> LoraAdapter:
-    """Build an adapter from tensors with PEFT's names, checked against the model. On the CPU no tensor is copied.
+    """Build an adapter from tensors with PEFT's names, checked against the model.
+
+    On the CPU no tensor is copied.
 
     Raises:
         CheckpointInvalid: A tensor does not fit the model.

@@ -53,7 +53,10 @@ class PrepareOrder:
 
 @dataclass
 class PreparedSequence:
-    """One sequence. Its last token is left to the request, which needs the logits after it."""
+    """One sequence.
+
+    Its last token is left to the request, which needs the logits after it.
+    """
 
     tokens: tuple[int, ...]
     state: Any = None

@@ -36,10 +36,16 @@ class LoraSource(Protocol):
     """Loads and unloads adapters."""
 
     async def load(self, card: ModelCard, number: int) -> LoraAdapter:
-        """Load an adapter. `number` is unique within this engine. Raises `ThawError`, after releasing everything."""
+        """Load an adapter.
+
+        `number` is unique within this engine. Raises `ThawError`, after releasing everything.
+        """
 
     async def drop(self, adapter: LoraAdapter, number: int) -> None:
-        """Unload an adapter that no request uses, and return when its memory is free. The caller keeps no reference."""
+        """Unload an adapter that no request uses, and return when its memory is free.
+
+        The caller keeps no reference.
+        """
 
     def grant(self, kv_blocks: int) -> None:
         """Set the number of blocks that the KV cache may use."""
@@ -189,7 +195,10 @@ class LoraCache:
         self._changed()
 
     async def _evict(self, entry: _Entry) -> None:
-        """Unload an idle adapter. Adapters that are in use or already evicted are left alone."""
+        """Unload an idle adapter.
+
+        Adapters that are in use or already evicted are left alone.
+        """
         if not entry.idle or entry.adapter is None:
             return
         del self._entries[entry.card.info.revision]

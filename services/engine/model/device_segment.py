@@ -17,7 +17,10 @@ from shared.errors import CheckpointInvalid, EngineFailed
 
 
 class DeviceSegment:
-    """The whole segment as bytes (`base`) with the locations of its tensors (`index`). Tensors keep the memory open."""
+    """The whole segment as bytes (`base`) with the locations of its tensors (`index`).
+
+    Tensors keep the memory open.
+    """
 
     def __init__(self, base: torch.Tensor, index: SegmentIndex, dtypes: Mapping[str, torch.dtype]) -> None:
         """`dtypes` maps safetensors' type names to torch's types."""
@@ -25,7 +28,9 @@ class DeviceSegment:
         self._start = base.data_ptr()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name. Compute only after the loader has reported that all bytes are loaded.
+        """All tensors by name.
+
+        Compute only after the loader has reported that all bytes are loaded.
 
         Raises:
             CheckpointInvalid: The index does not fit the memory.

@@ -1,4 +1,7 @@
-"""Loading a model: from a segment to an engine that can compute. Runs in threads; the event loop only awaits it."""
+"""Loading a model: from a segment to an engine that can compute.
+
+Runs in threads; the event loop only awaits it.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,10 @@ def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart) -
 
 
 def _open(bound: BoundModel, handle: ArenaHandle | None) -> None:
-    """Open the device memory of `handle`. Early calls create the GPU context while bytes are still loading."""
+    """Open the device memory of `handle`.
+
+    Early calls create the GPU context while bytes are still loading.
+    """
     if handle != bound.handle:
         bound.handle, bound.memory = handle, None
         if isinstance(handle, CudaIpcHandle):
@@ -163,7 +169,10 @@ def _to_device(bound: BoundModel, start: EngineStart) -> torch.device:
 
 
 def bind_lora(computable: ReadyModel, card: ModelCard, attached: WeightsAttached) -> LoraAdapter:
-    """Build an adapter from its loaded weights. Raises `CheckpointInvalid` if it does not fit the model."""
+    """Build an adapter from its loaded weights.
+
+    Raises `CheckpointInvalid` if it does not fit the model.
+    """
     tensors = Segment(attached.segment, attached.extents, attached.weights_id).tensors()
     return lora_layers.parse(card, tensors, computable.model, computable.device)
 

@@ -48,7 +48,10 @@ class Capacity:
 
 
 class RequestReader:
-    """Reads requests for one model. `defaults` are the explicit values of its generation_config.json."""
+    """Reads requests for one model.
+
+    `defaults` are the explicit values of its generation_config.json.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,10 @@ class RequestReader:
         return read if request.resume is None else self._resumed(read, request.resume)
 
     def _resumed(self, request: GenerationRequest, resume: Resume) -> GenerationRequest:
-        """Add the resume state of another engine. Raises `Conflict` if this engine's result would differ."""
+        """Add the resume state of another engine.
+
+        Raises `Conflict` if this engine's result would differ.
+        """
         self.check_revision(resume.revision)
         if request.prompt_tokens != resume.prompt_tokens:
             raise Conflict(
@@ -252,7 +258,10 @@ def _prompt_field(body: Generating) -> str:
 
 
 def _ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
-    """Names of fields that have no effect here. Raises `UnsupportedParameter` for fields that would change the output."""
+    """Names of fields that have no effect here.
+
+    Raises `UnsupportedParameter` for fields that would change the output.
+    """
     if (name := not_honoured(body)) is not None:
         raise UnsupportedParameter(f"{name} is not supported by this engine", param=name)
     return tuple(sorted((body.model_extra or {}).keys() - INERT - NOT_HONOURED.keys()))

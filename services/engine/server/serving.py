@@ -94,13 +94,19 @@ class Serving(RequestServer[Stream]):
         self._paused = False
 
     def serve_internal(self, request: InferRequest, on_response: Callable[[BaseModel], None]) -> None:
-        """Serve a request of the engine itself, even while paused. Its responses do not leave the process."""
+        """Serve a request of the engine itself, even while paused.
+
+        Its responses do not leave the process.
+        """
         self._accept(
             request, Stream(request.request_id, "", None, Timeline("engine"), time.monotonic(), internal_listener=on_response), 0
         )
 
     def yield_(self, stream: Stream) -> None:
-        """Stop a request at the next token. A request that the computing thread has not seen stops at once."""
+        """Stop a request at the next token.
+
+        A request that the computing thread has not seen stops at once.
+        """
         if isinstance(stream.request, GenerationRequest) and stream.loading_lora is None and self.batcher is not None:
             self.batcher.yield_(stream.request_id)
         else:
@@ -191,7 +197,10 @@ class Serving(RequestServer[Stream]):
     # Responses out
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Handle events of the computing thread on the event loop. Events of ended requests are dropped."""
+        """Handle events of the computing thread on the event loop.
+
+        Events of ended requests are dropped.
+        """
         for event in events:
             stream = self.streams.get(event.request_id)
             if stream is None or stream.request is None:

@@ -21,7 +21,10 @@ ProbeOutput = tuple[object, ...]
 
 
 class Suspension:
-    """Pauses and verifies the engine. The reference output is taken before each suspension, so that no cold start pays for it."""
+    """Pauses and verifies the engine.
+
+    The reference output is taken before each suspension, so that no cold start pays for it.
+    """
 
     def __init__(self, instance_id: str, card: ModelCard, serving: Serving) -> None:
         self._instance_id = instance_id
@@ -30,7 +33,10 @@ class Suspension:
         self._before: ProbeOutput | None = None
 
     async def sleep(self, level: int) -> EngineAsleep:
-        """Pause, and record the reference output. Raises `InstanceBusy` while requests are running."""
+        """Pause, and record the reference output.
+
+        Raises `InstanceBusy` while requests are running.
+        """
         if level != 0:
             raise UnsupportedParameter("The builtin engine has no sleep levels. The nodeagent suspends its process, or stops it.")
         begun = time.monotonic()

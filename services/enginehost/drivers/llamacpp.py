@@ -1,4 +1,7 @@
-"""llama.cpp: its own llama-server, or the server of llama-cpp-python. Thaw's tests run the latter."""
+"""llama.cpp: its own llama-server, or the server of llama-cpp-python.
+
+Thaw's tests run the latter.
+"""
 
 from __future__ import annotations
 

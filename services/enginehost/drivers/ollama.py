@@ -97,7 +97,10 @@ class Ollama(Driver):
         on_progress(Phase.FETCH, 1.0)
 
     async def _load(self, client: Client) -> None:
-        """Load the model into memory. An embedding model has no empty request, so it embeds one word."""
+        """Load the model into memory.
+
+        An embedding model has no empty request, so it embeds one word.
+        """
         asked = {"model": self.served_name, "keep_alive": _FOREVER}
         if self.card.info.task == "embed":
             request = json_request("/api/embed", {**asked, "input": PROBE_PROMPT})

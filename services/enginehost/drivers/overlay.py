@@ -16,7 +16,10 @@ _ENTRY_POINTS = "[vllm.general_plugins]\nthaw = weights.vllm_plugin:register\n"
 
 
 def plugin_path(directory: Path) -> Path:
-    """Create the overlay in `directory` if it does not exist. Hosts may do so concurrently. Raises `OSError`."""
+    """Create the overlay in `directory` if it does not exist.
+
+    Hosts may do so concurrently. Raises `OSError`.
+    """
     metadata = directory / "thaw_vllm_plugin-1.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     for name, text in (("METADATA", _METADATA), ("entry_points.txt", _ENTRY_POINTS)):

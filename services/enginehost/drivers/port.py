@@ -23,7 +23,10 @@ PROBE_PROMPT = "Hello"
 
 @dataclass(frozen=True)
 class Launch:
-    """The parameters of a command line. `key` is an API key that the engine shall require, if it can."""
+    """The parameters of a command line.
+
+    `key` is an API key that the engine shall require, if it can.
+    """
 
     card: ModelCard
     device: str
@@ -83,7 +86,10 @@ class Command:
 
 
 class Driver:
-    """An engine with an OpenAI-compatible port. The methods hold what is common to most engines."""
+    """An engine with an OpenAI-compatible port.
+
+    The methods hold what is common to most engines.
+    """
 
     health_path = "/health"
     stream_usage = True

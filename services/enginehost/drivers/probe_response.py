@@ -13,7 +13,10 @@ _DIGITS = 3
 
 
 def response_fingerprint(body: bytes) -> str:
-    """Extract the content. Raises `EngineFailed` unless tokens or numbers were generated."""
+    """Extract the content.
+
+    Raises `EngineFailed` unless tokens or numbers were generated.
+    """
     try:
         message: Any = from_json(body)
         return _embedding(message["data"][0]["embedding"]) if "data" in message else _text(message)
@@ -22,7 +25,10 @@ def response_fingerprint(body: bytes) -> str:
 
 
 def _text(message: Any) -> str:
-    """The generated text. It may be empty if the tokens are special ones; then their count is the proof."""
+    """The generated text.
+
+    It may be empty if the tokens are special ones; then their count is the proof.
+    """
     choice = message["choices"][0]
     text = choice["text"] if "text" in choice else (choice["message"].get("content") or "")
     made = (message.get("usage") or {}).get("completion_tokens", 0)

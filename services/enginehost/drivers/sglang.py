@@ -58,7 +58,10 @@ class Sglang(Driver):
         return (1, 2) if args.get("enable_weights_cpu_backup", True) else (2,)
 
     async def sleep(self, client: Client, level: int) -> None:
-        """Release KV cache and weights. After level 1 SGLang restores its own copy, after level 2 it reads them again."""
+        """Release KV cache and weights.
+
+        After level 1 SGLang restores its own copy, after level 2 it reads them again.
+        """
         tags = {"tags": [_KV, _WEIGHTS]}
         await call(client, json_request("/release_memory_occupation", tags), f"putting SGLang to sleep at level {level}")
 

@@ -55,7 +55,10 @@ class TokenApi(ABC):
 
     @abstractmethod
     def extract(self, message: dict[str, Any], choice: dict[str, Any], *, hide: bool) -> EventTokens:
-        """The tokens of an event. With `hide` they are removed from the event, because the client did not request them."""
+        """The tokens of an event.
+
+        With `hide` they are removed from the event, because the client did not request them.
+        """
 
     @abstractmethod
     def replace_ids(self, message: dict[str, Any], choice: dict[str, Any], ids: Sequence[int]) -> None:

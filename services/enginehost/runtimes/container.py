@@ -185,7 +185,10 @@ async def start_container(
 
 
 def _address(found: Mapping[str, Any], port: str) -> Address:
-    """The published address of the container's port. An exited container has none; its exit is reported as for any other."""
+    """The published address of the container's port.
+
+    An exited container has none; its exit is reported as for any other.
+    """
     published = (found["NetworkSettings"]["Ports"] or {}).get(port)
     if not published and found["State"]["Running"]:
         raise EngineFailed(f"its port {port} is not published on this machine")

@@ -23,7 +23,10 @@ class NoSuchImage(Exception):
 
 
 class Docker:
-    """Client of the container engine's Unix socket. Every call raises `EngineFailed` with the API's message."""
+    """Client of the container engine's Unix socket.
+
+    Every call raises `EngineFailed` with the API's message.
+    """
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket

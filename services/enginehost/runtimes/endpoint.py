@@ -71,7 +71,9 @@ LOOPBACK_ENDPOINT = Endpoint()
 
 
 def choose_process_endpoint(launch: Launch, *, takes_socket: bool, isolates: bool) -> Endpoint:
-    """Choose the endpoint of an engine that runs as processes. Blocks for some milliseconds.
+    """Choose the endpoint of an engine that runs as processes.
+
+    Blocks for some milliseconds.
 
     Args:
         launch: The engine's parameters.

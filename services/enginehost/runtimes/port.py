@@ -63,7 +63,10 @@ class Running(Protocol):
     def container(self) -> str | None: ...
 
     def pids(self) -> tuple[int, ...]:
-        """All its processes and their descendants. Blocking: without a control group it scans all processes of the machine."""
+        """All its processes and their descendants.
+
+        Blocking: without a control group it scans all processes of the machine.
+        """
         ...
 
     def activity(self) -> Activity: ...
@@ -73,7 +76,10 @@ class Running(Protocol):
         ...
 
     def record_shared_memory(self) -> None:
-        """Register the shared memory of its processes for removal after they exit. Blocking."""
+        """Register the shared memory of its processes for removal after they exit.
+
+        Blocking.
+        """
         ...
 
     async def wait(self) -> EngineExit: ...

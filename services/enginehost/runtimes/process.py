@@ -32,7 +32,10 @@ _LEFTOVERS_WITHIN_S = 2.0
 
 
 def free_port(host: str) -> int:
-    """A port that is free now. If another process takes it before the engine does, `owns_port` detects that later."""
+    """A port that is free now.
+
+    If another process takes it before the engine does, `owns_port` detects that later.
+    """
     with socket.socket() as s:
         s.bind((host, 0))
         return int(s.getsockname()[1])
@@ -45,7 +48,10 @@ def clean_environment(mark: str, added: Mapping[str, str]) -> dict[str, str]:
 
 
 class EngineProcess:
-    """A started engine process. Its standard output and error are the host's, which are the instance's log."""
+    """A started engine process.
+
+    Its standard output and error are the host's, which are the instance's log.
+    """
 
     container = None
 

@@ -54,7 +54,10 @@ def main() -> int:
 
 
 def _own_network() -> None:
-    """Enter a new network namespace. Root needs no user namespace for it. Raises `OSError`."""
+    """Enter a new network namespace.
+
+    Root needs no user namespace for it. Raises `OSError`.
+    """
     uid, gid = os.geteuid(), os.getegid()
     try:
         _unshare(CLONE_NEWNET)

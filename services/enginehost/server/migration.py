@@ -36,7 +36,10 @@ class HostMigration:
         return running.model_copy(update={"fixed": LOST}) if tracker is not None and tracker.lost else running
 
     def read(self, request_id: str) -> TokensRead:
-        """Tokens of a request. Raises `NotFound` if it is unknown or its tokens are not tracked."""
+        """Tokens of a request.
+
+        Raises `NotFound` if it is unknown or its tokens are not tracked.
+        """
         stream = self._serving.stream(request_id)
         tracker = stream.tracker
         if tracker is None or tracker.lost or stream.fixed:

@@ -74,7 +74,10 @@ async def _unknown() -> bool:
 
 
 class Serving(RequestServer[_Stream]):
-    """Requests of one hosted engine. They are rejected as not ready before `open` and after `close`."""
+    """Requests of one hosted engine.
+
+    They are rejected as not ready before `open` and after `close`.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)

@@ -1,4 +1,6 @@
-"""Tracks the tokens of a streamed response, so that another engine can resume it. Pure.
+"""Tracks the tokens of a streamed response, so that another engine can resume it.
+
+Pure.
 
 The engine is asked for token ids. The tracker removes them from the events before the client receives those; the ids travel beside the bytes
 as `InferData.progress`.
@@ -151,7 +153,10 @@ class TokenTracker:
         return (*self.prompt[self.prompt_tokens :], *self.tokens)
 
     def feed(self, data: bytes) -> tuple[bytes, list[ChoiceDelta]]:
-        """Bytes for the client, and the deltas that they contain. Incomplete events are held back."""
+        """Bytes for the client, and the deltas that they contain.
+
+        Incomplete events are held back.
+        """
         text = self._rest + data if self._rest else data
         end, out = 0, bytearray()
         deltas: list[ChoiceDelta] = []

@@ -37,7 +37,10 @@ class UpstreamRequest:
 
 
 async def build_upstream_request(request: InferRequest, driver: Driver, client: Client) -> UpstreamRequest:
-    """Translate a request. Raises `Conflict` for a response that this engine cannot resume."""
+    """Translate a request.
+
+    Raises `Conflict` for a response that this engine cannot resume.
+    """
     body, chat = request.body, request.endpoint == "chat"
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     if request.resume is not None:

@@ -56,7 +56,10 @@ class UsageMeter:
         return self._usage or Usage(prompt_tokens=0, completion_tokens=self.events)
 
     def _without_usage(self, data: bytes) -> bytes:
-        """Hold back incomplete events so that the usage event can be removed. Events above the limit pass as they are."""
+        """Hold back incomplete events so that the usage event can be removed.
+
+        Events above the limit pass as they are.
+        """
         text = self._rest + data if self._rest else data
         end = 0
         kept: list[bytes] = []
@@ -92,7 +95,10 @@ def _parsed(data: bytes) -> Any:
 
 
 def usage_of(message: Any) -> Usage | None:
-    """The usage in an OpenAI response or event. Also reads the field names of the Responses and Messages APIs."""
+    """The usage in an OpenAI response or event.
+
+    Also reads the field names of the Responses and Messages APIs.
+    """
     found = message.get("usage") if isinstance(message, dict) else None
     if not isinstance(found, dict):
         return None

@@ -1,4 +1,7 @@
-"""CUDA devices through NVML: inventory, and memory by process. Without the NVIDIA driver there are none."""
+"""CUDA devices through NVML: inventory, and memory by process.
+
+Without the NVIDIA driver there are none.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """`cuda:N`, numbered as NVML does. `info.budget_bytes` is the limit for all engines together.
+    """`cuda:N`, numbered as NVML does.
+
+    `info.budget_bytes` is the limit for all engines together.
 
     The constructor and readings raise `DeviceFailed`.
     """

@@ -9,7 +9,10 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Facts about a device. `name` is the product name; `uuid` is empty if the hardware has none."""
+    """Facts about a device.
+
+    `name` is the product name; `uuid` is empty if the hardware has none.
+    """
 
     device_id: str
     kind: Literal["cpu", "cuda"]
@@ -26,7 +29,10 @@ class Device(Protocol):
     def info(self) -> DeviceInfo: ...
 
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
-        """Private bytes of each process on this device; processes without any are left out. Blocking."""
+        """Private bytes of each process on this device; processes without any are left out.
+
+        Blocking.
+        """
         ...
 
     def used_bytes(self, private: int, shared: int) -> int:

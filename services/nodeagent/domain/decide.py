@@ -54,7 +54,10 @@ from services.nodeagent.domain.transition import Transition
 
 
 def decide(state: NodeState, event: Event, now: float) -> tuple[NodeState, tuple[Effect, ...]]:
-    """The next state and effects. Effects are performed in order, after the state is replaced."""
+    """The next state and effects.
+
+    Effects are performed in order, after the state is replaced.
+    """
     transition = Transition(state, now)
     _dispatch(transition, event)
     granting.settle(transition)

@@ -38,7 +38,10 @@ class ResumeCommand:
 
 @dataclass(frozen=True)
 class PauseAnswered:
-    """The engine's answer to `PauseEngine`. `error` None: it is idle and refuses new requests."""
+    """The engine's answer to `PauseEngine`.
+
+    `error` None: it is idle and refuses new requests.
+    """
 
     instance_id: str
     only_if_idle: bool
@@ -66,7 +69,10 @@ class SuspendFailed:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The instance is resumed and verified: health, tokens and memory. `used_bytes`: device memory."""
+    """The instance is resumed and verified: health, tokens and memory.
+
+    `used_bytes`: device memory.
+    """
 
     instance_id: str
     used_bytes: int
@@ -131,7 +137,10 @@ class EngineReported:
 
 @dataclass(frozen=True)
 class EngineExited:
-    """An engine's process has exited. `error` explains the exit if it was not requested."""
+    """An engine's process has exited.
+
+    `error` explains the exit if it was not requested.
+    """
 
     instance_id: str
     pid: int
@@ -254,7 +263,10 @@ class PauseEngine:
 
 @dataclass(frozen=True)
 class Suspend:
-    """Freeze the engine and free its memory. Answered by `Suspended` or `SuspendFailed`."""
+    """Freeze the engine and free its memory.
+
+    Answered by `Suspended` or `SuspendFailed`.
+    """
 
     instance_id: str
     way: SuspendWay
@@ -262,7 +274,10 @@ class Suspend:
 
 @dataclass(frozen=True)
 class Resume:
-    """Resume and verify the engine. Answered by `Resumed` or `ResumeFailed`. `way` None: it was only paused."""
+    """Resume and verify the engine.
+
+    Answered by `Resumed` or `ResumeFailed`. `way` None: it was only paused.
+    """
 
     instance_id: str
     way: SuspendWay | None
@@ -278,7 +293,10 @@ class Spill:
 
 @dataclass(frozen=True)
 class Assess:
-    """Assess in `after_s` seconds how the engine could be suspended. Answered by `Assessed` if it is ready then."""
+    """Assess in `after_s` seconds how the engine could be suspended.
+
+    Answered by `Assessed` if it is ready then.
+    """
 
     instance_id: str
     after_s: float = 0.0
@@ -340,7 +358,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Publish:
-    """Publish the status. Not `urgent`: only load or progress changed, which may wait a little."""
+    """Publish the status.
+
+    Not `urgent`: only load or progress changed, which may wait a little.
+    """
 
     urgent: bool = True
 

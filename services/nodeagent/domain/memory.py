@@ -67,7 +67,10 @@ class Ledger:
         return None
 
     def book(self, instance_id: str, device_ids: tuple[str, ...], total: int) -> Ledger:
-        """The ledger with `total` bytes booked for `instance_id`. Raises the error of `refusal`."""
+        """The ledger with `total` bytes booked for `instance_id`.
+
+        Raises the error of `refusal`.
+        """
         refusal = self.refusal(device_ids, total, but=instance_id)
         if refusal is not None:
             raise refusal

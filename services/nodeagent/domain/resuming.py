@@ -135,7 +135,10 @@ def restarts(instance: Instance) -> bool:
 
 
 def restart(transition: Transition, instance: Instance, error: ErrorBody | None) -> ErrorBody | None:
-    """Start a new process for the same instance. Returns the error if a cold start has no memory."""
+    """Start a new process for the same instance.
+
+    Returns the error if a cold start has no memory.
+    """
     command, p = instance.command, instance.suspend_state
     reason = p.fell_back or error or EngineFailed("The engine exited while it was being resumed").body()
     refusal = transition.state.ledger.refusal(command.device_ids, command.reserve_bytes, but=instance.instance_id)

@@ -196,7 +196,10 @@ def on_no_progress(transition: Transition, instance: Instance) -> None:
 
 
 def fail(transition: Transition, instance: Instance, error: ErrorBody) -> None:
-    """Fail an instance: publish it at once and end its process. Its bytes stay booked until the process has exited."""
+    """Fail an instance: publish it at once and end its process.
+
+    Its bytes stay booked until the process has exited.
+    """
     if instance.stop_asked:
         termination.terminate(transition, instance)
         return

@@ -1,4 +1,6 @@
-"""The state that a nodeagent's loop owns. Times are seconds of the machine's monotonic clock, which outlives the process.
+"""The state that a nodeagent's loop owns.
+
+Times are seconds of the machine's monotonic clock, which outlives the process.
 
 Fields of `Instance` and `SuspendState` are stored on disk; aliases read the records of earlier versions.
 """
@@ -29,7 +31,10 @@ The loader and the node receive a start at the same time.
 
 
 class Process(StrEnum):
-    """State of the engine's process. `QUEUED`: there is none, the reservation waits for memory."""
+    """State of the engine's process.
+
+    `QUEUED`: there is none, the reservation waits for memory.
+    """
 
     QUEUED = "queued"
     FORKING = "forking"
@@ -45,7 +50,9 @@ class TimedStep(Frozen):
 
 
 class Outlook(Frozen):
-    """What a suspension would do to an instance. `way` None: it is impossible, for `reason`.
+    """What a suspension would do to an instance.
+
+    `way` None: it is impossible, for `reason`.
 
     The numbers are estimates until the first suspension has measured them.
 

@@ -41,7 +41,10 @@ def on_stop(transition: Transition, event: StopCommand) -> None:
 
 
 def begin(transition: Transition, instance: Instance, timeout_s: float, reason: str) -> None:
-    """Stop the instance within `timeout_s`. A second call can only shorten the deadline. An instance without requests is killed at once."""
+    """Stop the instance within `timeout_s`.
+
+    A second call can only shorten the deadline. An instance without requests is killed at once.
+    """
     if instance.process is Process.QUEUED:
         transition.state = replace(
             transition.state, queue=tuple(r for r in transition.state.queue if r.instance_id != instance.instance_id)
@@ -83,7 +86,10 @@ def on_drain_answered(transition: Transition, event: DrainAnswered) -> None:
 
 
 def on_drain_timeout(transition: Transition, instance: Instance) -> None:
-    """The drain deadline has passed: running requests are aborted. A suspension that is still waiting for idleness becomes a stop."""
+    """The drain deadline has passed: running requests are aborted.
+
+    A suspension that is still waiting for idleness becomes a stop.
+    """
     if instance.suspend_state.pausing:
         suspend_state = instance.suspend_state.model_copy(update={"pausing": False})
         instance = transition.change(instance, stop_asked=True, suspend_state=suspend_state)

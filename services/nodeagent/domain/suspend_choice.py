@@ -11,7 +11,10 @@ ENOUGH = 2.0
 
 
 def choose(outlooks: Iterable[Outlook]) -> Outlook:
-    """The best outlook. If no method is possible, an outlook with the reasons of all methods."""
+    """The best outlook.
+
+    If no method is possible, an outlook with the reasons of all methods.
+    """
     found = list(outlooks)
     possible = [o for o in found if o.way is not None]
     if not possible:

@@ -61,7 +61,10 @@ def not_suspendable_reason(state: NodeState, instance: Instance) -> str:
 
 
 def leaks(suspend_state: SuspendState) -> bool:
-    """True if the engine has a leak. Until its first resume an engine may grow to its normal size."""
+    """True if the engine has a leak.
+
+    Until its first resume an engine may grow to its normal size.
+    """
     base, used = suspend_state.base_bytes, suspend_state.used_bytes
     return suspend_state.resumes > 1 and base > 0 and used > LEAK_FACTOR * base and used > base + LEAK_FLOOR
 
@@ -191,7 +194,10 @@ def on_idle_report(transition: Transition, instance: Instance) -> None:
 
 
 def freeze(transition: Transition, instance: Instance) -> None:
-    """Freeze a paused engine. The record is written first, so that the next agent knows what was in progress."""
+    """Freeze a paused engine.
+
+    The record is written first, so that the next agent knows what was in progress.
+    """
     outlook = instance.suspend_state.outlook
     if not_suspendable_reason(transition.state, instance) or not make_room(
         transition, outlook.snapshot_bytes, instance.instance_id
@@ -272,7 +278,9 @@ def _give_up(transition: Transition, instance: Instance, error: ErrorBody) -> No
 
 
 def make_room(transition: Transition, wanted: int, but: str) -> bool:
-    """Bring the snapshots within the budget, with `wanted` more bytes. True if that succeeded.
+    """Bring the snapshots within the budget, with `wanted` more bytes.
+
+    True if that succeeded.
 
     The least recently suspended instances are spilled to swap if their snapshot is in host memory, else stopped. Snapshots of
     page-out are in swap already.
@@ -300,7 +308,10 @@ def make_room(transition: Transition, wanted: int, but: str) -> bool:
 
 
 def on_spilled(transition: Transition, event: Spilled) -> None:
-    """Handle the outcome of a spill. If it failed, the budget is enforced by other means."""
+    """Handle the outcome of a spill.
+
+    If it failed, the budget is enforced by other means.
+    """
     instance = transition.find(event.instance_id)
     if instance is None or instance.suspend_state.spilled != "writing":
         return

@@ -46,7 +46,10 @@ class DirectLauncher:
         return child.pid
 
     def _spawn(self, start: EngineStart) -> subprocess.Popen[bytes]:
-        """Start an interpreter. Blocks for about a millisecond: small local files and a vfork."""
+        """Start an interpreter.
+
+        Blocks for about a millisecond: small local files and a vfork.
+        """
         spec = self._specs / f"{start.instance_id}.json"
         with os.fdopen(os.open(spec, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(start.model_dump_json())

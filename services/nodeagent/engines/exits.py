@@ -58,7 +58,10 @@ def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:
 
 
 async def keep_logs_bounded(directory: Path, limit_bytes: int) -> None:
-    """Bound the logs of engines, zygote and spares until cancelled. Between two checks they may exceed the limit."""
+    """Bound the logs of engines, zygote and spares until cancelled.
+
+    Between two checks they may exceed the limit.
+    """
     while True:
         await asyncio.to_thread(bound_logs, directory, limit_bytes)
         await asyncio.sleep(_LOOK_S)

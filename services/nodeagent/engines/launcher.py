@@ -21,7 +21,10 @@ class Launcher(Protocol):
         ...
 
     async def launch(self, start: EngineStart) -> int:
-        """Start an engine and return its pid. Raises `ThawError` if and only if there is no process."""
+        """Start an engine and return its pid.
+
+        Raises `ThawError` if and only if there is no process.
+        """
         ...
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:

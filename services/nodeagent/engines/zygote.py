@@ -88,7 +88,10 @@ class ZygoteLauncher:
             await asyncio.sleep(_RESTART_WAITS_S[min(self._failures, len(_RESTART_WAITS_S) - 1)])
 
     async def launch(self, start: EngineStart) -> int:
-        """Fork an engine. If the zygote dies meanwhile, the next one gets a second attempt."""
+        """Fork an engine.
+
+        If the zygote dies meanwhile, the next one gets a second attempt.
+        """
         for last in (False, True):
             await self._wait_connected()
             try:

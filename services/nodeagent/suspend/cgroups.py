@@ -98,7 +98,10 @@ class Cgroups:
         return directory / "cgroup.procs"
 
     def add(self, instance_id: str, pid: int) -> None:
-        """Move a process with all its threads into the group. Existing children stay where they are."""
+        """Move a process with all its threads into the group.
+
+        Existing children stay where they are.
+        """
         if (procs := self.create(instance_id)) is None:
             return
         try:
@@ -135,7 +138,10 @@ class Cgroups:
         return tuple(p for p in pids if p not in inside and Path(f"/proc/{p}").exists())
 
     def freeze(self, instance_id: str) -> None:
-        """Freeze every process of the group. Raises `EngineFailed`, with the group thawed, if that takes too long."""
+        """Freeze every process of the group.
+
+        Raises `EngineFailed`, with the group thawed, if that takes too long.
+        """
         directory, freezer = self._require_freezer(instance_id)
         freezer.set_frozen(directory, True)
         deadline, wait = time.monotonic() + _FREEZE_WITHIN_S, _FIRST_POLL_S
@@ -174,7 +180,10 @@ class Cgroups:
                 return
 
     def left_segments(self, instance_id: str) -> set[int]:
-        """Shared memory of processes that `kill` has ended (shared_memory.py). Cleared by this call."""
+        """Shared memory of processes that `kill` has ended (shared_memory.py).
+
+        Cleared by this call.
+        """
         return self._left.pop(instance_id, set())
 
     def remove(self, instance_id: str) -> bool:

@@ -36,7 +36,10 @@ _OWN_LINKS = ("vllm", "sglang")
 
 
 class State(IntEnum):
-    """`CUprocessState`. Thaw does not use the last two, which are for checkpoints in custom storage."""
+    """`CUprocessState`.
+
+    Thaw does not use the last two, which are for checkpoints in custom storage.
+    """
 
     RUNNING = 0
     LOCKED = 1
@@ -47,7 +50,10 @@ class State(IntEnum):
 
 
 class CheckpointDriver(Protocol):
-    """The driver's checkpoint calls. Each raises `EngineFailed` with the driver's message."""
+    """The driver's checkpoint calls.
+
+    Each raises `EngineFailed` with the driver's message.
+    """
 
     def version(self) -> int:
         """Major version of the installed driver."""
@@ -64,7 +70,10 @@ class CheckpointDriver(Protocol):
 
 
 class CudaBindings:
-    """`CheckpointDriver` through cuda-bindings. `driver` is its module `cuda.bindings.driver`."""
+    """`CheckpointDriver` through cuda-bindings.
+
+    `driver` is its module `cuda.bindings.driver`.
+    """
 
     def __init__(self, driver: Any, nvml: Any) -> None:
         self._driver = driver

@@ -46,7 +46,10 @@ class Footprint:
 
 
 def footprint(pids: Iterable[int]) -> Footprint:
-    """Memory of the processes that exist (`smaps_rollup`). Raises `PermissionDenied` without the right to ptrace them."""
+    """Memory of the processes that exist (`smaps_rollup`).
+
+    Raises `PermissionDenied` without the right to ptrace them.
+    """
     pss = swap = 0
     for pid in pids:
         try:

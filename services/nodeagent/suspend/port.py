@@ -50,7 +50,10 @@ class SuspendResult:
 
 
 class SuspendMethod(Protocol):
-    """A method to suspend engines. The engine is drained and paused from before `suspend` until it is woken after `resume`."""
+    """A method to suspend engines.
+
+    The engine is drained and paused from before `suspend` until it is woken after `resume`.
+    """
 
     @property
     def name(self) -> SuspendWay: ...
@@ -64,11 +67,17 @@ class SuspendMethod(Protocol):
         ...
 
     async def suspend(self, target: Target) -> SuspendResult:
-        """Suspend the engine. Raises `CannotSuspend`, with everything undone, if it fails or frees too little."""
+        """Suspend the engine.
+
+        Raises `CannotSuspend`, with everything undone, if it fails or frees too little.
+        """
         ...
 
     async def resume(self, target: Target) -> None:
-        """Undo `suspend`, even a partial one. No effect if there is nothing to undo. Raises `RestoreFailed`."""
+        """Undo `suspend`, even a partial one.
+
+        No effect if there is nothing to undo. Raises `RestoreFailed`.
+        """
         ...
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
@@ -91,5 +100,8 @@ class Spilling(Protocol):
         ...
 
     async def spill(self, target: Target) -> int:
-        """Move a snapshot to swap and return the freed bytes. Raises `CannotSuspend`, with the snapshot unchanged."""
+        """Move a snapshot to swap and return the freed bytes.
+
+        Raises `CannotSuspend`, with the snapshot unchanged.
+        """
         ...

@@ -31,7 +31,10 @@ def mapped(pid: int) -> set[int]:
 
 
 def remove(left: Set[int]) -> None:
-    """Unlink those of these segments that no process maps any more. Reads the maps of every process."""
+    """Unlink those of these segments that no process maps any more.
+
+    Reads the maps of every process.
+    """
     if not left:
         return
     unused = left - {inode for pid in all_pids() for inode in mapped(pid)}

@@ -1,4 +1,7 @@
-"""Suspends engines by their own API: sleep of vLLM and SGLang, unload of Ollama. Memory is measured afterwards."""
+"""Suspends engines by their own API: sleep of vLLM and SGLang, unload of Ollama.
+
+Memory is measured afterwards.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,10 @@ class SleepThenCheckpoint:
         )
 
     async def suspend(self, target: Target) -> SuspendResult:
-        """Suspend the engine. If the checkpoint fails the engine is asleep, until it is woken."""
+        """Suspend the engine.
+
+        If the checkpoint fails the engine is asleep, until it is woken.
+        """
         used = await asyncio.to_thread(self._memory_usage.used, target)
         host = await asyncio.to_thread(footprint, target.pids)
         try:

@@ -115,12 +115,18 @@ class Suspender:
         return others or found
 
     async def hold(self, instance_id: str) -> None:
-        """Pause the engine: it refuses new requests. Raises `InstanceBusy` if it serves any."""
+        """Pause the engine: it refuses new requests.
+
+        Raises `InstanceBusy` if it serves any.
+        """
         request = SleepEngine(level=0, deadline_ms=_HOLD_DEADLINE_MS)
         await self._ask(subjects.engine_control(instance_id), request, EngineAsleep)
 
     async def suspend(self, instance: Instance, name: SuspendWay) -> SuspendResult:
-        """Suspend a paused engine. Raises `CannotSuspend` or `DeviceFailed`; the engine then runs, still paused."""
+        """Suspend a paused engine.
+
+        Raises `CannotSuspend` or `DeviceFailed`; the engine then runs, still paused.
+        """
         target = await asyncio.to_thread(self.target, instance)
         if not target.pids:
             raise CannotSuspend("none of the engine's processes can be found")
@@ -139,7 +145,10 @@ class Suspender:
         return any(isinstance(way, Spilling) and not way.unavailable() and not way.cannot_spill() for way in self._ways.values())
 
     async def spill(self, instance: Instance, name: SuspendWay) -> int:
-        """Write a snapshot to swap, and return the freed bytes of host memory. Raises `CannotSuspend`."""
+        """Write a snapshot to swap, and return the freed bytes of host memory.
+
+        Raises `CannotSuspend`.
+        """
         way, target = self._ways[name], self._frozen.get(instance.instance_id)
         if not isinstance(way, Spilling):
             raise CannotSuspend(f"a suspension by {name} has no snapshot that can be written to swap")
@@ -216,14 +225,20 @@ class Suspender:
         return there
 
     def group_for(self, instance: Instance) -> str | None:
-        """The cgroup.procs file that a hosted engine's processes join, if there are groups. Blocking."""
+        """The cgroup.procs file that a hosted engine's processes join, if there are groups.
+
+        Blocking.
+        """
         if instance.command.card.spec.engine == "builtin":
             return None
         made = self.cgroups.create(instance.instance_id)
         return str(made) if made is not None else None
 
     def started(self, instance: Instance, pid: int) -> None:
-        """Register the instance's process. A host stays outside its engine's group, because it keeps answering. Blocking."""
+        """Register the instance's process.
+
+        A host stays outside its engine's group, because it keeps answering. Blocking.
+        """
         if instance.command.card.spec.engine == "builtin":
             self.cgroups.add(instance.instance_id, pid)
 
